@@ -1,0 +1,44 @@
+# Works in a fresh clone with python3, make and a C++ compiler: the first target makes .venv and fills it.
+#   make demo      train a small model on two ranks
+#   make test      lint, then the tests that need no GPU; PYTEST_ARGS="-k sharding" for some of them
+#   make lint      ruff and mypy
+#   make native    build the native library again, beside the sources
+#   make clean     remove what was built; .venv stays, and is brought up to date by the next target
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
+
+.PHONY: demo test lint native clean
+
+demo: $(INSTALLED)
+	$(BIN)/python -m torch.distributed.run --nproc-per-node 2 examples/digits.py
+
+test: lint
+	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+native: $(BIN)/python
+	$(PIP_INSTALL) --no-deps -e .
+
+clean:
+	rm -rf $(INSTALLED) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f src/zerostd/kernels/*.so
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# Torch first and by itself, so that TORCH decides which one; the rest then takes it as it is. The install is editable:
+# changed .py files count at once, changed native sources or dependencies make the stamp old.
+$(INSTALLED): pyproject.toml CMakeLists.txt $(wildcard src/native/*) | $(BIN)/python
+	$(PIP_INSTALL) $(TORCH)
+	$(PIP_INSTALL) -e '.[dev]'
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv .venv

@@ -1,0 +1,33 @@
+"""zerostd: train PyTorch models that do not fit, under a plain loop.
+
+model, optimizer = zerostd.prepare(model, torch.optim.AdamW(model.parameters()), stage=3, precision="bf16")
+"""
+
+from zerostd.api import apply_to_device, full_state_dict, gathered, memory, no_sync, prepare, release
+from zerostd.errors import CommunicationError, MisuseError, NotSupportedError, PrepareError, ZerostdError
+from zerostd.monitoring import Memory
+from zerostd.parameters.deferred import empty_init
+from zerostd.policy import Budget, Placement, Precision, Stage
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Budget",
+    "CommunicationError",
+    "Memory",
+    "MisuseError",
+    "NotSupportedError",
+    "Placement",
+    "Precision",
+    "PrepareError",
+    "Stage",
+    "ZerostdError",
+    "apply_to_device",
+    "empty_init",
+    "full_state_dict",
+    "gathered",
+    "memory",
+    "no_sync",
+    "prepare",
+    "release",
+]

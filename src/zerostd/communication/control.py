@@ -1,0 +1,136 @@
+"""Control messages: small, on the CPU, once or twice a step. Ranks agree, or learn who is missing.
+
+`check_equal` at prepare finds ranks with different models before they can hang. `agree` after each backward says
+which parameters were used on any rank, and that all ranks gathered the same groups in the same order. `explain`
+turns a time-out into an error that names the rank that is behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerostd.communication.wires import Done, Pending, Works
+from zerostd.communication.world import World
+from zerostd.errors import CommunicationError, PrepareError
+
+__all__ = ["Agreement", "Control"]
+
+
+class Agreement:
+    """Which parameters had a gradient on any rank in one backward pass. Read `used` after `wait`."""
+
+    def __init__(self, control: Control, message: torch.Tensor, sequence: list[str]) -> None:
+        self._control = control
+        self._message = message
+        self._sequence = sequence
+        self._pending: Pending = control.start_max(message)
+
+    def wait(self) -> list[bool]:
+        """The agreed flags; raises if ranks gathered in different orders."""
+        with self._control.explain("the end of backward"):
+            self._pending.wait()
+        flags, low, high = self._message[:-8], self._message[-8:-4], self._message[-4:]
+        if not torch.equal(low, 255 - high):
+            self._control.raise_for_order(self._sequence)
+        return [bool(flag) for flag in flags.tolist()]
+
+
+class Control:
+    """Small messages of one prepared model."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.num_backwards = 0
+        self._key = "zerostd" if world.channels is None else f"zerostd/{world.channels.control.group_name}"
+
+    def begin_backward(self) -> None:
+        """Leave word that this rank is in its next backward: what `explain` reads."""
+        self.num_backwards += 1
+        if self.world.channels is not None:
+            self.world.channels.store.set(f"{self._key}/{self.world.rank}", str(self.num_backwards))
+
+    def agree(self, used: Sequence[bool], sequence: list[str]) -> Agreement:
+        """Start the exchange: `used` by parameter, `sequence` the groups gathered since the last one."""
+        checksum = zlib.crc32("\n".join(sequence).encode()).to_bytes(4, "little")
+        tail = bytes(checksum) + bytes(255 - byte for byte in checksum)
+        message = torch.frombuffer(bytearray(bytes(used) + tail), dtype=torch.uint8)
+        return Agreement(self, message, list(sequence))
+
+    def start_max(self, message: torch.Tensor) -> Pending:
+        """Element-wise maximum over ranks, in place, in the background."""
+        if self.world.channels is None:
+            return Done()
+        work = dist.all_reduce(message, dist.ReduceOp.MAX, group=self.world.channels.control, async_op=True)
+        return Works([work])
+
+    def check_equal(self, what: str, lines: Sequence[str]) -> None:
+        """Refuse ranks whose `lines` differ, naming the first difference."""
+        if self.world.size == 1:
+            return
+        digest = f"{len(lines)}:{zlib.crc32(chr(10).join(lines).encode())}"
+        digests = self.collect(digest)
+        if len(set(digests)) == 1:
+            return
+        everyone = self.collect(list(lines))
+        other = next(rank for rank, found in enumerate(digests) if found != digests[0])
+        raise PrepareError(
+            f"ranks were given different {what}: {_first_difference(everyone[0], everyone[other], other)}"
+        )
+
+    def collect(self, value: Any) -> list[Any]:
+        """Everyone's value, by rank."""
+        if self.world.channels is None:
+            return [value]
+        out: list[Any] = [None] * self.world.size
+        with self.explain("an exchange between ranks"):
+            dist.all_gather_object(out, value, group=self.world.channels.control)
+        return out
+
+    def raise_for_order(self, sequence: list[str]) -> None:
+        """All ranks are here: say where their orders part."""
+        everyone = self.collect(sequence)
+        other = next((rank for rank, found in enumerate(everyone) if found != everyone[0]), 0)
+        raise CommunicationError(
+            "ranks gathered groups in different orders, so parameters may hold mixed values and this step was not "
+            f"applied: {_first_difference(everyone[0], everyone[other], other)}. Modules that only some ranks call "
+            "must share a group with one that all ranks call: pass groups=[...] with their parent's name"
+        )
+
+    @contextlib.contextmanager
+    def explain(self, what: str) -> Iterator[None]:
+        """Turn a failed or late collective into an error that names rank and place."""
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            if isinstance(error, CommunicationError) or self.world.channels is None:
+                raise
+            raise CommunicationError(self._story(what, error)) from error
+
+    def _story(self, what: str, error: BaseException) -> str:
+        behind = []
+        assert self.world.channels is not None
+        for rank in range(self.world.size):
+            key = f"{self._key}/{rank}"
+            with contextlib.suppress(Exception):
+                done = int(self.world.channels.store.get(key)) if self.world.channels.store.check([key]) else 0
+                if done < self.num_backwards:
+                    behind.append(f"rank {rank} has begun {done} backward passes, this rank {self.num_backwards}")
+        who = "; ".join(behind) or "no rank is behind in its count of backward passes, so one of them has failed"
+        return (
+            f"rank {self.world.rank} gave up waiting in {what} (time limit {self.world.timeout_s:g} s): {who}. Every rank "
+            f"must run the same forwards, backwards and steps. Cause: {str(error).strip().splitlines()[0][:200]}"
+        )
+
+
+def _first_difference(mine: list[str], theirs: list[str], other: int) -> str:
+    for index, (a, b) in enumerate(zip(mine, theirs, strict=False)):
+        if a != b:
+            return f"entry {index} is {a!r} on rank 0 and {b!r} on rank {other}"
+    longer, rank = (mine, 0) if len(mine) > len(theirs) else (theirs, other)
+    return f"rank {rank} has {abs(len(mine) - len(theirs))} more, the first is {longer[min(len(mine), len(theirs))]!r}"

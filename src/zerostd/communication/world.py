@@ -1,0 +1,110 @@
+"""The world: who I am, how many we are, and the channels between us.
+
+Three cases on one path: torchrun (or anything that sets its variables) with or without an initialised process group,
+and no launcher at all, which is a world of one without a process group. Each prepared model makes its own channels, so
+several of them in one process never mix their messages.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from zerostd.errors import PrepareError
+
+__all__ = ["Channels", "World", "thread_budget"]
+
+TIMEOUT_VARIABLE = "ZEROSTD_TIMEOUT_S"
+DEFAULT_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Process groups of one prepared model. Gathers, reduces and control messages have one each: their order
+    relative to each other may differ between ranks, the order inside one may not."""
+
+    gather: dist.ProcessGroup
+    reduce: dist.ProcessGroup
+    control: dist.ProcessGroup  # gloo, on the CPU: reading its results costs no device synchronisation
+    store: dist.Store
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others."""
+
+    rank: int
+    size: int
+    local_size: int
+    device: torch.device
+    timeout_s: float
+    channels: Channels | None  # None in a world of one
+
+    @classmethod
+    def discover(cls, device: torch.device) -> World:
+        """Join the ranks the launcher started, or be a world of one."""
+        timeout_s = _timeout_s()
+        if not dist.is_initialized():
+            if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+                return cls(0, 1, 1, device, timeout_s, None)
+            dist.init_process_group("gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl")
+        size = dist.get_world_size()
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        if size == 1:
+            return cls(0, 1, 1, device, timeout_s, None)
+        limit = timedelta(seconds=timeout_s)
+        backend = "gloo" if device.type == "cpu" else "nccl"
+        channels = Channels(
+            gather=dist.new_group(backend=backend, timeout=limit),
+            reduce=dist.new_group(backend=backend, timeout=limit),
+            control=dist.new_group(backend="gloo", timeout=limit),
+            store=dist.distributed_c10d._get_default_store(),
+        )
+        return cls(dist.get_rank(), size, local_size, device, timeout_s, channels)
+
+    def close(self) -> None:
+        """Give the channels back; the user's own process group stays."""
+        if self.channels is not None and dist.is_initialized():
+            for group in (self.channels.gather, self.channels.reduce, self.channels.control):
+                dist.destroy_process_group(group)
+
+
+def _timeout_s() -> float:
+    text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise PrepareError(f"{TIMEOUT_VARIABLE}={text!r} must be a positive number of seconds")
+    return seconds
+
+
+def thread_budget(local_size: int) -> int:
+    """Threads this rank may use for its update: the cores it is allowed, shared with the ranks beside it.
+
+    torchrun sets OMP_NUM_THREADS=1, which is right for data loaders and wrong for an update, so the variable is
+    not asked: affinity and the cgroup's quota are.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, _cgroup_cores() or cores) // max(1, local_size))
+
+
+def _cgroup_cores() -> int | None:
+    """Whole cores of the cgroup's CPU quota (v2, then v1), None where there is no quota."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
+    except (OSError, ValueError):
+        try:
+            quota = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text().strip()
+            period = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    if quota in ("max", "-1"):
+        return None
+    return max(1, int(quota) // int(period))

@@ -1,0 +1,39 @@
+"""The private names of torch that zerostd needs, all of them, each with a test.
+
+They differ between torch releases and may move; nothing else in the library touches a name with a leading underscore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["at_end_of_backward", "foreach_add_", "foreach_copy_", "in_backward", "no_dynamo"]
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call `function` once when the backward pass that is running now has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
+def in_backward() -> bool:
+    """Whether this thread runs inside a backward pass (recomputed forwards run there too)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy many tensors with one launch."""
+    torch._foreach_copy_(targets, sources)
+
+
+def foreach_add_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Add many tensors with one launch."""
+    torch._foreach_add_(targets, sources)
+
+
+def no_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a hook so that torch.compile calls it instead of tracing into it."""
+    disabled: Callable[..., Any] = torch._dynamo.disable(function, recursive=True)
+    return disabled

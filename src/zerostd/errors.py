@@ -1,0 +1,30 @@
+"""The exception tree. Every message names what, the value, and the remedy.
+
+ZerostdError
+├── PrepareError (ValueError)        a model, optimizer or option that prepare refuses; nothing was changed
+│   └── NotSupportedError            an option that this version cannot honour
+├── MisuseError (RuntimeError)       a call on a prepared model that would do the wrong thing silently
+└── CommunicationError (RuntimeError) ranks that disagree, or one that did not come in time
+"""
+
+__all__ = ["CommunicationError", "MisuseError", "NotSupportedError", "PrepareError", "ZerostdError"]
+
+
+class ZerostdError(Exception):
+    """Root of everything zerostd raises on purpose."""
+
+
+class PrepareError(ZerostdError, ValueError):
+    """What was passed cannot be prepared; the model and the optimizer were left as they were."""
+
+
+class NotSupportedError(PrepareError):
+    """An option that this version cannot honour. It is refused rather than ignored."""
+
+
+class MisuseError(ZerostdError, RuntimeError):
+    """A call on a prepared model that cannot do what it says; the message names the call that can."""
+
+
+class CommunicationError(ZerostdError, RuntimeError):
+    """Ranks disagree, or one did not arrive within the time limit; the message names rank and group."""

@@ -1,0 +1,73 @@
+"""The ledger: bytes by tier and kind, now and at peak, and bytes sent by verb.
+
+Whoever allocates enters it here, whoever frees takes it out; nobody estimates. `Memory` is what users get.
+Numbers are of this rank alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from zerostd.policy import Kind, Tier
+
+__all__ = ["Ledger", "Memory"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank by tier, then kind: now and at peak; what crossed the wire; and how gradients rest."""
+
+    now: dict[str, dict[str, int]]
+    peak: dict[str, dict[str, int]]
+    sent: dict[str, int]
+    gradients: str
+
+    def total(self, tier: str = "device") -> int:
+        """Model-state bytes now in a tier: parameters, gradients and optimizer states, buffers left out."""
+        return sum(size for kind, size in self.now.get(tier, {}).items() if kind != Kind.BUFFERS)
+
+    def __str__(self) -> str:
+        rows = [f"{'tier':<8}{'kind':<18}{'now':>12}{'peak':>12}"]
+        for tier, kinds in self.peak.items():
+            for kind, peak in kinds.items():
+                now = self.now.get(tier, {}).get(kind, 0)
+                rows.append(f"{tier:<8}{kind:<18}{now / 2**20:>8.1f} MiB{peak / 2**20:>8.1f} MiB")
+        rows.append(f"gradients rest as {self.gradients}")
+        return "\n".join(rows)
+
+
+@dataclass
+class Ledger:
+    """Book of bytes. Single-threaded by design: hooks and steps run on one thread at a time."""
+
+    now: Counter[tuple[Tier, Kind]] = field(default_factory=Counter)
+    peak: Counter[tuple[Tier, Kind]] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)  # bytes this rank put on the wire, by verb
+    calls: Counter[str] = field(default_factory=Counter)  # collectives, by verb
+    gradient_form: str = "none yet"
+
+    def enter(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
+        """Bytes were allocated."""
+        self.now[tier, kind] += num_bytes
+        self.peak[tier, kind] = max(self.peak[tier, kind], self.now[tier, kind])
+
+    def leave(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
+        """Bytes were freed."""
+        self.now[tier, kind] -= num_bytes
+
+    def record_sent(self, verb: str, num_bytes: int) -> None:
+        """A collective put `num_bytes` of this rank on the wire."""
+        self.sent[verb] += num_bytes
+        self.calls[verb] += 1
+
+    def memory(self) -> Memory:
+        """The book as plain data."""
+        return Memory(_nested(self.now), _nested(self.peak), dict(self.sent), self.gradient_form)
+
+
+def _nested(book: Counter[tuple[Tier, Kind]]) -> dict[str, dict[str, int]]:
+    out: dict[str, dict[str, int]] = {}
+    for (tier, kind), size in sorted(book.items()):
+        out.setdefault(tier.value, {})[kind.value] = size
+    return out

@@ -1,0 +1,75 @@
+"""Which optimizers may run on shards: those that treat each element by itself.
+
+A shard is a run of elements without the matrix it was cut from. The known ones that need whole tensors are refused by
+name with the reason; any other class, the user's own included, is tried on a few numbers: a tensor updated whole and
+the same tensor updated in two pieces must come out equal.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostd.errors import PrepareError
+
+__all__ = ["check_elementwise"]
+
+NEEDS_WHOLE = {
+    "LBFGS": "its line search needs dot products over all parameters and calls the loss several times a step",
+    "Adafactor": "it factors the second moment by rows and columns of each matrix",
+    "Muon": "it orthogonalises whole matrices",
+    "SparseAdam": "it needs sparse gradients, and shards are dense",
+    "LARS": "its trust ratio needs the norm of each whole tensor",
+    "LAMB": "its trust ratio needs the norm of each whole tensor",
+    "Shampoo": "its preconditioners need whole matrices",
+    "SOAP": "its preconditioners need whole matrices",
+}
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose update of an element depends on other elements."""
+    name = type(optimizer).__name__
+    for known in type(optimizer).__mro__:
+        if known.__name__ in NEEDS_WHOLE:
+            raise PrepareError(
+                f"optimizer {name} cannot run on shards: {NEEDS_WHOLE[known.__name__]}. Use an element-wise one such as "
+                "AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam or RAdam"
+            )
+    try:
+        whole, pieces = _try(optimizer, pieces=False), _try(optimizer, pieces=True)
+    except Exception as error:
+        raise PrepareError(
+            f"optimizer {name} failed on a trial update of a flat tensor, so it cannot run on shards: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not torch.allclose(whole, pieces, rtol=1e-5, atol=1e-7):
+        raise PrepareError(
+            f"optimizer {name} cannot run on shards: updating a tensor whole and in two pieces gave different results "
+            f"(largest difference {(whole - pieces).abs().max().item():.3g}), so it is not element-wise"
+        )
+
+
+def _try(optimizer: torch.optim.Optimizer, *, pieces: bool) -> torch.Tensor:
+    """Two steps of a copy of `optimizer` on 24 fixed numbers, as one 4x6 matrix or as flat pieces of 10 and 14."""
+    numbers = torch.linspace(-1.0, 1.0, 24).sin()
+    tensors = [numbers[:10].clone(), numbers[10:].clone()] if pieces else [numbers.reshape(4, 6).clone()]
+    parameters = [nn.Parameter(tensor) for tensor in tensors]
+    trial = copy.copy(optimizer)
+    trial.state = defaultdict(dict)
+    group: dict[str, Any] = {
+        key: copy.deepcopy(value) for key, value in optimizer.param_groups[0].items() if key != "params"
+    }
+    trial.param_groups = [{**group, "params": parameters}]
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(trial, hooks, {})
+    trial.__dict__.pop("step", None)  # a scheduler's counter around it
+    for step in range(2):
+        gradient = (torch.arange(24.0) * (step + 1)).cos()
+        for parameter, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.reshape(parameter.shape).clone()
+        trial.step()
+    return torch.cat([parameter.detach().flatten() for parameter in parameters])

@@ -1,0 +1,134 @@
+"""What can be asked of all gradients together: their norm, a common factor, whether they are finite.
+
+Norms are taken of what rests on this rank and summed over ranks; gradients that every rank holds whole (stage 0) are
+counted once. Factors wait until the update reads the gradient, unless someone touches one parameter's alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from zerostd.communication import Wires
+from zerostd.errors import MisuseError
+from zerostd.parameters import Flat, GradientHandle, Group
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """All gradients of one prepared model; also what the handles in `p.grad` pass their calls to."""
+
+    groups: tuple[Group, ...]
+    factor: torch.Tensor | float  # still to be multiplied in: clipping, unscaling
+
+    def __init__(self, groups: tuple[Group, ...], wires: Wires, *, scales_loss: bool) -> None:
+        self.groups = groups
+        self.wires = wires
+        self.scales_loss = scales_loss
+        self.factor = 1.0
+        self.settle = lambda: None  # set to Backward.settle: gradients must have landed before they are read
+        self._places: dict[str, tuple[Flat, int]] = {}
+        self._norms: dict[tuple[float, str], torch.Tensor] = {}
+
+    def add(self, name: str, flat: Flat, index: int) -> None:
+        """Tell where a parameter's gradient rests."""
+        self._places[name] = (flat, index)
+
+    def total_norm(self, order: float = 2.0) -> torch.Tensor:
+        """The norm of all gradients as one vector, with `factor`; fp32, on the device."""
+        self.settle()
+        device = self.wires.world.device
+        parts = [self._norm_of(flat, order) for group in self.groups for flat in group.trainable]
+        if math.isinf(order):
+            norm = torch.stack(parts).max() if parts else torch.zeros((), device=device)
+            norm = self._across(norm, order)
+        else:
+            total = torch.stack(parts).pow(order).sum() if parts else torch.zeros((), device=device)
+            norm = self._across(total, order).pow(1.0 / order)
+        return norm * self.factor
+
+    def _norm_of(self, flat: Flat, order: float) -> torch.Tensor:
+        assert flat.gradient is not None
+        if not any(parameter.grad is not None for parameter in flat.parameters):
+            return torch.zeros((), device=self.wires.world.device)
+        if all(parameter.grad is not None for parameter in flat.parameters):
+            return torch.linalg.vector_norm(flat.gradient.current, order, dtype=torch.float32)
+        pieces = flat.layout.pieces(flat.region)
+        norms = [
+            torch.linalg.vector_norm(flat.gradient.current[p.offset : p.offset + p.numel], order, dtype=torch.float32)
+            for p in pieces
+            if flat.parameters[p.index].grad is not None
+        ]
+        if not norms:
+            return torch.zeros((), device=self.wires.world.device)
+        return torch.linalg.vector_norm(torch.stack(norms), order)
+
+    def _across(self, value: torch.Tensor, order: float) -> torch.Tensor:
+        """Sum (or maximum) over ranks, if each holds another part."""
+        if self._is_whole:
+            return value
+        return self.wires.largest(value) if math.isinf(order) else self.wires.sum(value)
+
+    @property
+    def _is_whole(self) -> bool:
+        flats = [flat for group in self.groups for flat in group.trainable]
+        return all(flat.gradient is None or flat.gradient.numel == flat.layout.numel for flat in flats)
+
+    def clip(self, max_norm: float, order: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; returns the norm before. As in torch."""
+        norm = self.total_norm(order)
+        self.factor = self.factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        return norm
+
+    def take_factor(self) -> torch.Tensor | float:
+        """The factor for the update that comes now."""
+        factor, self.factor = self.factor, 1.0
+        return factor
+
+    # GradientOps: calls on p.grad
+
+    def norm(self, handle: GradientHandle, order: float) -> torch.Tensor:
+        """One parameter's norm. The first call computes all of them with one exchange."""
+        self.settle()
+        if (order, handle.of) not in self._norms:
+            self._compute_norms(order)
+        return self._norms.pop((order, handle.of)) * self.factor
+
+    def _compute_norms(self, order: float) -> None:
+        names = list(self._places)
+        parts = torch.zeros(len(names), device=self.wires.world.device)
+        for row, name in enumerate(names):
+            flat, index = self._places[name]
+            piece = next((p for p in flat.layout.pieces(flat.region) if p.index == index), None)
+            if piece is not None and flat.parameters[index].grad is not None and flat.gradient is not None:
+                part = flat.gradient.current[piece.offset : piece.offset + piece.numel]
+                parts[row] = torch.linalg.vector_norm(part, order, dtype=torch.float32)
+        if math.isinf(order):
+            norms = self._across(parts, order)
+        else:
+            norms = self._across(parts.pow(order), order).pow(1.0 / order)
+        self._norms = {(order, name): norms[row] for row, name in enumerate(names)}
+
+    def scale(self, handle: GradientHandle, factor: torch.Tensor | float) -> None:
+        """Multiply one parameter's gradient."""
+        self.settle()
+        flat, index = self._places[handle.of]
+        assert flat.gradient is not None
+        for piece in flat.layout.pieces(flat.region):
+            if piece.index == index:
+                flat.gradient.current[piece.offset : piece.offset + piece.numel].mul_(factor)
+
+    def unscale(self, handles: Sequence[GradientHandle], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
+        """torch.amp.GradScaler's check-and-unscale, over all ranks."""
+        if self.scales_loss:
+            raise MisuseError(
+                "precision='fp16' scales the loss by itself, so a GradScaler would scale twice: call loss.backward() and "
+                "optimizer.step() directly, or pass GradScaler(enabled=False)"
+            )
+        for handle in handles:
+            self.scale(handle, inverse)
+        norm = self.total_norm()
+        found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(norm)).to(found_inf.dtype)))

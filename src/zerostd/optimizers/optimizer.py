@@ -1,0 +1,181 @@
+"""The optimizer users get back: a torch.optim.Optimizer whose step updates this rank's shards.
+
+    step:  gradients have landed  ->  clip and scale factors  ->  update group by group in forward order
+           ->  each group's new parameters start on their way as soon as it is updated
+
+`param_groups` are the user's own dicts with the user's own parameters, so schedulers and edits work as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from zerostd.communication import World
+from zerostd.communication.world import thread_budget
+from zerostd.errors import MisuseError
+from zerostd.optimizers.gradients import Gradients
+from zerostd.optimizers.scaling import LossScale
+from zerostd.optimizers.states import load_states, save_states
+from zerostd.optimizers.update import Updater
+from zerostd.parameters import Group
+
+__all__ = ["Schedule", "ZeroOptimizer"]
+
+THREADED_FROM = 1_000_000  # elements: below, waking threads costs more than they bring
+
+
+class Schedule(Protocol):
+    """What the optimizer asks of the schedule; it never learns how groups move."""
+
+    def settle(self) -> None:
+        """Return when all gradients have landed."""
+
+    def update_order(self) -> list[Group]:
+        """Groups, those the next forward needs first in front."""
+
+    def renew(self, group: Group) -> None:
+        """The group's masters have changed."""
+
+    def check_step(self) -> None:
+        """Raise if a step now would lose gradients."""
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Wraps the user's optimizer; see the module's docstring."""
+
+    inner: torch.optim.Optimizer
+    max_grad_norm: float | None
+    loss_scale: LossScale | None
+    grad_norm: torch.Tensor | None  # of the last step that clipped or scaled, before clipping
+
+    def __init__(
+        self,
+        updater: Updater,
+        gradients: Gradients,
+        schedule: Schedule,
+        world: World,
+        *,
+        max_grad_norm: float | None,
+        loss_scale: LossScale | None,
+    ) -> None:
+        self._is_built = False
+        self.inner = updater.inner
+        self._updater = updater
+        self._gradients = gradients
+        self._schedule = schedule
+        self._world = world
+        self.max_grad_norm = max_grad_norm
+        self.loss_scale = loss_scale
+        self.grad_norm = None
+        super().__init__(self.inner.param_groups, self.inner.defaults)
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
+        self._num_threads = thread_budget(world.local_size) if world.device.type == "cpu" else 1
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):  # once a step, not once a group
+            setattr(self, hooks, getattr(self.inner, hooks))
+            setattr(self.inner, hooks, OrderedDict())
+        self._is_built = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: shards and buffers are laid out when the model is prepared."""
+        if not self._is_built:
+            self.param_groups.append(param_group)
+            return
+        raise MisuseError(
+            "add_param_group on a prepared optimizer: its shards are laid out already. Put all parameters into the "
+            "optimizer before zerostd.prepare; parameters that should train later can have lr=0 until then"
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient. With a closure, it is called once, before the update."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._schedule.check_step()
+        self._schedule.settle()
+        if self._is_skipped():
+            return loss
+        factor = self._gradients.take_factor()
+        with self._threads():
+            for group in self._schedule.update_order():
+                self._updater.update(group, factor)
+                self._schedule.renew(group)
+        self._updater.keep_counters()
+        return loss
+
+    @contextlib.contextmanager
+    def _threads(self) -> Iterator[None]:
+        """All threads this rank may have, for an update on the CPU that is long enough to pay for waking them."""
+        before = torch.get_num_threads()
+        if self._num_threads <= before or self._updater.num_elements < THREADED_FROM:
+            yield
+            return
+        torch.set_num_threads(self._num_threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def _is_skipped(self) -> bool:
+        """Take the norm where one is asked for; True if gradients overflowed and this step must not happen."""
+        if self.loss_scale is not None:
+            self._gradients.factor = self._gradients.factor / self.loss_scale.value
+        if self.max_grad_norm is not None:
+            self.grad_norm = self._gradients.clip(self.max_grad_norm)
+        elif self.loss_scale is not None:
+            self.grad_norm = self._gradients.total_norm()
+        if self.loss_scale is None:
+            return False
+        assert self.grad_norm is not None
+        overflowed = not bool(torch.isfinite(self.grad_norm))
+        self.loss_scale.update(overflowed=overflowed)
+        if overflowed:
+            self._gradients.take_factor()
+        return overflowed
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip all gradients to a global norm, exactly; returns the norm before clipping. Every rank must call it."""
+        if self.max_grad_norm is not None:
+            raise MisuseError(
+                f"clip_grad_norm_({max_norm}) on an optimizer prepared with max_grad_norm={self.max_grad_norm}, which "
+                "clips in step(): use one of the two"
+            )
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        self.grad_norm = self._gradients.clip(max_norm * scale, norm_type) / scale
+        return self.grad_norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients. With set_to_none=False they become zeros, as in torch."""
+        self._schedule.settle()
+        self._gradients.take_factor()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if set_to_none or parameter.grad is None:
+                    parameter.grad = None
+                else:
+                    self._gradients.scale(parameter.grad, 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's format. In a world of one it is what the inner optimizer would give; on several ranks each state
+        holds this rank's interval of it, and loads on the same rank of as many ranks."""
+        return save_states(self._updater, self._world, self.loss_scale)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The counterpart of state_dict, checked before anything changes."""
+        load_states(self._updater, self._world, self.loss_scale, state_dict)
+        for group in self._schedule.update_order():
+            self._schedule.renew(group)
+
+    def __repr__(self) -> str:
+        return f"ZeroOptimizer({self.inner!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise MisuseError("a prepared optimizer cannot be copied or pickled: use zerostd.save, or its state_dict()")

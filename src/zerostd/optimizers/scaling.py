@@ -1,0 +1,59 @@
+"""Dynamic loss scale for fp16: keep small gradients above fp16's smallest numbers.
+
+The scale enters at the root's outputs in backward, so the user's loop stays as it is: loss.backward(), step(). It is
+taken out again by the update. A step whose gradients overflowed on any rank is skipped on all, and the scale halved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["LossScale", "scale_gradient"]
+
+
+@dataclass
+class LossScale:
+    """The scale and its history, as torch.amp.GradScaler keeps them."""
+
+    value: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    steps_since_overflow: int = 0
+    num_skipped: int = 0
+
+    def update(self, *, overflowed: bool) -> None:
+        """Learn from one step."""
+        if overflowed:
+            self.value *= self.backoff_factor
+            self.steps_since_overflow = 0
+            self.num_skipped += 1
+            return
+        self.steps_since_overflow += 1
+        if self.steps_since_overflow >= self.growth_interval:
+            self.value *= self.growth_factor
+            self.steps_since_overflow = 0
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Identity forward; the gradient is multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] * ctx.factor, None
+
+
+def scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """`tensor`, whose gradient will be `factor` times as large."""
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    scaled: torch.Tensor = _ScaleGradient.apply(tensor, factor)  # type: ignore[no-untyped-call]
+    return scaled

@@ -1,0 +1,8 @@
+"""One parameter, one flat buffer, one group: holders of state, few verbs."""
+
+from zerostd.parameters.flat import Flat
+from zerostd.parameters.gradient import Gradient
+from zerostd.parameters.group import Group, GroupState
+from zerostd.parameters.handle import GradientHandle, GradientOps
+
+__all__ = ["Flat", "Gradient", "GradientHandle", "GradientOps", "Group", "GroupState"]

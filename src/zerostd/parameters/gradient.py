@@ -1,0 +1,144 @@
+"""Where the gradient of one flat buffer rests between backward and step, and in which form.
+
+One backward pass a step: in the reduce dtype (2 bytes in bf16 runs). Several: summed in fp32. `region` is the slice
+of the flat buffer this rank updates; a rank that keeps gradients whole (stages 0 and 1) has a buffer for all of it and
+reduces in place, one that shards them fills a passing buffer and keeps its region only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zerostd.compat import foreach_add_, foreach_copy_
+from zerostd.monitoring import Ledger
+from zerostd.policy import Kind
+from zerostd.sharding import Layout
+
+__all__ = ["Gradient"]
+
+
+class Gradient:
+    """Holder of one flat gradient."""
+
+    layout: Layout
+    region: slice  # of the flat buffer, in elements
+    whole: torch.Tensor | None  # reduce dtype, the flat buffer's length; None where gradients are sharded
+    rest: torch.Tensor | None  # reduce dtype, the region's length; None while `sum` holds it
+    sum: torch.Tensor | None  # fp32, the region's length; there when a step is several backward passes
+    unsynced: torch.Tensor | None  # fp32, the flat buffer's length: passes under no_sync, not reduced yet
+
+    def __init__(
+        self,
+        layout: Layout,
+        region: slice,
+        *,
+        keep_whole: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        ledger: Ledger,
+    ) -> None:
+        self.layout = layout
+        self.region = region
+        self.dtype = dtype
+        self.device = device
+        self.ledger = ledger
+        self.whole = self._allocate(layout.numel, dtype) if keep_whole else None
+        self.rest = None
+        self.sum = None
+        self.unsynced = None
+        self.unsynced_used = [False] * len(layout.intervals)
+        self._views: dict[int, list[torch.Tensor]] = {}
+
+    @property
+    def numel(self) -> int:
+        """Elements of the region."""
+        return self.region.stop - self.region.start
+
+    @property
+    def current(self) -> torch.Tensor:
+        """The reduced gradient of the region, in the form it rests in."""
+        if self.sum is not None:
+            return self.sum
+        if self.rest is None:
+            self.rest = self.whole[self.region] if self.whole is not None else self._allocate(self.numel, self.dtype)
+        self.ledger.gradient_form = f"{str(self.dtype).removeprefix('torch.')} (one backward pass a step)"
+        return self.rest
+
+    def use_sum(self) -> torch.Tensor:
+        """From now on rest as an fp32 sum; what rests already is carried over."""
+        if self.sum is None:
+            self.sum = self._allocate(self.numel, torch.promote_types(self.dtype, torch.float32))
+            if self.rest is not None:
+                self.sum.copy_(self.rest)
+                if self.whole is None:
+                    self.ledger.leave(Kind.GRADIENTS, self.rest.nbytes)
+                self.rest = None
+            self.ledger.gradient_form = "float32 (summed over several backward passes)"
+        return self.sum
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """One view per parameter into a buffer of the flat's length; kept, since buffers are few."""
+        found = self._views.get(buffer.data_ptr())
+        if found is None or found[0].dtype != buffer.dtype:
+            found = [buffer[i.offset : i.end].view(i.shape) for i in self.layout.intervals]
+            self._views[buffer.data_ptr()] = found
+        return found
+
+    def fill(self, buffer: torch.Tensor, arrived: Sequence[torch.Tensor | None]) -> None:
+        """Write what this pass brought into `buffer`; parameters without a gradient count as zero."""
+        write(self.views(buffer), arrived)
+        if self.layout.padding:
+            buffer[self.layout.numel - self.layout.padding :].zero_()
+        if self.unsynced is not None:
+            buffer.add_(self.unsynced)
+            self.ledger.leave(Kind.GRADIENTS, self.unsynced.nbytes)
+            self._views.pop(self.unsynced.data_ptr(), None)
+            self.unsynced = None
+
+    def prepare_landing(self, keep: Sequence[bool]) -> bool:
+        """Make ready for a pass to land; True if it must be added to what rests. `keep` says by parameter whether
+        an earlier gradient is still wanted."""
+        if not any(keep):
+            return False
+        total = self.use_sum()
+        for piece in self.layout.pieces(self.region):
+            if not keep[piece.index]:
+                total[piece.offset : piece.offset + piece.numel].zero_()
+        return True
+
+    def add_unsynced(self, arrived: Sequence[torch.Tensor | None], keep: Sequence[bool]) -> None:
+        """Sum a pass locally, without reducing it."""
+        if self.unsynced is None:
+            self.unsynced = self._allocate(self.layout.numel, torch.float32)
+            self.unsynced.zero_()
+        views = self.views(self.unsynced)
+        for index, grad in enumerate(arrived):
+            if grad is not None:
+                views[index].add_(grad) if keep[index] else views[index].copy_(grad)
+                self.unsynced_used[index] = True
+
+    def land_here(self, arrived: Sequence[torch.Tensor | None], *, accumulate: bool) -> None:
+        """In a world of one: straight to rest, no buffer between."""
+        views = self.views(self.current)
+        if accumulate:
+            pairs = [(view, grad) for view, grad in zip(views, arrived, strict=True) if grad is not None]
+            foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
+        else:
+            write(views, arrived)
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.zeros(numel, dtype=dtype, device=self.device)
+        self.ledger.enter(Kind.GRADIENTS, tensor.nbytes)
+        return tensor
+
+
+def write(views: list[torch.Tensor], arrived: Sequence[torch.Tensor | None]) -> None:
+    """Copy what arrived with one launch; zero the rest."""
+    targets = [view for view, grad in zip(views, arrived, strict=True) if grad is not None]
+    if targets:
+        foreach_copy_(targets, [grad for grad in arrived if grad is not None])
+    for view, grad in zip(views, arrived, strict=True):
+        if grad is None:
+            view.zero_()

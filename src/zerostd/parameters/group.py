@@ -1,0 +1,67 @@
+"""A group: the parameters that travel together. Scheduling, optimizers and checkpoints meet here.
+
+RELEASED --start--> GATHERING --finish--> GATHERED --release--> RELEASED
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import nn
+
+from zerostd.parameters.flat import Flat
+
+__all__ = ["Group", "GroupState", "Waitable"]
+
+
+class Waitable(Protocol):
+    """Something in flight."""
+
+    def wait(self) -> None: ...
+
+
+class GroupState(enum.Enum):
+    """What a group holds now, and what that costs."""
+
+    RELEASED = "this rank's shards; parameters show NaN"
+    GATHERING = "shards, and buffers that are being filled"
+    GATHERED = "shards, and all parameters on the device (nothing extra where they are not sharded)"
+
+
+class Group:
+    """Holder of one group's flat buffers and of what is pending on them."""
+
+    name: str
+    index: int  # position among the groups, the same on every rank
+    modules: tuple[nn.Module, ...]  # whose forward needs it, in registration order; the last one ends its use
+    flats: tuple[Flat, ...]
+    state: GroupState
+    pending: list[Waitable]  # gathers in flight, one per flat
+    borrowed: dict[str, Group]  # groups whose parameters this one's modules read, learnt as it happens
+
+    def __init__(self, name: str, index: int, modules: Sequence[nn.Module], flats: Sequence[Flat]) -> None:
+        self.name = name
+        self.index = index
+        self.modules = tuple(modules)
+        self.flats = tuple(flats)
+        self.state = GroupState.GATHERED
+        self.pending = []
+        self.borrowed = {}
+        self.in_backward = False  # its backward has begun and its gradients are not all there yet
+
+    @property
+    def trainable(self) -> list[Flat]:
+        """Flats that are updated."""
+        return [flat for flat in self.flats if flat.gradient is not None]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether releasing gives memory back."""
+        return any(flat.is_sharded for flat in self.flats)
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether some parameters give no sign when backward has done with them."""
+        return any(flat.gradient is None for flat in self.flats)

@@ -1,0 +1,86 @@
+"""What users see as `p.grad` after a backward pass: a handle, since the gradient itself rests in its group.
+
+A handle has the parameter's shape, dtype and device and no memory. It keeps torch's own protocol: `p.grad is None` means
+that there is no gradient, setting it to None drops the gradient, and a backward pass into a parameter that still
+has one adds to it. The few operations that make sense on a sharded gradient are passed on to `GradientOps`; any other
+raises and names the call to use, so nothing is silently skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from zerostd.errors import MisuseError
+
+__all__ = ["GradientHandle", "GradientOps"]
+
+aten = torch.ops.aten
+
+
+class GradientOps(Protocol):
+    """What can be done to sharded gradients through their handles. Collective: every rank must make the call."""
+
+    def norm(self, handle: GradientHandle, order: float) -> torch.Tensor: ...
+
+    def scale(self, handle: GradientHandle, factor: torch.Tensor | float) -> None: ...
+
+    def unscale(self, handles: Sequence[GradientHandle], found_inf: torch.Tensor, inverse: torch.Tensor) -> None: ...
+
+
+class GradientHandle(torch.Tensor):
+    """Stands for one parameter's gradient; see the module's docstring."""
+
+    incoming: torch.Tensor | None  # what the running backward pass wants to add, taken by the reducer
+    of: str  # the parameter it stands for
+    ops: GradientOps
+
+    @staticmethod
+    def __new__(cls, of: str, parameter: nn.Parameter, ops: GradientOps) -> GradientHandle:
+        make = cast(Callable[..., Any], torch.Tensor._make_wrapper_subclass)
+        handle = make(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        return cast(GradientHandle, handle)
+
+    def __init__(self, of: str, parameter: nn.Parameter, ops: GradientOps) -> None:
+        self.of = of
+        self.ops = ops
+        self.incoming = None
+
+    def take(self) -> torch.Tensor:
+        """The gradient that the running backward pass added."""
+        incoming, self.incoming = self.incoming, None
+        assert incoming is not None
+        return incoming
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"<gradient of {self.of}, {tuple(self.shape)}, rests in its group>"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.add_.Tensor and isinstance(args[0], cls) and not isinstance(args[1], cls):
+            handle = args[0]
+            handle.incoming = args[1] if handle.incoming is None else handle.incoming + args[1]
+            return handle
+        if func in (aten.detach.default, aten.alias.default):
+            return args[0]
+        if func is aten.linalg_vector_norm.default and len(args) <= 2 and not (kwargs or {}).get("dim"):
+            return args[0].ops.norm(args[0], float(args[1]) if len(args) > 1 else 2.0)
+        if func is aten.mul_.Tensor:
+            args[0].ops.scale(args[0], args[1])
+            return args[0]
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            args[0][0].ops.unscale(args[0], args[1], args[2])
+            return None
+        handle = next((arg for arg in _flatten(args) if isinstance(arg, cls)), None)
+        raise MisuseError(
+            f"{func} on the gradient of {handle.of if handle is not None else 'a parameter'}: a prepared model keeps "
+            "gradients sharded, so `p.grad` only stands for one. Clip with optimizer.clip_grad_norm_(max_norm), drop "
+            "with optimizer.zero_grad(), update with the optimizer that zerostd.prepare returned"
+        )
+
+
+def _flatten(args: Any) -> list[Any]:
+    return [item for arg in args for item in (_flatten(arg) if isinstance(arg, (list, tuple)) else [arg])]

@@ -1,0 +1,161 @@
+"""Frozen policies: what the user decides, checked once, then only read.
+
+Stage, Kind and Tier are the words of the whole library; Precision, Placement and Budget are the values of
+`prepare`'s keywords. Nothing here touches a model, a device or a process group.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from zerostd.errors import PrepareError
+
+__all__ = ["Budget", "Kind", "Placement", "Precision", "Stage", "Tier", "parse_bytes", "shards"]
+
+
+class Stage(enum.IntEnum):
+    """How much of the model state is sharded over the ranks."""
+
+    DATA_PARALLEL = 0
+    OPTIMIZER_STATES = 1
+    GRADIENTS = 2
+    PARAMETERS = 3
+
+    @classmethod
+    def parse(cls, value: int | Stage) -> Stage:
+        """The stage `value` stands for, or an error that lists the four there are."""
+        if isinstance(value, bool) or not isinstance(value, int) or value not in tuple(cls):
+            raise PrepareError(
+                f"stage={value!r} is not a ZeRO stage; use 0 (data parallel), 1 (shard optimizer states), "
+                "2 (and gradients) or 3 (and parameters)"
+            )
+        return cls(value)
+
+
+class Kind(enum.StrEnum):
+    """What bytes mean. BUFFERS are working memory: staging, gathered groups, scratch."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATES = "optimizer_states"
+    ACTIVATIONS = "activations"
+    BUFFERS = "buffers"
+
+
+class Tier(enum.StrEnum):
+    """Where bytes rest."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+SHARDED_FROM = {Kind.OPTIMIZER_STATES: 1, Kind.GRADIENTS: 2, Kind.PARAMETERS: 3}
+
+
+def shards(stage: Stage, kind: Kind) -> bool:
+    """The one table in which the stages differ."""
+    return stage >= SHARDED_FROM[kind]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Number formats of one run.
+
+    `compute` is the dtype of parameters in forward and backward, `reduce` the dtype gradients travel and rest in.
+    None keeps each parameter's own dtype. 16-bit parameters get fp32 masters; everything is updated in fp32.
+    """
+
+    name: str
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    scales_loss: bool = False  # fp16 only: gradients are scaled against underflow, see optimizers/scaling.py
+
+    @classmethod
+    def parse(cls, value: str | Precision | None) -> Precision:
+        """A policy from its name."""
+        if isinstance(value, Precision):
+            return value
+        known = {
+            None: cls("as given"),
+            "fp32": cls("fp32", torch.float32, torch.float32),
+            "bf16": cls("bf16", torch.bfloat16, torch.bfloat16),
+            "fp16": cls("fp16", torch.float16, torch.float16, scales_loss=True),
+        }
+        if value not in known:
+            raise PrepareError(
+                f"precision={value!r} is unknown; use 'fp32', 'bf16' or 'fp16', or None to keep each parameter's dtype"
+            )
+        return known[value]
+
+
+Share = str | Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The home of each kind of state: a tier, or shares of tiers that sum to one.
+
+    Placement(parameters="device", gradients="device", optimizer_states="host")
+    Placement(optimizer_states={"device": 0.3, "host": 0.7})
+    """
+
+    parameters: Share = "device"
+    gradients: Share = "device"
+    optimizer_states: Share = "device"
+    activations: Share = "device"
+
+    def __post_init__(self) -> None:
+        for kind in ("parameters", "gradients", "optimizer_states", "activations"):
+            self._check(kind, getattr(self, kind))
+
+    @staticmethod
+    def _check(kind: str, share: Share) -> None:
+        shares = {share: 1.0} if isinstance(share, str) else dict(share)
+        tiers = [tier.value for tier in Tier]
+        unknown = [name for name in shares if name not in tiers]
+        if unknown:
+            raise PrepareError(f"Placement({kind}={share!r}): {unknown[0]!r} is not a tier; use one of {tiers}")
+        if any(part < 0 for part in shares.values()) or not math.isclose(sum(shares.values()), 1.0, abs_tol=1e-6):
+            raise PrepareError(f"Placement({kind}={share!r}): shares must be >= 0 and sum to 1")
+
+    def shares(self, kind: Kind) -> dict[Tier, float]:
+        """Shares by tier of one kind, zero shares left out."""
+        share = getattr(self, kind.value)
+        parts = {share: 1.0} if isinstance(share, str) else share
+        return {Tier(name): float(part) for name, part in parts.items() if part > 0}
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes from an integer or a text with a unit: 24GiB, 500MB."""
+    if isinstance(value, int):
+        return value
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
+    if match is None or match.group(2).upper() not in _UNITS:
+        raise PrepareError(f"{value!r} is not a size; write it like '24GiB', '500MB' or as an integer of bytes")
+    return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the planner may use of each tier. None: what is free, less a margin."""
+
+    device: int | str | None = None
+    host: int | str | None = None
+    disk: int | str | None = None
+    disk_path: str | None = None
+
+    def __post_init__(self) -> None:
+        for size in (self.device, self.host, self.disk):
+            if size is not None:
+                parse_bytes(size)

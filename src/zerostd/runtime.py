@@ -1,0 +1,150 @@
+"""What zerostd keeps for one prepared model: the parts, wired together. The front door (api.py) makes and asks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from zerostd.communication import Control, Wires, World
+from zerostd.errors import MisuseError
+from zerostd.monitoring import Ledger
+from zerostd.optimizers.adopting import Adoption
+from zerostd.optimizers.gradients import Gradients
+from zerostd.optimizers.optimizer import ZeroOptimizer
+from zerostd.optimizers.scaling import LossScale, scale_gradient
+from zerostd.parameters import GradientHandle, Group
+from zerostd.policy import Precision
+from zerostd.scheduling.backward import Backward
+from zerostd.scheduling.gathering import Gatherer
+from zerostd.scheduling.guards import Guards
+from zerostd.scheduling.hooks import Hooks, RootRules
+from zerostd.scheduling.reducing import Reducer, Slot
+
+__all__ = ["Runtime"]
+
+Casts = tuple[torch.dtype, torch.dtype] | None
+OnTensor = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Runtime:
+    """One prepared model. Also the `Schedule` its optimizer sees."""
+
+    model: nn.Module
+    groups: tuple[Group, ...]
+    original_dtypes: dict[nn.Parameter, torch.dtype]  # what release and full_state_dict give back
+    frozen: list[tuple[str, nn.Parameter]]
+    optimizer: ZeroOptimizer | None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[Group],
+        wires: Wires,
+        control: Control,
+        *,
+        precision: Precision,
+        original_dtypes: dict[nn.Parameter, torch.dtype],
+        prefetch_depth: int,
+    ) -> None:
+        self.model = model
+        self.groups = tuple(groups)
+        self.wires = wires
+        self.control = control
+        self.precision = precision
+        self.optimizer = None
+        self.adoption: Adoption | None = None
+        self.original_dtypes = original_dtypes
+        self.frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        self.loss_scale = LossScale() if precision.scales_loss else None
+        self.gatherer = Gatherer(self.groups, wires, control, prefetch_depth=prefetch_depth)
+        self.reducer = Reducer(wires, control, wires.ledger)
+        self.gradients = Gradients(self.groups, wires, scales_loss=precision.scales_loss)
+        self.backward = Backward(self._slots(), self.gatherer, self.reducer, control)
+        self.gradients.settle = self.backward.settle
+        self.guards = Guards(model, self.gatherer)
+        self._buffers_moved = True  # rank 0's buffers have to go to all before the next forward
+
+    @property
+    def world(self) -> World:
+        """This process among the others."""
+        return self.wires.world
+
+    @property
+    def ledger(self) -> Ledger:
+        """The book of bytes."""
+        return self.wires.ledger
+
+    def _slots(self) -> list[Slot]:
+        slots = []
+        for group in self.groups:
+            for flat in group.trainable:
+                for index, (parameter, interval) in enumerate(zip(flat.parameters, flat.layout.intervals, strict=True)):
+                    handle = GradientHandle(interval.name, parameter, self.gradients)
+                    self.gradients.add(interval.name, flat, index)
+                    slots.append(Slot(group, flat, index, parameter, handle))
+        return slots
+
+    def install(self, casts: Casts) -> None:
+        """Enter the model's forward and backward. `casts`: (outside, inside) dtypes of the root, if they differ."""
+        self.reducer.reserve(self.groups)
+        rules = RootRules(self._on_input(casts), self._on_output(casts), self._before_forward)
+        self.hooks = Hooks(self.model, self.gatherer, self.backward, rules)
+        self.hooks.install()
+        self.guards.install()
+
+    def _on_input(self, casts: Casts) -> OnTensor | None:
+        if casts is None and self.loss_scale is None:
+            return None
+
+        def enter(tensor: torch.Tensor) -> torch.Tensor:
+            if self.loss_scale is not None:
+                tensor = scale_gradient(tensor, 1.0 / self.loss_scale.value)
+            return tensor.to(casts[1]) if casts is not None and tensor.dtype == casts[0] else tensor
+
+        return enter
+
+    def _on_output(self, casts: Casts) -> OnTensor | None:
+        if casts is None and self.loss_scale is None:
+            return None
+
+        def leave(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor.to(casts[0]) if casts is not None and tensor.dtype == casts[1] else tensor
+            return tensor if self.loss_scale is None else scale_gradient(tensor, self.loss_scale.value)
+
+        return leave
+
+    def _before_forward(self, model: nn.Module) -> None:
+        """DDP's rule for buffers: after a forward that may have changed them, all ranks take rank 0's."""
+        if self._buffers_moved and self.world.size > 1:
+            self.wires.broadcast(list(model.buffers()))
+        self._buffers_moved = model.training and torch.is_grad_enabled() and self.backward.is_syncing
+
+    # Schedule, as the optimizer sees it
+
+    def settle(self) -> None:
+        """Return when all gradients have landed."""
+        self.backward.settle()
+
+    def update_order(self) -> list[Group]:
+        """Groups, those the next forward needs first in front."""
+        return self.backward.update_order
+
+    def renew(self, group: Group) -> None:
+        """The group's masters have changed."""
+        self.gatherer.renew(group)
+
+    def check_step(self) -> None:
+        """Raise if a step now would lose gradients."""
+        if self.backward.has_unsynced:
+            raise MisuseError(
+                "optimizer.step() after backward passes under zerostd.no_sync that no later pass has reduced: run the last "
+                "backward pass of a step outside no_sync"
+            )
+        for name, parameter in self.frozen:
+            if parameter.requires_grad:
+                raise MisuseError(
+                    f"{name!r} was frozen when the model was prepared and trains now, but has no optimizer state: set "
+                    "requires_grad before zerostd.prepare, and freeze by lr=0 or requires_grad_(False) afterwards"
+                )

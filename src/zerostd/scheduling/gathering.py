@@ -1,0 +1,130 @@
+"""Gather before use, release after, and start the next one ahead of time.
+
+The order of groups is learnt by watching: for each group and phase, who came next last time. It is a prediction only: a
+group that was not foretold is gathered when it is needed, one foretold wrongly is released at the end of the pass.
+Prefetching moves the moment a gather starts and nothing else, so results do not depend on it.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from zerostd.communication import Control, Wires
+from zerostd.parameters import Group, GroupState
+
+__all__ = ["Gatherer", "Phase"]
+
+
+class Phase(enum.Enum):
+    """A pass over the model."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Gatherer:
+    """Moves groups between RELEASED and GATHERED."""
+
+    groups: tuple[Group, ...]
+    sequence: list[str]  # groups whose gather was started since ranks last compared notes
+    prefetch_depth: int  # groups started ahead; 0 gathers only on demand
+
+    def __init__(self, groups: tuple[Group, ...], wires: Wires, control: Control, *, prefetch_depth: int) -> None:
+        self.groups = groups
+        self.wires = wires
+        self.control = control
+        self.prefetch_depth = prefetch_depth
+        self.sequence = []
+        self._next: dict[tuple[Phase, Group | None], Group] = {}
+        self._last: dict[Phase, Group | None] = {phase: None for phase in Phase}
+
+    def need(self, group: Group, phase: Phase) -> None:
+        """Return when `group` is gathered; those expected next are on their way then."""
+        self._learn(group, phase)
+        self.start(group)
+        self.finish(group)
+        for other in group.borrowed.values():
+            self.start(other)
+            self.finish(other)
+        ahead: Group | None = group
+        for _ in range(self.prefetch_depth):
+            ahead = self._next.get((phase, ahead))
+            if ahead is None:
+                break
+            self.start(ahead)
+
+    def start(self, group: Group) -> None:
+        """Begin gathering a released group."""
+        if group.state is not GroupState.RELEASED:
+            return
+        self.sequence.append(group.name)
+        with self.control.explain(f"the gather of group {group.name!r}"):
+            for flat in group.flats:
+                flat.open()
+                group.pending.append(self.wires.gather(flat.full, flat.shard))
+        group.state = GroupState.GATHERING
+
+    def finish(self, group: Group) -> None:
+        """Wait for a gather that was started; nothing to do for a gathered group."""
+        if group.state is not GroupState.GATHERING:
+            return
+        with self.control.explain(f"the gather of group {group.name!r}"):
+            for pending in group.pending:
+                pending.wait()
+        group.pending.clear()
+        for flat in group.flats:
+            flat.show()
+        group.state = GroupState.GATHERED
+
+    def release(self, group: Group) -> None:
+        """Give a sharded group's memory back; one that rests gathered stays."""
+        if not group.is_sharded or group.state is GroupState.RELEASED:
+            return
+        self.finish(group)
+        for flat in group.flats:
+            flat.hide()
+        group.state = GroupState.RELEASED
+
+    def renew(self, group: Group) -> None:
+        """The update changed this rank's slice. Sharded: the next use gathers it. Not sharded, but updated in slices:
+        the other slices start coming in now, and parameters show NaN until they have."""
+        if group.is_sharded:
+            self.release(group)
+        elif any(flat.region.stop - flat.region.start < flat.layout.numel for flat in group.trainable):
+            for flat in group.flats:
+                flat.hide()
+            group.state = GroupState.RELEASED
+            self.start(group)
+
+    def finish_all(self) -> None:
+        """Wait for every gather in flight."""
+        for group in self.groups:
+            self.finish(group)
+
+    def release_all(self) -> None:
+        """End of a pass: whatever is still gathered goes."""
+        for group in self.groups:
+            group.in_backward = False
+            self.release(group)
+
+    def begin(self, phase: Phase) -> None:
+        """A pass begins: the next group needed is its first, and what was learnt to be first may start."""
+        self._last[phase] = None
+        first = self._next.get((phase, None))
+        if first is not None and self.prefetch_depth:
+            self.start(first)
+
+    def in_forward_order(self) -> list[Group]:
+        """Groups as the last forward needed them, those it did not need behind."""
+        ordered: dict[Group, None] = {}
+        group = self._next.get((Phase.FORWARD, None))
+        while group is not None and group not in ordered:
+            ordered[group] = None
+            group = self._next.get((Phase.FORWARD, group))
+        return [*ordered, *(group for group in self.groups if group not in ordered)]
+
+    def _learn(self, group: Group, phase: Phase) -> None:
+        last = self._last[phase]
+        if last is not group:
+            self._next[phase, last] = group
+            self._last[phase] = group

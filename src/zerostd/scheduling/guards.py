@@ -1,0 +1,132 @@
+"""Calls on a prepared module that would go wrong silently: done right, or refused with the remedy.
+
+    .to(), .half(), .cuda()   fine while they change nothing; otherwise refused
+    state_dict()              right where parameters rest gathered; refused where they are sharded
+    load_state_dict()         right everywhere: group by group, masters exact; every rank must call it
+    deepcopy, pickle          refused
+
+Everything is an attribute or a hook of the module itself and is taken off again by `remove`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zerostd.errors import MisuseError
+from zerostd.parameters import Flat, Group
+from zerostd.scheduling.gathering import Gatherer
+
+__all__ = ["Guards"]
+
+
+class Guards:
+    """Installs and removes the guards of one prepared model."""
+
+    is_open: bool  # state_dict is being called by zerostd itself
+
+    def __init__(self, root: nn.Module, gatherer: Gatherer) -> None:
+        self.root = root
+        self.gatherer = gatherer
+        self.is_open = False
+        self._places = {
+            parameter: (group, flat, index)
+            for group in gatherer.groups
+            for flat in group.flats
+            for index, parameter in enumerate(flat.parameters)
+        }
+        self._removables: list[RemovableHandle] = []
+        self._loading: dict[str, Group] = {}
+        self._depth = 0
+
+    def install(self) -> None:
+        """Put guards on every module of the model."""
+        for module in self.root.modules():
+            module.__dict__["_apply"] = functools.partial(self._apply, module)
+            module.__dict__["__reduce_ex__"] = self._refuse_copy
+            self._removables += [
+                module.register_state_dict_pre_hook(self._before_state_dict),
+                module.register_load_state_dict_pre_hook(self._before_load),
+                module.register_load_state_dict_post_hook(self._after_load),
+            ]
+
+    def remove(self) -> None:
+        """Take all guards off."""
+        for module in self.root.modules():
+            module.__dict__.pop("_apply", None)
+            module.__dict__.pop("__reduce_ex__", None)
+        for removable in self._removables:
+            removable.remove()
+        self._removables.clear()
+
+    def _apply(
+        self, module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> nn.Module:
+        for parameter in module.parameters():
+            probe = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
+            changed = function(probe)
+            if changed is not probe:
+                raise MisuseError(
+                    f"a prepared model cannot be moved or cast: this call would turn {probe.dtype} on {probe.device} into "
+                    f"{changed.dtype} on {changed.device}. Move the model before zerostd.prepare, choose the dtype with "
+                    "prepare(precision=...), or zerostd.release the model first"
+                )
+        for submodule in module.modules():
+            for name, buffer in submodule._buffers.items():
+                if buffer is not None:
+                    submodule._buffers[name] = function(buffer)
+        return module
+
+    def _refuse_copy(self, protocol: Any) -> Any:
+        raise MisuseError(
+            "a prepared model cannot be copied or pickled, since its parameters are shared with other ranks: copy "
+            "zerostd.full_state_dict(model) into a model of your own, or zerostd.release it first"
+        )
+
+    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self.is_open:
+            return
+        for parameter in module.parameters(recurse=False):
+            group = self._places[parameter][0]
+            if group.is_sharded:
+                raise MisuseError(
+                    "state_dict() of a model whose parameters are sharded (stage 3) would hold NaN: call "
+                    "zerostd.full_state_dict(model) on all ranks"
+                )
+            self.gatherer.finish(group)
+
+    def _before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise MisuseError("load_state_dict(assign=True) would replace prepared parameters: leave assign out")
+        self._depth += 1
+        wanted = {self._places[p][0].name: self._places[p][0] for p in module.parameters(recurse=False)}
+        for name in [name for name in self._loading if name not in wanted]:
+            if self._loading[name].is_sharded:
+                self._commit(name)
+        for name, group in wanted.items():
+            self.gatherer.start(group)
+            self.gatherer.finish(group)
+            self._loading[name] = group
+        for short, parameter in module._parameters.items():
+            value = state_dict.get(prefix + short)
+            if parameter is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                _, flat, index = self._places[parameter]
+                flat.take_master(index, value)
+
+    def _after_load(self, module: nn.Module, incompatible: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            for name in list(self._loading):
+                self._commit(name)
+
+    def _commit(self, name: str) -> None:
+        group = self._loading.pop(name)
+        flats: tuple[Flat, ...] = group.flats
+        for flat in flats:
+            flat.take_edits()
+        self.gatherer.release(group)

@@ -1,0 +1,203 @@
+"""Hooks on the user's modules: the only place where zerostd enters their forward and backward.
+
+The root takes and returns the dtype it had before, whatever it computes in; a group is gathered before its modules' forward
+and before their backward, released after. Parameters read by a module of another group are noticed as they are
+read. Every hook can be removed, and then nothing of zerostd is left on the module.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zerostd.compat import no_dynamo
+from zerostd.parameters import Group
+from zerostd.scheduling.backward import Backward
+from zerostd.scheduling.gathering import Gatherer, Phase
+from zerostd.scheduling.watching import WatchedParameters
+
+__all__ = ["Hooks", "RootRules", "map_tensors", "tensors_in"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RootRules:
+    """What happens at the root's door, beside gathering."""
+
+    on_input: Callable[[torch.Tensor], torch.Tensor] | None  # applied to floating-point inputs
+    on_output: Callable[[torch.Tensor], torch.Tensor] | None  # applied to floating-point outputs
+    before: Callable[[nn.Module], None]  # e.g. buffers follow rank 0
+
+
+class Hooks:
+    """Installs and removes everything on one prepared model."""
+
+    def __init__(self, root: nn.Module, gatherer: Gatherer, backward: Backward, rules: RootRules) -> None:
+        self.root = root
+        self.gatherer = gatherer
+        self.backward = backward
+        self.rules = rules
+        self._removables: list[RemovableHandle] = []
+        self._watched: list[nn.Module] = []
+        self._active: list[Group] = []  # groups whose forward runs now, innermost last
+
+    def install(self) -> None:
+        """Register everything."""
+        add = self._removables.append
+        add(self.root.register_forward_pre_hook(no_dynamo(self._before_root), prepend=True, with_kwargs=True))
+        moves = any(group.is_sharded or _is_renewed(group) for group in self.gatherer.groups)
+        if moves:
+            for group in self.gatherer.groups:
+                for module in group.modules:
+                    before = functools.partial(self._before_group, group)
+                    after = functools.partial(self._after_group, group)
+                    add(module.register_forward_pre_hook(no_dynamo(before), with_kwargs=True))
+                    add(module.register_forward_hook(no_dynamo(after), always_call=True))
+            self._watch()
+        add(self.root.register_forward_hook(no_dynamo(self._after_root), always_call=True))
+        for slot in self.backward.slots:
+            hook = functools.partial(self.backward.arrived, slot)
+            add(slot.parameter.register_post_accumulate_grad_hook(hook))
+
+    def remove(self) -> None:
+        """Leave the modules as they were."""
+        for removable in self._removables:
+            removable.remove()
+        for module in self._watched:
+            module._parameters = dict(module._parameters)
+        self._removables.clear()
+        self._watched.clear()
+
+    def _watch(self) -> None:
+        owners = {p: group for group in self.gatherer.groups for flat in group.flats for p in flat.parameters}
+        for module in self.root.modules():
+            if any(p in owners for p in module._parameters.values() if p is not None):
+                module._parameters = WatchedParameters(module._parameters, owners, self._read)
+                self._watched.append(module)
+
+    def _read(self, group: Group, by_name: bool) -> None:
+        """A parameter of `group` is being read. One that rests gathered is completed; a sharded one that a running
+        forward reads by its name is gathered, and from then on whenever the group that reads it is."""
+        if not group.is_sharded:
+            self.gatherer.finish(group)
+        elif by_name and self._active:
+            self._active[-1].borrowed[group.name] = group
+            self.gatherer.start(group)
+            self.gatherer.finish(group)
+
+    def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self.backward.is_running:
+            self.rules.before(module)
+            self.gatherer.begin(Phase.FORWARD)
+        cast = self.rules.on_input
+        if cast is None:
+            return None
+        return map_tensors(args, cast), map_tensors(kwargs, cast)
+
+    def _after_root(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._active.clear()
+        if not self.backward.is_running:
+            self.gatherer.release_all()
+        if output is None:
+            return None
+        if self.rules.on_output is not None:
+            output = map_tensors(output, self.rules.on_output)
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(self._backward_begins)
+        return output
+
+    def _backward_begins(self, grad: torch.Tensor) -> None:
+        self.backward.begin()
+
+    def _before_group(self, group: Group, module: nn.Module, args: Any, kwargs: Any) -> None:
+        phase = Phase.BACKWARD if self.backward.is_running else Phase.FORWARD
+        self._active.append(group)
+        self.gatherer.need(group, phase)
+        if group.has_frozen and group.is_sharded and module is group.modules[0] and torch.is_grad_enabled():
+            inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+            if inputs:
+                done = functools.partial(self._inputs_done, group)
+                torch.autograd.graph.register_multi_grad_hook(inputs, done, mode="all")
+
+    def _inputs_done(self, group: Group, grads: Any) -> None:
+        """The gradients of all inputs are known: backward has passed the group, frozen parameters included."""
+        if self.backward.is_running:
+            self.backward.done_with(group)
+
+    def _after_group(self, group: Group, module: nn.Module, args: Any, output: Any) -> None:
+        if group in self._active:
+            self._active.reverse()
+            self._active.remove(group)
+            self._active.reverse()
+        if not group.is_sharded:
+            return
+        if torch.is_grad_enabled():
+            hook = functools.partial(self._before_backward, group)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(hook)
+        is_last = module is group.modules[-1] or module is self.root
+        if is_last and not group.in_backward and group not in self._active:
+            for released in (group, *group.borrowed.values()):
+                if not released.in_backward and released not in self._active:
+                    self.gatherer.release(released)
+
+    def _before_backward(self, group: Group, grad: torch.Tensor) -> None:
+        self.backward.begin()
+        for needed in (group, *group.borrowed.values()):
+            needed.in_backward = True
+        self.gatherer.need(group, Phase.BACKWARD)
+
+
+def _is_renewed(group: Group) -> bool:
+    return any(flat.region.stop - flat.region.start < flat.layout.numel for flat in group.trainable)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors inside tuples, lists, dicts, dataclasses and objects that are one of those."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same structure with `function` applied to its floating-point tensors."""
+    if isinstance(value, torch.Tensor):
+        return function(value) if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, function) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(item, function) for item in value)
+    if isinstance(value, dict):
+        return _with_items(value, {key: map_tensors(item, function) for key, item in value.items()})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(changed, field.name, map_tensors(getattr(value, field.name), function))
+        return changed
+    return value
+
+
+def _with_items(original: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    if type(original) is dict:
+        return items
+    try:
+        return type(original)(**items)  # e.g. transformers.ModelOutput, a dataclass that is a dict
+    except TypeError:
+        return type(original)(items)

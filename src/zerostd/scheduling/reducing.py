@@ -1,0 +1,149 @@
+"""Reduce a group's gradients and land them where they rest.
+
+In comes what one backward pass brought for a group; out goes, on every rank, the mean of its region. Groups that shard
+gradients pass through one of two staging buffers as large as the largest of them, so the memory this takes does not
+grow with the model. Nothing here knows when a pass begins or ends: that is backward.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zerostd.communication import Control, Pending, Wires
+from zerostd.monitoring import Ledger
+from zerostd.parameters import Flat, GradientHandle, Group
+from zerostd.policy import Kind
+
+__all__ = ["Arrivals", "Reducer", "Slot"]
+
+NUM_STAGING = 2  # one is on the wire while the other fills
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """One trainable parameter's address, and the handle its user sees."""
+
+    group: Group
+    flat: Flat
+    index: int  # in the flat's layout
+    parameter: nn.Parameter
+    handle: GradientHandle
+
+
+class Arrivals:
+    """What one backward pass has brought for one group, so far."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.grads: dict[Flat, list[torch.Tensor | None]] = {
+            flat: [None] * len(flat.parameters) for flat in group.trainable
+        }
+        self.added: set[nn.Parameter] = set()  # autograd added to a gradient that was still wanted
+        self.missing = sum(len(flat.parameters) for flat in group.trainable)
+
+    def take(self, slot: Slot, grad: torch.Tensor, *, adds: bool) -> None:
+        """One parameter's gradient; a second one of the same pass is summed."""
+        row = self.grads[slot.flat]
+        earlier = row[slot.index]
+        if earlier is not None:
+            row[slot.index] = earlier + grad
+            return
+        row[slot.index] = grad
+        self.missing -= 1
+        if adds:
+            self.added.add(slot.parameter)
+
+    def keep(self, flat: Flat) -> list[bool]:
+        """By parameter: whether what rests from earlier passes is still wanted. Untouched ones show their handle."""
+        return [
+            parameter in self.added if grad is not None else parameter.grad is not None
+            for parameter, grad in zip(flat.parameters, self.grads[flat], strict=True)
+        ]
+
+
+class Reducer:
+    """Sends gradients and lands them."""
+
+    def __init__(self, wires: Wires, control: Control, ledger: Ledger) -> None:
+        self.wires = wires
+        self.control = control
+        self.ledger = ledger
+        self._staging: list[torch.Tensor] = []
+        self._staged: list[Pending | None] = [None] * NUM_STAGING
+        self._turn = 0
+        self._in_flight: list[tuple[str, Pending, Callable[[], None] | None]] = []
+
+    def reserve(self, groups: tuple[Group, ...]) -> None:
+        """Allocate staging and receive buffers for the largest flat, before the first collective."""
+        if self.wires.world.size == 1:
+            return
+        flats = [flat for group in groups for flat in group.trainable]
+        sizes = {flat: flat.layout.numel * flat.gradient.dtype.itemsize for flat in flats if flat.gradient}
+        self.wires.reserve(max(sizes.values(), default=0))
+        passing = max(
+            (size for flat, size in sizes.items() if flat.gradient and flat.gradient.whole is None), default=0
+        )
+        if passing:
+            for _ in range(NUM_STAGING):
+                self._staging.append(torch.empty(passing, dtype=torch.uint8, device=self.wires.world.device))
+                self.ledger.enter(Kind.BUFFERS, passing)
+
+    def launch(self, arrivals: Arrivals, *, sync: bool) -> None:
+        """Start the way of one group's gradients to rest; without `sync`, only sum them up locally."""
+        for flat in arrivals.group.trainable:
+            grads, keep = arrivals.grads[flat], arrivals.keep(flat)
+            assert flat.gradient is not None
+            if not sync:
+                flat.gradient.add_unsynced(grads, keep)
+            elif self.wires.world.size == 1:
+                accumulate = flat.gradient.prepare_landing(keep)
+                flat.gradient.land_here(grads, accumulate=accumulate)
+            else:
+                with self.control.explain(f"the reduce of group {arrivals.group.name!r}"):
+                    self._send(arrivals.group.name, flat, grads, keep)
+
+    def _send(self, name: str, flat: Flat, grads: list[torch.Tensor | None], keep: list[bool]) -> None:
+        gradient = flat.gradient
+        assert gradient is not None
+        accumulate = gradient.prepare_landing(keep)
+        if gradient.whole is None:
+            buffer = self._stage(gradient.layout.numel, gradient.dtype)
+            gradient.fill(buffer, grads)
+            pending = self._staged[self._turn] = self.wires.reduce(buffer, gradient.current, accumulate=accumulate)
+            self._in_flight.append((name, pending, None))
+        elif gradient.numel < gradient.layout.numel:
+            gradient.fill(gradient.whole, grads)
+            pending = self.wires.reduce(gradient.whole, gradient.current, accumulate=accumulate)
+            self._in_flight.append((name, pending, None))
+        else:
+            whole, total = gradient.whole, gradient.sum
+            gradient.fill(whole, grads)
+            pending = self.wires.reduce_everywhere(whole)
+            if total is None:
+                fold = None if gradient.current.data_ptr() == whole.data_ptr() else None
+            elif accumulate:
+                fold = lambda: total.add_(whole)  # noqa: E731
+            else:
+                fold = lambda: total.copy_(whole)  # noqa: E731
+            self._in_flight.append((name, pending, fold))
+
+    def _stage(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next staging buffer, once what it held has left."""
+        self._turn = (self._turn + 1) % NUM_STAGING
+        staged = self._staged[self._turn]
+        if staged is not None:
+            staged.wait()
+        return self._staging[self._turn][: numel * dtype.itemsize].view(dtype)
+
+    def settle(self) -> None:
+        """Return when every gradient sent has landed."""
+        for name, pending, fold in self._in_flight:
+            with self.control.explain(f"the reduce of group {name!r}"):
+                pending.wait()
+            if fold is not None:
+                fold()
+        self._in_flight.clear()

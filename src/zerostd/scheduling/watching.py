@@ -1,0 +1,50 @@
+"""Notice reads of parameters: a module may use a weight that belongs to another one, whose forward never runs.
+
+`module.weight` looks into `module._parameters`. This dict of the same content tells the scheduler which group is being
+read, before the reader gets the parameter. It is put in place only where groups are gathered at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ItemsView, ValuesView
+from typing import Any
+
+from torch import nn
+
+from zerostd.parameters import Group, GroupState
+
+__all__ = ["WatchedParameters"]
+
+
+class WatchedParameters(dict[str, "nn.Parameter | None"]):
+    """A module's parameters; reading one tells its group."""
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter | None],
+        owners: dict[nn.Parameter, Group],
+        on_read: Callable[[Group, bool], None],
+    ) -> None:
+        super().__init__(parameters)
+        self._owners = owners
+        self._on_read = on_read
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        self._tell(parameter, by_name=True)
+        return parameter
+
+    def items(self) -> ItemsView[str, nn.Parameter | None]:
+        for parameter in super().values():
+            self._tell(parameter, by_name=False)
+        return super().items()
+
+    def values(self) -> ValuesView[nn.Parameter | None]:
+        for parameter in super().values():
+            self._tell(parameter, by_name=False)
+        return super().values()
+
+    def _tell(self, parameter: nn.Parameter | None, *, by_name: bool) -> None:
+        group = self._owners.get(parameter) if parameter is not None else None
+        if group is not None and group.state is not GroupState.GATHERED:
+            self._on_read(group, by_name)

@@ -1,0 +1,92 @@
+"""Flat layouts: where each parameter lies in its group's buffer, and which slice of it a rank owns.
+
+Parameters lie one after another without gaps; only the end is padded, so that every rank's slice has the same length
+and starts aligned. Each keeps its name and its interval: everything that reshards is 1-D interval arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["ALIGNMENT", "Interval", "Layout", "Piece", "make_layout"]
+
+ALIGNMENT = 64  # elements: a slice starts on a cache line in every dtype, and kernels see whole vectors
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One parameter's place in the flat buffer, in elements."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter inside a region: elements [start, stop) of the parameter, lying at
+    `offset` of the region."""
+
+    index: int  # of the parameter in its layout
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Intervals of one flat buffer over `num_shards` equal slices."""
+
+    intervals: tuple[Interval, ...]
+    numel: int  # with the padding at the end
+    num_shards: int
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.num_shards
+
+    @property
+    def padding(self) -> int:
+        """Elements at the end that belong to no parameter."""
+        return self.numel - (self.intervals[-1].end if self.intervals else 0)
+
+    def shard(self, rank: int) -> slice:
+        """The slice that `rank` owns."""
+        return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def pieces(self, region: slice) -> tuple[Piece, ...]:
+        """The parameters' parts inside `region`, in order; parameters without elements there are left out."""
+        found = []
+        for index, interval in enumerate(self.intervals):
+            low, high = max(interval.offset, region.start), min(interval.end, region.stop)
+            if low < high:
+                found.append(Piece(index, low - interval.offset, high - interval.offset, low - region.start))
+        return tuple(found)
+
+
+def make_layout(parameters: Sequence[tuple[str, tuple[int, ...]]], num_shards: int, itemsize: int) -> Layout:
+    """Lay parameters out. Those whose length keeps the next one on a 16-byte boundary come first, in the order
+    given, so that matrices start aligned although nothing is padded between them; `itemsize` is bytes per element.
+    """
+    per_boundary = max(1, 16 // itemsize)
+    ordered = sorted(parameters, key=lambda item: math.prod(item[1]) % per_boundary != 0)
+    intervals, offset = [], 0
+    for name, shape in ordered:
+        intervals.append(Interval(name, offset, tuple(shape)))
+        offset = intervals[-1].end
+    unit = ALIGNMENT * num_shards
+    return Layout(tuple(intervals), -(-offset // unit) * unit, num_shards)

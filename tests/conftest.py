@@ -1,0 +1,49 @@
+"""What every test may ask for: real ranks that stay alive, and `gpu` tests skipped where there is none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # `from support import ...`, here and in the ranks
+
+from support.processes import RankPool
+
+MOST_RANKS = 4
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Same order of sums on every machine, and no quarrel with the ranks for the cores."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    with RankPool(MOST_RANKS) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
+    """`ranks(world_size, fn, *args, timeout=120)`: what `fn(rank, *args)` returned on each rank.
+
+    The ranks are in a gloo process group. They are real processes that outlive the test; one that fails is replaced.
+    """
+
+    def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        return rank_pool.run(fn, *args, world_size=world_size, timeout=timeout)
+
+    return run

@@ -1,0 +1,145 @@
+"""The rooms and who may import whom, as data; and what no file may do when it imports."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+
+from house.sources import SOURCES, Source, each_source
+
+GROUND = {"errors", "policy", "compat"}  # words, exceptions and torch's private names: open to every room but kernels
+PUBLIC = "public names"  # what `zerostd/__init__.py` exports
+
+# room: the rooms it may import, besides itself; in the order the data passes. "planning.plan" opens one file of a room.
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "compat": set(),
+    "policy": {"errors"},
+    "monitoring": GROUND,
+    "sharding": GROUND,
+    "kernels": set(),
+    "tiers": GROUND | {"monitoring"},
+    "communication": GROUND | {"sharding", "kernels", "monitoring"},
+    "parameters": GROUND | {"sharding", "tiers", "monitoring"},
+    "scheduling": GROUND | {"parameters", "tiers", "communication", "monitoring"},
+    "optimizers": GROUND | {"parameters", "sharding", "tiers", "communication", "kernels", "monitoring"},
+    "checkpointing": GROUND | {"parameters", "sharding", "tiers", "communication"},
+    "planning": GROUND | {"sharding"},
+}
+ROOMS["runtime"] = set(ROOMS)  # these put the parts together
+ROOMS["api"] = set(ROOMS)
+ROOMS["__init__"] = set(ROOMS)
+ROOMS |= {
+    "integrations": {PUBLIC},
+    "horovod": {PUBLIC},
+    "reporting": GROUND | {"monitoring", "planning.plan"},
+    "cli": GROUND | {"api", "planning", "reporting", "checkpointing", "tiers"},
+}
+SAYS_DIST = "communication"  # the only room that may import torch.distributed
+STDLIB = sys.stdlib_module_names
+
+
+def test_every_room_is_in_the_table() -> None:
+    missing = {source.room: source.at(1) for source in SOURCES if source.room not in ROOMS}
+    assert not missing, f"give these rooms a row in ROOMS: {missing}"
+
+
+def test_table_has_no_cycle() -> None:
+    rows = {room: {name.split(".")[0] for name in row} - {PUBLIC} for room, row in ROOMS.items()}
+    TopologicalSorter(rows).prepare()  # raises CycleError
+
+
+@each_source
+def test_room_imports_what_its_row_allows(source: Source) -> None:
+    allowed = ROOMS.get(source.room, set()) | {source.room}
+    wrong = [
+        f"{source.at(line)}: {source.room} may not import {name or PUBLIC}"
+        for line, name in _own_imports(source)
+        if not _is_open(name, allowed)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@each_source
+def test_only_communication_says_torch_distributed(source: Source) -> None:
+    if source.room == SAYS_DIST:
+        return
+    wrong = [
+        f"{source.at(node.lineno)}: torch.distributed outside {SAYS_DIST}/"
+        for node in _walk_at_run_time(source.tree)
+        if _says_distributed(node)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@each_source
+def test_kernels_know_only_torch(source: Source) -> None:
+    if source.room != "kernels":
+        return
+    known = STDLIB | {"torch", "zerostd"}
+    wrong = [f"{source.at(line)}: {name}" for line, name in _imports(source) if name.split(".")[0] not in known]
+    assert not wrong, "\n".join(wrong)
+
+
+@each_source
+def test_no_star_import_and_no_global(source: Source) -> None:
+    wrong = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Global):
+            wrong.append(f"{source.at(node.lineno)}: global {', '.join(node.names)}")
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+            wrong.append(f"{source.at(node.lineno)}: import *")
+    assert not wrong, "\n".join(wrong)
+
+
+def _imports(source: Source) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, wherever it stands; `from a import b` is a.b."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = source.package.split(".")
+            start = parts[: len(parts) - node.level + 1] if node.level else []
+            module = ".".join([*start, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def _own_imports(source: Source) -> Iterator[tuple[int, str]]:
+    """(line, name below zerostd) of the imports of our own: "planning.plan.Plan"; "" for `import zerostd`."""
+    for line, name in _imports(source):
+        if name.split(".")[0] == "zerostd":
+            yield line, name.removeprefix("zerostd").removeprefix(".")
+
+
+def _is_open(name: str, allowed: set[str]) -> bool:
+    if name.split(".")[0] not in ROOMS:
+        return PUBLIC in allowed
+    return any(f"{name}.".startswith(f"{row}.") for row in allowed)
+
+
+def _walk_at_run_time(tree: ast.AST) -> Iterator[ast.stmt | ast.expr]:
+    """Every statement and expression but those under `if TYPE_CHECKING:`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for other in node.orelse:
+                yield other
+                yield from _walk_at_run_time(other)
+            continue
+        if isinstance(node, ast.stmt | ast.expr):
+            yield node
+        yield from _walk_at_run_time(node)
+
+
+def _says_distributed(node: ast.stmt | ast.expr) -> bool:
+    match node:
+        case ast.Import(names=names):
+            return any(f"{alias.name}.".startswith("torch.distributed.") for alias in names)
+        case ast.ImportFrom(module="torch", level=0, names=names):
+            return any(alias.name == "distributed" for alias in names)
+        case ast.ImportFrom(module=str(module), level=0):
+            return f"{module}.".startswith("torch.distributed.")
+        case ast.Attribute(value=ast.Name(id="torch"), attr="distributed"):
+            return True
+    return False

@@ -1,0 +1,41 @@
+"""What `zerostd` exports: this list, and nothing without a docstring of its own."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import zerostd
+
+PUBLIC_NAMES = [
+    "Budget",
+    "CommunicationError",
+    "Memory",
+    "MisuseError",
+    "NotSupportedError",
+    "Placement",
+    "Precision",
+    "PrepareError",
+    "Stage",
+    "ZerostdError",
+    "apply_to_device",
+    "empty_init",
+    "full_state_dict",
+    "gathered",
+    "memory",
+    "no_sync",
+    "prepare",
+    "release",
+]
+
+
+def test_exported_names_are_these() -> None:
+    assert sorted(zerostd.__all__) == sorted(PUBLIC_NAMES)
+
+
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
+def test_public_name_has_a_docstring(name: str) -> None:
+    public = getattr(zerostd, name)
+    own = vars(public).get("__doc__") if inspect.isclass(public) else public.__doc__
+    assert own and not own.startswith(f"{name}("), f"zerostd.{name} says nothing about itself"  # dataclass's own

@@ -1,0 +1,82 @@
+"""zerostd trains as plain torch on one rank and as DDP on several: every stage, precision, accumulation and clipping.
+
+One test per model and world size; inside it the ranks compute each reference once and compare all stages with it. The
+limits and their reasons are in `support/agreement.py`. In bf16 the reference is data parallel by hand, with fp32
+masters (`support/reference.py`), because DDP has none.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch.distributed as dist
+
+from support.agreement import agree, disagreements
+from support.models import MODELS
+from support.processes import doing
+from support.reference import Recipe, Trained, train_by_hand, train_ddp, train_plain, train_zerostd
+
+STAGES = (0, 1, 2, 3)
+MAX_NORM = 0.3  # below most of the norms of these models and above some
+RECIPES = [
+    Recipe(precision=precision, accumulate=accumulate, max_norm=max_norm)
+    for precision, accumulate, max_norm in itertools.product(("fp32", "bf16"), (1, 3), (None, MAX_NORM))
+]
+WAYS = [  # to accumulate, to clip
+    ("declaring", "declaring"),
+    ("backward", "calling"),
+    ("backward", "declaring"),
+    ("no_sync", "calling"),
+]
+
+
+def reference_of(case, recipe: Recipe) -> Trained:
+    if recipe.precision != "fp32":
+        return train_by_hand(case, recipe)
+    return train_plain(case, recipe) if dist.get_world_size() == 1 else train_ddp(case, recipe)
+
+
+def compare_stages(rank, name):
+    """On every rank: the combinations that disagree with their reference, in words."""
+    case, failures = MODELS[name], []
+    for recipe in RECIPES:
+        doing(f"{name}, reference, {recipe}")
+        reference = reference_of(case, recipe)
+        for stage in STAGES:
+            label = f"{name}, {dist.get_world_size()} ranks, stage {stage}, {recipe}"
+            doing(label)
+            trained = train_zerostd(case, recipe, stage, clip_by="calling" if recipe.accumulate == 1 else "declaring")
+            failures += [f"{label}: rank {rank}: {text}" for text in disagreements(case, recipe, trained, reference)]
+    return failures
+
+
+def compare_ways(rank, precision):
+    """As above, for the ways in which a user can say how to accumulate and to clip."""
+    case, recipe, failures = MODELS["mlp"], Recipe(accumulate=3, max_norm=MAX_NORM, precision=precision), []
+    reference = reference_of(case, recipe)
+    for stage, (accumulate_by, clip_by) in itertools.product(STAGES, WAYS):
+        label = f"stage {stage}, accumulate by {accumulate_by}, clip by {clip_by}, {recipe}"
+        doing(label)
+        trained = train_zerostd(case, recipe, stage, accumulate_by=accumulate_by, clip_by=clip_by)
+        failures += [f"{label}: rank {rank}: {text}" for text in disagreements(case, recipe, trained, reference)]
+    return failures
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_all_stages_train_as_the_reference(ranks, name, world_size):
+    agree(ranks(world_size, compare_stages, name, timeout=280))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_way_to_accumulate_and_clip_trains_as_the_reference(ranks, precision):
+    agree(ranks(2, compare_ways, precision))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_without_a_process_group_it_is_plain_torch(stage):
+    assert not dist.is_initialized()
+    case, recipe = MODELS["gpt"], Recipe(max_norm=MAX_NORM)
+    trained = train_zerostd(case, recipe, stage, clip_by="calling")
+    assert not (found := disagreements(case, recipe, trained, train_plain(case, recipe))), found

@@ -1,0 +1,1 @@
+"""What the tests share: small models, real ranks, reference trainings and comparisons."""

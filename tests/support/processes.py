@@ -1,0 +1,280 @@
+"""Real ranks for the tests: processes that run a function together.
+
+`RankPool` keeps its processes alive between calls, because importing torch costs seconds; they share a gloo process
+group that is made anew when the number of ranks changes. `run_ranks` starts fresh processes for one function, with
+torchrun's environment and no process group, as a launcher would. Both hand back what the ranks returned, in rank
+order. A rank that raises, dies or does not finish becomes an `AssertionError` that names it, with its traceback or,
+where it hangs, with the stacks of its threads; the processes are then ended and the next call starts new ones.
+
+The function must be importable by name (top level of a module). `doing(text)` inside it says what it is busy with.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+PROGRESS = "RANK_PROGRESS_FILE"
+GRACE_S = 3.0  # the other ranks get this long after the first failure, so that all causes are heard
+COLLECTIVE_LIMIT_S = 90.0
+TESTS = Path(__file__).resolve().parents[1]
+
+
+class Call(NamedTuple):
+    """One function call, as it goes to one rank."""
+
+    path: list[str]  # sys.path, so that the function's module is found
+    environment: dict[str, str]
+    store: str | None  # file of the process group to be in; None: in no group
+    function: bytes  # pickled (function, arguments), opened once the path is set
+
+
+class Answer(NamedTuple):
+    """What one rank sends back."""
+
+    failure: str | None  # traceback
+    result: bytes  # as torch.save writes it
+    in_group: bool  # False if the function took the process group down
+
+
+class Worker(NamedTuple):
+    """One process, seen from the parent."""
+
+    process: Any
+    connection: Connection
+    stacks: Path
+    progress: Path
+
+
+def doing(text: str) -> None:
+    """Say what this rank is busy with: failures and timeouts quote it."""
+    if PROGRESS in os.environ:
+        Path(os.environ[PROGRESS]).write_text(text)
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """`fn(rank, *args)` on fresh processes with torchrun's environment and no process group."""
+    with RankPool(world_size, grouped=False) as pool:
+        return pool.run(fn, *args, timeout=timeout)
+
+
+class RankPool:
+    """Processes that stay; `run` calls a function on all of them or on the first few."""
+
+    world_size: int
+    grouped: bool  # the ranks are in a gloo process group when the function starts
+
+    def __init__(self, world_size: int, *, grouped: bool = True) -> None:
+        self.world_size = world_size
+        self.grouped = grouped
+        self._workers: list[Worker] = []
+        self._folder: Path | None = None
+        self._group: tuple[int, str] | None = None  # ranks and store file of the group that the workers are in
+        self._num_groups = 0
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, world_size: int | None = None, timeout: float = 120.0
+    ) -> list[Any]:
+        """`fn(rank, *args)` on each rank; its results by rank, or an AssertionError that names the failing ranks."""
+        world_size = world_size or self.world_size
+        workers = self._start(world_size)
+        environment = {
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
+        store = self._store(world_size)
+        function = pickle.dumps((fn, args))
+        path = [*sys.path, str(TESTS.parent)]
+        done = False
+        try:
+            for rank, worker in enumerate(workers):
+                worker.progress.unlink(missing_ok=True)
+                mine = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), PROGRESS: str(worker.progress)}
+                worker.connection.send(Call(path, mine, store, function))
+            answers = _collect(workers, timeout)
+            done = True
+        finally:
+            if not done:
+                self.close()
+        if not all(answer.in_group for answer in answers):
+            self._group = None
+        return [torch.load(io.BytesIO(answer.result), weights_only=False) for answer in answers]
+
+    def close(self) -> None:
+        """End the processes; a later `run` starts new ones."""
+        for worker in self._workers:
+            worker.connection.close()
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+        self._workers.clear()
+        self._group = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, world_size: int) -> list[Worker]:
+        if not all(worker.process.is_alive() for worker in self._workers):
+            self.close()
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="ranks_"))
+        context = mp.get_context("spawn")
+        with _environment(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+            for number in range(len(self._workers), world_size):
+                ours, theirs = context.Pipe()
+                stacks, progress = self._folder / f"stacks_{number}", self._folder / f"progress_{number}"
+                process = context.Process(target=_serve, args=(theirs, str(stacks)), name=f"rank {number}")
+                process.start()
+                theirs.close()
+                self._workers.append(Worker(process, ours, stacks, progress))
+        return self._workers[:world_size]
+
+    def _store(self, world_size: int) -> str | None:
+        if not self.grouped:
+            return None
+        if self._group is None or self._group[0] != world_size:
+            assert self._folder is not None
+            self._num_groups += 1
+            self._group = (world_size, str(self._folder / f"store_{self._num_groups}"))
+        return self._group[1]
+
+
+# -- the parent's side --
+
+
+def _collect(workers: list[Worker], timeout: float) -> list[Answer]:
+    deadline = time.monotonic() + timeout
+    answers: dict[int, Answer] = {}
+    failures: list[str] = []
+    while len(answers) < len(workers):
+        waiting = {rank: worker for rank, worker in enumerate(workers) if rank not in answers}
+        ready = wait([worker.connection for worker in waiting.values()], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for rank, worker in waiting.items():
+            if worker.connection in ready:
+                answers[rank] = _receive(worker)
+                if answers[rank].failure:
+                    failures.append(f"rank {rank} of {len(workers)} failed{_busy(worker)}:\n{answers[rank].failure}")
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+    hanging = [rank for rank in range(len(workers)) if rank not in answers]
+    if hanging and not failures:
+        failures.append(f"rank {', '.join(map(str, hanging))} of {len(workers)} still running after {timeout:g} s")
+    for rank, stack in _stacks(workers, hanging).items():
+        failures.append(f"rank {rank} of {len(workers)} was still running{_busy(workers[rank])}:\n{stack}")
+    assert not failures, "\n\n".join(failures)
+    return [answers[rank] for rank in range(len(workers))]
+
+
+def _receive(worker: Worker) -> Answer:
+    try:
+        return worker.connection.recv()
+    except (EOFError, ConnectionError):
+        worker.process.join(GRACE_S)
+        return Answer(f"process died with exit code {worker.process.exitcode}", b"", False)
+
+
+def _busy(worker: Worker) -> str:
+    return f" while doing {worker.progress.read_text()!r}" if worker.progress.exists() else ""
+
+
+def _stacks(workers: list[Worker], hanging: list[int]) -> dict[int, str]:
+    for rank in hanging:
+        if workers[rank].stacks.exists():  # made by the process once it listens to the signal
+            os.kill(workers[rank].process.pid, signal.SIGUSR1)
+    if hanging:
+        time.sleep(0.5)
+    return {
+        rank: workers[rank].stacks.read_text() if workers[rank].stacks.exists() else "not started yet"
+        for rank in hanging
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+# -- the rank's side --
+
+
+def _serve(connection: Connection, stacks: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears the keyboard and ends us
+    torch.set_num_threads(1)
+    group: str | None = None
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        while True:
+            try:
+                call: Call = connection.recv()
+            except EOFError:
+                return
+            try:
+                sys.path[:] = [*sys.path, *(entry for entry in call.path if entry not in sys.path)]
+                os.environ.update(call.environment)
+                group = _enter_group(call, group)
+                fn, args = pickle.loads(call.function)
+                torch.manual_seed(0)
+                result = io.BytesIO()
+                torch.save(fn(int(call.environment["RANK"]), *args), result)
+                answer = Answer(None, result.getvalue(), dist.is_initialized() or group is None)
+            except BaseException:
+                answer = Answer(traceback.format_exc(), b"", False)
+            connection.send(answer)
+
+
+def _enter_group(call: Call, group: str | None) -> str | None:
+    if call.store != group:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if call.store is not None:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{call.store}",
+                rank=int(call.environment["RANK"]),
+                world_size=int(call.environment["WORLD_SIZE"]),
+                timeout=timedelta(seconds=COLLECTIVE_LIMIT_S),
+            )
+    return call.store
