@@ -7,7 +7,6 @@ the rest  asks the Runtime that prepare left on the model
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -178,7 +177,7 @@ def _casts(dtypes: dict[nn.Parameter, torch.dtype], precision: Precision) -> tup
 
 
 def _make_optimizer(runtime: Runtime, inner: torch.optim.Optimizer, max_grad_norm: float | None) -> ZeroOptimizer:
-    earlier = {parameter: dict(states) for parameter, states in inner.state.items()}
+    earlier: dict[Any, dict[str, Any]] = {parameter: dict(states) for parameter, states in inner.state.items()}
     inner.state.clear()
     updater = Updater(inner, runtime.groups, runtime.world.device, runtime.ledger)
     if earlier:
@@ -263,7 +262,7 @@ def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, A
     """
     runtime = _runtime_of(model, "full_state_dict")
     keep = rank is None or rank == runtime.world.rank
-    values: dict[nn.Parameter, torch.Tensor] = {}
+    values: dict[torch.Tensor, torch.Tensor] = {}
     for group in runtime.groups:
         for parameter, value in _full_values(runtime, group):
             if keep:
@@ -272,7 +271,7 @@ def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, A
         return {}
     runtime.guards.is_open = True
     try:
-        state: OrderedDict[str, Any] = model.state_dict(keep_vars=True)
+        state = model.state_dict(keep_vars=True)
     finally:
         runtime.guards.is_open = False
     for key, value in state.items():

@@ -15,7 +15,7 @@ __all__ = ["at_end_of_backward", "foreach_add_", "foreach_copy_", "in_backward",
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call `function` once when the backward pass that is running now has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def in_backward() -> bool:

@@ -51,17 +51,14 @@ class Runtime:
         self.model = model
         self.groups = tuple(groups)
         self.wires = wires
-        self.control = control
-        self.precision = precision
         self.optimizer = None
         self.adoption: Adoption | None = None
         self.original_dtypes = original_dtypes
         self.frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self.loss_scale = LossScale() if precision.scales_loss else None
         self.gatherer = Gatherer(self.groups, wires, control, prefetch_depth=prefetch_depth)
-        self.reducer = Reducer(wires, control, wires.ledger)
         self.gradients = Gradients(self.groups, wires, scales_loss=precision.scales_loss)
-        self.backward = Backward(self._slots(), self.gatherer, self.reducer, control)
+        self.backward = Backward(self._slots(), self.gatherer, Reducer(wires, control, wires.ledger), control)
         self.gradients.settle = self.backward.settle
         self.guards = Guards(model, self.gatherer)
         self._buffers_moved = True  # rank 0's buffers have to go to all before the next forward
@@ -88,7 +85,7 @@ class Runtime:
 
     def install(self, casts: Casts) -> None:
         """Enter the model's forward and backward. `casts`: (outside, inside) dtypes of the root, if they differ."""
-        self.reducer.reserve(self.groups)
+        self.backward.reducer.reserve(self.groups)
         rules = RootRules(self._on_input(casts), self._on_output(casts), self._before_forward)
         self.hooks = Hooks(self.model, self.gatherer, self.backward, rules)
         self.hooks.install()
@@ -139,8 +136,8 @@ class Runtime:
         """Raise if a step now would lose gradients."""
         if self.backward.has_unsynced:
             raise MisuseError(
-                "optimizer.step() after backward passes under zerostd.no_sync that no later pass has reduced: run the last "
-                "backward pass of a step outside no_sync"
+                "optimizer.step() after backward passes under zerostd.no_sync that no later pass has reduced: run "
+                "the last backward pass of a step outside no_sync"
             )
         for name, parameter in self.frozen:
             if parameter.requires_grad:

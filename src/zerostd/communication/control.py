@@ -123,8 +123,8 @@ class Control:
                     behind.append(f"rank {rank} has begun {done} backward passes, this rank {self.num_backwards}")
         who = "; ".join(behind) or "no rank is behind in its count of backward passes, so one of them has failed"
         return (
-            f"rank {self.world.rank} gave up waiting in {what} (time limit {self.world.timeout_s:g} s): {who}. Every rank "
-            f"must run the same forwards, backwards and steps. Cause: {str(error).strip().splitlines()[0][:200]}"
+            f"rank {self.world.rank} gave up waiting in {what} (time limit {self.world.timeout_s:g} s): {who}. Every "
+            f"rank must run the same forwards, backwards and steps. Cause: {str(error).strip().splitlines()[0][:200]}"
         )
 
 

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ class Channels:
     gather: dist.ProcessGroup
     reduce: dist.ProcessGroup
     control: dist.ProcessGroup  # gloo, on the CPU: reading its results costs no device synchronisation
-    store: dist.Store
+    store: Any  # the process group's own key-value store
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ class Adoption:
             self._adopted = self._make(optimizer)
         elif self._adopted.inner is not optimizer:
             raise MisuseError(
-                "a second optimizer steps on the parameters of one prepared model: prepare the model with one optimizer "
-                "that has several param_groups"
+                "a second optimizer steps on the parameters of one prepared model: prepare the model with one "
+                "optimizer that has several param_groups"
             )
         self._is_stepping = True
         try:
@@ -62,9 +62,9 @@ class Adoption:
         return (optimizer,), ({"closure": lambda: loss} if args[1:] or kwargs else {})
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._hidden is not None and self._adopted is not None and self._adopted.inner is optimizer:
-            if not self._is_stepping:
-                optimizer.param_groups, self._hidden = self._hidden, None
+        is_ours = self._adopted is not None and self._adopted.inner is optimizer
+        if is_ours and self._hidden is not None and not self._is_stepping:
+            optimizer.param_groups, self._hidden = self._hidden, None
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in self._ours]

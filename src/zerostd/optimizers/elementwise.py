@@ -36,8 +36,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     for known in type(optimizer).__mro__:
         if known.__name__ in NEEDS_WHOLE:
             raise PrepareError(
-                f"optimizer {name} cannot run on shards: {NEEDS_WHOLE[known.__name__]}. Use an element-wise one such as "
-                "AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam or RAdam"
+                f"optimizer {name} cannot run on shards: {NEEDS_WHOLE[known.__name__]}. Use an element-wise one such "
+                "as AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam or RAdam"
             )
     try:
         whole, pieces = _try(optimizer, pieces=False), _try(optimizer, pieces=True)

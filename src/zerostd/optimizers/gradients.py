@@ -7,7 +7,7 @@ counted once. Factors wait until the update reads the gradient, unless someone t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -29,7 +29,7 @@ class Gradients:
         self.wires = wires
         self.scales_loss = scales_loss
         self.factor = 1.0
-        self.settle = lambda: None  # set to Backward.settle: gradients must have landed before they are read
+        self.settle: Callable[[], None] = _nothing  # Backward.settle: gradients must have landed before they are read
         self._places: dict[str, tuple[Flat, int]] = {}
         self._norms: dict[tuple[float, str], torch.Tensor] = {}
 
@@ -48,23 +48,23 @@ class Gradients:
         else:
             total = torch.stack(parts).pow(order).sum() if parts else torch.zeros((), device=device)
             norm = self._across(total, order).pow(1.0 / order)
-        return norm * self.factor
+        return torch.mul(norm, self.factor)
 
     def _norm_of(self, flat: Flat, order: float) -> torch.Tensor:
         assert flat.gradient is not None
         if not any(parameter.grad is not None for parameter in flat.parameters):
             return torch.zeros((), device=self.wires.world.device)
         if all(parameter.grad is not None for parameter in flat.parameters):
-            return torch.linalg.vector_norm(flat.gradient.current, order, dtype=torch.float32)
+            return _norm(flat.gradient.current, order)
         pieces = flat.layout.pieces(flat.region)
         norms = [
-            torch.linalg.vector_norm(flat.gradient.current[p.offset : p.offset + p.numel], order, dtype=torch.float32)
+            _norm(flat.gradient.current[p.offset : p.offset + p.numel], order)
             for p in pieces
             if flat.parameters[p.index].grad is not None
         ]
         if not norms:
             return torch.zeros((), device=self.wires.world.device)
-        return torch.linalg.vector_norm(torch.stack(norms), order)
+        return _norm(torch.stack(norms), order)
 
     def _across(self, value: torch.Tensor, order: float) -> torch.Tensor:
         """Sum (or maximum) over ranks, if each holds another part."""
@@ -86,6 +86,7 @@ class Gradients:
     def take_factor(self) -> torch.Tensor | float:
         """The factor for the update that comes now."""
         factor, self.factor = self.factor, 1.0
+        self._norms.clear()
         return factor
 
     # GradientOps: calls on p.grad
@@ -105,7 +106,7 @@ class Gradients:
             piece = next((p for p in flat.layout.pieces(flat.region) if p.index == index), None)
             if piece is not None and flat.parameters[index].grad is not None and flat.gradient is not None:
                 part = flat.gradient.current[piece.offset : piece.offset + piece.numel]
-                parts[row] = torch.linalg.vector_norm(part, order, dtype=torch.float32)
+                parts[row] = _norm(part, order)
         if math.isinf(order):
             norms = self._across(parts, order)
         else:
@@ -115,6 +116,7 @@ class Gradients:
     def scale(self, handle: GradientHandle, factor: torch.Tensor | float) -> None:
         """Multiply one parameter's gradient."""
         self.settle()
+        self._norms.clear()
         flat, index = self._places[handle.of]
         assert flat.gradient is not None
         for piece in flat.layout.pieces(flat.region):
@@ -125,10 +127,19 @@ class Gradients:
         """torch.amp.GradScaler's check-and-unscale, over all ranks."""
         if self.scales_loss:
             raise MisuseError(
-                "precision='fp16' scales the loss by itself, so a GradScaler would scale twice: call loss.backward() and "
-                "optimizer.step() directly, or pass GradScaler(enabled=False)"
+                "precision='fp16' scales the loss by itself, so a GradScaler would scale twice: call loss.backward() "
+                "and optimizer.step() directly, or pass GradScaler(enabled=False)"
             )
         for handle in handles:
             self.scale(handle, inverse)
         norm = self.total_norm()
         found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(norm)).to(found_inf.dtype)))
+
+
+def _norm(tensor: torch.Tensor, order: float) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, order, dtype=torch.float32)
+    return norm
+
+
+def _nothing() -> None:
+    return None

@@ -92,7 +92,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. With a closure, it is called once, before the update."""
         loss = None
         if closure is not None:

@@ -1,8 +1,8 @@
 """Runs: the pieces of a region that are updated together, as few and as long as can be.
 
-Parameters that lie side by side and have the same options form one run, so an optimizer sees long flat tensors instead of
-many small ones. When some parameters of a run get no gradient in a step, the run is cut there, its states with it:
-untouched parameters stay untouched, and keep their own step count.
+Parameters that lie side by side and have the same options form one run, so an optimizer sees long flat tensors
+instead of many small ones. When some parameters of a run get no gradient in a step, the run is cut there, its states
+with it: untouched parameters stay untouched, and keep their own step count.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def load_states(updater: Updater, world: World, loss_scale: LossScale | None, st
         for key, value in saved[parameter].items():
             if isinstance(value, torch.Tensor) and value.dim() and value.numel() != piece.numel:
                 raise MisuseError(
-                    f"state {key!r} of a parameter of shape {tuple(parameter.shape)} has {value.numel()} elements, this "
-                    f"rank's interval has {piece.numel}: it was saved from another model, stage or number of ranks"
+                    f"state {key!r} of a parameter of shape {tuple(parameter.shape)} has {value.numel()} elements, "
+                    f"this rank's interval has {piece.numel}: it was saved from another model, stage or number of ranks"
                 )
     for user, group in zip(updater.user_groups, groups, strict=True):
         user.update({key: value for key, value in group.items() if key != "params"})

@@ -1,9 +1,9 @@
 """The update of one group: the user's own optimizer, run on this rank's masters.
 
-The inner optimizer is called once per group with that group's runs in its param_groups, so working memory is one group's
-gradient in fp32, and a group's new parameters can leave while the next one is updated. Seen from the optimizer it is one
-step all the same: options are those the user set, and counters it keeps in its param_groups move once.
-"""
+The inner optimizer is called once per group with that group's runs in its param_groups, so working memory is one
+group's gradient in fp32, and a group's new parameters can leave while the next one is updated. Seen from the
+optimizer it is one step all the same: options are those the user set, and counters it keeps in its param_groups move
+once."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import nn
 
@@ -45,14 +47,14 @@ def _check_shared_storage(parameters: list[tuple[str, nn.Parameter]]) -> None:
             low = parameter.data_ptr()
             spans.append((low, low + parameter.numel() * parameter.element_size(), name, parameter))
     spans.sort(key=lambda span: span[:2])
-    for (_, end, first, a), (start, _, second, b) in zip(spans, spans[1:], strict=False):
+    for (_, end, first, a), (start, _, second, b) in itertools.pairwise(spans):
         if start >= end:
             continue
         if a.requires_grad != b.requires_grad:
             frozen, trained = (first, second) if b.requires_grad else (second, first)
             raise PrepareError(
-                f"{first!r} and {second!r} are tied, but {trained!r} trains and {frozen!r} is frozen: give both the same "
-                "requires_grad, and tie them by assigning one Parameter object to both modules"
+                f"{first!r} and {second!r} are tied, but {trained!r} trains and {frozen!r} is frozen: give both the "
+                "same requires_grad, and tie them by assigning one Parameter object to both modules"
             )
         if a.requires_grad:
             raise PrepareError(
@@ -70,9 +72,9 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for position, parameter in enumerate(group["params"]):
             if parameter not in known:
                 raise PrepareError(
-                    f"param_groups[{index}]['params'][{position}], shape {tuple(parameter.shape)}, is not a parameter of "
-                    "this model: build the optimizer from the model's own parameters, after any model.to(...) that "
-                    "replaced them"
+                    f"param_groups[{index}]['params'][{position}], shape {tuple(parameter.shape)}, is not a "
+                    "parameter of this model: build the optimizer from the model's own parameters, after any "
+                    "model.to(...) that replaced them"
                 )
 
 

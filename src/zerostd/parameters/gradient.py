@@ -54,7 +54,7 @@ class Gradient:
     @property
     def numel(self) -> int:
         """Elements of the region."""
-        return self.region.stop - self.region.start
+        return int(self.region.stop - self.region.start)
 
     @property
     def current(self) -> torch.Tensor:
@@ -107,6 +107,14 @@ class Gradient:
             if not keep[piece.index]:
                 total[piece.offset : piece.offset + piece.numel].zero_()
         return True
+
+    def fold(self, *, accumulate: bool) -> None:
+        """Take what was reduced in place into the fp32 sum."""
+        assert self.sum is not None and self.whole is not None
+        if accumulate:
+            self.sum.add_(self.whole)
+        else:
+            self.sum.copy_(self.whole)
 
     def add_unsynced(self, arrived: Sequence[torch.Tensor | None], keep: Sequence[bool]) -> None:
         """Sum a pass locally, without reducing it."""

@@ -1,7 +1,7 @@
 """What users see as `p.grad` after a backward pass: a handle, since the gradient itself rests in its group.
 
-A handle has the parameter's shape, dtype and device and no memory. It keeps torch's own protocol: `p.grad is None` means
-that there is no gradient, setting it to None drops the gradient, and a backward pass into a parameter that still
+A handle has the parameter's shape, dtype and device and no memory. It keeps torch's own protocol: `p.grad is None`
+means that there is no gradient, setting it to None drops the gradient, and a backward pass into a parameter that still
 has one adds to it. The few operations that make sense on a sharded gradient are passed on to `GradientOps`; any other
 raises and names the call to use, so nothing is silently skipped.
 """
@@ -49,17 +49,19 @@ class GradientHandle(torch.Tensor):
         self.ops = ops
         self.incoming = None
 
-    def take(self) -> torch.Tensor:
+    def take_incoming(self) -> torch.Tensor:
         """The gradient that the running backward pass added."""
         incoming, self.incoming = self.incoming, None
         assert incoming is not None
         return incoming
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<gradient of {self.of}, {tuple(self.shape)}, rests in its group>"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is aten.add_.Tensor and isinstance(args[0], cls) and not isinstance(args[1], cls):
             handle = args[0]
             handle.incoming = args[1] if handle.incoming is None else handle.incoming + args[1]
@@ -74,9 +76,9 @@ class GradientHandle(torch.Tensor):
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             args[0][0].ops.unscale(args[0], args[1], args[2])
             return None
-        handle = next((arg for arg in _flatten(args) if isinstance(arg, cls)), None)
+        found = next((arg for arg in _flatten(args) if isinstance(arg, cls)), None)
         raise MisuseError(
-            f"{func} on the gradient of {handle.of if handle is not None else 'a parameter'}: a prepared model keeps "
+            f"{func} on the gradient of {found.of if found is not None else 'a parameter'}: a prepared model keeps "
             "gradients sharded, so `p.grad` only stands for one. Clip with optimizer.clip_grad_norm_(max_norm), drop "
             "with optimizer.zero_grad(), update with the optimizer that zerostd.prepare returned"
         )

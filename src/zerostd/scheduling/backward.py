@@ -1,8 +1,8 @@
 """One backward pass from its first sign to its end.
 
 Gradients come in by their parameters' hooks. When the last of a group is there, the group is released and reduced;
-groups are reduced in one order that all ranks share, so that a rank which uses other parameters than its peers still meets
-them in every collective. What never arrives counts as zero and is sent when the pass ends. Then ranks agree which
+groups are reduced in one order that all ranks share, so that a rank which uses other parameters than its peers still
+meets them in every collective. What never arrives counts as zero and is sent when the pass ends. Then ranks agree which
 parameters anyone used: those without a gradient anywhere keep `p.grad is None`, as in torch.
 """
 
@@ -66,7 +66,7 @@ class Backward:
         self.begin()
         grad, adds = parameter.grad, False
         if isinstance(grad, GradientHandle):
-            grad, adds = grad.take(), True
+            grad, adds = grad.take_incoming(), True
         parameter.grad = None
         assert grad is not None
         grad = (grad if grad.layout is torch.strided else grad.to_dense()).detach()

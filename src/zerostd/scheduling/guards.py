@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zerostd.errors import MisuseError
-from zerostd.parameters import Flat, Group
+from zerostd.parameters import Group
 from zerostd.scheduling.gathering import Gatherer
 
 __all__ = ["Guards"]
@@ -72,9 +72,9 @@ class Guards:
             changed = function(probe)
             if changed is not probe:
                 raise MisuseError(
-                    f"a prepared model cannot be moved or cast: this call would turn {probe.dtype} on {probe.device} into "
-                    f"{changed.dtype} on {changed.device}. Move the model before zerostd.prepare, choose the dtype with "
-                    "prepare(precision=...), or zerostd.release the model first"
+                    f"a prepared model cannot be moved or cast: this call would turn {probe.dtype} on {probe.device} "
+                    f"into {changed.dtype} on {changed.device}. Move the model before zerostd.prepare, choose the "
+                    "dtype with prepare(precision=...), or zerostd.release the model first"
                 )
         for submodule in module.modules():
             for name, buffer in submodule._buffers.items():
@@ -115,7 +115,7 @@ class Guards:
         for short, parameter in module._parameters.items():
             value = state_dict.get(prefix + short)
             if parameter is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                _, flat, index = self._places[parameter]
+                flat, index = self._places[parameter][1:]
                 flat.take_master(index, value)
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
@@ -126,7 +126,6 @@ class Guards:
 
     def _commit(self, name: str) -> None:
         group = self._loading.pop(name)
-        flats: tuple[Flat, ...] = group.flats
-        for flat in flats:
+        for flat in group.flats:
             flat.take_edits()
         self.gatherer.release(group)

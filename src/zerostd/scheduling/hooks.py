@@ -1,8 +1,8 @@
 """Hooks on the user's modules: the only place where zerostd enters their forward and backward.
 
-The root takes and returns the dtype it had before, whatever it computes in; a group is gathered before its modules' forward
-and before their backward, released after. Parameters read by a module of another group are noticed as they are
-read. Every hook can be removed, and then nothing of zerostd is left on the module.
+The root takes and returns the dtype it had before, whatever it computes in; a group is gathered before its modules'
+forward and before their backward, released after. Parameters read by a module of another group are noticed as they
+are read. Every hook can be removed, and then nothing of zerostd is left on the module.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ grow with the model. Nothing here knows when a pass begins or ends: that is back
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -120,16 +121,12 @@ class Reducer:
             pending = self.wires.reduce(gradient.whole, gradient.current, accumulate=accumulate)
             self._in_flight.append((name, pending, None))
         else:
-            whole, total = gradient.whole, gradient.sum
-            gradient.fill(whole, grads)
-            pending = self.wires.reduce_everywhere(whole)
-            if total is None:
-                fold = None if gradient.current.data_ptr() == whole.data_ptr() else None
-            elif accumulate:
-                fold = lambda: total.add_(whole)  # noqa: E731
-            else:
-                fold = lambda: total.copy_(whole)  # noqa: E731
-            self._in_flight.append((name, pending, fold))
+            gradient.fill(gradient.whole, grads)
+            pending = self.wires.reduce_everywhere(gradient.whole)
+            sums = gradient.current is gradient.sum
+            self._in_flight.append(
+                (name, pending, functools.partial(gradient.fold, accumulate=accumulate) if sums else None)
+            )
 
     def _stage(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The next staging buffer, once what it held has left."""

@@ -6,7 +6,7 @@ read, before the reader gets the parameter. It is put in place only where groups
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, ValuesView
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -34,12 +34,12 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
         self._tell(parameter, by_name=True)
         return parameter
 
-    def items(self) -> ItemsView[str, nn.Parameter | None]:
+    def items(self) -> Any:
         for parameter in super().values():
             self._tell(parameter, by_name=False)
         return super().items()
 
-    def values(self) -> ValuesView[nn.Parameter | None]:
+    def values(self) -> Any:
         for parameter in super().values():
             self._tell(parameter, by_name=False)
         return super().values()

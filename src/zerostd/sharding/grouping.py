@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zerostd.errors import PrepareError
@@ -35,7 +35,7 @@ class Node:
 
     name: str
     own_bytes: int
-    key: Hashable
+    key: object  # equal for modules of one sort
     children: tuple[Node, ...] = ()
 
     @property
