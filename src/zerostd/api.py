@@ -24,7 +24,7 @@ from zerostd.optimizers.update import Updater
 from zerostd.parameters import Flat, Group, GroupState
 from zerostd.parameters.building import Ground, Member, blueprints, make_group
 from zerostd.parameters.checking import MARK, check_model, check_optimizer, describe_model, optimizer_options
-from zerostd.parameters.deferred import is_deferred, make_real
+from zerostd.parameters.deferred import draw_seeds, is_deferred, make_real
 from zerostd.policy import Budget, Kind, Placement, Precision, Stage, Tier
 from zerostd.runtime import Runtime
 
@@ -93,8 +93,11 @@ def prepare(
 
 def apply_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
     """Move a model to a device and shard it; any element-wise optimizer made from it afterwards works as it is."""
-    if not any(p.device.type == "meta" for p in model.parameters()):
-        check_model(model)
+    check_model(model)
+    if any(p.device.type == "meta" for p in model.parameters()):
+        if _device_of(model).type != torch.device(device).type:
+            raise PrepareError(f"a model built under empty_init goes to {_device_of(model)}, not to {device}")
+    else:
         model = model.to(device)
     prepared, _ = prepare(model)
     return prepared
@@ -128,10 +131,10 @@ def _build(
 ) -> Runtime:
     options = optimizer_options(model, optimizer)
     plans = blueprints(model, options, precision, globs)
-    real = next((p.device for p in model.parameters() if p.device.type != "meta"), None)
-    device = real or torch.accelerator.current_accelerator() or torch.device("cpu")
-    if device.type != "cpu" and device.index is None:
-        device = torch.device(device.type, torch.accelerator.current_device_index())
+    device = _device_of(model)
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta" and not is_deferred(parameter):
+            make_real(name, parameter, seed=0, device=device)  # raises: nobody knows its values
     world = World.discover(device)
     control = Control(world)
     lines = [f"stage {stage.value}", f"precision {precision.name}", *describe_model(model, options)]
@@ -141,18 +144,16 @@ def _build(
     dtypes = {p: p.dtype for p in model.parameters()}
     ground = Ground(world.rank, world.size, stage, device, precision.reduce, ledger)
     seed = control.collect(torch.initial_seed())[0]
-    numbers = {p: number for number, p in enumerate(model.parameters())}
+    seeds = draw_seeds(model.named_parameters(), seed=seed)
 
     def value_of(member: Member) -> torch.Tensor:
         """First values: rank 0's, or made here from a seed that is the same everywhere."""
         if member.parameter.device.type == "meta":
-            return make_real(member.name, member.parameter, seed=seed + numbers[member.parameter], device=device)
-        wires.broadcast([member.parameter.data])
-        return member.parameter.data
+            return make_real(member.name, member.parameter, seed=seeds[member.name], device=device)
+        value = member.parameter.data.to(device)
+        wires.broadcast([value])
+        return value
 
-    for name, parameter in model.named_parameters():
-        if parameter.device.type == "meta" and not is_deferred(parameter):
-            make_real(name, parameter, seed=0, device=device)  # raises: nobody knows its values
     groups = []
     for index, plan in enumerate(plans):
         group = make_group(plan, index, ground, value_of)
@@ -164,8 +165,32 @@ def _build(
     runtime = Runtime(
         model, groups, wires, control, precision=precision, original_dtypes=dtypes, prefetch_depth=PREFETCH_DEPTH
     )
+    _place_buffers(model, device, seed)
     runtime.install(_casts(dtypes, precision))
     return runtime
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model lies; one built under empty_init goes to the accelerator, if there is one."""
+    real = {p.device for p in model.parameters() if p.device.type != "meta"}
+    is_deferred_model = any(p.device.type == "meta" for p in model.parameters())
+    if is_deferred_model and all(device.type == "cpu" for device in real):
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    else:
+        device = real.pop()
+    if device.type != "cpu" and device.index is None:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return device
+
+
+def _place_buffers(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Buffers that empty_init left on the host, or without memory, come to the device."""
+    for name, module in model.named_modules():
+        for short, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                module._buffers[short] = make_real(f"{name}.{short}", buffer, seed=seed, device=device)
+            elif buffer is not None and buffer.device != device:
+                module._buffers[short] = buffer.to(device)
 
 
 def _casts(dtypes: dict[nn.Parameter, torch.dtype], precision: Precision) -> tuple[torch.dtype, torch.dtype] | None:

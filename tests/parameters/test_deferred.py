@@ -427,7 +427,7 @@ def test_values_may_be_made_inside_the_context() -> None:
         module = nn.Linear(500, 500)
         inside = real(module.weight)
         nn.init.ones_(module.weight)
-    assert not inside.is_meta and torch.equal(inside, inside.clone()) and inside.unique().numel() > 1
+    assert not inside.is_meta and inside.unique().numel() > 1
     assert (real(module.weight) == 1).all()
 
 

@@ -62,7 +62,7 @@ def _classify(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class MLP(nn.Module):
-    def __init__(self, features: int = 24, width: int = 48, depth: int = 4, classes: int = 10) -> None:
+    def __init__(self, features: int = 24, width: int = 48, depth: int = 3, classes: int = 10) -> None:
         super().__init__()
         self.inlet = nn.Linear(features, width)
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
@@ -135,7 +135,7 @@ class GPTBlock(nn.Module):
 class GPT(nn.Module):
     """Decoder whose head is its token embedding: one parameter under two names."""
 
-    def __init__(self, vocabulary: int = 48, length: int = 12, width: int = 32, depth: int = 3, heads: int = 4) -> None:
+    def __init__(self, vocabulary: int = 48, length: int = 12, width: int = 32, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(length, width)
@@ -183,7 +183,7 @@ class MessageRound(nn.Module):
 
 
 class GraphNetwork(nn.Module):
-    def __init__(self, features: int = 8, width: int = 32, rounds: int = 3) -> None:
+    def __init__(self, features: int = 8, width: int = 32, rounds: int = 2) -> None:
         super().__init__()
         self.inlet = nn.Linear(features, width)
         self.rounds = nn.ModuleList(MessageRound(width) for _ in range(rounds))
@@ -250,7 +250,7 @@ class ExpertBlock(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    def __init__(self, width: int = 24, depth: int = 3) -> None:
+    def __init__(self, width: int = 24, depth: int = 2) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(ExpertBlock(width) for _ in range(depth))
         self.norm = nn.LayerNorm(width)

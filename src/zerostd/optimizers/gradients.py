@@ -83,11 +83,14 @@ class Gradients:
         self.factor = self.factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         return norm
 
-    def take_factor(self) -> torch.Tensor | float:
-        """The factor for the update that comes now."""
+    def take_factor(self) -> torch.Tensor | None:
+        """The factor for the update that comes now: fp32, one element long so that it lifts 16-bit gradients to fp32
+        while it is multiplied in. None for one."""
         factor, self.factor = self.factor, 1.0
         self._norms.clear()
-        return factor
+        if isinstance(factor, torch.Tensor):
+            return factor.reshape(1)
+        return None if factor == 1.0 else torch.full((1,), factor, device=self.wires.world.device)
 
     # GradientOps: calls on p.grad
 

@@ -45,7 +45,7 @@ class Updater:
         self.num_elements = sum(flat.region.stop - flat.region.start for flat in flats)  # updated by this rank
         self._counted: set[int] = set()
 
-    def update(self, group: Group, factor: torch.Tensor | float) -> None:
+    def update(self, group: Group, factor: torch.Tensor | None) -> None:
         """Update the runs of `group` that have gradients, and publish their masters."""
         runs = list(self._runs_with_gradients(group, factor))
         if not runs:
@@ -58,7 +58,7 @@ class Updater:
             flat.publish()
         self._count(runs)
 
-    def _runs_with_gradients(self, group: Group, factor: torch.Tensor | float) -> Iterator[Run]:
+    def _runs_with_gradients(self, group: Group, factor: torch.Tensor | None) -> Iterator[Run]:
         used = 0
         for flat in group.trainable:
             has_gradient = [parameter.grad is not None for parameter in flat.parameters]
@@ -67,9 +67,10 @@ class Updater:
             assert flat.gradient is not None
             gradient = flat.gradient.current
             if gradient.dtype != torch.float32:
-                gradient = self.scratch[used : used + gradient.numel()].copy_(gradient)
+                read = self.scratch[used : used + gradient.numel()]
                 used += gradient.numel()
-            if not (isinstance(factor, float) and factor == 1.0):
+                gradient = read.copy_(gradient) if factor is None else torch.mul(gradient, factor, out=read)
+            elif factor is not None:
                 gradient.mul_(factor)
             for run in self.runs[flat].active(has_gradient):
                 run.tensor.grad = gradient[run.region]

@@ -75,7 +75,13 @@ class Flat:
         """A parameter's values, before rounding; the parameter lets its own memory go."""
         self.views[index].copy_(value)
         self.take_master(index, value)
-        self.parameters[index].data = self.views[index]
+        parameter = self.parameters[index]
+        if parameter.device.type == "meta":  # torch lets no tensor change between meta and a real device in place
+            real = torch.empty(
+                0, dtype=self.full.dtype, device=self.full.device
+            )  # its own version counter: [Note: storage]
+            torch.utils.swap_tensors(parameter, nn.Parameter(real, requires_grad=parameter.requires_grad))
+        parameter.data = self.views[index]
 
     @torch.no_grad()
     def take_master(self, index: int, value: torch.Tensor) -> None:

@@ -1,0 +1,306 @@
+"""Step time on several gloo ranks: zerostd's stages against DDP, DDP + ZeroRedundancyOptimizer and FSDP2.
+
+    python benchmarks/ranks.py --ranks 2 --steps 6
+
+All systems train the same fp32 GPT on the same data with AdamW(fused=True), in the same processes, one after the other
+and each freed before the next, in rounds of rotating order. Times differ from minute to minute on a shared machine, so
+read the ratios: the median over rounds of one system's time to its peer's in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import itertools
+import os
+import pstats
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from gpt import GPT, RESULTS, Shape, draw, machine
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import zerostd
+
+SHAPE = Shape(width=512, depth=12, heads=8, vocabulary=12288, length=128)
+ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+KINDS = ("parameters", "gradients", "optimizer_states")
+PEERS = {"stage 0": "DDP", "stage 1": "DDP + ZeRO-1", "stage 2": "DDP + ZeRO-1", "stage 3": "FSDP2"}
+
+Pair = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def ddp(model: nn.Module) -> Pair:
+    """Every rank holds everything."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return wrapped, torch.optim.AdamW(wrapped.parameters(), **ADAMW)
+
+
+def ddp_zero(model: nn.Module) -> Pair:
+    """Every rank holds the optimizer states of some of the parameters."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        wrapped.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **ADAMW
+    )
+    return wrapped, optimizer
+
+
+def fsdp2(model: nn.Module) -> Pair:
+    """Everything sharded, a block at a time."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), **ADAMW)
+
+
+def ours(stage: int) -> Callable[[nn.Module], Pair]:
+    """One of zerostd's stages."""
+    return lambda model: zerostd.prepare(model, torch.optim.AdamW(model.parameters(), **ADAMW), stage=stage)
+
+
+SYSTEMS: dict[str, Callable[[nn.Module], Pair]] = {
+    "DDP": ddp,
+    "stage 0": ours(0),
+    "DDP + ZeRO-1": ddp_zero,
+    "stage 1": ours(1),
+    "stage 2": ours(2),
+    "FSDP2": fsdp2,
+    "stage 3": ours(3),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one rank, in seconds."""
+
+    forward: float
+    backward: float
+    step: float
+    cpu: float  # processor time of all of the rank's threads
+
+    @property
+    def whole(self) -> float:
+        return self.forward + self.backward + self.step
+
+
+@dataclass
+class Measured:
+    """What one rank saw of one system."""
+
+    rounds: list[list[Step]] = field(default_factory=list)
+    loss: float = 0.0  # mean over ranks, in the last step
+    bytes: dict[str, int] = field(default_factory=dict)  # model state of this rank, by kind
+
+    def median_s(self, part: str = "whole") -> float:
+        """Over all steps of all rounds."""
+        return median(getattr(step, part) for steps in self.rounds for step in steps)
+
+    def ratio_to(self, peer: Measured) -> float:
+        """Median over rounds of this system's median step to the peer's."""
+        return median(
+            median(step.whole for step in mine) / median(step.whole for step in theirs)
+            for mine, theirs in zip(self.rounds, peer.rounds, strict=True)
+        )
+
+
+def main() -> None:
+    arguments = parse()
+    if "RANK" in os.environ:  # torchrun has started us
+        run_rank(int(os.environ["RANK"]), arguments)
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = str(arguments.ranks)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    mp.spawn(run_rank, (arguments,), nprocs=arguments.ranks)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="under torchrun, what it was told counts")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps of a system in a round")
+    parser.add_argument("--warm", type=int, default=2, help="steps before them")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=2, help="sequences a rank")
+    parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="SYSTEM")
+    parser.add_argument("--profile", action="store_true", help="show the phases of a step, and cProfile of rank 0")
+    parser.add_argument("--write", action="store_true", help="write results/ranks-cpu.md")
+    return parser.parse_args()
+
+
+def run_rank(rank: int, arguments: argparse.Namespace) -> None:
+    """Everything one rank does."""
+    os.environ["RANK"] = str(rank)
+    dist.init_process_group("gloo")
+    arguments.ranks = dist.get_world_size()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // arguments.ranks))
+    results = {name: Measured() for name in arguments.only}
+    for number in range(arguments.rounds):
+        for shift in range(len(arguments.only)):
+            name = arguments.only[(number + shift) % len(arguments.only)]
+            measure(name, results[name], arguments)
+            if rank == 0:
+                last = median(step.whole for step in results[name].rounds[-1])
+                print(f"round {number}: {name:<14}{last:.3f} s a step", file=sys.stderr, flush=True)
+    everyone: list[Any] = [None] * arguments.ranks
+    dist.all_gather_object(everyone, results)
+    if rank == 0:
+        publish(everyone, arguments)
+    if arguments.profile:
+        for name in arguments.only:
+            profile(name, arguments)
+    dist.destroy_process_group()
+
+
+def measure(name: str, result: Measured, arguments: argparse.Namespace) -> None:
+    """Build one system, train it for some steps, and free it."""
+    with built(name) as (model, optimizer):
+        data = torch.Generator().manual_seed(1 + dist.get_rank())
+        steps = []
+        for _ in range(arguments.warm + arguments.steps):
+            step, loss = train_one(model, optimizer, draw(data, arguments.batch, SHAPE.length))
+            steps.append(step)
+        result.rounds.append(steps[arguments.warm :])
+        dist.all_reduce(loss)
+        result.loss = loss.item() / arguments.ranks
+        result.bytes = state_bytes(model, optimizer)
+
+
+@contextmanager
+def built(name: str) -> Iterator[Pair]:
+    """A system on a new model with the same first values as every other."""
+    torch.manual_seed(0)
+    model, optimizer = SYSTEMS[name](GPT(SHAPE))
+    yield model, optimizer
+    if name.startswith("stage"):
+        zerostd.release(model)
+    del model, optimizer
+    gc.collect()
+
+
+def train_one(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> tuple[Step, Tensor]:
+    """The loop's body, with a clock. Gradients are dropped at its beginning, so that they can be counted after it."""
+    cpu = time.process_time()
+    marks = [time.perf_counter()]
+    optimizer.zero_grad()
+    loss = model(*batch)
+    marks.append(time.perf_counter())
+    loss.backward()
+    marks.append(time.perf_counter())
+    optimizer.step()
+    marks.append(time.perf_counter())
+    parts = [stop - start for start, stop in itertools.pairwise(marks)]
+    return Step(*parts, cpu=time.process_time() - cpu), loss.detach()
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of this rank by kind: the ledger's for zerostd, what the tensors hold for the others."""
+    if isinstance(optimizer, zerostd.optimizers.ZeroOptimizer):
+        now = zerostd.memory(model).now["device"]
+        return {kind: now[kind] for kind in KINDS}
+    states = getattr(optimizer, "optim", optimizer).state.values()  # ZeroRedundancyOptimizer keeps it inside
+    held: dict[str, list[Tensor | None]] = {
+        "parameters": list(model.parameters()),
+        "gradients": [parameter.grad for parameter in model.parameters()],
+        "optimizer_states": [value for state in states for value in state.values() if isinstance(value, Tensor)],
+    }
+    return {
+        kind: sum(local_bytes(tensor) for tensor in tensors if tensor is not None) for kind, tensors in held.items()
+    }
+
+
+def local_bytes(tensor: Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+
+
+def profile(name: str, arguments: argparse.Namespace) -> None:
+    """Where rank 0's Python spends its time, in a run of its own."""
+    with built(name) as (model, optimizer):
+        data = torch.Generator().manual_seed(1 + dist.get_rank())
+        watch = cProfile.Profile()
+        for number in range(arguments.warm + arguments.steps):
+            if number == arguments.warm:
+                watch.enable()
+            train_one(model, optimizer, draw(data, arguments.batch, SHAPE.length))
+        watch.disable()
+    if dist.get_rank() == 0:
+        print(f"\n{name}: {arguments.steps} steps on rank 0")
+        pstats.Stats(watch).strip_dirs().sort_stats("tottime").print_stats(16)
+
+
+def publish(everyone: list[dict[str, Measured]], arguments: argparse.Namespace) -> None:
+    """Print the report; write it where that was asked for."""
+    results = everyone[0]
+    lines = [*header(arguments), *table(results)]
+    if arguments.profile:
+        lines += ["", *phases(results)]
+    print("\n".join(lines))
+    if arguments.write:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "ranks-cpu.md").write_text("\n".join(lines) + "\n")
+
+
+def header(arguments: argparse.Namespace) -> list[str]:
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in GPT(SHAPE).parameters())
+    return [
+        f"# {arguments.ranks} gloo ranks",
+        "",
+        f"GPT of {size / 1e6:.1f} M parameters, fp32, {arguments.batch} x {SHAPE.length} tokens a rank, "
+        "AdamW(fused=True) in every system (torch's default on the CPU is several times slower).",
+        f"{arguments.rounds} rounds of rotating order, {arguments.steps} steps each after {arguments.warm} to warm up.",
+        "The ratio is the median over rounds of a system's median step to its peer's in the same round; below 1 zerostd "
+        "is faster.",
+        "Model-state bytes of rank 0 while it holds gradients; zerostd's are its ledger's.",
+        "",
+        f"- machine: {machine()}, {torch.get_num_threads()} thread(s) a rank",
+        f"- command: `python benchmarks/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`",
+        f"- date: {date.today()}",
+        "",
+    ]
+
+
+def table(results: dict[str, Measured]) -> list[str]:
+    rows = [
+        "| system | step s | peer | ratio | loss | parameters MB | gradients MB | optimizer states MB | total MB |",
+        "|---|--:|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, result in results.items():
+        peer = PEERS.get(name)
+        ratio = f"{result.ratio_to(results[peer]):.3f}" if peer in results else ""
+        sizes = [result.bytes[kind] / 1e6 for kind in KINDS]
+        cells = [name, f"{result.median_s():.3f}", peer or "", ratio, f"{result.loss:.6f}"]
+        rows.append("| " + " | ".join([*cells, *(f"{size:.1f}" for size in [*sizes, sum(sizes)])]) + " |")
+    return rows
+
+
+def phases(results: dict[str, Measured]) -> list[str]:
+    rows = ["| system | forward s | backward s | step s | processor s |", "|---|--:|--:|--:|--:|"]
+    for name, result in results.items():
+        cells = [f"{result.median_s(part):.3f}" for part in ("forward", "backward", "step", "cpu")]
+        rows.append("| " + " | ".join([name, *cells]) + " |")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
