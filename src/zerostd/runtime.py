@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -87,6 +88,7 @@ class Runtime:
         """Enter the model's forward and backward. `casts`: (outside, inside) dtypes of the root, if they differ."""
         self.backward.reducer.reserve(self.groups)
         rules = RootRules(self._on_input(casts), self._on_output(casts), self._before_forward)
+        weakref.finalize(self.model, self.world.close)
         self.hooks = Hooks(self.model, self.gatherer, self.backward, rules)
         self.hooks.install()
         self.guards.install()

@@ -7,6 +7,7 @@ several of them in one process never mix their messages.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -69,10 +70,11 @@ class World:
         return cls(dist.get_rank(), size, local_size, device, timeout_s, channels)
 
     def close(self) -> None:
-        """Give the channels back; the user's own process group stays."""
+        """Give the channels back, if they are still there; the user's own process group stays."""
         if self.channels is not None and dist.is_initialized():
             for group in (self.channels.gather, self.channels.reduce, self.channels.control):
-                dist.destroy_process_group(group)
+                with contextlib.suppress(ValueError):  # closed already, or gone with the user's process group
+                    dist.destroy_process_group(group)
 
 
 def _timeout_s() -> float:

@@ -15,7 +15,7 @@ from torch import nn
 
 from zerostd.communication import Control
 from zerostd.communication.control import Agreement
-from zerostd.compat import at_end_of_backward
+from zerostd.compat import at_end_of_backward, in_backward
 from zerostd.parameters import GradientHandle, Group
 from zerostd.scheduling.gathering import Gatherer, Phase
 from zerostd.scheduling.reducing import Arrivals, Reducer, Slot
@@ -60,6 +60,14 @@ class Backward:
         self._arrivals = {group: Arrivals(group) for group in self.order}
         self._complete = []
         self._num_sent = 0
+
+    def abandon(self) -> None:
+        """A pass ended with an exception, so autograd never called `end`: forget it, keep what had landed."""
+        if not self.is_running or in_backward():
+            return
+        self.reducer.settle()
+        self.gatherer.release_all()
+        self._arrivals, self._late, self.is_running = {}, {}, False
 
     def arrived(self, slot: Slot, parameter: nn.Parameter) -> None:
         """Autograd has put a gradient into `parameter.grad`, or added one to its handle."""

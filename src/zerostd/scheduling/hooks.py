@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,8 +62,8 @@ class Hooks:
                     add(module.register_forward_hook(no_dynamo(after), always_call=True))
             self._watch()
         add(self.root.register_forward_hook(no_dynamo(self._after_root), always_call=True))
-        for slot in self.backward.slots:
-            hook = functools.partial(self.backward.arrived, slot)
+        for index, slot in enumerate(self.backward.slots):
+            hook = functools.partial(_arrived, weakref.ref(self.backward), index)
             add(slot.parameter.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
@@ -92,6 +93,7 @@ class Hooks:
             self.gatherer.finish(group)
 
     def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.backward.abandon()
         if not self.backward.is_running:
             self.rules.before(module)
             self.gatherer.begin(Phase.FORWARD)
@@ -155,6 +157,13 @@ class Hooks:
         for needed in (group, *group.borrowed.values()):
             needed.in_backward = True
         self.gatherer.need(group, Phase.BACKWARD)
+
+
+def _arrived(backward: weakref.ref[Backward], index: int, parameter: nn.Parameter) -> None:
+    """A parameter's hook. Python's collector does not see references that parameters hold in C++, so it holds none."""
+    found = backward()
+    if found is not None:
+        found.arrived(found.slots[index], parameter)
 
 
 def _is_renewed(group: Group) -> bool:
