@@ -141,14 +141,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         losses.append(train_one(*batch).item())
         synchronize()
         times.append(time.perf_counter() - begin)
-    peak = (
-        torch.cuda.max_memory_allocated()
-        if DEVICE == "cuda"
-        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )
+    peak = peak_bytes()
     if arguments.profile:
         profile(arguments, lambda: train_one(*batch))
     return {"times": times[arguments.warm :], "losses": losses, "peak_bytes": peak, "size": size}
+
+
+def peak_bytes() -> int:
+    """Of the device's memory; without one, of this process."""
+    if DEVICE == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def synchronize() -> None:
@@ -182,12 +185,11 @@ def report(results: dict[str, list[dict[str, Any]]], arguments: argparse.Namespa
     for name, runs in results.items():
         times = [median(run["times"]) for run in runs]
         fastest = min(min(run["times"]) for run in runs)
-        each = ", ".join(f"{value:.4f}" for value in times)
         peak = max(run["peak_bytes"] for run in runs) / 2**30
-        losses = runs[0]["losses"]
-        rows.append(
-            f"| {name} | {median(times):.4f} | {each} | {fastest:.4f} | {peak:.2f} | {losses[0]:.4f} | {losses[-1]:.4f} |"
-        )
+        losses = [runs[0]["losses"][0], runs[0]["losses"][-1]]
+        by_run = ", ".join(f"{value:.4f}" for value in times)
+        cells = [name, f"{median(times):.4f}", by_run, f"{fastest:.4f}", f"{peak:.2f}", *(f"{x:.4f}" for x in losses)]
+        rows.append("| " + " | ".join(cells) + " |")
     pairs = list(zip(results["zerostd"], results["plain"], strict=True))
     ratios = [median(ours["times"]) / median(theirs["times"]) for ours, theirs in pairs]
     apart = max(abs(a - b) for ours, theirs in pairs for a, b in zip(ours["losses"], theirs["losses"], strict=True))
@@ -196,7 +198,7 @@ def report(results: dict[str, list[dict[str, Any]]], arguments: argparse.Namespa
         "",
         f"GPT of {pairs[0][0]['size'] / 1e9:.2f} B parameters, {arguments.micro} x {arguments.seq} tokens a step, bf16 "
         f"weights, fp32 masters, AdamW(fused=True), norm clipped to {MAX_NORM:g}.",
-        f"{arguments.rounds} runs of each, taking turns, {arguments.steps} steps each after {arguments.warm} to warm up.",
+        f"{arguments.rounds} runs of each, taking turns; {arguments.steps} steps after {arguments.warm} to warm up.",
         "",
         f"- machine: {machine()}",
         f"- command: `python benchmarks/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`",

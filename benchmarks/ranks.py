@@ -275,8 +275,8 @@ def header(arguments: argparse.Namespace) -> list[str]:
         f"GPT of {size / 1e6:.1f} M parameters, fp32, {arguments.batch} x {SHAPE.length} tokens a rank, "
         "AdamW(fused=True) in every system (torch's default on the CPU is several times slower).",
         f"{arguments.rounds} rounds of rotating order, {arguments.steps} steps each after {arguments.warm} to warm up.",
-        "Ratio: the median over rounds of a system's median step to its peer's in the same round; fastest ratio: of the "
-        "fastest steps of all, which other work on the machine disturbs least. Below 1 zerostd is faster.",
+        "Ratio: the median over rounds of a system's median step to its peer's in the same round; fastest ratio: of "
+        "the fastest steps of all, which other work on the machine disturbs least. Below 1 zerostd is faster.",
         "Model-state bytes of rank 0 while it holds gradients; zerostd's are its ledger's.",
         "",
         f"- machine: {machine()}, {torch.get_num_threads()} thread(s) a rank",

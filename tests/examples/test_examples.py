@@ -1,0 +1,64 @@
+"""The examples run as their docstrings say, and show what they promise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+class Row(NamedTuple):
+    """One line of the table, as it is printed."""
+
+    stage: int
+    accuracy: float
+    parameters: int
+    gradients: int
+    optimizer_states: int
+    total: int
+    of_stage_0: float
+    seconds: float
+
+
+def run_digits(*launcher: str, epochs: int) -> list[Row]:
+    command = [sys.executable, *launcher, "examples/digits.py", "--epochs", str(epochs)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    (header,) = (number for number, line in enumerate(lines) if line.split()[:2] == ["stage", "accuracy"])
+    return [read(line) for line in lines[header + 1 :] if line.strip()]
+
+
+def read(line: str) -> Row:
+    stage, accuracy, *sizes, of_stage_0, seconds = line.replace(",", "").replace("%", "").split()
+    return Row(int(stage), float(accuracy), *map(int, sizes), float(of_stage_0), float(seconds))
+
+
+@pytest.mark.slow
+def test_digits_learns_alike_at_every_stage_and_shows_smaller_shards():
+    rows = run_digits(*LAUNCHER, epochs=4)
+    assert [row.stage for row in rows] == [0, 1, 2, 3]
+    for row in rows:
+        assert row.accuracy > 95
+        assert row.total == row.parameters + row.gradients + row.optimizer_states
+    data_parallel, states, gradients, parameters = rows
+    assert states.optimizer_states < data_parallel.optimizer_states
+    assert gradients.gradients < states.gradients
+    assert parameters.parameters < gradients.parameters
+    assert parameters.total < gradients.total < states.total < data_parallel.total
+    assert parameters.of_stage_0 == pytest.approx(50, abs=0.1)  # two ranks share everything
+
+
+@pytest.mark.slow
+def test_digits_runs_without_a_launcher():
+    rows = run_digits(epochs=1)
+    assert [row.stage for row in rows] == [0, 1, 2, 3]
+    assert len({row.total for row in rows}) == 1  # a world of one has nothing to shard

@@ -1,0 +1,88 @@
+"""A prepared model that is dropped, or whose backward fails, leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import zerostd
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for step in range(steps):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def open_and_drop(rank: int, times: int) -> list[tuple[int, int]]:
+    """Threads and open files after each prepared model was trained and dropped."""
+    found = []
+    for _ in range(times):
+        model = make()
+        seen = weakref.ref(model)
+        model, optimizer = zerostd.prepare(model, torch.optim.AdamW(model.parameters()), stage=3, groups=["0", "2"])
+        train(model, optimizer)
+        del model, optimizer
+        gc.collect()
+        assert seen() is None
+        found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return found
+
+
+def test_dropped_models_give_back_threads_and_sockets(ranks):
+    for found in ranks(2, open_and_drop, 4):
+        assert found[-1] == found[0]
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("planted")
+
+
+def fail_then_go_on(rank: int, stage: int) -> dict[str, torch.Tensor]:
+    model = make()
+    model, optimizer = zerostd.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, groups=["0", "2"]
+    )
+    with pytest.raises(ArithmeticError, match="planted"):
+        hidden = model[1](model[0](torch.ones(2, 16)))
+        model[2](Fails.apply(hidden)).sum().backward()
+    with pytest.raises(ArithmeticError, match="planted"):
+        model(torch.ones(2, 16)).register_hook(planted)
+        out = model(torch.ones(2, 16))
+        out.register_hook(planted)
+        out.sum().backward()
+    optimizer.zero_grad()
+    model(torch.ones(2, 16))  # the next forward finds out that the last backward never ended
+    train(model, optimizer)
+    return zerostd.full_state_dict(model)
+
+
+def planted(grad):
+    raise ArithmeticError("planted")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_training_goes_on_after_a_backward_that_failed(ranks, stage):
+    plain = make()
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    for state in ranks(2, fail_then_go_on, stage):
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-7)

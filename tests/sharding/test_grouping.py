@@ -1,0 +1,56 @@
+"""Groups from structure alone: repeated blocks, large lone layers, the rest at the root."""
+
+from __future__ import annotations
+
+import pytest
+
+from zerostd.errors import PrepareError
+from zerostd.sharding import Bounds, Node, find_groups
+
+BOUNDS = Bounds(smallest=100, largest=1000)
+
+
+def block(name: str, size: int, key: str = "block") -> Node:
+    return Node(name, 0, key, (Node(f"{name}.w", size, "linear"), Node(f"{name}.n", 1, "norm")))
+
+
+def gpt(num_blocks: int, size: int) -> Node:
+    blocks = Node("blocks", 0, "list", tuple(block(f"blocks.{i}", size) for i in range(num_blocks)))
+    return Node(
+        "", 0, "gpt", (Node("tok", 400, "embedding"), Node("pos", 10, "embedding"), blocks, Node("norm", 2, "n"))
+    )
+
+
+def test_each_block_is_a_group_and_a_small_neighbour_joins_a_large_layer():
+    assert find_groups(gpt(3, 200), bounds=BOUNDS) == [("tok", "pos"), ("blocks.0",), ("blocks.1",), ("blocks.2",)]
+
+
+def test_small_blocks_are_packed_with_their_neighbours_and_none_is_lost():
+    found = find_groups(gpt(7, 40), bounds=BOUNDS)
+    packs = [pack for pack in found if pack[0].startswith("blocks")]
+    assert packs == [("blocks.0", "blocks.1", "blocks.2"), ("blocks.3", "blocks.4", "blocks.5", "blocks.6")]
+
+
+def test_a_block_that_is_too_large_is_opened():
+    big = block("blocks.0", 3000), block("blocks.1", 3000)
+    root = Node("", 0, "gpt", (Node("blocks", 0, "list", big),))
+    assert find_groups(root, bounds=BOUNDS) == [("blocks.0.w",), ("blocks.1.w",)]
+
+
+def test_a_model_that_is_small_altogether_is_one_group_at_the_root():
+    assert find_groups(gpt(2, 5), bounds=Bounds(smallest=10_000, largest=10**9)) == []
+
+
+def test_globs_choose_modules_and_outer_ones_win():
+    found = find_groups(gpt(2, 200), globs=["blocks.*", "tok"])
+    assert found == [("tok",), ("blocks.0",), ("blocks.1",)]
+
+
+def test_a_glob_that_matches_nothing_is_refused_with_what_there_is():
+    with pytest.raises(PrepareError, match=r"'layers\.\*' matches no module.*tok"):
+        find_groups(gpt(2, 200), globs=["layers.*"])
+
+
+def test_a_text_instead_of_a_list_is_refused():
+    with pytest.raises(PrepareError, match="must be a list"):
+        find_groups(gpt(2, 200), globs="blocks.*")

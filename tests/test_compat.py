@@ -1,0 +1,50 @@
+"""torch's private names: each does what we use it for, on the torch that is installed."""
+
+from __future__ import annotations
+
+import torch
+
+from zerostd import compat
+
+
+def test_callback_runs_once_after_the_whole_backward():
+    seen = []
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: (compat.at_end_of_backward(lambda: seen.append("end")), seen.append("hook"))[0])
+    x.register_hook(lambda grad: seen.append("leaf"))
+    y.sum().backward()
+    assert seen == ["hook", "leaf", "end"]
+
+
+def test_in_backward_is_true_only_there():
+    seen = []
+    x = torch.ones(3, requires_grad=True)
+    (x * 2).register_hook(lambda grad: seen.append(compat.in_backward()))
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(compat.in_backward()))
+    assert not compat.in_backward()
+    y.sum().backward()
+    assert seen == [True] and not compat.in_backward()
+
+
+def test_foreach_copies_and_adds_across_dtypes():
+    targets = [torch.zeros(3), torch.zeros(2, 2)]
+    compat.foreach_copy_(targets, [torch.ones(3, dtype=torch.bfloat16), torch.full((2, 2), 2.0)])
+    compat.foreach_add_(targets, [torch.ones(3, dtype=torch.bfloat16), torch.ones(2, 2)])
+    assert targets[0].tolist() == [2.0, 2.0, 2.0] and targets[1].tolist() == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def test_no_dynamo_functions_are_called_not_traced():
+    seen = []
+
+    @compat.no_dynamo
+    def note(x):
+        seen.append(torch.compiler.is_compiling())
+
+    def function(x):
+        note(x)
+        return x + 1
+
+    torch.compile(function, backend="eager")(torch.ones(2))
+    assert seen == [False]
