@@ -75,6 +75,7 @@ class Gradient:
                 if self.whole is None:
                     self.ledger.leave(Kind.GRADIENTS, self.rest.nbytes)
                 self.rest = None
+                self._views.clear()  # they would keep the old memory
             self.ledger.gradient_form = "float32 (summed over several backward passes)"
         return self.sum
 

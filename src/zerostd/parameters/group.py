@@ -62,6 +62,11 @@ class Group:
         return any(flat.is_sharded for flat in self.flats)
 
     @property
+    def is_in_slices(self) -> bool:
+        """Whether ranks update different slices of it, so that an update must be gathered again."""
+        return any(flat.region.stop - flat.region.start < flat.layout.numel for flat in self.trainable)
+
+    @property
     def has_frozen(self) -> bool:
         """Whether some parameters give no sign when backward has done with them."""
         return any(flat.gradient is None for flat in self.flats)

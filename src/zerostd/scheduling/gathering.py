@@ -90,7 +90,7 @@ class Gatherer:
         the other slices start coming in now, and parameters show NaN until they have."""
         if group.is_sharded:
             self.release(group)
-        elif any(flat.region.stop - flat.region.start < flat.layout.numel for flat in group.trainable):
+        elif group.is_in_slices:
             for flat in group.flats:
                 flat.hide()
             group.state = GroupState.RELEASED

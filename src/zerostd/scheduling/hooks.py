@@ -51,16 +51,16 @@ class Hooks:
     def install(self) -> None:
         """Register everything."""
         add = self._removables.append
-        add(self.root.register_forward_pre_hook(no_dynamo(self._before_root), prepend=True, with_kwargs=True))
-        moves = any(group.is_sharded or _is_renewed(group) for group in self.gatherer.groups)
+        moves = any(group.is_sharded or group.is_in_slices for group in self.gatherer.groups)
         if moves:
             for group in self.gatherer.groups:
                 for module in group.modules:
                     before = functools.partial(self._before_group, group)
                     after = functools.partial(self._after_group, group)
-                    add(module.register_forward_pre_hook(no_dynamo(before), with_kwargs=True))
+                    add(module.register_forward_pre_hook(no_dynamo(before), prepend=True, with_kwargs=True))
                     add(module.register_forward_hook(no_dynamo(after), always_call=True))
             self._watch()
+        add(self.root.register_forward_pre_hook(no_dynamo(self._before_root), prepend=True, with_kwargs=True))
         add(self.root.register_forward_hook(no_dynamo(self._after_root), always_call=True))
         for index, slot in enumerate(self.backward.slots):
             hook = functools.partial(_arrived, weakref.ref(self.backward), index)
@@ -164,10 +164,6 @@ def _arrived(backward: weakref.ref[Backward], index: int, parameter: nn.Paramete
     found = backward()
     if found is not None:
         found.arrived(found.slots[index], parameter)
-
-
-def _is_renewed(group: Group) -> bool:
-    return any(flat.region.stop - flat.region.start < flat.layout.numel for flat in group.trainable)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
