@@ -2,9 +2,10 @@
 
     python benchmarks/ranks.py --ranks 2 --steps 6
 
-All systems train the same fp32 GPT on the same data with AdamW(fused=True), in the same processes, one after the other
-and each freed before the next, in rounds of rotating order. Times differ from minute to minute on a shared machine, so
-read the ratios: the median over rounds of one system's time to its peer's in the same round.
+All systems train the same fp32 GPT on the same data with AdamW(fused=True), in the same processes. A peer and the
+stages that are compared with it take turns of a few steps each, in rounds of rotating order, and are freed before the
+next match. Times differ from minute to minute on a shared machine, so read the ratios: the median over rounds of one
+system's time to its peer's in the same round.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -42,7 +43,8 @@ import zerostd
 SHAPE = Shape(width=512, depth=12, heads=8, vocabulary=12288, length=128)
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 KINDS = ("parameters", "gradients", "optimizer_states")
-PEERS = {"stage 0": "DDP", "stage 1": "DDP + ZeRO-1", "stage 2": "DDP + ZeRO-1", "stage 3": "FSDP2"}
+MATCHES = [["DDP", "stage 0"], ["DDP + ZeRO-1", "stage 1", "stage 2"], ["FSDP2", "stage 3"]]  # the peer is the first
+PEERS = {name: match[0] for match in MATCHES for name in match[1:]}
 
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -142,11 +144,10 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="under torchrun, what it was told counts")
-    parser.add_argument("--steps", type=int, default=6, help="measured steps of a system in a round")
-    parser.add_argument("--warm", type=int, default=2, help="steps before them")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6, help="steps of a turn, the first of which is not measured")
+    parser.add_argument("--rounds", type=int, default=4, help="turns of each system, after one to warm up")
     parser.add_argument("--batch", type=int, default=2, help="sequences a rank")
-    parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="SYSTEM")
+    parser.add_argument("--match", type=int, nargs="+", choices=range(len(MATCHES)), default=range(len(MATCHES)))
     parser.add_argument("--profile", action="store_true", help="show the phases of a step, and cProfile of rank 0")
     parser.add_argument("--write", action="store_true", help="write results/ranks-cpu.md")
     return parser.parse_args()
@@ -158,36 +159,72 @@ def run_rank(rank: int, arguments: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     arguments.ranks = dist.get_world_size()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // arguments.ranks))
-    results = {name: Measured() for name in arguments.only}
-    for number in range(arguments.rounds):
-        for shift in range(len(arguments.only)):
-            name = arguments.only[(number + shift) % len(arguments.only)]
-            measure(name, results[name], arguments)
-            if rank == 0:
-                last = median(step.whole for step in results[name].rounds[-1])
-                print(f"round {number}: {name:<14}{last:.3f} s a step", file=sys.stderr, flush=True)
-    everyone: list[Any] = [None] * arguments.ranks
-    dist.all_gather_object(everyone, results)
+    results: dict[str, Measured] = {}
+    for number in arguments.match:
+        results |= play(MATCHES[number], arguments)
     if rank == 0:
-        publish(everyone, arguments)
+        publish(results, arguments)
     if arguments.profile:
-        for name in arguments.only:
+        for name in results:
             profile(name, arguments)
     dist.destroy_process_group()
 
 
-def measure(name: str, result: Measured, arguments: argparse.Namespace) -> None:
-    """Build one system, train it for some steps, and free it."""
-    with built(name) as (model, optimizer):
-        data = torch.Generator().manual_seed(1 + dist.get_rank())
-        steps = []
-        for _ in range(arguments.warm + arguments.steps):
-            step, loss = train_one(model, optimizer, draw(data, arguments.batch, SHAPE.length))
-            steps.append(step)
-        result.rounds.append(steps[arguments.warm :])
-        dist.all_reduce(loss)
-        result.loss = loss.item() / arguments.ranks
-        result.bytes = state_bytes(model, optimizer)
+def play(names: list[str], arguments: argparse.Namespace) -> dict[str, Measured]:
+    """One match. The first step of a turn is not counted: it shares the machine with what the last system has still
+    under way, as stages 1 and 2 have after their step."""
+    results = {name: Measured() for name in names}
+    with ExitStack() as stack:
+        turns = {name: Turn(*stack.enter_context(built(name)), arguments.batch) for name in names}
+        for turn in turns.values():
+            turn.take(2)
+        for number in range(arguments.rounds):
+            for shift in range(len(names)):
+                name = names[(number + shift) % len(names)]
+                steps = turns[name].take(arguments.steps)[1:]
+                results[name].rounds.append(steps)
+                if dist.get_rank() == 0:
+                    last = median(step.whole for step in steps)
+                    print(f"round {number}: {name:<14}{last:.3f} s a step", file=sys.stderr, flush=True)
+        for name, turn in turns.items():
+            results[name].loss = turn.mean_loss()
+            results[name].bytes = state_bytes(turn.model, turn.optimizer)
+        del turns, turn
+    return results
+
+
+class Turn:
+    """A system in training, a few steps at a time."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: int) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.batch = batch
+        self.data = torch.Generator().manual_seed(1 + dist.get_rank())
+        self.loss = torch.zeros(())
+
+    def take(self, num_steps: int) -> list[Step]:
+        return [self._train_one(*draw(self.data, self.batch, SHAPE.length)) for _ in range(num_steps)]
+
+    def mean_loss(self) -> float:
+        """Of the last step, over ranks."""
+        dist.all_reduce(self.loss)
+        return self.loss.item() / dist.get_world_size()
+
+    def _train_one(self, tokens: Tensor, targets: Tensor) -> Step:
+        """The loop's body, with a clock. Gradients are dropped at its beginning, so that they can be counted later."""
+        cpu = time.process_time()
+        marks = [time.perf_counter()]
+        self.optimizer.zero_grad()
+        loss = self.model(tokens, targets)
+        marks.append(time.perf_counter())
+        loss.backward()
+        marks.append(time.perf_counter())
+        self.optimizer.step()
+        marks.append(time.perf_counter())
+        self.loss = loss.detach()
+        parts = [stop - start for start, stop in itertools.pairwise(marks)]
+        return Step(*parts, cpu=time.process_time() - cpu)
 
 
 @contextmanager
@@ -200,21 +237,6 @@ def built(name: str) -> Iterator[Pair]:
         zerostd.release(model)
     del model, optimizer
     gc.collect()
-
-
-def train_one(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> tuple[Step, Tensor]:
-    """The loop's body, with a clock. Gradients are dropped at its beginning, so that they can be counted after it."""
-    cpu = time.process_time()
-    marks = [time.perf_counter()]
-    optimizer.zero_grad()
-    loss = model(*batch)
-    marks.append(time.perf_counter())
-    loss.backward()
-    marks.append(time.perf_counter())
-    optimizer.step()
-    marks.append(time.perf_counter())
-    parts = [stop - start for start, stop in itertools.pairwise(marks)]
-    return Step(*parts, cpu=time.process_time() - cpu), loss.detach()
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -241,22 +263,21 @@ def local_bytes(tensor: Tensor | None) -> int:
 
 def profile(name: str, arguments: argparse.Namespace) -> None:
     """Where rank 0's Python spends its time, in a run of its own."""
-    with built(name) as (model, optimizer):
-        data = torch.Generator().manual_seed(1 + dist.get_rank())
+    with built(name) as system:
+        turn = Turn(*system, arguments.batch)
+        turn.take(2)
         watch = cProfile.Profile()
-        for number in range(arguments.warm + arguments.steps):
-            if number == arguments.warm:
-                watch.enable()
-            train_one(model, optimizer, draw(data, arguments.batch, SHAPE.length))
+        watch.enable()
+        turn.take(arguments.steps)
         watch.disable()
+        del turn, system
     if dist.get_rank() == 0:
         print(f"\n{name}: {arguments.steps} steps on rank 0")
         pstats.Stats(watch).strip_dirs().sort_stats("tottime").print_stats(16)
 
 
-def publish(everyone: list[dict[str, Measured]], arguments: argparse.Namespace) -> None:
-    """Print the report; write it where that was asked for."""
-    results = everyone[0]
+def publish(results: dict[str, Measured], arguments: argparse.Namespace) -> None:
+    """Print what rank 0 saw; write it where that was asked for."""
     lines = [*header(arguments), *table(results)]
     if arguments.profile:
         lines += ["", *phases(results)]
@@ -274,7 +295,7 @@ def header(arguments: argparse.Namespace) -> list[str]:
         "",
         f"GPT of {size / 1e6:.1f} M parameters, fp32, {arguments.batch} x {SHAPE.length} tokens a rank, "
         "AdamW(fused=True) in every system (torch's default on the CPU is several times slower).",
-        f"{arguments.rounds} rounds of rotating order, {arguments.steps} steps each after {arguments.warm} to warm up.",
+        f"{arguments.rounds} rounds of rotating order; a turn is {arguments.steps} steps, the first is not measured.",
         "Ratio: the median over rounds of a system's median step to its peer's in the same round; fastest ratio: of "
         "the fastest steps of all, which other work on the machine disturbs least. Below 1 zerostd is faster.",
         "Model-state bytes of rank 0 while it holds gradients; zerostd's are its ledger's.",

@@ -22,8 +22,15 @@ from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import put_states
 from zerostd.optimizers.update import Updater
 from zerostd.parameters import Flat, Group, GroupState
-from zerostd.parameters.building import Ground, Member, blueprints, make_group
-from zerostd.parameters.checking import MARK, check_model, check_optimizer, describe_model, optimizer_options
+from zerostd.parameters.building import Ground, Member, blueprints, describe_groups, make_group
+from zerostd.parameters.checking import (
+    MARK,
+    check_model,
+    check_optimizer,
+    describe_model,
+    describe_optimizer,
+    optimizer_options,
+)
 from zerostd.parameters.deferred import draw_seeds, is_deferred, make_real
 from zerostd.policy import Budget, Kind, Placement, Precision, Stage, Tier
 from zerostd.runtime import Runtime
@@ -78,7 +85,9 @@ def prepare(
         check_elementwise(optimizer)
     elif max_grad_norm is not None:
         raise PrepareError(f"max_grad_norm={max_grad_norm} needs the optimizer: pass it to prepare")
-    runtime = _build(model, optimizer, checked_stage, checked_precision, groups)
+    settings = [f"stage={checked_stage.value}", f"precision={checked_precision.name}", f"accumulate={accumulate}"]
+    settings += [f"max_grad_norm={max_grad_norm}", *describe_optimizer(optimizer)]
+    runtime = _build(model, optimizer, checked_stage, checked_precision, groups, settings)
     if accumulate is not None and accumulate > 1:
         for group in runtime.groups:
             for flat in group.trainable:
@@ -128,6 +137,7 @@ def _build(
     stage: Stage,
     precision: Precision,
     globs: Sequence[str] | None,
+    settings: list[str],
 ) -> Runtime:
     options = optimizer_options(model, optimizer)
     plans = blueprints(model, options, precision, globs)
@@ -137,8 +147,11 @@ def _build(
             make_real(name, parameter, seed=0, device=device)  # raises: nobody knows its values
     world = World.discover(device)
     control = Control(world)
-    lines = [f"stage {stage.value}", f"precision {precision.name}", *describe_model(model, options)]
-    control.check_equal("models or options", lines)
+    try:
+        control.check_equal("models or options", [*settings, *describe_model(model, options), *describe_groups(plans)])
+    except BaseException:
+        world.close()
+        raise
     ledger = Ledger()
     wires = Wires(world, ledger)
     dtypes = {p: p.dtype for p in model.parameters()}
@@ -251,9 +264,12 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     for group in groups:
         runtime.gatherer.start(group)
         runtime.gatherer.finish(group)
+        group.num_pins += 1
     try:
         yield module
     finally:
+        for group in groups:
+            group.num_pins -= 1
         if write:
             for group in groups:
                 for flat in group.flats:
@@ -340,6 +356,8 @@ def release(model: nn.Module) -> nn.Module:
             parameter.grad = None
     if runtime.adoption is not None:
         runtime.adoption.end()
+    if runtime.optimizer is not None:
+        runtime.optimizer.retire()
     runtime.world.close()
     object.__delattr__(model, MARK)
     return model

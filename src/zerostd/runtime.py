@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -58,9 +59,10 @@ class Runtime:
         self.frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self.loss_scale = LossScale() if precision.scales_loss else None
         self.gatherer = Gatherer(self.groups, wires, control, prefetch_depth=prefetch_depth)
-        self.gradients = Gradients(self.groups, wires, scales_loss=precision.scales_loss)
+        self.gradients = Gradients(self.groups, wires, self.loss_scale)
         self.backward = Backward(self._slots(), self.gatherer, Reducer(wires, control, wires.ledger), control)
         self.gradients.settle = self.backward.settle
+        self.backward.on_begin = self.gradients.forget_norms
         self.guards = Guards(model, self.gatherer)
         self._buffers_moved = True  # rank 0's buffers have to go to all before the next forward
 
@@ -110,7 +112,9 @@ class Runtime:
 
         def leave(tensor: torch.Tensor) -> torch.Tensor:
             tensor = tensor.to(casts[0]) if casts is not None and tensor.dtype == casts[1] else tensor
-            return tensor if self.loss_scale is None else scale_gradient(tensor, self.loss_scale.value)
+            if self.loss_scale is not None and tensor.requires_grad and torch.is_grad_enabled():
+                tensor.register_hook(functools.partial(torch.mul, other=self.loss_scale.value))
+            return tensor
 
         return leave
 
@@ -141,6 +145,12 @@ class Runtime:
                 "optimizer.step() after backward passes under zerostd.no_sync that no later pass has reduced: run "
                 "the last backward pass of a step outside no_sync"
             )
+        for slot in self.backward.slots:
+            if slot.parameter.grad is not None and slot.parameter.grad is not slot.handle:
+                raise MisuseError(
+                    f"the gradient of {slot.handle.of!r} was replaced by a tensor: a prepared model keeps gradients "
+                    "sharded, so what is assigned to p.grad would be ignored. Change the loss instead"
+                )
         for name, parameter in self.frozen:
             if parameter.requires_grad:
                 raise MisuseError(

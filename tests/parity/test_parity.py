@@ -70,8 +70,9 @@ def test_all_stages_train_as_the_reference(ranks, name, world_size):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_every_way_to_accumulate_and_clip_trains_as_the_reference(ranks, precision):
-    agree(ranks(2, compare_ways, precision))
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_way_to_accumulate_and_clip_trains_as_the_reference(ranks, precision, world_size):
+    agree(ranks(world_size, compare_ways, precision))
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -15,30 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerostd.communication.wires import Done, Pending, Works
 from zerostd.communication.world import World
 from zerostd.errors import CommunicationError, PrepareError
 
-__all__ = ["Agreement", "Control"]
-
-
-class Agreement:
-    """Which parameters had a gradient on any rank in one backward pass. Read `used` after `wait`."""
-
-    def __init__(self, control: Control, message: torch.Tensor, sequence: list[str]) -> None:
-        self._control = control
-        self._message = message
-        self._sequence = sequence
-        self._pending: Pending = control.start_max(message)
-
-    def wait(self) -> list[bool]:
-        """The agreed flags; raises if ranks gathered in different orders."""
-        with self._control.explain("the end of backward"):
-            self._pending.wait()
-        flags, low, high = self._message[:-8], self._message[-8:-4], self._message[-4:]
-        if not torch.equal(low, 255 - high):
-            self._control.raise_for_order(self._sequence)
-        return [bool(flag) for flag in flags.tolist()]
+__all__ = ["Control"]
 
 
 class Control:
@@ -47,6 +27,7 @@ class Control:
     def __init__(self, world: World) -> None:
         self.world = world
         self.num_backwards = 0
+        self.num_flags = 0  # parameters that ranks agree about
         self._key = "zerostd" if world.channels is None else f"zerostd/{world.channels.control.group_name}"
 
     def begin_backward(self) -> None:
@@ -55,19 +36,22 @@ class Control:
         if self.world.channels is not None:
             self.world.channels.store.set(f"{self._key}/{self.world.rank}", str(self.num_backwards))
 
-    def agree(self, used: Sequence[bool], sequence: list[str]) -> Agreement:
-        """Start the exchange: `used` by parameter, `sequence` the groups gathered since the last one."""
+    def agree(self, used: Sequence[bool], sequence: Sequence[str]) -> list[bool]:
+        """By parameter: whether any rank used it. Raises if ranks differ in `sequence`, the groups they gathered."""
+        assert self.world.channels is not None
         checksum = zlib.crc32("\n".join(sequence).encode()).to_bytes(4, "little")
-        tail = bytes(checksum) + bytes(255 - byte for byte in checksum)
+        tail = checksum + bytes(255 - byte for byte in checksum)
         message = torch.frombuffer(bytearray(bytes(used) + tail), dtype=torch.uint8)
-        return Agreement(self, message, list(sequence))
+        with self.explain("the end of backward" if used else "an agreement"):
+            dist.all_reduce(message, dist.ReduceOp.MAX, group=self.world.channels.control)
+        if not torch.equal(message[-8:-4], 255 - message[-4:]):
+            self._raise_for_order(list(sequence))
+        return [bool(flag) for flag in message[:-8].tolist()]
 
-    def start_max(self, message: torch.Tensor) -> Pending:
-        """Element-wise maximum over ranks, in place, in the background."""
-        if self.world.channels is None:
-            return Done()
-        work = dist.all_reduce(message, dist.ReduceOp.MAX, group=self.world.channels.control, async_op=True)
-        return Works([work])
+    def confirm(self, name: str) -> None:
+        """All ranks want to gather the group `name` now, or all get an error. As long as an agreement, so that a rank
+        that is there already is noticed too."""
+        self.agree([False] * self.num_flags, ["now", name])
 
     def check_equal(self, what: str, lines: Sequence[str]) -> None:
         """Refuse ranks whose `lines` differ, naming the first difference."""
@@ -92,7 +76,7 @@ class Control:
             dist.all_gather_object(out, value, group=self.world.channels.control)
         return out
 
-    def raise_for_order(self, sequence: list[str]) -> None:
+    def _raise_for_order(self, sequence: list[str]) -> None:
         """All ranks are here: say where their orders part."""
         everyone = self.collect(sequence)
         other = next((rank for rank, found in enumerate(everyone) if found != everyone[0]), 0)

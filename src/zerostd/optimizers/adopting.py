@@ -38,6 +38,9 @@ class Adoption:
         """Stop watching."""
         for removable in self._removables:
             removable.remove()
+        if self._adopted is not None:
+            for name in ("state_dict", "load_state_dict"):
+                self._adopted.inner.__dict__.pop(name, None)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if self._is_stepping or isinstance(optimizer, ZeroOptimizer):
@@ -47,6 +50,8 @@ class Adoption:
         if self._adopted is None:
             self._check(optimizer)
             self._adopted = self._make(optimizer)
+            optimizer.state_dict = self._adopted.state_dict  # type: ignore[method-assign]
+            optimizer.load_state_dict = self._adopted.load_state_dict  # type: ignore[method-assign]
         elif self._adopted.inner is not optimizer:
             raise MisuseError(
                 "a second optimizer steps on the parameters of one prepared model: prepare the model with one "

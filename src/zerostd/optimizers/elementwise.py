@@ -58,7 +58,8 @@ def _try(optimizer: torch.optim.Optimizer, *, pieces: bool) -> torch.Tensor:
     numbers = torch.linspace(-1.0, 1.0, 24).sin()
     tensors = [numbers[:10].clone(), numbers[10:].clone()] if pieces else [numbers.reshape(4, 6).clone()]
     parameters = [nn.Parameter(tensor) for tensor in tensors]
-    trial = copy.copy(optimizer)
+    trial = object.__new__(type(optimizer))  # torch's own copy leaves out what a subclass put on itself
+    trial.__dict__ = dict(optimizer.__dict__)
     trial.state = defaultdict(dict)
     group: dict[str, Any] = {
         key: copy.deepcopy(value) for key, value in optimizer.param_groups[0].items() if key != "params"

@@ -13,6 +13,7 @@ import torch
 
 from zerostd.communication import Wires
 from zerostd.errors import MisuseError
+from zerostd.optimizers.scaling import LossScale
 from zerostd.parameters import Flat, GradientHandle, Group
 
 __all__ = ["Gradients"]
@@ -24,14 +25,18 @@ class Gradients:
     groups: tuple[Group, ...]
     factor: torch.Tensor | float  # still to be multiplied in: clipping, unscaling
 
-    def __init__(self, groups: tuple[Group, ...], wires: Wires, *, scales_loss: bool) -> None:
+    def __init__(self, groups: tuple[Group, ...], wires: Wires, loss_scale: LossScale | None) -> None:
         self.groups = groups
         self.wires = wires
-        self.scales_loss = scales_loss
+        self.loss_scale = loss_scale
         self.factor = 1.0
         self.settle: Callable[[], None] = _nothing  # Backward.settle: gradients must have landed before they are read
         self._places: dict[str, tuple[Flat, int]] = {}
-        self._norms: dict[tuple[float, str], torch.Tensor] = {}
+        self._norms: dict[tuple[float, str], torch.Tensor] = {}  # by order and parameter, of the gradients as they are
+
+    def forget_norms(self) -> None:
+        """Gradients have changed."""
+        self._norms.clear()
 
     def add(self, name: str, flat: Flat, index: int) -> None:
         """Tell where a parameter's gradient rests."""
@@ -99,7 +104,8 @@ class Gradients:
         self.settle()
         if (order, handle.of) not in self._norms:
             self._compute_norms(order)
-        return self._norms.pop((order, handle.of)) * self.factor
+        unscale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
+        return self._norms[order, handle.of] * self.factor * unscale
 
     def _compute_norms(self, order: float) -> None:
         names = list(self._places)
@@ -124,11 +130,12 @@ class Gradients:
         assert flat.gradient is not None
         for piece in flat.layout.pieces(flat.region):
             if piece.index == index:
-                flat.gradient.current[piece.offset : piece.offset + piece.numel].mul_(factor)
+                part = flat.gradient.current[piece.offset : piece.offset + piece.numel]
+                part.zero_() if isinstance(factor, float) and factor == 0.0 else part.mul_(factor)  # 0 * inf is NaN
 
     def unscale(self, handles: Sequence[GradientHandle], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
         """torch.amp.GradScaler's check-and-unscale, over all ranks."""
-        if self.scales_loss:
+        if self.loss_scale is not None:
             raise MisuseError(
                 "precision='fp16' scales the loss by itself, so a GradScaler would scale twice: call loss.backward() "
                 "and optimizer.step() directly, or pass GradScaler(enabled=False)"

@@ -63,7 +63,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_grad_norm: float | None,
         loss_scale: LossScale | None,
     ) -> None:
-        self._is_built = False
+        self._is_built = self._is_retired = False
         self.inner = updater.inner
         self._updater = updater
         self._gradients = gradients
@@ -98,6 +98,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._is_retired:
+            raise MisuseError("step() of an optimizer whose model was released: build a new optimizer on the model")
         self._schedule.check_step()
         self._schedule.settle()
         if self._is_skipped():
@@ -173,6 +175,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         load_states(self._updater, self._world, self.loss_scale, state_dict)
         for group in self._schedule.update_order():
             self._schedule.renew(group)
+
+    def retire(self) -> None:
+        """The model is an ordinary one again: there are no shards left to update."""
+        self._is_retired = True
 
     def __repr__(self) -> str:
         return f"ZeroOptimizer({self.inner!r})"

@@ -43,7 +43,7 @@ class Updater:
         self.scratch = torch.empty(max(sizes, default=0) if needs_cast else 0, dtype=torch.float32, device=device)
         ledger.enter(Kind.BUFFERS, self.scratch.nbytes)
         self.num_elements = sum(flat.region.stop - flat.region.start for flat in flats)  # updated by this rank
-        self._counted: set[int] = set()
+        self._num_counted = self._num_booked = 0  # entries and bytes of states in the ledger
 
     def update(self, group: Group, factor: torch.Tensor | None) -> None:
         """Update the runs of `group` that have gradients, and publish their masters."""
@@ -56,7 +56,8 @@ class Updater:
             run.tensor.grad = None
         for flat in group.trainable:
             flat.publish()
-        self._count(runs)
+            torch.autograd.graph.increment_version(flat.parameters)  # a graph from before must not run on new values
+        self._count()
 
     def _runs_with_gradients(self, group: Group, factor: torch.Tensor | None) -> Iterator[Run]:
         used = 0
@@ -101,14 +102,20 @@ class Updater:
                 if key != "params":
                     user[key] = value
 
-    def _count(self, runs: list[Run]) -> None:
-        """Enter states the inner optimizer made in this step into the ledger."""
-        for run in runs:
-            if id(run) not in self._counted:
-                self._counted.add(id(run))
-                states = self.inner.state.get(run.tensor, {}).values()
-                made = sum(s.nbytes for s in states if isinstance(s, torch.Tensor) and s.shape == run.tensor.shape)
-                self.ledger.enter(Kind.OPTIMIZER_STATES, made)
+    def _count(self) -> None:
+        """Enter the memory of states that the inner optimizer made into the ledger; cut runs share theirs."""
+        if len(self.inner.state) == self._num_counted:
+            return
+        self._num_counted = len(self.inner.state)
+        sizes = {
+            state.untyped_storage().data_ptr(): state.untyped_storage().nbytes()
+            for tensor, states in self.inner.state.items()
+            for state in states.values()
+            if isinstance(state, torch.Tensor) and state.dim()
+        }
+        total = sum(sizes.values())
+        self.ledger.enter(Kind.OPTIMIZER_STATES, total - self._num_booked)
+        self._num_booked = total
 
     def parameters(self) -> list[nn.Parameter]:
         """The user's parameters, group by group."""

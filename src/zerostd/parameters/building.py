@@ -19,7 +19,7 @@ from zerostd.parameters.group import Group
 from zerostd.policy import Kind, Precision, Stage, shards
 from zerostd.sharding import Node, find_groups, make_layout
 
-__all__ = ["ROOT", "Blueprint", "Ground", "Member", "blueprints", "make_group"]
+__all__ = ["ROOT", "Blueprint", "Ground", "Member", "blueprints", "describe_groups", "make_group"]
 
 ROOT = "(root)"
 
@@ -65,11 +65,16 @@ def blueprints(
         home = next(iter(where)) if len(where) == 1 else -1
         member = Member(names[parameter], parameter, dtypes[parameter], options.get(parameter))
         members.setdefault(home, []).append(member)
-    found = [Blueprint(ROOT, (model,), tuple(members[-1]))] if -1 in members else []
+    found = [Blueprint(ROOT, (model,), tuple(members.get(-1, ())))]  # may be empty: it still borrows what forward reads
     for index, top in enumerate(tops):
         if index in members:
             found.append(Blueprint(top[0], tuple(named[name] for name in top), tuple(members[index])))
     return found
+
+
+def describe_groups(found: list[Blueprint]) -> list[str]:
+    """A line per group: what must be the same on all ranks."""
+    return [f"group {blueprint.name}: {len(blueprint.members)} parameters" for blueprint in found]
 
 
 def _is_inside(name: str, top: str) -> bool:

@@ -9,9 +9,18 @@ from torch import nn
 
 from zerostd.errors import PrepareError
 
-__all__ = ["MARK", "check_model", "check_optimizer", "describe_model", "optimizer_options"]
+__all__ = [
+    "GUARD",
+    "MARK",
+    "check_model",
+    "check_optimizer",
+    "describe_model",
+    "describe_optimizer",
+    "optimizer_options",
+]
 
 MARK = "_zerostd"  # attribute of a prepared root: what zerostd keeps for it
+GUARD = "__reduce_ex__"  # attribute of every module of a prepared model: refuses copies
 
 
 def check_model(model: nn.Module) -> None:
@@ -19,7 +28,7 @@ def check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise PrepareError(f"prepare needs a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
-        if MARK in module.__dict__:
+        if MARK in module.__dict__ or GUARD in module.__dict__:
             where = f"its submodule {name!r}" if name else "it"
             raise PrepareError(f"the model cannot be prepared: {where} is prepared already; zerostd.release it first")
     parameters = list(model.named_parameters())
@@ -97,3 +106,14 @@ def describe_model(model: nn.Module, options: dict[nn.Parameter, int]) -> list[s
         for name, p in model.named_parameters(remove_duplicate=False)
     ]
     return lines + [f"{name} {tuple(b.shape)} buffer" for name, b in model.named_buffers()]
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> list[str]:
+    """A line per param_group: what must be the same on all ranks."""
+    if optimizer is None:
+        return ["no optimizer yet"]
+    return [
+        f"{type(optimizer).__name__} param_group {index}: "
+        + ", ".join(f"{k}={v!r}" for k, v in group.items() if k != "params" and not isinstance(v, torch.Tensor))
+        for index, group in enumerate(optimizer.param_groups)
+    ]

@@ -48,7 +48,8 @@ class Gradient:
         self.rest = None
         self.sum = None
         self.unsynced = None
-        self.unsynced_used = [False] * len(layout.intervals)
+        self.has_landed = [False] * len(layout.intervals)  # by parameter: a reduced gradient rests
+        self.is_unsynced = [False] * len(layout.intervals)  # by parameter: `unsynced` holds something of it
         self._views: dict[int, list[torch.Tensor]] = {}
 
     @property
@@ -87,20 +88,27 @@ class Gradient:
             self._views[buffer.data_ptr()] = found
         return found
 
-    def fill(self, buffer: torch.Tensor, arrived: Sequence[torch.Tensor | None]) -> None:
-        """Write what this pass brought into `buffer`; parameters without a gradient count as zero."""
+    def fill(self, buffer: torch.Tensor, arrived: Sequence[torch.Tensor | None], wanted: Sequence[bool]) -> None:
+        """Write what this pass brought into `buffer`, with what earlier passes under no_sync left and is still wanted;
+        parameters without a gradient count as zero."""
         write(self.views(buffer), arrived)
         if self.layout.padding:
             buffer[self.layout.numel - self.layout.padding :].zero_()
         if self.unsynced is not None:
+            for view, is_wanted in zip(self.views(self.unsynced), wanted, strict=True):
+                if not is_wanted:
+                    view.zero_()
             buffer.add_(self.unsynced)
+            self.is_unsynced = [False] * len(self.is_unsynced)
             self.ledger.leave(Kind.GRADIENTS, self.unsynced.nbytes)
             self._views.pop(self.unsynced.data_ptr(), None)
             self.unsynced = None
 
-    def prepare_landing(self, keep: Sequence[bool]) -> bool:
-        """Make ready for a pass to land; True if it must be added to what rests. `keep` says by parameter whether
-        an earlier gradient is still wanted."""
+    def prepare_landing(self, wanted: Sequence[bool]) -> bool:
+        """Make ready for a pass to land; True if it must be added to what rests. `wanted` says by parameter whether
+        the gradient of earlier passes is."""
+        keep = [is_wanted and has_landed for is_wanted, has_landed in zip(wanted, self.has_landed, strict=True)]
+        self.has_landed = [True] * len(keep)
         if not any(keep):
             return False
         total = self.use_sum()
@@ -117,7 +125,7 @@ class Gradient:
         else:
             self.sum.copy_(self.whole)
 
-    def add_unsynced(self, arrived: Sequence[torch.Tensor | None], keep: Sequence[bool]) -> None:
+    def add_unsynced(self, arrived: Sequence[torch.Tensor | None], wanted: Sequence[bool]) -> None:
         """Sum a pass locally, without reducing it."""
         if self.unsynced is None:
             self.unsynced = self._allocate(self.layout.numel, torch.float32)
@@ -125,8 +133,12 @@ class Gradient:
         views = self.views(self.unsynced)
         for index, grad in enumerate(arrived):
             if grad is not None:
-                views[index].add_(grad) if keep[index] else views[index].copy_(grad)
-                self.unsynced_used[index] = True
+                if wanted[index] and self.is_unsynced[index]:
+                    views[index].add_(grad)
+                else:
+                    views[index].copy_(grad)
+                self.is_unsynced[index] = True
+                self.has_landed[index] = self.has_landed[index] and wanted[index]
 
     def land_here(self, arrived: Sequence[torch.Tensor | None], *, accumulate: bool) -> None:
         """In a world of one: straight to rest, no buffer between."""

@@ -49,7 +49,9 @@ class Group:
         self.state = GroupState.GATHERED
         self.pending = []
         self.borrowed = {}
-        self.in_backward = False  # its backward has begun and its gradients are not all there yet
+        self.in_backward = False  # its backward has begun and has not done with it
+        self.num_inputs_awaited = 0  # forwards whose inputs will get gradients and have not yet
+        self.num_pins = 0  # users who hold it gathered
 
     @property
     def trainable(self) -> list[Flat]:
@@ -65,8 +67,3 @@ class Group:
     def is_in_slices(self) -> bool:
         """Whether ranks update different slices of it, so that an update must be gathered again."""
         return any(flat.region.stop - flat.region.start < flat.layout.numel for flat in self.trainable)
-
-    @property
-    def has_frozen(self) -> bool:
-        """Whether some parameters give no sign when backward has done with them."""
-        return any(flat.gradient is None for flat in self.flats)

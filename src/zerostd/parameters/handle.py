@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
+from zerostd.compat import in_backward
 from zerostd.errors import MisuseError
 
 __all__ = ["GradientHandle", "GradientOps"]
@@ -62,7 +63,8 @@ class GradientHandle(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is aten.add_.Tensor and isinstance(args[0], cls) and not isinstance(args[1], cls):
+        is_autograds = func is aten.add_.Tensor and not kwargs and in_backward()
+        if is_autograds and isinstance(args[0], cls) and not isinstance(args[1], cls):
             handle = args[0]
             handle.incoming = args[1] if handle.incoming is None else handle.incoming + args[1]
             return handle
@@ -70,8 +72,8 @@ class GradientHandle(torch.Tensor):
             return args[0]
         if func is aten.linalg_vector_norm.default and len(args) <= 2 and not (kwargs or {}).get("dim"):
             return args[0].ops.norm(args[0], float(args[1]) if len(args) > 1 else 2.0)
-        if func is aten.mul_.Tensor:
-            args[0].ops.scale(args[0], args[1])
+        if func in (aten.mul_.Tensor, aten.zero_.default):
+            args[0].ops.scale(args[0], args[1] if len(args) > 1 else 0.0)
             return args[0]
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             args[0][0].ops.unscale(args[0], args[1], args[2])

@@ -8,13 +8,12 @@ parameters anyone used: those without a gradient anywhere keep `p.grad is None`,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from zerostd.communication import Control
-from zerostd.communication.control import Agreement
 from zerostd.compat import at_end_of_backward, in_backward
 from zerostd.parameters import GradientHandle, Group
 from zerostd.scheduling.gathering import Gatherer, Phase
@@ -36,8 +35,10 @@ class Backward:
         self.gatherer = gatherer
         self.reducer = reducer
         self.control = control
+        control.num_flags = len(self.slots)
         self.order = [group for group in reversed(gatherer.groups) if group.trainable]
         self.update_order = list(gatherer.groups)
+        self.on_begin: Callable[[], None] = _nothing
         self.is_syncing = True
         self.is_running = False
         self._arrivals: dict[Group, Arrivals] = {}
@@ -45,7 +46,6 @@ class Backward:
         self._complete: list[Group] = []  # as their last gradient came in
         self._num_sent = 0  # groups of `order` that this pass has reduced
         self._used: set[nn.Parameter] = set()  # since ranks last agreed
-        self._agreement: Agreement | None = None
         self._order_is_learnt = False
 
     def begin(self) -> None:
@@ -53,6 +53,7 @@ class Backward:
         if self.is_running:
             return
         self.settle()
+        self.on_begin()
         self.is_running = True
         at_end_of_backward(self.end)
         self.control.begin_backward()
@@ -86,14 +87,15 @@ class Backward:
         arrivals.take(slot, grad, adds=adds)
         if arrivals.missing == 0:
             self._complete.append(group)
-            if not group.has_frozen:
-                self.done_with(group)
+            self.done_with(group)
             self._send()
 
     def done_with(self, group: Group) -> None:
-        """Backward needs this group's parameters no more."""
-        group.in_backward = False
-        self.gatherer.release(group)
+        """Release a group that backward needs no more: all its gradients are here, and those of its modules' inputs.
+        Either alone is not enough, since frozen parameters have no gradient, and inputs may need none."""
+        if group.num_inputs_awaited == 0 and (not group.trainable or self._arrivals[group].missing == 0):
+            group.in_backward = False
+            self.gatherer.release(group)
 
     def _send(self, *, all_of_them: bool = False) -> None:
         """Reduce in the shared order, as far as groups are complete."""
@@ -115,15 +117,25 @@ class Backward:
         self.gatherer.release_all()
         self._used.update(slot.parameter for slot in arrived)
         self._arrivals, self._late, self.is_running = {}, {}, False
-        if not self.is_syncing:
+        if self.control.world.size == 1:
+            self._used.clear()
+            self.gatherer.sequence.clear()
+        elif not self.is_syncing:
             return
         if self.control.world.size > 1:
-            used = [slot.parameter in self._used for slot in self.slots]
-            self._agreement = self.control.agree(used, self.gatherer.sequence)
-        self._used.clear()
-        self.gatherer.sequence.clear()
+            self._agree()
         if not self._order_is_learnt:
             self._learn_order()
+
+    def _agree(self) -> None:
+        """Show a handle also where only other ranks had a gradient."""
+        used = [slot.parameter in self._used and slot.parameter.grad is not None for slot in self.slots]
+        sequence = list(self.gatherer.sequence)
+        self._used.clear()
+        self.gatherer.sequence.clear()
+        for slot, is_used in zip(self.slots, self.control.agree(used, sequence), strict=True):
+            if is_used and slot.parameter.grad is None:
+                slot.parameter.grad = slot.handle
 
     def _learn_order(self) -> None:
         """From now on reduce in the order in which rank 0 saw groups complete, and update in the order in which it
@@ -137,16 +149,14 @@ class Backward:
         self._order_is_learnt = True
 
     def settle(self) -> None:
-        """Return when all gradients have landed and ranks agree who used what."""
+        """Return when all gradients have landed."""
         self.reducer.settle()
-        agreement, self._agreement = self._agreement, None
-        if agreement is None:
-            return
-        for slot, used in zip(self.slots, agreement.wait(), strict=True):
-            if used and slot.parameter.grad is None:
-                slot.parameter.grad = slot.handle
 
     @property
     def has_unsynced(self) -> bool:
-        """Whether gradients wait for a pass outside no_sync."""
-        return bool(self._used)
+        """Whether gradients that are still wanted wait for a pass outside no_sync."""
+        return any(slot.parameter in self._used and slot.parameter.grad is not None for slot in self.slots)
+
+
+def _nothing() -> None:
+    return None

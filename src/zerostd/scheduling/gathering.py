@@ -2,7 +2,8 @@
 
 The order of groups is learnt by watching: for each group and phase, who came next last time. It is a prediction only: a
 group that was not foretold is gathered when it is needed, one foretold wrongly is released at the end of the pass.
-Prefetching moves the moment a gather starts and nothing else, so results do not depend on it.
+Prefetching moves the moment a gather starts and nothing else, so results do not depend on it. Ranks that go their own
+ways would meet in different gathers: one that was not expected is confirmed by all ranks before it starts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import enum
 
 from zerostd.communication import Control, Wires
+from zerostd.errors import MisuseError
 from zerostd.parameters import Group, GroupState
 
 __all__ = ["Gatherer", "Phase"]
@@ -40,12 +42,11 @@ class Gatherer:
 
     def need(self, group: Group, phase: Phase) -> None:
         """Return when `group` is gathered; those expected next are on their way then."""
-        self._learn(group, phase)
-        self.start(group)
-        self.finish(group)
-        for other in group.borrowed.values():
-            self.start(other)
-            self.finish(other)
+        if not self._learn(group, phase) and group.state is GroupState.RELEASED and self.wires.world.size > 1:
+            self.control.confirm(group.name)
+        for needed in (group, *group.borrowed.values()):
+            self.start(needed)
+            self.finish(needed)
         ahead: Group | None = group
         for _ in range(self.prefetch_depth):
             ahead = self._next.get((phase, ahead))
@@ -77,8 +78,8 @@ class Gatherer:
         group.state = GroupState.GATHERED
 
     def release(self, group: Group) -> None:
-        """Give a sharded group's memory back; one that rests gathered stays."""
-        if not group.is_sharded or group.state is GroupState.RELEASED:
+        """Give a sharded group's memory back; one that rests gathered or that someone holds stays."""
+        if not group.is_sharded or group.num_pins or group.state is GroupState.RELEASED:
             return
         self.finish(group)
         for flat in group.flats:
@@ -88,6 +89,8 @@ class Gatherer:
     def renew(self, group: Group) -> None:
         """The update changed this rank's slice. Sharded: the next use gathers it. Not sharded, but updated in slices:
         the other slices start coming in now, and parameters show NaN until they have."""
+        if group.num_pins:
+            raise MisuseError("optimizer.step() inside zerostd.gathered(): leave the context before the step")
         if group.is_sharded:
             self.release(group)
         elif group.is_in_slices:
@@ -105,6 +108,7 @@ class Gatherer:
         """End of a pass: whatever is still gathered goes."""
         for group in self.groups:
             group.in_backward = False
+            group.num_inputs_awaited = 0
             self.release(group)
 
     def begin(self, phase: Phase) -> None:
@@ -123,8 +127,12 @@ class Gatherer:
             group = self._next.get((Phase.FORWARD, group))
         return [*ordered, *(group for group in self.groups if group not in ordered)]
 
-    def _learn(self, group: Group, phase: Phase) -> None:
+    def _learn(self, group: Group, phase: Phase) -> bool:
+        """Remember who came after whom; True if it was expected."""
         last = self._last[phase]
-        if last is not group:
-            self._next[phase, last] = group
-            self._last[phase] = group
+        if last is group:
+            return True
+        was_expected = self._next.get((phase, last)) is group
+        self._next[phase, last] = group
+        self._last[phase] = group
+        return was_expected

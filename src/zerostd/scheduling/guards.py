@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zerostd.errors import MisuseError
 from zerostd.parameters import Group
+from zerostd.parameters.checking import GUARD
 from zerostd.scheduling.gathering import Gatherer
 
 __all__ = ["Guards"]
@@ -48,7 +49,7 @@ class Guards:
         """Put guards on every module of the model."""
         for module in self.root.modules():
             module.__dict__["_apply"] = functools.partial(self._apply, module)
-            module.__dict__["__reduce_ex__"] = self._refuse_copy
+            module.__dict__[GUARD] = self._refuse_copy
             self._removables += [
                 module.register_state_dict_pre_hook(self._before_state_dict),
                 module.register_load_state_dict_pre_hook(self._before_load),
@@ -59,7 +60,7 @@ class Guards:
         """Take all guards off."""
         for module in self.root.modules():
             module.__dict__.pop("_apply", None)
-            module.__dict__.pop("__reduce_ex__", None)
+            module.__dict__.pop(GUARD, None)
         for removable in self._removables:
             removable.remove()
         self._removables.clear()
@@ -68,12 +69,12 @@ class Guards:
         self, module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> nn.Module:
         for parameter in module.parameters():
-            probe = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
+            probe = torch.empty((2,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
             changed = function(probe)
-            if changed is not probe:
+            if changed is not probe or (probe.device.type == "cpu" and probe.is_shared()):
                 raise MisuseError(
-                    f"a prepared model cannot be moved or cast: this call would turn {probe.dtype} on {probe.device} "
-                    f"into {changed.dtype} on {changed.device}. Move the model before zerostd.prepare, choose the "
+                    f"a prepared model cannot be moved or cast: it would replace {probe.dtype} on {probe.device} "
+                    f"by {changed.dtype} on {changed.device}. Move the model before zerostd.prepare, choose the "
                     "dtype with prepare(precision=...), or zerostd.release the model first"
                 )
         for submodule in module.modules():

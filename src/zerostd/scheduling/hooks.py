@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,6 +48,7 @@ class Hooks:
         self._removables: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
         self._active: list[Group] = []  # groups whose forward runs now, innermost last
+        self._recomputed: Group | None = None  # by activation checkpointing, in the backward that runs now
 
     def install(self) -> None:
         """Register everything."""
@@ -120,37 +122,48 @@ class Hooks:
         self.backward.begin()
 
     def _before_group(self, group: Group, module: nn.Module, args: Any, kwargs: Any) -> None:
-        phase = Phase.BACKWARD if self.backward.is_running else Phase.FORWARD
+        phase = Phase.FORWARD
+        if self.backward.is_running:
+            phase = Phase.BACKWARD
+            self._let_go(group)
         self._active.append(group)
         self.gatherer.need(group, phase)
-        if group.has_frozen and group.is_sharded and module is group.modules[0] and torch.is_grad_enabled():
+        if group.is_sharded and torch.is_grad_enabled():
             inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
             if inputs:
+                group.num_inputs_awaited += 1
                 done = functools.partial(self._inputs_done, group)
                 torch.autograd.graph.register_multi_grad_hook(inputs, done, mode="all")
 
     def _inputs_done(self, group: Group, grads: Any) -> None:
-        """The gradients of all inputs are known: backward has passed the group, frozen parameters included."""
+        """The gradients of all inputs of one forward are known: backward has passed it."""
+        group.num_inputs_awaited = max(0, group.num_inputs_awaited - 1)
         if self.backward.is_running:
             self.backward.done_with(group)
 
     def _after_group(self, group: Group, module: nn.Module, args: Any, output: Any) -> None:
         if group in self._active:
-            self._active.reverse()
-            self._active.remove(group)
-            self._active.reverse()
-        if not group.is_sharded:
+            del self._active[len(self._active) - 1 - self._active[::-1].index(group)]
+        moving = [moved for moved in (group, *group.borrowed.values()) if moved.is_sharded]
+        if not moving:
             return
         if torch.is_grad_enabled():
             hook = functools.partial(self._before_backward, group)
-            for tensor in tensors_in(output):
+            for tensor in (*tensors_in(output), *_left_on(module)):
                 if tensor.requires_grad and tensor.grad_fn is not None:
                     tensor.register_hook(hook)
-        is_last = module is group.modules[-1] or module is self.root
-        if is_last and not group.in_backward and group not in self._active:
-            for released in (group, *group.borrowed.values()):
-                if not released.in_backward and released not in self._active:
-                    self.gatherer.release(released)
+        if self.backward.is_running:
+            self._recomputed = group  # its backward comes next, unless another one is recomputed first
+        elif module is group.modules[-1]:
+            for moved in moving:
+                if not moved.in_backward and moved not in self._active:
+                    self.gatherer.release(moved)
+
+    def _let_go(self, but: Group) -> None:
+        """Release the group that was recomputed last, if its backward has not begun."""
+        group, self._recomputed = self._recomputed, None
+        if group is not None and group is not but and not group.in_backward and group not in self._active:
+            self.gatherer.release(group)
 
     def _before_backward(self, group: Group, grad: torch.Tensor) -> None:
         self.backward.begin()
@@ -166,8 +179,16 @@ def _arrived(backward: weakref.ref[Backward], index: int, parameter: nn.Paramete
         found.arrived(found.slots[index], parameter)
 
 
+def _left_on(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that a forward left as attributes beside its output: an auxiliary loss has a backward of its own."""
+    for submodule in module.modules():
+        for value in vars(submodule).values():
+            if isinstance(value, torch.Tensor):
+                yield value
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors inside tuples, lists, dicts, dataclasses and objects that are one of those."""
+    """Tensors inside tuples, lists, dicts and attributes of objects, however deep."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -176,9 +197,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple, set)):
         for item in value:
             yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+    elif _is_record(value):
+        for item in vars(value).values():
+            yield from tensors_in(item)
+
+
+def _is_record(value: Any) -> bool:
+    """An object that carries values: a dataclass, or an instance of a user's class; not modules, types, functions."""
+    plain = hasattr(value, "__dict__") and not callable(value) and not isinstance(value, (type, types.ModuleType))
+    return plain and not isinstance(value, nn.Module)
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -191,10 +218,10 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
         return type(value)(map_tensors(item, function) for item in value)
     if isinstance(value, dict):
         return _with_items(value, {key: map_tensors(item, function) for key, item in value.items()})
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _is_record(value):
         changed = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(changed, field.name, map_tensors(getattr(value, field.name), function))
+        for name, item in vars(value).items():
+            object.__setattr__(changed, name, map_tensors(item, function))
         return changed
     return value
 

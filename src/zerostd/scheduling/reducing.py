@@ -58,8 +58,8 @@ class Arrivals:
         if adds:
             self.added.add(slot.parameter)
 
-    def keep(self, flat: Flat) -> list[bool]:
-        """By parameter: whether what rests from earlier passes is still wanted. Untouched ones show their handle."""
+    def wanted(self, flat: Flat) -> list[bool]:
+        """By parameter: whether the gradient of earlier passes is still wanted. Untouched ones show their handle."""
         return [
             parameter in self.added if grad is not None else parameter.grad is not None
             for parameter, grad in zip(flat.parameters, self.grads[flat], strict=True)
@@ -96,32 +96,31 @@ class Reducer:
     def launch(self, arrivals: Arrivals, *, sync: bool) -> None:
         """Start the way of one group's gradients to rest; without `sync`, only sum them up locally."""
         for flat in arrivals.group.trainable:
-            grads, keep = arrivals.grads[flat], arrivals.keep(flat)
+            grads, wanted = arrivals.grads[flat], arrivals.wanted(flat)
             assert flat.gradient is not None
-            if not sync:
-                flat.gradient.add_unsynced(grads, keep)
-            elif self.wires.world.size == 1:
-                accumulate = flat.gradient.prepare_landing(keep)
-                flat.gradient.land_here(grads, accumulate=accumulate)
+            if self.wires.world.size == 1:  # nothing to reduce, so nothing to put off
+                flat.gradient.land_here(grads, accumulate=flat.gradient.prepare_landing(wanted))
+            elif not sync:
+                flat.gradient.add_unsynced(grads, wanted)
             else:
                 with self.control.explain(f"the reduce of group {arrivals.group.name!r}"):
-                    self._send(arrivals.group.name, flat, grads, keep)
+                    self._send(arrivals.group.name, flat, grads, wanted)
 
-    def _send(self, name: str, flat: Flat, grads: list[torch.Tensor | None], keep: list[bool]) -> None:
+    def _send(self, name: str, flat: Flat, grads: list[torch.Tensor | None], wanted: list[bool]) -> None:
         gradient = flat.gradient
         assert gradient is not None
-        accumulate = gradient.prepare_landing(keep)
+        accumulate = gradient.prepare_landing(wanted)
         if gradient.whole is None:
             buffer = self._stage(gradient.layout.numel, gradient.dtype)
-            gradient.fill(buffer, grads)
+            gradient.fill(buffer, grads, wanted)
             pending = self._staged[self._turn] = self.wires.reduce(buffer, gradient.current, accumulate=accumulate)
             self._in_flight.append((name, pending, None))
         elif gradient.numel < gradient.layout.numel:
-            gradient.fill(gradient.whole, grads)
+            gradient.fill(gradient.whole, grads, wanted)
             pending = self.wires.reduce(gradient.whole, gradient.current, accumulate=accumulate)
             self._in_flight.append((name, pending, None))
         else:
-            gradient.fill(gradient.whole, grads)
+            gradient.fill(gradient.whole, grads, wanted)
             pending = self.wires.reduce_everywhere(gradient.whole)
             sums = gradient.current is gradient.sum
             self._in_flight.append(

@@ -67,7 +67,9 @@ def _matched(root: Node, globs: Sequence[str]) -> list[str]:
     for glob in globs:
         if not any(fnmatch.fnmatchcase(node.name, glob) and node.num_bytes for node in nodes):
             names = ", ".join(node.name for node in nodes[:8])
-            raise PrepareError(f"groups: {glob!r} matches no module that has parameters; modules are {names}, ...")
+            raise PrepareError(
+                f"groups: {glob!r} matches no module that holds parameters which no earlier one shares; modules are {names}, ..."
+            )
     matched: list[str] = []
     for node in nodes:
         inside = any(node.name.startswith(name + ".") for name in matched)
