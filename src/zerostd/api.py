@@ -85,8 +85,8 @@ def prepare(
         check_elementwise(optimizer)
     elif max_grad_norm is not None:
         raise PrepareError(f"max_grad_norm={max_grad_norm} needs the optimizer: pass it to prepare")
-    settings = [f"stage={checked_stage.value}", f"precision={checked_precision.name}", f"accumulate={accumulate}"]
-    settings += [f"max_grad_norm={max_grad_norm}", *describe_optimizer(optimizer)]
+    settings = [f"stage {checked_stage.value}", f"precision {checked_precision.name}", f"accumulate {accumulate}"]
+    settings += [f"max_grad_norm {max_grad_norm}", *describe_optimizer(optimizer)]
     runtime = _build(model, optimizer, checked_stage, checked_precision, groups, settings)
     if accumulate is not None and accumulate > 1:
         for group in runtime.groups:

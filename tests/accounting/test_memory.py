@@ -143,7 +143,6 @@ def cut_runs(rank: int) -> list[str]:
     return failures
 
 
-@pytest.mark.xfail(strict=True, reason="states are entered again when a run is cut")
 def test_states_are_counted_once_where_parameters_rest(ranks):
     agree(ranks(2, cut_runs))
 

@@ -156,9 +156,7 @@ def with_checkpoints(rank: int, reentrant: bool) -> list[str]:
     "reentrant",
     [
         False,
-        pytest.param(
-            True, marks=pytest.mark.xfail(strict=True, reason="released after the second forward, gathered once more")
-        ),
+        True,
     ],
 )
 def test_checkpointing_sends_no_more(ranks, reentrant):

@@ -557,37 +557,14 @@ def compare(rank: int, name: str, stages: tuple[int, ...]) -> list[str]:
     return differences(SCENES[name], rank, stages)
 
 
-LATE = "a released group is used by a backward that none of its outputs announced"
-UNSYNCED = "sums of earlier steps, or passes that were dropped, are added to a pass under no_sync"
-UNREAD = "a world of one never adds what passes under no_sync have summed"
-WRONG = {  # scene: what is wrong with it still
-    "weights read by a root without a group": "a read is noticed only while a group's forward runs",
-    "modules return an object of a class of the user's": LATE,
-    "a loss left on the module beside its output": LATE,
-    "a weight used detached too": "a group is released when its gradients are there, not when backward has passed it",
-    "no_sync": UNSYNCED,
-    "no_sync, thrown away": UNSYNCED,
-    "no_sync with parameters unused": UNSYNCED,
-}
-
-
-def marked(names: list[str], wrong: dict[str, str]) -> list[Any]:
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=wrong[name])) if name in wrong else name
-        for name in names
-    ]
-
-
-@pytest.mark.parametrize("name", marked(list(SCENES), WRONG))
+@pytest.mark.parametrize("name", SCENES)
 def test_two_ranks_train_as_plain_torch(ranks, name):
     agree(ranks(2, compare, name, (2, 3), timeout=90))
 
 
 @pytest.mark.parametrize(
     "name",
-    marked(
-        [name for name in SCENES if "no_sync" in name], {"no_sync": UNREAD, "no_sync with parameters unused": UNREAD}
-    ),
+    [name for name in SCENES if "no_sync" in name],
 )
 def test_a_world_of_one_trains_as_plain_torch(name):
     agree([compare(0, name, (0, 3))])
@@ -669,9 +646,7 @@ def buffers_follow_ddp(rank: int, with_no_sync: bool) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(
-    "with_no_sync", [False, pytest.param(True, marks=pytest.mark.xfail(strict=True, reason=UNSYNCED))]
-)
+@pytest.mark.parametrize("with_no_sync", [False, True])
 def test_buffers_follow_the_rule_of_ddp(ranks, with_no_sync):
     agree(ranks(2, buffers_follow_ddp, with_no_sync, timeout=90))
 

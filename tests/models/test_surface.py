@@ -797,31 +797,7 @@ def prefetching_changes_no_bit(rank: int, stage: int) -> None:
     assert_bitwise(states[2], states[0], "depth 2")
 
 
-SETTLES = "p.grad is complete only when gradients have settled, and settling brings back what was set to None"
-WRONG = {  # fact: what is wrong with it still
-    "memory_formats_and_sharing_are_honoured_or_refused": "the probe of one element notices neither",
-    "dropped_gradients_are_gone": SETTLES,
-    "one_gradient_set_to_none_leaves_its_parameter_alone": SETTLES,
-    "torch_clips_where_ranks_use_different_parameters": SETTLES,
-    "gradients_written_by_the_user_are_honoured_or_refused": "a tensor in p.grad, and p.grad.add_, are ignored",
-    "norms_looked_at_between_passes_are_not_remembered": "a pass does not make them invalid",
-    "torch_clips_what_fp16_has_scaled": "norms of handles are of scaled gradients",
-    "an_overflow_on_one_rank_skips_the_step_on_all": "zero_grad(set_to_none=False) multiplies NaN by zero",
-    "fp16_outputs_may_be_changed_in_place": "the loss scale's function returns a view",
-    "a_users_optimizer_may_have_attributes": "the trial's copy leaves them out",
-    "an_optimizer_made_afterwards_has_its_state_dict": "its states lie under the shards",
-    "the_optimizer_of_a_released_model_is_not_a_dead_letter": "it updates shards that nobody reads",
-    "a_forward_under_gathered_takes_nothing_away": "the end of a forward releases all groups",
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=WRONG[name])) if name in WRONG else name
-        for name in FACTS
-    ],
-)
+@pytest.mark.parametrize("name", FACTS)
 def test_on_ranks(ranks, name):
     for size in FACTS[name][2]:
         agree(ranks(size, check, name, timeout=90))

@@ -74,7 +74,7 @@ def blueprints(
 
 def describe_groups(found: list[Blueprint]) -> list[str]:
     """A line per group: what must be the same on all ranks."""
-    return [f"group {blueprint.name}: {len(blueprint.members)} parameters" for blueprint in found]
+    return [f"groups: {blueprint.name} with {len(blueprint.members)} parameters" for blueprint in found]
 
 
 def _is_inside(name: str, top: str) -> bool:

@@ -50,7 +50,9 @@ class Group:
         self.pending = []
         self.borrowed = {}
         self.in_backward = False  # its backward has begun and has not done with it
-        self.num_inputs_awaited = 0  # forwards whose inputs will get gradients and have not yet
+        self.num_inputs_awaited: int | None = (
+            None  # forwards whose inputs get gradients and have not yet; None: no sign
+        )
         self.num_pins = 0  # users who hold it gathered
 
     @property

@@ -92,7 +92,8 @@ class Backward:
 
     def done_with(self, group: Group) -> None:
         """Release a group that backward needs no more: all its gradients are here, and those of its modules' inputs.
-        Either alone is not enough, since frozen parameters have no gradient, and inputs may need none."""
+        Gradients alone say too little, since a frozen or detached weight may still be needed. Groups whose inputs get
+        no gradient are the first of the model: backward comes to them last, and they stay until it ends."""
         if group.num_inputs_awaited == 0 and (not group.trainable or self._arrivals[group].missing == 0):
             group.in_backward = False
             self.gatherer.release(group)

@@ -108,7 +108,7 @@ class Gatherer:
         """End of a pass: whatever is still gathered goes."""
         for group in self.groups:
             group.in_backward = False
-            group.num_inputs_awaited = 0
+            group.num_inputs_awaited = None
             self.release(group)
 
     def begin(self, phase: Phase) -> None:

@@ -129,15 +129,15 @@ class Hooks:
         self._active.append(group)
         self.gatherer.need(group, phase)
         if group.is_sharded and torch.is_grad_enabled():
-            inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+            inputs = [t for t in tensors_in((args, kwargs)) if t.grad_fn is not None]
             if inputs:
-                group.num_inputs_awaited += 1
+                group.num_inputs_awaited = (group.num_inputs_awaited or 0) + 1
                 done = functools.partial(self._inputs_done, group)
                 torch.autograd.graph.register_multi_grad_hook(inputs, done, mode="all")
 
     def _inputs_done(self, group: Group, grads: Any) -> None:
         """The gradients of all inputs of one forward are known: backward has passed it."""
-        group.num_inputs_awaited = max(0, group.num_inputs_awaited - 1)
+        group.num_inputs_awaited = max(0, (group.num_inputs_awaited or 0) - 1)
         if self.backward.is_running:
             self.backward.done_with(group)
 

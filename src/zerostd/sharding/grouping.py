@@ -68,7 +68,8 @@ def _matched(root: Node, globs: Sequence[str]) -> list[str]:
         if not any(fnmatch.fnmatchcase(node.name, glob) and node.num_bytes for node in nodes):
             names = ", ".join(node.name for node in nodes[:8])
             raise PrepareError(
-                f"groups: {glob!r} matches no module that holds parameters which no earlier one shares; modules are {names}, ..."
+                f"groups: {glob!r} matches no module that holds parameters of its own (a tied one belongs to the "
+                f"module that comes first); modules are {names}, ..."
             )
     matched: list[str] = []
     for node in nodes:
