@@ -322,6 +322,5 @@ def train_zerostd(
             scheduler.step()
         optimizer.zero_grad()
     trained.state = {name: tensor.clone() for name, tensor in zerostd.full_state_dict(model).items()}
-    zerostd.release(model)
     zerostd.release(model)  # its channels would otherwise stay until the garbage is collected
     return trained
