@@ -146,7 +146,9 @@ class RankPool:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         context = mp.get_context("spawn")
-        with _environment(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+        with _environment(
+            OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=os.pathsep.join(filter(None, sys.path))
+        ):
             for number in range(len(self._workers), world_size):
                 ours, theirs = context.Pipe()
                 stacks, progress = self._folder / f"stacks_{number}", self._folder / f"progress_{number}"

@@ -6,7 +6,7 @@ sends is entered in the ledger.
 
 [Note: gloo] gloo's own all-gather passes slices around a ring and its reduce-scatter is an all-reduce; a broadcast per
 slice and an all-to-all with a sum in rank order move the same bytes in a third of the time, and the sum has one
-order whatever the timing. Slices too small for that to matter go the plain way.
+order whatever the timing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from zerostd.monitoring import Ledger
 from zerostd.policy import Kind
 
 __all__ = ["Done", "Pending", "Wires"]
-
-ONE_MESSAGE_BELOW = 128 * 1024  # bytes of a slice: below, gloo's time is latency and one collective is better than many
 
 
 class Pending(Protocol):
@@ -170,9 +168,6 @@ class Wires:
         assert channels is not None
         self.ledger.record_sent(verb, shard.nbytes * (world.size - 1))
         group = channels.gather if verb == "gather" else channels.reduce
-        if shard.nbytes < ONE_MESSAGE_BELOW:
-            work = dist.all_gather_into_tensor(_bytes(full), _bytes(shard), group=group, async_op=True)
-            return Works([] if work is None else [work])
         slices = full.view(world.size, -1)
         if slices[world.rank].data_ptr() != shard.data_ptr():
             slices[world.rank].copy_(shard)
