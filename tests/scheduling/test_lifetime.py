@@ -86,3 +86,26 @@ def test_training_goes_on_after_a_backward_that_failed(ranks, stage):
     for state in ranks(2, fail_then_go_on, stage):
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-7)
+
+
+def alive_at_the_end(rank: int, stage: int) -> int:
+    """How many of autograd's own gradients are still held when the last one comes in."""
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
+    held: list[weakref.ref[torch.Tensor]] = []
+    counts: list[int] = []
+
+    def count(parameter: nn.Parameter) -> None:
+        held.append(weakref.ref(parameter.grad.untyped_storage()))
+        counts.append(sum(storage() is not None for storage in held))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(count)
+    model, _ = zerostd.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, groups=["*"])
+    model(torch.ones(2, 16)).sum().backward()
+    return max(counts)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_leave_autograds_memory_as_their_group_is_complete(ranks, world_size):
+    for most in ranks(world_size, alive_at_the_end, 2):
+        assert most <= 2

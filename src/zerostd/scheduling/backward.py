@@ -110,7 +110,7 @@ class Backward:
     def end(self) -> None:
         """The pass has ended: send what is left, show handles, ask who used what."""
         self._send(all_of_them=True)
-        arrived = [slot for slot in self.slots if self._arrivals[slot.group].grads[slot.flat][slot.index] is not None]
+        arrived = [slot for slot in self.slots if slot.parameter in self._arrivals[slot.group].arrived]
         for slot in arrived:
             slot.parameter.grad = slot.handle
         for late in self._late.values():
@@ -118,23 +118,19 @@ class Backward:
         self.gatherer.release_all()
         self._used.update(slot.parameter for slot in arrived)
         self._arrivals, self._late, self.is_running = {}, {}, False
-        if self.control.world.size == 1:
-            self._used.clear()
-            self.gatherer.sequence.clear()
-        elif not self.is_syncing:
-            return
         if self.control.world.size > 1:
+            if not self.is_syncing:
+                return
             self._agree()
+        self._used.clear()
+        self.gatherer.sequence.clear()
         if not self._order_is_learnt:
             self._learn_order()
 
     def _agree(self) -> None:
         """Show a handle also where only other ranks had a gradient."""
         used = [slot.parameter in self._used and slot.parameter.grad is not None for slot in self.slots]
-        sequence = list(self.gatherer.sequence)
-        self._used.clear()
-        self.gatherer.sequence.clear()
-        for slot, is_used in zip(self.slots, self.control.agree(used, sequence), strict=True):
+        for slot, is_used in zip(self.slots, self.control.agree(used, self.gatherer.sequence), strict=True):
             if is_used and slot.parameter.grad is None:
                 slot.parameter.grad = slot.handle
 

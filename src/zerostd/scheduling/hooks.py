@@ -132,10 +132,11 @@ class Hooks:
             inputs = [t for t in tensors_in((args, kwargs)) if t.grad_fn is not None]
             if inputs:
                 group.num_inputs_awaited = (group.num_inputs_awaited or 0) + 1
-                done = functools.partial(self._inputs_done, group)
-                torch.autograd.graph.register_multi_grad_hook(inputs, done, mode="all")
+                countdown = _Countdown(len(inputs), functools.partial(self._inputs_done, group))
+                for tensor in inputs:
+                    tensor.register_hook(countdown)
 
-    def _inputs_done(self, group: Group, grads: Any) -> None:
+    def _inputs_done(self, group: Group) -> None:
         """The gradients of all inputs of one forward are known: backward has passed it."""
         group.num_inputs_awaited = max(0, (group.num_inputs_awaited or 0) - 1)
         if self.backward.is_running:
@@ -177,6 +178,20 @@ def _arrived(backward: weakref.ref[Backward], index: int, parameter: nn.Paramete
     found = backward()
     if found is not None:
         found.arrived(found.slots[index], parameter)
+
+
+class _Countdown:
+    """Calls `done` when it was called `count` times. torch's own register_multi_grad_hook would do, but holds the graph it
+    waits for, which then is never freed if its backward does not run."""
+
+    def __init__(self, count: int, done: Callable[[], None]) -> None:
+        self.count = count
+        self.done = done
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        self.count -= 1
+        if self.count == 0:
+            self.done()
 
 
 def _left_on(module: nn.Module) -> Iterator[torch.Tensor]:

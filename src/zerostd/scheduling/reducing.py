@@ -43,6 +43,7 @@ class Arrivals:
         self.grads: dict[Flat, list[torch.Tensor | None]] = {
             flat: [None] * len(flat.parameters) for flat in group.trainable
         }
+        self.arrived: set[nn.Parameter] = set()
         self.added: set[nn.Parameter] = set()  # autograd added to a gradient that was still wanted
         self.missing = sum(len(flat.parameters) for flat in group.trainable)
 
@@ -54,15 +55,21 @@ class Arrivals:
             row[slot.index] = earlier + grad
             return
         row[slot.index] = grad
+        self.arrived.add(slot.parameter)
         self.missing -= 1
         if adds:
             self.added.add(slot.parameter)
 
+    def let_go(self) -> None:
+        """The gradients were copied to where they go: autograd's own memory is free again."""
+        for row in self.grads.values():
+            row[:] = [None] * len(row)
+
     def wanted(self, flat: Flat) -> list[bool]:
         """By parameter: whether the gradient of earlier passes is still wanted. Untouched ones show their handle."""
         return [
-            parameter in self.added if grad is not None else parameter.grad is not None
-            for parameter, grad in zip(flat.parameters, self.grads[flat], strict=True)
+            parameter in self.added if parameter in self.arrived else parameter.grad is not None
+            for parameter in flat.parameters
         ]
 
 
@@ -105,6 +112,7 @@ class Reducer:
             else:
                 with self.control.explain(f"the reduce of group {arrivals.group.name!r}"):
                     self._send(arrivals.group.name, flat, grads, wanted)
+        arrivals.let_go()
 
     def _send(self, name: str, flat: Flat, grads: list[torch.Tensor | None], wanted: list[bool]) -> None:
         gradient = flat.gradient
