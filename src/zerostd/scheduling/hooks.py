@@ -181,8 +181,8 @@ def _arrived(backward: weakref.ref[Backward], index: int, parameter: nn.Paramete
 
 
 class _Countdown:
-    """Calls `done` when it was called `count` times. torch's own register_multi_grad_hook would do, but holds the graph it
-    waits for, which then is never freed if its backward does not run."""
+    """Calls `done` when it was called `count` times. torch's own register_multi_grad_hook would do, but it holds the
+    graph that it waits for, which then is never freed if its backward does not run."""
 
     def __init__(self, count: int, done: Callable[[], None]) -> None:
         self.count = count
