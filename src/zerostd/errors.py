@@ -4,10 +4,11 @@ ZerostdError
 ├── PrepareError (ValueError)        a model, optimizer or option that prepare refuses; nothing was changed
 │   └── NotSupportedError            an option that this version cannot honour
 ├── MisuseError (RuntimeError)       a call on a prepared model that would do the wrong thing silently
-└── CommunicationError (RuntimeError) ranks that disagree, or one that did not come in time
+├── CommunicationError (RuntimeError) ranks that disagree, or one that did not come in time
+└── StorageError (RuntimeError)      a transfer between tiers, or the work behind it, failed
 """
 
-__all__ = ["CommunicationError", "MisuseError", "NotSupportedError", "PrepareError", "ZerostdError"]
+__all__ = ["CommunicationError", "MisuseError", "NotSupportedError", "PrepareError", "StorageError", "ZerostdError"]
 
 
 class ZerostdError(Exception):
@@ -28,3 +29,7 @@ class MisuseError(ZerostdError, RuntimeError):
 
 class CommunicationError(ZerostdError, RuntimeError):
     """Ranks disagree, or one did not arrive within the time limit; the message names rank and group."""
+
+
+class StorageError(ZerostdError, RuntimeError):
+    """Bytes could not be read, written or kept; the message names the file, the offset and the system's reason."""
