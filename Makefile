@@ -3,6 +3,7 @@
 #   make test      lint, then the tests that need no GPU; PYTEST_ARGS="-k sharding" for some of them
 #   make lint      ruff and mypy
 #   make native    build the native library again, beside the sources
+#   make sanitize  run the native operations under the address, undefined behaviour and thread sanitizers
 #   make clean     remove what was built; .venv stays, and is brought up to date by the next target
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -12,7 +13,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: demo test lint native clean
+.PHONY: demo test lint native sanitize clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m torch.distributed.run --nproc-per-node 2 examples/digits.py
@@ -27,6 +28,15 @@ lint: $(INSTALLED)
 
 native: $(BIN)/python
 	$(PIP_INSTALL) --no-deps -e .
+
+# Their own builds, of the sources with a driver and without Python: a sanitizer wants to be there from the start.
+SANITIZED ?= build/sanitized
+sanitize: sanitize-address,undefined sanitize-thread
+
+sanitize-%:
+	cmake -S . -B '$(SANITIZED)/$*' -DZS_SANITIZER='$*' >/dev/null
+	cmake --build '$(SANITIZED)/$*' -j 2 >/dev/null
+	'$(SANITIZED)/$*/zerostd_native'
 
 clean:
 	rm -rf $(INSTALLED) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -46,10 +47,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder with its loss inside: `model(tokens, targets)`."""
+    """Decoder with its loss inside: `model(tokens, targets)`. With `recompute`, blocks keep no activations."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, *, recompute: bool = False) -> None:
         super().__init__()
+        self.recompute = recompute
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = nn.Embedding(shape.length, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))
@@ -63,7 +65,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         logits = self.head(self.norm(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

@@ -13,6 +13,9 @@
 
 namespace zerostd {
 
+// The numbers of zs_dtype.
+ZS_INLINE bool is_dtype(int32_t dtype) { return dtype >= 0 && dtype <= 2; }
+
 struct BFloat16 {
   uint16_t bits;
 };

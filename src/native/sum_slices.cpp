@@ -3,17 +3,10 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "clones.h"
 #include "number_formats.h"
 #include "thread_pool.h"
 #include "zerostd_native.h"
-
-// One body, compiled once per instruction set and chosen by the loader; plain where the compiler or the C library
-// cannot do that. Results are equal: no clone may contract a * b + c (-ffp-contract=off).
-#if defined(ZS_HAS_TARGET_CLONES)
-#define ZS_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define ZS_CLONES
-#endif
 
 namespace zerostd {
 namespace {
@@ -75,8 +68,6 @@ ZS_CLONES void sum_range(const Sum& sum, int64_t begin, int64_t end) {
   }
 }
 
-bool is_dtype(int32_t dtype) { return dtype == ZS_FLOAT32 || dtype == ZS_BFLOAT16 || dtype == ZS_FLOAT16; }
-
 }  // namespace
 }  // namespace zerostd
 
@@ -90,12 +81,7 @@ int32_t zs_sum_slices(const void* received, int32_t received_dtype, int64_t num_
     return ZS_BAD_ARGUMENT;
   }
   const Sum sum{received, received_dtype, num_slices, slice_len, factor, out, out_dtype, accumulate != 0};
-  const int64_t num_tasks = std::clamp<int64_t>(slice_len / kMinPerThread, 1, num_threads);
-  const int64_t num_blocks = (slice_len + kBlock - 1) / kBlock;
-  run_tasks(static_cast<int>(num_tasks), [&](int task) {
-    const int64_t begin = num_blocks * task / num_tasks * kBlock;
-    const int64_t end = std::min(num_blocks * (task + 1) / num_tasks * kBlock, slice_len);
-    sum_range(sum, begin, end);
-  });
+  run_ranges({slice_len, kBlock, kMinPerThread, num_threads},
+             [&](int64_t begin, int64_t end) { sum_range(sum, begin, end); });
   return ZS_OK;
 }

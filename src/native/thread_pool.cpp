@@ -2,6 +2,8 @@
 
 #include <pthread.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cfenv>
 #include <condition_variable>
 #include <deque>
@@ -11,6 +13,8 @@
 
 namespace zerostd {
 namespace {
+
+constexpr int64_t kPiecesPerThread = 8;
 
 struct Job {
   const std::function<void(int)>& task;
@@ -88,6 +92,25 @@ void run_tasks(int num_tasks, const std::function<void(int)>& task) {
   Job job{task, num_tasks, {}};
   std::fegetenv(&job.environment);
   pool->run(job);
+}
+
+void run_ranges(const Ranges& ranges, const std::function<void(int64_t, int64_t)>& task) {
+  if (ranges.count == 0) return;
+  const int64_t num_blocks = (ranges.count + ranges.block - 1) / ranges.block;
+  const int64_t most = std::min<int64_t>(ranges.num_threads, num_blocks);
+  const int64_t num_tasks = std::clamp<int64_t>(ranges.count / ranges.min_per_thread, 1, most);
+  // Several pieces for each thread, taken as threads get to them: one whose core is wanted by somebody else for a while
+  // does not hold up all others.
+  const int64_t finest = std::max(num_tasks, ranges.count / ranges.min_per_thread);
+  const int64_t num_pieces = std::min({num_blocks, num_tasks == 1 ? 1 : num_tasks * kPiecesPerThread, finest});
+  std::atomic<int64_t> next{0};
+  run_tasks(static_cast<int>(num_tasks), [&](int) {
+    for (int64_t index = next++; index < num_pieces; index = next++) {
+      const int64_t begin = num_blocks * index / num_pieces * ranges.block;
+      const int64_t end = std::min(num_blocks * (index + 1) / num_pieces * ranges.block, ranges.count);
+      task(begin, end);
+    }
+  });
 }
 
 }  // namespace zerostd

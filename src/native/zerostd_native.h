@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define ZS_ABI_VERSION 1
+#define ZS_ABI_VERSION 2
 
 #if defined(__GNUC__)
 #define ZS_EXPORT __attribute__((visibility("default")))
@@ -31,6 +31,82 @@ ZS_EXPORT int32_t zs_abi_version(void);
 // not depend on num_threads.
 ZS_EXPORT int32_t zs_sum_slices(const void* received, int32_t received_dtype, int64_t num_slices, int64_t slice_len,
                                 float factor, void* out, int32_t out_dtype, int32_t accumulate, int32_t num_threads);
+
+// One optimizer step over count elements: every array is read once and written once. The operations, and where two of
+// them round as one (FMA), are those of torch.optim's CPU implementation without foreach and fused, so the bits are its
+// bits where torch's vectors have FMA exactly when ours do: AVX2, AVX-512 and Arm. NaN payloads may differ.
+enum zs_rule { ZS_ADAM = 0, ZS_SGD = 1, ZS_ADAGRAD = 2 };
+enum zs_decay { ZS_NO_DECAY = 0, ZS_COUPLED = 1, ZS_DECOUPLED = 2 };
+enum zs_momentum { ZS_NO_MOMENTUM = 0, ZS_FIRST = 1, ZS_CONTINUED = 2 };
+
+// gradient       count elements of gradient_dtype; multiplied by factor in fp32, then negated when maximize != 0
+// source, target what is read and written; an array of target is the same memory as its source, or apart from it.
+//   master       fp32, or with low != NULL the upper halves of fp32 numbers as bf16, rounded to nearest with ties away
+//                from zero; low holds the lower halves, and (master << 16) + (signed)low are the bits of the number
+//   states       fp32: Adam exp_avg and exp_avg_sq; Adagrad sum; SGD with momentum its buffer (not read when ZS_FIRST)
+// weight         NULL, or takes the new master in weight_dtype, rounded to nearest even; may be the gradient's memory
+//                when both have the same item size. So may target.master when it is bf16.
+// root           NULL: square roots are rounded correctly. Or what torch calls for them on this machine: MKL's vmsSqrt,
+//                which may be off by a unit in the last place; called with root_mode, on up to 1024 numbers
+// root_threads   NULL, or mkl_set_num_threads_local: called with 1 before and with what it returned after, so that MKL
+//                does not wake threads of its own for so few numbers
+// All other memory must be apart. The result does not depend on num_threads.
+typedef void zs_root(int32_t count, const float* numbers, float* roots, int64_t root_mode);
+typedef int32_t zs_root_threads(int32_t num_threads);
+
+struct zs_arrays {
+  void* master;
+  void* low;
+  void* states[2];
+};
+
+struct zs_step {
+  int32_t rule;
+  int32_t maximize;
+  int32_t decay;     // ZS_DECOUPLED with ZS_ADAM only
+  int32_t momentum;  // ZS_SGD only, as is nesterov
+  int32_t nesterov;
+  int32_t gradient_dtype;
+  int32_t weight_dtype;
+  int32_t num_threads;
+  float factor;
+  float rate;          // negative: Adam -lr / (1 - beta1^t), SGD -lr, Adagrad -lr / (1 + (t - 1) * lr_decay)
+  float decay_factor;  // coupled: weight_decay, decoupled: 1 - lr * weight_decay
+  float new_part;      // of the first state: Adam 1 - beta1, SGD 1 - dampening
+  float old_part;      // Adam, of exp_avg_sq: beta2; SGD momentum
+  float square_part;   // Adam 1 - beta2
+  float correction;    // Adam sqrt(1 - beta2^t)
+  float eps;
+  int64_t count;
+  const void* gradient;
+  struct zs_arrays source;
+  struct zs_arrays target;
+  void* weight;
+  zs_root* root;
+  int64_t root_mode;
+  zs_root_threads* root_threads;
+};
+
+ZS_EXPORT int32_t zs_update(const struct zs_step* step);
+
+// The most that zs_update may use from now on: 0 what every processor has, 1 AVX2 and FMA, 2 AVX-512. For tests.
+// Returns what it does use: no more than this processor has.
+ZS_EXPORT int32_t zs_limit_instructions(int32_t most);
+
+// The sum of the squares, in double. 16 running sums a block of 4096 elements, added up in order, then the blocks in
+// order: the same bits with any num_threads. Squares of fp32 numbers are exact in double and cannot overflow there, so
+// the sum is finite exactly when all elements are.
+ZS_EXPORT int32_t zs_square_norm(const void* data, int32_t dtype, int64_t count, int32_t num_threads, double* sum);
+
+// target[i] = source[i], rounded to nearest even. The two must be apart.
+ZS_EXPORT int32_t zs_cast(const void* source, int32_t source_dtype, void* target, int32_t target_dtype, int64_t count,
+                          int32_t num_threads);
+
+// memcpy on several threads.
+ZS_EXPORT int32_t zs_copy(const void* source, void* target, int64_t num_bytes, int32_t num_threads);
+
+// Writes a zero to the first byte, and to the first byte of every further 4096-byte page of the range.
+ZS_EXPORT int32_t zs_touch(void* data, int64_t num_bytes, int32_t num_threads);
 
 #ifdef __cplusplus
 }

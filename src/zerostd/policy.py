@@ -16,7 +16,7 @@ import torch
 
 from zerostd.errors import PrepareError
 
-__all__ = ["Budget", "Kind", "Placement", "Precision", "Stage", "Tier", "parse_bytes", "shards"]
+__all__ = ["Budget", "Kind", "Placement", "Precision", "Route", "Stage", "Tier", "parse_bytes", "shards"]
 
 
 class Stage(enum.IntEnum):
@@ -54,6 +54,14 @@ class Tier(enum.StrEnum):
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
+
+
+class Route(enum.StrEnum):
+    """How a stretch of optimizer states is updated. States on disk pass through host memory on the last two."""
+
+    RESIDENT = "resident"  # on the device, where they rest
+    CPU = "cpu"  # by the processor, in host memory
+    STREAMED = "streamed"  # through the device, tile by tile
 
 
 SHARDED_FROM = {Kind.OPTIMIZER_STATES: 1, Kind.GRADIENTS: 2, Kind.PARAMETERS: 3}
@@ -104,16 +112,28 @@ class Placement:
 
     Placement(parameters="device", gradients="device", optimizer_states="host")
     Placement(optimizer_states={"device": 0.3, "host": 0.7})
+
+    Shares are taken from the front of the model: what forward needs first is kept nearest. Optimizer states are cut
+    where the share says; parameters and gradients go by whole groups.
+
+    `cpu_share` is the part of the states off the device that the processor updates, the rest is streamed through the
+    device; None: from the number of cores. `speculate` updates during backward before the norm for `max_grad_norm` is
+    known, into a second copy of the states, and does it again if the norm turns out to bite: the same results, faster
+    where compute and not the links is the limit, for twice the host memory.
     """
 
     parameters: Share = "device"
     gradients: Share = "device"
     optimizer_states: Share = "device"
     activations: Share = "device"
+    cpu_share: float | None = None
+    speculate: bool = False
 
     def __post_init__(self) -> None:
         for kind in ("parameters", "gradients", "optimizer_states", "activations"):
             self._check(kind, getattr(self, kind))
+        if self.cpu_share is not None and not 0.0 <= self.cpu_share <= 1.0:
+            raise PrepareError(f"Placement(cpu_share={self.cpu_share!r}) must be from 0 (all streamed) to 1 (all cpu)")
 
     @staticmethod
     def _check(kind: str, share: Share) -> None:

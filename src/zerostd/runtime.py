@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -23,11 +24,24 @@ from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.guards import Guards
 from zerostd.scheduling.hooks import Hooks, RootRules
 from zerostd.scheduling.reducing import Reducer, Slot
+from zerostd.tiers import Inbound, Lanes, Stores
 
 __all__ = ["Runtime"]
 
+PREFETCH_DEPTH = 1
+
 Casts = tuple[torch.dtype, torch.dtype] | None
 OnTensor = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Roads:
+    """The tiers of one prepared model and the ways between them."""
+
+    stores: Stores
+    lanes: Lanes
+    inbound: Inbound
+    num_threads: int  # for updates on the processor
 
 
 class Runtime:
@@ -45,20 +59,21 @@ class Runtime:
         groups: Sequence[Group],
         wires: Wires,
         control: Control,
+        roads: Roads,
         *,
         precision: Precision,
         original_dtypes: dict[nn.Parameter, torch.dtype],
-        prefetch_depth: int,
     ) -> None:
         self.model = model
         self.groups = tuple(groups)
         self.wires = wires
+        self.roads = roads
         self.optimizer = None
         self.adoption: Adoption | None = None
         self.original_dtypes = original_dtypes
         self.frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self.loss_scale = LossScale() if precision.scales_loss else None
-        self.gatherer = Gatherer(self.groups, wires, control, prefetch_depth=prefetch_depth)
+        self.gatherer = Gatherer(self.groups, wires, control, roads.inbound, prefetch_depth=PREFETCH_DEPTH)
         self.gradients = Gradients(self.groups, wires, self.loss_scale)
         self.backward = Backward(self._slots(), self.gatherer, Reducer(wires, control, wires.ledger), control)
         self.gradients.settle = self.backward.settle
@@ -91,6 +106,7 @@ class Runtime:
         self.backward.reducer.reserve(self.groups)
         rules = RootRules(self._on_input(casts), self._on_output(casts), self._before_forward)
         weakref.finalize(self.model, self.world.close)
+        weakref.finalize(self.model, self.roads.stores.close)
         self.hooks = Hooks(self.model, self.gatherer, self.backward, rules)
         self.hooks.install()
         self.guards.install()
@@ -137,6 +153,15 @@ class Runtime:
     def renew(self, group: Group) -> None:
         """The group's masters have changed."""
         self.gatherer.renew(group)
+
+    def stepped(self) -> None:
+        """A step was taken."""
+        self.backward.passes.step()
+
+    def finish_updates(self) -> None:
+        """Return when updates that go on after the step are done."""
+        if self.optimizer is not None:
+            self.optimizer.synchronize()
 
     def check_step(self) -> None:
         """Raise if a step now would lose gradients."""

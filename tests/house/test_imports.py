@@ -29,6 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "planning": GROUND | {"sharding"},
 }
 ROOMS["runtime"] = set(ROOMS)  # these put the parts together
+ROOMS["preparing"] = set(ROOMS)
 ROOMS["api"] = set(ROOMS)
 ROOMS["__init__"] = set(ROOMS)
 ROOMS |= {

@@ -8,8 +8,27 @@ CPU tensors; everything else (other devices, strided tensors, no library) goes t
 import torch
 
 from zerostd.kernels import native, reference
+from zerostd.kernels.arrays import cast, copy, square_norm, touch
+from zerostd.kernels.halves import Split, join, split
+from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd
+from zerostd.kernels.updates import update
 
-__all__ = ["native_available", "sum_slices"]
+__all__ = [
+    "Adagrad",
+    "Adam",
+    "Rule",
+    "Sgd",
+    "Split",
+    "cast",
+    "copy",
+    "join",
+    "native_available",
+    "split",
+    "square_norm",
+    "sum_slices",
+    "touch",
+    "update",
+]
 
 
 def native_available() -> bool:
@@ -43,7 +62,7 @@ def sum_slices(
         ValueError: The arguments do not fit each other; says which and how.
     """
     _check(received, num_slices, out, accumulate=accumulate, num_threads=num_threads)
-    if native.serves(received, out):
+    if native.serves(received, out) and native.apart(received, out):
         native.sum_slices(received, num_slices, factor, out, accumulate=accumulate, num_threads=num_threads)
     else:
         reference.sum_slices(received, num_slices, factor, out, accumulate=accumulate)

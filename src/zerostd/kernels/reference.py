@@ -4,7 +4,16 @@ Same operations in the same order as the C++, so that both give the same bits on
 `zerostd.kernels`.
 """
 
+import ctypes
+
 import torch
+from torch import Tensor
+
+from zerostd.kernels.halves import Split, join, split
+from zerostd.kernels.rules import Adagrad, Adam, Sgd, Step
+
+NORM_BLOCK = 4096  # elements
+NORM_LANES = 16  # running sums of a block
 
 
 @torch.no_grad()
@@ -21,3 +30,108 @@ def sum_slices(
         out += total.view(out.shape)
     else:
         out.copy_(total.view(out.shape))
+
+
+@torch.no_grad()
+def update(step: Step) -> None:
+    """See `zerostd.kernels.update`."""
+    gradient = step.gradient.to(torch.float32)
+    if step.factor != 1:
+        gradient = gradient * step.factor
+    if step.rule.maximize:
+        gradient = -gradient
+    arrays = [_written(source, target) for source, target in zip(step.source, step.target, strict=True)]
+    match step.rule:
+        case Adam():
+            _adam(step.rule, gradient, *arrays)
+        case Sgd():
+            _sgd(step.rule, gradient, *arrays)
+        case Adagrad():
+            _adagrad(step.rule, gradient, *arrays)
+    if isinstance(step.target[0], Split):
+        halves = split(arrays[0])
+        step.target[0].high.copy_(halves.high)
+        step.target[0].low.copy_(halves.low)
+    if step.weight is not None:
+        step.weight.copy_(arrays[0])
+
+
+def _written(source: Tensor | Split, target: Tensor | Split) -> Tensor:
+    """The fp32 tensor that the rule changes in place: the target with the source's numbers, or a joined master."""
+    if isinstance(source, Split) or isinstance(target, Split):
+        assert isinstance(source, Split)
+        return join(source)
+    if target is not source:
+        target.copy_(source)
+    return target
+
+
+def _adam(rule: Adam, gradient: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    """torch/optim/adam.py, _single_tensor_adam."""
+    if rule.weight_decay != 0:
+        if rule.decoupled:
+            master.mul_(1 - rule.lr * rule.weight_decay)
+        else:
+            gradient = gradient.add(master, alpha=rule.weight_decay)
+    exp_avg.lerp_(gradient, 1 - rule.beta1)
+    exp_avg_sq.mul_(rule.beta2).addcmul_(gradient, gradient, value=1 - rule.beta2)
+    divisor = (_root(exp_avg_sq, exact=rule.exact_root) / rule.correction).add_(rule.eps)
+    master.addcdiv_(exp_avg, divisor, value=-rule.rate)
+
+
+def _sgd(rule: Sgd, gradient: Tensor, master: Tensor, momentum_buffer: Tensor | None = None) -> None:
+    """torch/optim/sgd.py, _single_tensor_sgd."""
+    if rule.weight_decay != 0:
+        gradient = gradient.add(master, alpha=rule.weight_decay)
+    if momentum_buffer is not None:
+        if rule.is_first:
+            momentum_buffer.copy_(gradient)
+        else:
+            momentum_buffer.mul_(rule.momentum).add_(gradient, alpha=1 - rule.dampening)
+        gradient = gradient.add(momentum_buffer, alpha=rule.momentum) if rule.nesterov else momentum_buffer
+    master.add_(gradient, alpha=-rule.lr)
+
+
+def _adagrad(rule: Adagrad, gradient: Tensor, master: Tensor, total: Tensor) -> None:
+    """torch/optim/adagrad.py, _single_tensor_adagrad."""
+    if rule.weight_decay != 0:
+        gradient = gradient.add(master, alpha=rule.weight_decay)
+    total.addcmul_(gradient, gradient, value=1)
+    divisor = _root(total, exact=rule.exact_root).add_(rule.eps)
+    master.addcdiv_(gradient, divisor, value=-rule.rate)
+
+
+def _root(squares: Tensor, *, exact: bool) -> Tensor:
+    return squares.double().sqrt().float() if exact else squares.sqrt()  # a root in double rounds to the nearest fp32
+
+
+@torch.no_grad()
+def square_norm(tensor: Tensor) -> float:
+    """The sum in `zerostd.kernels.square_norm`."""
+    flat = tensor.reshape(-1)
+    num_blocks = -(-flat.numel() // NORM_BLOCK)
+    numbers = torch.zeros(num_blocks * NORM_BLOCK, dtype=torch.float64, device=tensor.device)
+    numbers[: flat.numel()] = flat
+    squares = numbers.square_().view(num_blocks, NORM_BLOCK // NORM_LANES, NORM_LANES)
+    lanes = torch.zeros(num_blocks, NORM_LANES, dtype=torch.float64, device=tensor.device)
+    for row in squares.unbind(1):
+        lanes += row
+    blocks = torch.zeros(num_blocks, dtype=torch.float64, device=tensor.device)
+    for lane in lanes.unbind(1):
+        blocks += lane
+    total = 0.0
+    for block in blocks.tolist():  # not sum(), which compensates
+        total += block
+    return total
+
+
+@torch.no_grad()
+def copy(source: Tensor, target: Tensor) -> None:
+    """`zerostd.kernels.copy`, and `cast` too."""
+    target.copy_(source.reshape(target.shape))
+
+
+def touch(address: int, num_bytes: int) -> None:
+    """See `zerostd.kernels.touch`."""
+    for at in (address, *range(address - address % 4096 + 4096, address + num_bytes, 4096)) if num_bytes else ():
+        ctypes.c_ubyte.from_address(at).value = 0

@@ -6,12 +6,16 @@ Numbers are of this rank alone.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+import torch
 
 from zerostd.policy import Kind, Tier
 
-__all__ = ["Ledger", "Memory"]
+__all__ = ["Ledger", "Memory", "explain_out_of_memory"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,18 @@ class Ledger:
     def memory(self) -> Memory:
         """The book as plain data."""
         return Memory(_nested(self.now), _nested(self.peak), dict(self.sent), self.gradient_form)
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(ledger: Ledger) -> Iterator[None]:
+    """Let an out-of-memory error of the device say what was resident where."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            f"{error}\nzerostd held at that moment:\n{ledger.memory()}\nMake room with a larger host or disk share in "
+            "Placement, a smaller batch, or recomputed activations"
+        ) from error
 
 
 def _nested(book: Counter[tuple[Tier, Kind]]) -> dict[str, dict[str, int]]:

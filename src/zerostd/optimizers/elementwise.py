@@ -16,7 +16,7 @@ from torch import nn
 
 from zerostd.errors import PrepareError
 
-__all__ = ["check_elementwise"]
+__all__ = ["check_elementwise", "find_states"]
 
 NEEDS_WHOLE = {
     "LBFGS": "its line search needs dot products over all parameters and calls the loss several times a step",
@@ -40,7 +40,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
                 "as AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam or RAdam"
             )
     try:
-        whole, pieces = _try(optimizer, pieces=False), _try(optimizer, pieces=True)
+        whole, pieces = (_trial(optimizer, 0, pieces=pieces)[0] for pieces in (False, True))
     except Exception as error:
         raise PrepareError(
             f"optimizer {name} failed on a trial update of a flat tensor, so it cannot run on shards: "
@@ -53,8 +53,22 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _try(optimizer: torch.optim.Optimizer, *, pieces: bool) -> torch.Tensor:
-    """Two steps of a copy of `optimizer` on 24 fixed numbers, as one 4x6 matrix or as flat pieces of 10 and 14."""
+def find_states(optimizer: torch.optim.Optimizer) -> dict[str, torch.dtype]:
+    """What the optimizer keeps for each element, by name, as two trial steps with each param_group's options show."""
+    found: dict[str, torch.dtype] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        if not group["params"]:
+            continue
+        _, states = _trial(optimizer, index, pieces=False)
+        for name, value in states.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 24:
+                found[name] = value.dtype
+    return found
+
+
+def _trial(optimizer: torch.optim.Optimizer, index: int, *, pieces: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Two steps of a copy of `optimizer` on 24 fixed numbers, as one 4x6 matrix or as flat pieces of 10 and 14: the
+    numbers afterwards, and the states of the first tensor."""
     numbers = torch.linspace(-1.0, 1.0, 24).sin()
     tensors = [numbers[:10].clone(), numbers[10:].clone()] if pieces else [numbers.reshape(4, 6).clone()]
     parameters = [nn.Parameter(tensor) for tensor in tensors]
@@ -62,9 +76,12 @@ def _try(optimizer: torch.optim.Optimizer, *, pieces: bool) -> torch.Tensor:
     trial.__dict__ = dict(optimizer.__dict__)
     trial.state = defaultdict(dict)
     group: dict[str, Any] = {
-        key: copy.deepcopy(value) for key, value in optimizer.param_groups[0].items() if key != "params"
+        key: copy.deepcopy(value) for key, value in optimizer.param_groups[index].items() if key != "params"
     }
     trial.param_groups = [{**group, "params": parameters}]
+    if type(optimizer) is torch.optim.Adagrad:  # makes its states when it is built
+        for parameter in parameters:
+            trial.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.full_like(parameter, 0.1)}
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(trial, hooks, {})
     trial.__dict__.pop("step", None)  # a scheduler's counter around it
@@ -73,4 +90,4 @@ def _try(optimizer: torch.optim.Optimizer, *, pieces: bool) -> torch.Tensor:
         for parameter, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
             parameter.grad = part.reshape(parameter.shape).clone()
         trial.step()
-    return torch.cat([parameter.detach().flatten() for parameter in parameters])
+    return torch.cat([parameter.detach().flatten() for parameter in parameters]), dict(trial.state[parameters[0]])

@@ -31,6 +31,7 @@ class Gradients:
         self.loss_scale = loss_scale
         self.factor = 1.0
         self.settle: Callable[[], None] = _nothing  # Backward.settle: gradients must have landed before they are read
+        self.taken: str | None = None  # why gradients cannot be changed any more: the update has begun
         self._places: dict[str, tuple[Flat, int]] = {}
         self._norms: dict[tuple[float, str], torch.Tensor] = {}  # by order and parameter, of the gradients as they are
 
@@ -41,6 +42,14 @@ class Gradients:
     def add(self, name: str, flat: Flat, index: int) -> None:
         """Tell where a parameter's gradient rests."""
         self._places[name] = (flat, index)
+
+    def check_taken(self, call: str) -> None:
+        """Refuse to change gradients that an update is using already."""
+        if self.taken is not None:
+            raise MisuseError(
+                f"{call} between backward and optimizer.step(), but {self.taken}: call step() first, pass "
+                "max_grad_norm= to prepare to clip, or leave accumulate= out to keep gradients until step()"
+            )
 
     def total_norm(self, order: float = 2.0) -> torch.Tensor:
         """The norm of all gradients as one vector, with `factor`; fp32, on the device."""
@@ -60,10 +69,14 @@ class Gradients:
         if not any(parameter.grad is not None for parameter in flat.parameters):
             return torch.zeros((), device=self.wires.world.device)
         if all(parameter.grad is not None for parameter in flat.parameters):
-            return _norm(flat.gradient.current, order)
+            keeper = flat.gradient.keeper
+            if keeper is not None and keeper.norm is not None and order == 2.0:
+                return keeper.norm
+            return _norm(flat.gradient.settled(), order).to(self.wires.world.device)
         pieces = flat.layout.pieces(flat.region)
+        gradient = flat.gradient.settled()
         norms = [
-            _norm(flat.gradient.current[p.offset : p.offset + p.numel], order)
+            _norm(gradient[p.offset : p.offset + p.numel], order).to(self.wires.world.device)
             for p in pieces
             if flat.parameters[p.index].grad is not None
         ]
@@ -114,7 +127,7 @@ class Gradients:
             flat, index = self._places[name]
             piece = next((p for p in flat.layout.pieces(flat.region) if p.index == index), None)
             if piece is not None and flat.parameters[index].grad is not None and flat.gradient is not None:
-                part = flat.gradient.current[piece.offset : piece.offset + piece.numel]
+                part = flat.gradient.settled()[piece.offset : piece.offset + piece.numel]
                 parts[row] = _norm(part, order)
         if math.isinf(order):
             norms = self._across(parts, order)
@@ -125,12 +138,17 @@ class Gradients:
     def scale(self, handle: GradientHandle, factor: torch.Tensor | float) -> None:
         """Multiply one parameter's gradient."""
         self.settle()
+        self.check_taken("a change of p.grad")
         self._norms.clear()
         flat, index = self._places[handle.of]
         assert flat.gradient is not None
+        gradient = flat.gradient.settled()
+        flat.gradient.changed()
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(gradient.device)
         for piece in flat.layout.pieces(flat.region):
             if piece.index == index:
-                part = flat.gradient.current[piece.offset : piece.offset + piece.numel]
+                part = gradient[piece.offset : piece.offset + piece.numel]
                 part.zero_() if isinstance(factor, float) and factor == 0.0 else part.mul_(factor)  # 0 * inf is NaN
 
     def unscale(self, handles: Sequence[GradientHandle], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:

@@ -3,6 +3,10 @@
     step:  gradients have landed  ->  clip and scale factors  ->  update group by group in forward order
            ->  each group's new parameters start on their way as soon as it is updated
 
+Updates of states off the device go on after step() has returned, and each group's next forward waits for its own.
+When prepare was told how many passes make a step and nothing has to be known of all gradients first, they begin inside
+the last backward pass (early.py).
+
 `param_groups` are the user's own dicts with the user's own parameters, so schedulers and edits work as ever.
 """
 
@@ -18,11 +22,15 @@ import torch
 from zerostd.communication import World
 from zerostd.communication.world import thread_budget
 from zerostd.errors import MisuseError
+from zerostd.monitoring.ledger import explain_out_of_memory
+from zerostd.optimizers.arithmetic import Terms
+from zerostd.optimizers.early import Early
 from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.scaling import LossScale
 from zerostd.optimizers.states import load_states, save_states
 from zerostd.optimizers.update import Updater
 from zerostd.parameters import Group
+from zerostd.tiers.debug import DEBUG
 
 __all__ = ["Schedule", "ZeroOptimizer"]
 
@@ -44,6 +52,9 @@ class Schedule(Protocol):
     def check_step(self) -> None:
         """Raise if a step now would lose gradients."""
 
+    def stepped(self) -> None:
+        """A step was taken, or skipped."""
+
 
 class ZeroOptimizer(torch.optim.Optimizer):
     """Wraps the user's optimizer; see the module's docstring."""
@@ -63,6 +74,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_grad_norm: float | None,
         loss_scale: LossScale | None,
     ) -> None:
+        self.early: Early | None = None
         self._is_built = self._is_retired = False
         self.inner = updater.inner
         self._updater = updater
@@ -102,15 +114,45 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise MisuseError("step() of an optimizer whose model was released: build a new optimizer on the model")
         self._schedule.check_step()
         self._schedule.settle()
+        if self._updater.routes is not None:
+            self._updater.routes.check()
         if self._is_skipped():
+            self._schedule.stepped()
             return loss
         factor = self._gradients.take_factor()
-        with self._threads():
-            for group in self._schedule.update_order():
-                self._updater.update(group, factor)
-                self._schedule.renew(group)
+        with self._threads(), explain_out_of_memory(self._updater.ledger):
+            self._updater.claim()
+            self._update(factor)
         self._updater.keep_counters()
+        self._schedule.stepped()
+        if DEBUG.is_serial:
+            self.synchronize()
         return loss
+
+    def synchronize(self) -> None:
+        """Return when every update so far is done, also those that go on after step(). For timing; nothing else needs
+        it."""
+        if self._updater.routes is not None:
+            self._updater.routes.drain()
+
+    def _update(self, factor: torch.Tensor | None) -> None:
+        """Every group, those that the last backward has not updated already."""
+        order = self._schedule.update_order()
+        updated = self.early.finish(factor, order) if self.early is not None else set()
+        if len(updated) == len(order):
+            return
+        terms = self.terms(factor)
+        if self.early is not None and not updated:
+            self.early.learn(terms.on_host)
+        for group in order:
+            if group not in updated:
+                self._updater.update(group, terms)
+                self._schedule.renew(group)
+
+    def terms(self, factor: torch.Tensor | None) -> Terms:
+        """What a step that begins now says to its updates."""
+        routes = self._updater.routes
+        return Terms(self._updater.options_now(), factor, routes.to_host(factor) if routes is not None else None)
 
     @contextlib.contextmanager
     def _threads(self) -> Iterator[None]:
@@ -150,6 +192,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"clip_grad_norm_({max_norm}) on an optimizer prepared with max_grad_norm={self.max_grad_norm}, which "
                 "clips in step(): use one of the two"
             )
+        self._gradients.check_taken("clip_grad_norm_()")
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         self.grad_norm = self._gradients.clip(max_norm * scale, norm_type) / scale
         return self.grad_norm
@@ -157,6 +200,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. With set_to_none=False they become zeros, as in torch."""
         self._schedule.settle()
+        self._gradients.check_taken("zero_grad()")
         self._gradients.take_factor()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -168,10 +212,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's format. In a world of one it is what the inner optimizer would give; on several ranks each state
         holds this rank's interval of it, and loads on the same rank of as many ranks."""
+        self.synchronize()
         return save_states(self._updater, self._world, self.loss_scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The counterpart of state_dict, checked before anything changes."""
+        self.synchronize()
         load_states(self._updater, self._world, self.loss_scale, state_dict)
         for group in self._schedule.update_order():
             self._schedule.renew(group)

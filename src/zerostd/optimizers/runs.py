@@ -1,63 +1,76 @@
 """Runs: the pieces of a region that are updated together, as few and as long as can be.
 
-Parameters that lie side by side and have the same options form one run, so an optimizer sees long flat tensors
-instead of many small ones. When some parameters of a run get no gradient in a step, the run is cut there, its states
-with it: untouched parameters stay untouched, and keep their own step count.
+Parameters that lie side by side, have the same options and whose states rest on one shelf form one run, so an optimizer
+sees long flat tensors instead of many small ones. When some parameters of a run get no gradient in a step, the run is
+cut there, its states with it: untouched parameters stay untouched, and keep their own step count.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from zerostd.parameters import Flat
+from zerostd.parameters.shelf import MASTER, Shelf
 from zerostd.sharding import Piece
 
 __all__ = ["Run", "Runs"]
 
+Singles = dict[str, Any]
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(eq=False)
 class Run:
-    """Neighbouring pieces with the same options; `tensor` is their part of the master."""
+    """Neighbouring pieces with the same options on one shelf."""
 
     pieces: tuple[Piece, ...]
     options: int  # index of the user's param_group
-    tensor: torch.Tensor
+    shelf: Shelf
+    tensor: torch.Tensor | None  # resident only: their part of the master, the key of their states
+    singles: Singles | None = None  # elsewhere: states of one value for all elements; None before the first update
+    tried: Singles | None = None  # likewise, of an update on trial
 
     @property
     def region(self) -> slice:
         """Where it lies in the flat's region."""
         return slice(self.pieces[0].offset, self.pieces[-1].offset + self.pieces[-1].numel)
 
+    @property
+    def part(self) -> slice:
+        """Where it lies on its shelf."""
+        start = self.shelf.portion.start
+        return slice(self.region.start - start, self.region.stop - start)
+
+    @property
+    def numel(self) -> int:
+        """Elements, no gaps between pieces."""
+        return sum(piece.numel for piece in self.pieces)
+
 
 class Runs:
-    """The runs of one flat. `state` is the inner optimizer's, keyed by the runs' tensors."""
+    """The runs of one flat. `state` is the inner optimizer's, keyed by the tensors of resident runs."""
 
     def __init__(self, flat: Flat, options: Sequence[int | None], state: MutableMapping[Any, Any]) -> None:
-        assert flat.master is not None
         self.flat = flat
         self.state = state
         self.runs: list[Run] = []
-        pieces: list[Piece] = []
-        for piece in flat.layout.pieces(flat.region):
-            if pieces and options[piece.index] != options[pieces[-1].index]:
-                self._add(pieces, options[pieces[-1].index])
-                pieces = []
-            pieces.append(piece)
-        if pieces:
-            self._add(pieces, options[pieces[-1].index])
+        for shelf in flat.shelves:
+            pieces: list[Piece] = []
+            for piece in _pieces_on(shelf, flat.layout.pieces(flat.region)):
+                if pieces and options[piece.index] != options[pieces[-1].index]:
+                    self._add(pieces, options[pieces[-1].index], shelf)
+                    pieces = []
+                pieces.append(piece)
+            if pieces:
+                self._add(pieces, options[pieces[-1].index], shelf)
 
-    def _add(self, pieces: list[Piece], options: int | None) -> None:
+    def _add(self, pieces: list[Piece], options: int | None, shelf: Shelf) -> None:
         if options is not None:  # None: the user's optimizer does not have these parameters
-            self.runs.append(self._make(tuple(pieces), options))
-
-    def _make(self, pieces: tuple[Piece, ...], options: int) -> Run:
-        assert self.flat.master is not None
-        return Run(pieces, options, self.flat.master[pieces[0].offset : pieces[-1].offset + pieces[-1].numel].detach())
+            self.runs.append(_make(tuple(pieces), options, shelf))
 
     def active(self, has_gradient: Sequence[bool]) -> list[Run]:
         """The runs to update when only parameters with `has_gradient` are; runs are cut where needed."""
@@ -77,16 +90,49 @@ class Runs:
             parts[-1].append(piece)
         if len(parts) == 1:
             return [run]
-        made = [self._make(tuple(part), run.options) for part in parts]
-        states = self.state.pop(run.tensor, None)
-        if states:
+        made = [_make(tuple(part), run.options, run.shelf) for part in parts]
+        for part in made:
+            part.singles = copy.deepcopy(run.singles)
+        states = self.state.pop(run.tensor, None) if run.tensor is not None else None
+        if states and run.tensor is not None:
             for part in made:
                 low = part.region.start - run.region.start
-                self.state[part.tensor] = slice_states(states, run.tensor, slice(low, low + part.tensor.numel()))
+                self.state[part.tensor] = _slice_states(states, run.tensor, slice(low, low + part.numel))
         return made
 
+    def read(self, run: Run, part: slice) -> dict[str, Any]:
+        """The states of a part of a run, in memory; `part` counts from the run's start."""
+        if run.tensor is not None:
+            return _slice_states(self.state.get(run.tensor, {}), run.tensor, part)
+        if run.singles is None:
+            return {}
+        place = slice(run.part.start + part.start, run.part.start + part.stop)
+        tensors = {name: column.read(place) for name, column in run.shelf.columns.items() if name != MASTER}
+        return {**copy.deepcopy(run.singles), **tensors}
 
-def slice_states(states: dict[str, Any], whole: torch.Tensor, part: slice) -> dict[str, Any]:
+    def master(self, run: Run, part: slice) -> torch.Tensor:
+        """The masters of a part of a run, in memory."""
+        return run.shelf.master.read(slice(run.part.start + part.start, run.part.start + part.stop))
+
+
+def _make(pieces: tuple[Piece, ...], options: int, shelf: Shelf) -> Run:
+    run = Run(pieces, options, shelf, None)
+    if shelf.is_resident:
+        assert shelf.master.tensor is not None
+        run.tensor = shelf.master.tensor[run.part].detach()
+    return run
+
+
+def _pieces_on(shelf: Shelf, pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """Pieces of the region, cut to a shelf's portion."""
+    for piece in pieces:
+        low, high = max(piece.offset, shelf.portion.start), min(piece.offset + piece.numel, shelf.portion.stop)
+        if low < high:
+            shift = low - piece.offset
+            yield replace(piece, start=piece.start + shift, stop=piece.start + shift + high - low, offset=low)
+
+
+def _slice_states(states: dict[str, Any], whole: torch.Tensor, part: slice) -> dict[str, Any]:
     """The states of a part: tensors as long as the whole are sliced, anything else is copied."""
     return {
         key: value[part] if isinstance(value, torch.Tensor) and value.shape == whole.shape else copy.deepcopy(value)

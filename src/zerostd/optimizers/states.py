@@ -6,7 +6,7 @@ again. 16-bit runs also carry `master`, the fp32 truth behind the rounded parame
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import asdict
 from typing import Any
 
@@ -15,20 +15,37 @@ from torch import nn
 
 from zerostd.communication import World
 from zerostd.errors import MisuseError
-from zerostd.optimizers.runs import Run, slice_states
+from zerostd.optimizers.runs import Run, Runs
 from zerostd.optimizers.scaling import LossScale
 from zerostd.optimizers.update import Updater
-from zerostd.parameters import Flat
+from zerostd.parameters.shelf import MASTER
+from zerostd.policy import Route
 from zerostd.sharding import Piece
 
 __all__ = ["load_states", "put_states", "save_states"]
 
 
-def _places(updater: Updater) -> Iterator[tuple[nn.Parameter, Flat, Run, Piece]]:
+Place = tuple[Runs, Run, Piece]
+
+
+def _places(updater: Updater) -> dict[nn.Parameter, list[Place]]:
+    """Where the states of each parameter are, in the order of its elements: one place, or one for each portion."""
+    found: dict[nn.Parameter, list[Place]] = {}
     for flat, runs in updater.runs.items():
         for run in runs.runs:
             for piece in run.pieces:
-                yield flat.parameters[piece.index], flat, run, piece
+                found.setdefault(flat.parameters[piece.index], []).append((runs, run, piece))
+    return found
+
+
+def _interval(places: list[Place]) -> tuple[int, int]:
+    """The elements of a parameter that this rank updates."""
+    return places[0][2].start, places[-1][2].stop
+
+
+def _part(run: Run, piece: Piece) -> slice:
+    low = piece.offset - run.region.start
+    return slice(low, low + piece.numel)
 
 
 def save_states(updater: Updater, world: World, loss_scale: LossScale | None) -> dict[str, Any]:
@@ -36,17 +53,12 @@ def save_states(updater: Updater, world: World, loss_scale: LossScale | None) ->
     numbers = {parameter: number for number, parameter in enumerate(updater.parameters())}
     states: dict[int, dict[str, Any]] = {}
     intervals: dict[int, tuple[int, int]] = {}
-    for parameter, flat, run, piece in _places(updater):
+    for parameter, places in _places(updater).items():
         number = numbers[parameter]
-        intervals[number] = (piece.start, piece.stop)
-        low = piece.offset - run.region.start
-        part = slice(low, low + piece.numel)
-        found = slice_states(updater.inner.state.get(run.tensor, {}), run.tensor, part)
-        if flat.master is not None and flat.master.dtype != flat.full.dtype:
-            found["master"] = run.tensor[part]
+        intervals[number] = _interval(places)
+        found = _joined([_read(runs, run, piece) for runs, run, piece in places])
         if found:
-            whole = piece.numel == parameter.numel()
-            states[number] = {key: _shaped(value, piece, parameter, whole=whole) for key, value in found.items()}
+            states[number] = {key: _shaped(value, parameter) for key, value in found.items()}
     groups, count = [], 0
     for group in updater.user_groups:
         kept = {key: value for key, value in group.items() if key != "params"}
@@ -58,8 +70,27 @@ def save_states(updater: Updater, world: World, loss_scale: LossScale | None) ->
     return {"state": dict(sorted(states.items())), "param_groups": groups, "zerostd": ours}
 
 
-def _shaped(value: Any, piece: Piece, parameter: nn.Parameter, *, whole: bool) -> Any:
-    if isinstance(value, torch.Tensor) and value.shape == (piece.numel,) and whole:
+def _read(runs: Runs, run: Run, piece: Piece) -> dict[str, Any]:
+    part = _part(run, piece)
+    found = runs.read(run, part)
+    if runs.flat.rest.dtype != run.shelf.master.dtype:
+        found["master"] = runs.master(run, part)
+    return found
+
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """States of neighbouring parts as one: long ones end to end, single values as they are in the first part."""
+    if len(parts) == 1:
+        return parts[0]
+    found = dict(parts[0])
+    for key, value in found.items():
+        if isinstance(value, torch.Tensor) and value.dim():
+            found[key] = torch.cat([part[key].to(value.device) for part in parts])
+    return found
+
+
+def _shaped(value: Any, parameter: nn.Parameter) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim() and value.numel() == parameter.numel():
         return value.reshape(parameter.shape).clone()
     return value.clone() if isinstance(value, torch.Tensor) else value
 
@@ -77,12 +108,13 @@ def load_states(updater: Updater, world: World, loss_scale: LossScale | None, st
     if sizes != wanted:
         raise MisuseError(f"param_groups have {sizes} parameters in the state and {wanted} in this optimizer")
     saved = {p: state_dict["state"].get(number, {}) for number, p in enumerate(updater.parameters())}
-    for parameter, _, _, piece in _places(updater):
+    for parameter, places in _places(updater).items():
+        start, stop = _interval(places)
         for key, value in saved[parameter].items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.numel() != piece.numel:
+            if isinstance(value, torch.Tensor) and value.dim() and value.numel() != stop - start:
                 raise MisuseError(
                     f"state {key!r} of a parameter of shape {tuple(parameter.shape)} has {value.numel()} elements, "
-                    f"this rank's interval has {piece.numel}: it was saved from another model, stage or number of ranks"
+                    f"this rank's interval has {stop - start}: it was saved from another model, stage or world size"
                 )
     for user, group in zip(updater.user_groups, groups, strict=True):
         user.update({key: value for key, value in group.items() if key != "params"})
@@ -97,12 +129,19 @@ def put_states(updater: Updater, saved: dict[nn.Parameter, dict[str, Any]]) -> N
     """Fill the runs with states by parameter, each either whole or just this rank's interval of it."""
     for flat, runs in updater.runs.items():
         runs.cut([_label(saved.get(parameter, {})) for parameter in flat.parameters])
+        for run in runs.runs:
+            run.singles = None
     updater.inner.state.clear()
-    for parameter, _, run, piece in list(_places(updater)):
-        low = piece.offset - run.region.start
-        part = slice(low, low + piece.numel)
-        for key, value in saved.get(parameter, {}).items():
-            _put(updater.inner.state[run.tensor], key, value, run.tensor, part, piece)
+    for parameter, places in _places(updater).items():
+        first = _interval(places)[0]
+        for _, run, piece in places:
+            for key, value in saved.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    flat_value = value.reshape(-1)
+                    skip = 0 if flat_value.numel() == parameter.numel() else first
+                    _put(updater, run, key, flat_value[piece.start - skip : piece.stop - skip], _part(run, piece))
+                else:
+                    _put_single(updater, run, key, value)
     for flat in updater.runs:
         flat.publish()
 
@@ -113,15 +152,35 @@ def _label(states: dict[str, Any]) -> Hashable:
     return tuple((key, str(value)) for (key, value), one in zip(states.items(), single, strict=True) if one)
 
 
-def _put(states: dict[str, Any], key: str, value: Any, whole: torch.Tensor, part: slice, piece: Piece) -> None:
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        states[key] = value.clone() if isinstance(value, torch.Tensor) else value
+def _put(updater: Updater, run: Run, key: str, values: torch.Tensor, part: slice) -> None:
+    """A long state of one piece."""
+    place = slice(run.part.start + part.start, run.part.start + part.stop)
+    if key == MASTER:
+        run.shelf.master.write(place, values)
         return
-    flat = value.flatten()
-    interval = flat if flat.numel() == piece.numel else flat[piece.start : piece.stop]
-    if key == "master":
-        whole[part].copy_(interval)
+    if run.tensor is not None:
+        states = updater.inner.state[run.tensor]
+        if key not in states:
+            states[key] = torch.zeros_like(run.tensor, dtype=values.dtype)
+        states[key][part].copy_(values)
         return
-    if key not in states:
-        states[key] = torch.zeros_like(whole, dtype=value.dtype)
-    states[key][part].copy_(interval)
+    if key not in run.shelf.columns:
+        raise MisuseError(
+            f"the state {key!r} has no place off the device, since the optimizer did not make one in its trial at "
+            "prepare: it was saved by another optimizer, or with other options"
+        )
+    run.singles = {} if run.singles is None else run.singles
+    run.shelf.columns[key].write(place, values)
+
+
+def _put_single(updater: Updater, run: Run, key: str, value: Any) -> None:
+    """A state of one value, on the device where torch keeps it: with the parameters if the optimizer is fused."""
+    copied = value.clone() if isinstance(value, torch.Tensor) else value
+    if run.tensor is not None:
+        updater.inner.state[run.tensor][key] = copied
+        return
+    if isinstance(copied, torch.Tensor):
+        options = updater.user_groups[run.options]
+        follows = run.shelf.portion.route is Route.STREAMED and (options.get("fused") or options.get("capturable"))
+        copied = copied.to(updater.scratch.device if follows else "cpu")
+    run.singles = {**(run.singles or {}), key: copied}

@@ -1,12 +1,14 @@
-"""The update of one group: the user's own optimizer, run on this rank's masters.
+"""The update of one group, route by route.
 
-The inner optimizer is called once per group with that group's runs in its param_groups, so working memory is one
-group's gradient in fp32, and a group's new parameters can leave while the next one is updated. Seen from the
-optimizer it is one step all the same: options are those the user set, and counters it keeps in its param_groups move
-once."""
+Resident states: the user's own optimizer is called with that group's runs in its param_groups, so working memory is one
+group's gradient in fp32, and a group's new parameters can leave while the next one is updated. States elsewhere go by
+their routes (on_cpu.py, streamed.py, from_disk.py), beside it and beyond it: what is not done yet is left in
+`group.updates`. Seen from the optimizer it is one step all the same: options are those the user set, and counters it
+keeps in its param_groups move once."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,75 +17,140 @@ import torch
 from torch import nn
 
 from zerostd.monitoring import Ledger
+from zerostd.optimizers.arithmetic import Terms
+from zerostd.optimizers.routes import Routes
 from zerostd.optimizers.runs import Run, Runs
 from zerostd.parameters import Flat, Group
 from zerostd.policy import Kind
 
-__all__ = ["Updater"]
+__all__ = ["Scope", "Updater"]
+
+
+class Scope(enum.Enum):
+    """Which runs of a group an update is of."""
+
+    ALL = "all of them"
+    ON_TRIAL = "those whose states have a second copy: into that, for `adopt` to make it count"
+    REST = "those without one"
 
 
 class Updater:
-    """Runs the inner optimizer on groups."""
+    """Updates groups."""
 
     inner: torch.optim.Optimizer
     runs: dict[Flat, Runs]
-    scratch: torch.Tensor  # fp32, as long as the largest group's 16-bit region: gradients as the update reads them
+    routes: Routes | None  # for states off the device
+    scratch: torch.Tensor  # fp32, as long as the largest group's resident part: gradients as the update reads them
 
     def __init__(
-        self, inner: torch.optim.Optimizer, groups: tuple[Group, ...], device: torch.device, ledger: Ledger
+        self,
+        inner: torch.optim.Optimizer,
+        groups: tuple[Group, ...],
+        device: torch.device,
+        ledger: Ledger,
+        routes: Routes | None = None,
     ) -> None:
         self.inner = inner
         self.ledger = ledger
+        self.routes = routes
         self.user_groups = inner.param_groups
         options = {p: i for i, group in enumerate(self.user_groups) for p in group["params"]}
         flats = [flat for group in groups for flat in group.trainable]
         self.runs = {flat: Runs(flat, [options.get(p) for p in flat.parameters], inner.state) for flat in flats}
-        sizes = [sum(flat.gradient.numel for flat in group.trainable if flat.gradient) for group in groups]
-        needs_cast = any(flat.gradient is not None and flat.gradient.dtype != torch.float32 for flat in flats)
+        sizes = [sum(_resident_numel(flat) for flat in group.trainable) for group in groups]
+        gradients = [flat.gradient for flat in flats if flat.gradient is not None]
+        needs_cast = any(gradient.dtype.itemsize < 4 or gradient.keeper is not None for gradient in gradients)
         self.scratch = torch.empty(max(sizes, default=0) if needs_cast else 0, dtype=torch.float32, device=device)
         ledger.enter(Kind.BUFFERS, self.scratch.nbytes)
         self.num_elements = sum(flat.region.stop - flat.region.start for flat in flats)  # updated by this rank
+        self.states: dict[str, torch.dtype] = {}  # long states the optimizer will make, as far as known
+        self._has_claimed = False
         self._num_counted = self._num_booked = 0  # entries and bytes of states in the ledger
 
-    def update(self, group: Group, factor: torch.Tensor | None) -> None:
-        """Update the runs of `group` that have gradients, and publish their masters."""
-        runs = list(self._runs_with_gradients(group, factor))
-        if not runs:
-            return
-        with self._only(runs):
-            self.inner.step()
-        for run in runs:
-            run.tensor.grad = None
-        for flat in group.trainable:
-            flat.publish()
-            torch.autograd.graph.increment_version(flat.parameters)  # a graph from before must not run on new values
-        self._count()
-
-    def _runs_with_gradients(self, group: Group, factor: torch.Tensor | None) -> Iterator[Run]:
+    def update(self, group: Group, terms: Terms, scope: Scope = Scope.ALL, *, is_complete: bool = False) -> None:
+        """Start the update of the runs of `group` that have gradients; `is_complete` says that all have."""
+        resident: list[Run] = []
         used = 0
         for flat in group.trainable:
-            has_gradient = [parameter.grad is not None for parameter in flat.parameters]
+            has_gradient = [is_complete or parameter.grad is not None for parameter in flat.parameters]
             if not any(has_gradient):
                 continue
-            assert flat.gradient is not None
-            gradient = flat.gradient.current
-            if gradient.dtype != torch.float32:
-                read = self.scratch[used : used + gradient.numel()]
-                used += gradient.numel()
-                gradient = read.copy_(gradient) if factor is None else torch.mul(gradient, factor, out=read)
-            elif factor is not None:
-                gradient.mul_(factor)
             for run in self.runs[flat].active(has_gradient):
-                run.tensor.grad = gradient[run.region]
-                yield run
+                if scope is not Scope.ALL and bool(run.shelf.spare) != (scope is Scope.ON_TRIAL):
+                    continue
+                if run.tensor is not None:
+                    used = self._give_gradient(flat, run, terms.factor, used)
+                    resident.append(run)
+                    continue
+                assert self.routes is not None
+                group.updates.append(self.routes.launch(flat, run, terms, on_trial=scope is Scope.ON_TRIAL))
+            if flat.gradient is not None and flat.gradient.mirror is not None and flat.gradient.mirror.is_overwritten:
+                flat.gradient.mirror.is_current = flat.gradient.mirror.is_overwritten = False
+            torch.autograd.graph.increment_version(flat.parameters)  # a graph from before must not run on new values
+        if resident:
+            self._update_resident(group, resident, terms)
+
+    def adopt(self, group: Group) -> None:
+        """The updates on trial were right."""
+        for flat in group.trainable:
+            for run in self.runs[flat].runs:
+                if run.tried is not None:
+                    run.singles, run.tried = run.tried, None
+            for shelf in flat.shelves:
+                if shelf.spare:
+                    shelf.adopt_spare()
+
+    def forget_trial(self) -> None:
+        """They were not: what they were made from is untouched."""
+        for runs in self.runs.values():
+            for run in runs.runs:
+                run.tried = None
+
+    def claim(self) -> None:
+        """Take the memory that the first update will need, and give it back to the allocator: if there is not enough,
+        this raises before anything has changed."""
+        if self._has_claimed or self.scratch.device.type == "cpu":
+            return
+        resident = [run for runs in self.runs.values() for run in runs.runs if run.tensor is not None]
+        taken = [
+            torch.empty_like(run.tensor, dtype=dtype)
+            for run in resident
+            if run.tensor is not None and run.tensor not in self.inner.state
+            for dtype in self.states.values()
+        ]
+        del taken
+        self._has_claimed = True
+
+    def _update_resident(self, group: Group, runs: list[Run], terms: Terms) -> None:
+        with self._only(runs, terms):
+            self.inner.step()
+        for run in runs:
+            assert run.tensor is not None
+            run.tensor.grad = None
+        for flat in group.trainable:
+            flat.publish(only_resident=True)
+        self._count()
+
+    def _give_gradient(self, flat: Flat, run: Run, factor: torch.Tensor | None, used: int) -> int:
+        """Set a resident run's gradient, in the master's dtype and with the factor; returns the scratch used."""
+        assert flat.gradient is not None and run.tensor is not None
+        gradient = flat.gradient.current[run.region]
+        if gradient.dtype != run.tensor.dtype or gradient.device != run.tensor.device:
+            flat.gradient.settled()
+            gradient = self.scratch[used : used + run.numel].copy_(gradient)
+            used += run.numel
+        if factor is not None:
+            gradient.mul_(factor)
+        run.tensor.grad = gradient
+        return used
 
     @contextmanager
-    def _only(self, runs: list[Run]) -> Iterator[None]:
+    def _only(self, runs: list[Run], terms: Terms) -> Iterator[None]:
         """The inner optimizer's param_groups with just these runs. What it writes into them beside the parameters
         is kept: the last group's word counts, and all groups start from the user's values."""
         groups: list[dict[str, Any]] = [
-            {**group, "params": [run.tensor for run in runs if run.options == index]}
-            for index, group in enumerate(self.user_groups)
+            {**options, "params": [run.tensor for run in runs if run.options == index]}
+            for index, options in enumerate(terms.options)
         ]
         self.inner.param_groups = groups
         try:
@@ -94,12 +161,19 @@ class Updater:
 
     written: list[dict[str, Any]] | None = None  # param_groups as the last call left them
 
+    def options_now(self) -> list[dict[str, Any]]:
+        """The user's options as they are, for one step: later changes are the next step's."""
+        return [
+            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+            for group in self.user_groups
+        ]
+
     def keep_counters(self) -> None:
         """After all groups: what the optimizer wrote into its param_groups becomes the user's."""
         written, self.written = self.written, None
         for user, group in zip(self.user_groups, written or [], strict=False):
             for key, value in group.items():
-                if key != "params":
+                if key != "params" and not isinstance(user.get(key), torch.Tensor):
                     user[key] = value
 
     def _count(self) -> None:
@@ -120,3 +194,7 @@ class Updater:
     def parameters(self) -> list[nn.Parameter]:
         """The user's parameters, group by group."""
         return [parameter for group in self.user_groups for parameter in group["params"]]
+
+
+def _resident_numel(flat: Flat) -> int:
+    return sum(shelf.portion.numel for shelf in flat.shelves if shelf.is_resident)

@@ -1,7 +1,7 @@
-"""From a module to groups of flat buffers, each holding what this rank should.
+"""From plans to groups of flat buffers, each holding what this rank should.
 
-Reading the module and deciding (`describe`, `assign`) changes nothing; `make_group` then moves one group at a time,
-so the extra memory is one group's.
+One group at a time is moved, so the extra memory is one group's. What rests off the device comes from arenas that were
+reserved before the first group.
 """
 
 from __future__ import annotations
@@ -10,142 +10,94 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from zerostd.monitoring import Ledger
+from zerostd.parameters.blueprints import Blueprint, Member
 from zerostd.parameters.flat import Flat
 from zerostd.parameters.gradient import Gradient
 from zerostd.parameters.group import Group
-from zerostd.policy import Kind, Precision, Stage, shards
-from zerostd.sharding import Node, find_groups, make_layout
+from zerostd.parameters.homes import FlatPlan, Rules
+from zerostd.parameters.hosting import Keeper, Mirror, Staging
+from zerostd.parameters.shelf import MASTER, Shelf
+from zerostd.policy import Kind, Route, Tier
+from zerostd.sharding import Portion
+from zerostd.tiers import Column, Lanes, Stores
 
-__all__ = ["ROOT", "Blueprint", "Ground", "Member", "blueprints", "describe_groups", "make_group"]
+__all__ = ["Ground", "make_group"]
 
-ROOT = "(root)"
-
-
-@dataclass(frozen=True, eq=False)
-class Member:
-    """One parameter of a group to be."""
-
-    name: str
-    parameter: nn.Parameter
-    dtype: torch.dtype  # it will compute in
-    options: int | None  # index of its param_group; None if it is not updated
-
-
-@dataclass(frozen=True, eq=False)
-class Blueprint:
-    """A group to be."""
-
-    name: str
-    modules: tuple[nn.Module, ...]
-    members: tuple[Member, ...]
-
-
-def blueprints(
-    model: nn.Module, options: dict[nn.Parameter, int], precision: Precision, globs: Sequence[str] | None
-) -> list[Blueprint]:
-    """Which parameters travel together. A parameter that several groups use belongs to the root."""
-    node = _describe("", model, set())
-    named = dict(model.named_modules())
-    tops = find_groups(node, globs=globs)
-    homes: dict[nn.Parameter, set[int]] = {}
-    names: dict[nn.Parameter, str] = {}
-    dtypes: dict[nn.Parameter, torch.dtype] = {}
-    for module_name, module in model.named_modules(remove_duplicate=False):
-        home = next((i for i, top in enumerate(tops) if any(_is_inside(module_name, name) for name in top)), -1)
-        for short, parameter in module._parameters.items():
-            if parameter is not None:
-                homes.setdefault(parameter, set()).add(home)
-                names.setdefault(parameter, f"{module_name}.{short}".lstrip("."))
-                dtypes.setdefault(parameter, _compute_dtype(module, parameter, precision))
-    members: dict[int, list[Member]] = {}
-    for parameter, where in homes.items():
-        home = next(iter(where)) if len(where) == 1 else -1
-        member = Member(names[parameter], parameter, dtypes[parameter], options.get(parameter))
-        members.setdefault(home, []).append(member)
-    found = [Blueprint(ROOT, (model,), tuple(members.get(-1, ())))]  # may be empty: it still borrows what forward reads
-    for index, top in enumerate(tops):
-        if index in members:
-            found.append(Blueprint(top[0], tuple(named[name] for name in top), tuple(members[index])))
-    return found
-
-
-def describe_groups(found: list[Blueprint]) -> list[str]:
-    """A line per group: what must be the same on all ranks."""
-    return [f"groups: {blueprint.name} with {len(blueprint.members)} parameters" for blueprint in found]
-
-
-def _is_inside(name: str, top: str) -> bool:
-    return name == top or name.startswith(top + ".")
-
-
-def _describe(name: str, module: nn.Module, seen: set[nn.Module | nn.Parameter]) -> Node:
-    """The module tree for grouping; what is shared is counted where it comes first."""
-    seen.add(module)
-    own = [p for p in module._parameters.values() if p is not None and p not in seen]
-    seen.update(own)
-    children = [
-        _describe(f"{name}.{short}".lstrip("."), child, seen)
-        for short, child in module._modules.items()
-        if child is not None and child not in seen
-    ]
-    return Node(name, sum(p.numel() * p.element_size() for p in own), type(module), tuple(children))
-
-
-def _compute_dtype(module: nn.Module, parameter: nn.Parameter, precision: Precision) -> torch.dtype:
-    """16-bit runs leave batch-norm's sort alone: a module with floating-point buffers and only vectors for parameters
-    keeps running statistics, which need its own dtype, and computes with mixed inputs."""
-    if precision.compute is None or not parameter.is_floating_point():
-        return parameter.dtype
-    keeps_statistics = any(b is not None and b.is_floating_point() for b in module._buffers.values())
-    only_vectors = all(p is None or p.dim() <= 1 for p in module._parameters.values())
-    if precision.compute.itemsize < 4 and keeps_statistics and only_vectors:
-        return parameter.dtype
-    return precision.compute
+ValueOf = Callable[[Member], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Ground:
-    """What groups are built on: this rank's place, the stage, the device."""
+    """What groups are built on."""
 
-    rank: int
-    size: int
-    stage: Stage
+    rules: Rules
     device: torch.device
-    reduce_dtype: torch.dtype | None  # for gradients of 16-bit parameters; None: the parameter's own
     ledger: Ledger
+    stores: Stores
+    lanes: Lanes
+    staging: Staging  # for gradients that rest on the host
 
-    def shards(self, kind: Kind) -> bool:
-        """Whether this kind is spread over ranks here; in a world of one nothing is."""
-        return self.size > 1 and shards(self.stage, kind)
 
-
-def make_group(blueprint: Blueprint, index: int, ground: Ground, value_of: Callable[[Member], torch.Tensor]) -> Group:
+def make_group(blueprint: Blueprint, index: int, plans: Sequence[FlatPlan], ground: Ground, value_of: ValueOf) -> Group:
     """Flatten, take this rank's part, and let the rest go. `value_of` gives a parameter's first values."""
-    sorts: dict[tuple[torch.dtype, bool], list[Member]] = {}
-    for member in blueprint.members:
-        sorts.setdefault((member.dtype, member.options is not None), []).append(member)
-    flats = [_make_flat(members, ground, value_of) for members in sorts.values()]
+    flats = [_make_flat(plan, ground, value_of) for plan in plans]
     return Group(blueprint.name, index, blueprint.modules, flats)
 
 
-def _make_flat(members: list[Member], ground: Ground, value_of: Callable[[Member], torch.Tensor]) -> Flat:
-    dtype, is_trained = members[0].dtype, members[0].options is not None
-    ordered = sorted(members, key=lambda member: -1 if member.options is None else member.options)
-    layout = make_layout([(m.name, tuple(m.parameter.shape)) for m in ordered], ground.size, dtype.itemsize)
-    by_name = {member.name: member for member in ordered}
-    in_layout = [by_name[interval.name] for interval in layout.intervals]
-    flat = Flat(layout, [m.parameter for m in in_layout], dtype, ground.device, ground.ledger)
-    flat.choose_region(ground.rank, shard_states=ground.shards(Kind.OPTIMIZER_STATES), has_master=is_trained)
-    for position, member in enumerate(in_layout):
+def _make_flat(plan: FlatPlan, ground: Ground, value_of: ValueOf) -> Flat:
+    rules, dtype = ground.rules, plan.dtype
+    flat = Flat(plan.layout, [m.parameter for m in plan.members], dtype, ground.device, ground.ledger)
+    flat.region = plan.region
+    if plan.is_trained:
+        flat.shelves = tuple(_make_shelf(plan, portion, ground) for portion in plan.portions)
+    for position, member in enumerate(plan.members):
         flat.take(position, value_of(member))
-    flat.settle(ground.rank, shard_parameters=ground.shards(Kind.PARAMETERS))
-    if is_trained:
-        rests_in = ground.reduce_dtype if ground.reduce_dtype is not None and dtype.itemsize < 4 else dtype
-        keep_whole = ground.size > 1 and not ground.shards(Kind.GRADIENTS)
-        flat.gradient = Gradient(
-            layout, flat.region, keep_whole=keep_whole, dtype=rests_in, device=ground.device, ledger=ground.ledger
-        )
+    is_sharded = rules.shards(Kind.PARAMETERS)
+    rest: Column | None = None
+    if is_sharded or plan.parameters is not Tier.DEVICE:
+        rest = ground.stores.column(plan.parameters, Kind.PARAMETERS, plan.rest_numel(rules), dtype)
+    flat.settle(rules.rank, rest, is_sharded=is_sharded)
+    if plan.is_trained:
+        flat.gradient = _make_gradient(plan, ground)
     return flat
+
+
+def _make_shelf(plan: FlatPlan, portion: Portion, ground: Ground) -> Shelf:
+    rules, states = ground.rules, plan.columns(portion, ground.rules)
+
+    def column(dtype: torch.dtype) -> Column:
+        return ground.stores.column(portion.tier, Kind.OPTIMIZER_STATES, portion.numel, dtype)
+
+    shares = plan.shares_master(portion, rules)
+    columns = {} if shares else {MASTER: column(plan.master_dtype)}
+    columns |= {name: column(dtype) for name, dtype in states.items()}
+    spare: dict[str, Column] = {}
+    if rules.speculates and portion.tier is Tier.HOST:
+        spare = {MASTER: column(plan.master_dtype)} | {name: column(dtype) for name, dtype in states.items()}
+    return Shelf(portion, columns, spare, holds_parameters=shares)
+
+
+def _make_gradient(plan: FlatPlan, ground: Ground) -> Gradient:
+    rules = ground.rules
+    dtype = plan.gradient_dtype(rules)
+    keep_whole = rules.size > 1 and not rules.shards(Kind.GRADIENTS)
+    gradient = Gradient(
+        plan.layout, plan.region, keep_whole=keep_whole, dtype=dtype, device=ground.device, ledger=ground.ledger
+    )
+    host = ground.stores.host
+    if plan.gradients is Tier.HOST:
+        gradient.host = host
+        if rules.has_own_memory:
+            gradient.keeper = Keeper(ground.staging, ground.lanes, ground.ledger)
+    elif rules.has_own_memory:
+        parts = [slice(p.start, p.stop) for p in plan.portions if p.route is Route.CPU]
+        if parts:
+            rests_in = torch.promote_types(dtype, torch.float32) if rules.sums_gradients else dtype
+            gradient.mirror = Mirror(parts, rests_in, host, ground.lanes)
+    if rules.sums_gradients:
+        gradient.use_sum()
+    elif plan.gradients is Tier.HOST:
+        assert gradient.current is not None  # taken now: pinning in the middle of a step would hold it up
+    return gradient

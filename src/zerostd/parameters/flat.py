@@ -8,15 +8,17 @@ version counter is its own, so autograd does not take them for the user's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from zerostd.monitoring import Ledger
 from zerostd.parameters.gradient import Gradient
-from zerostd.policy import Kind
+from zerostd.parameters.shelf import MASTER, Shelf
+from zerostd.policy import Kind, Tier
 from zerostd.sharding import Layout
+from zerostd.tiers import Column
 
 __all__ = ["Flat"]
 
@@ -28,9 +30,9 @@ class Flat:
     parameters: tuple[nn.Parameter, ...]  # in the layout's order
     is_sharded: bool  # parameters rest as this rank's slice only
     region: slice  # what this rank updates: its slice, or everything at stage 0
-    full: torch.Tensor  # compute dtype; its storage is empty while released, if sharded
-    shard: torch.Tensor  # compute dtype; a view into `full` unless sharded
-    master: torch.Tensor | None  # fp32 region; the parameters themselves if they are fp32; None if frozen
+    full: torch.Tensor  # compute dtype, on the device; its storage is empty while released, if they rest elsewhere
+    rest: Column  # compute dtype: where parameters rest; a view into `full` unless sharded or off the device
+    shelves: tuple[Shelf, ...]  # what the optimizer keeps, portion by portion of the region; none if frozen
     gradient: Gradient | None  # None if frozen
 
     def __init__(
@@ -47,8 +49,8 @@ class Flat:
         self.full = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.is_sharded = False
         self.region = slice(0, layout.numel)
-        self.shard = self.full
-        self.master = None
+        self.rest = Column(layout.numel, dtype, Tier.DEVICE, self.full)
+        self.shelves = ()
         self.gradient = None
         self.views = [self.full[i.offset : i.end].view(i.shape) for i in layout.intervals]
         loud = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
@@ -56,19 +58,21 @@ class Flat:
         self.blanks = [blank.expand(interval.shape) for interval in layout.intervals]
 
     @property
-    def updated(self) -> torch.Tensor:
-        """The region in the compute dtype: where an update publishes the masters."""
-        return self.shard if self.is_sharded else self.full[self.region]
+    def gives_back(self) -> bool:
+        """Whether a released flat takes no memory beside where it rests."""
+        return self.is_sharded or self.rest.tier is not Tier.DEVICE
 
-    def choose_region(self, rank: int, *, shard_states: bool, has_master: bool) -> None:
-        """Say what this rank updates, before values come in."""
-        if shard_states:
-            self.region = self.layout.shard(rank)
-        if has_master and self.full.dtype.itemsize < 4:
-            self.master = torch.zeros(self.region.stop - self.region.start, device=self.full.device)
-            self.ledger.enter(Kind.OPTIMIZER_STATES, self.master.nbytes)
-        elif has_master:
-            self.master = self.full[self.region]
+    @property
+    def is_updated_later(self) -> bool:
+        """Whether updates go on after the step has returned."""
+        return any(not shelf.is_resident for shelf in self.shelves)
+
+    def updated(self, shelf: Shelf) -> torch.Tensor | None:
+        """A portion of the region in the compute dtype: where an update publishes its master. None on disk."""
+        if self.rest.tensor is None:
+            return None
+        mine = self.rest.tensor if self.gives_back else self.full[self.region]
+        return mine[shelf.portion.start : shelf.portion.stop]
 
     @torch.no_grad()
     def take(self, index: int, value: torch.Tensor) -> None:
@@ -86,29 +90,39 @@ class Flat:
     @torch.no_grad()
     def take_master(self, index: int, value: torch.Tensor) -> None:
         """Exact values for the master of one parameter, where there is one beside the parameter itself."""
-        if self.master is None or self.master.dtype == self.full.dtype:
-            return
         for piece in self.layout.pieces(self.region):
-            if piece.index == index:
-                part = value.reshape(-1)[piece.start : piece.stop]
-                self.master[piece.offset : piece.offset + piece.numel].copy_(part)
+            if piece.index != index:
+                continue
+            part = value.reshape(-1)[piece.start : piece.stop]
+            for shelf in self.shelves:
+                found = shelf.overlap(piece.offset, piece.offset + piece.numel)
+                if found is not None and not shelf.holds_parameters:
+                    shelf.master.write(found[0], part[found[1]])
 
-    def settle(self, rank: int, *, shard_parameters: bool) -> None:
-        """All values are in: keep what rests on this rank."""
-        self.shard = self.full[self.layout.shard(rank)]
-        if shard_parameters:
-            self.shard = self.shard.clone()
-            self.is_sharded = True
-            if self.master is not None and self.master.dtype == self.full.dtype:
-                self.master = self.shard
+    def settle(self, rank: int, rest: Column | None, *, is_sharded: bool) -> None:
+        """All values are in: keep what rests on this rank, in `rest` if that is not the gathered buffer itself."""
+        self.is_sharded = is_sharded
+        if rest is None:
+            self.ledger.enter(Kind.PARAMETERS, self.full.nbytes)
+        else:
+            rest.write(slice(0, rest.numel), self.full[self.layout.shard(rank)] if is_sharded else self.full)
+            self.rest = rest
             self.ledger.enter(Kind.BUFFERS, self.full.nbytes)
-        self.ledger.enter(Kind.PARAMETERS, self.shard.nbytes if self.is_sharded else self.full.nbytes)
+        for shelf in self.shelves:
+            if shelf.holds_parameters:
+                tensor = self.updated(shelf)
+                assert tensor is not None
+                shelf.columns[MASTER] = Column(tensor.numel(), tensor.dtype, self.rest.tier, tensor)
 
     def open(self) -> None:
         """Take memory for the gathered parameters."""
-        if self.is_sharded and self.full.untyped_storage().nbytes() == 0:
+        if self.gives_back and self.full.untyped_storage().nbytes() == 0:
             self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
             self.ledger.enter(Kind.BUFFERS, self.full.nbytes)
+
+    def place(self, rank: int) -> torch.Tensor:
+        """Where what rests here goes in the gathered buffer."""
+        return self.full[self.layout.shard(rank)] if self.is_sharded else self.full
 
     def show(self) -> None:
         """Parameters become views of the gathered buffer."""
@@ -119,21 +133,47 @@ class Flat:
         """Parameters show NaN; the gathered buffer's memory goes back, if it is not where they rest."""
         for parameter, blank in zip(self.parameters, self.blanks, strict=True):
             parameter.data = blank
-        if self.is_sharded and self.full.untyped_storage().nbytes():
+        if self.gives_back and self.full.untyped_storage().nbytes():
             self.ledger.leave(Kind.BUFFERS, self.full.nbytes)
             self.full.untyped_storage().resize_(0)
 
-    def publish(self) -> None:
-        """Round the updated masters into the compute dtype."""
-        if self.master is not None and self.master.dtype != self.full.dtype:
-            self.updated.copy_(self.master)
+    def publish(self, *, only_resident: bool = False) -> None:
+        """Round the masters into the compute dtype."""
+        for shelf in self.shelves:
+            if shelf.holds_parameters or (only_resident and not shelf.is_resident):
+                continue
+            self.write_rest(shelf, shelf.read_master())
+
+    def write_rest(self, shelf: Shelf, values: torch.Tensor) -> None:
+        """New values of a portion to where parameters rest."""
+        target = self.updated(shelf)
+        if target is not None:
+            target.copy_(values)
+        else:
+            portion = slice(shelf.portion.start, shelf.portion.stop)
+            self.rest.write(portion, values.to(self.rest.dtype))
 
     def take_edits(self) -> None:
         """The user wrote into the gathered parameters: keep it. Masters change only where the rounded value did,
         so untouched parameters lose no bits."""
-        mine = self.full[self.region]
-        if self.is_sharded:
-            self.shard.copy_(mine)
-        if self.master is not None and self.master.dtype != self.full.dtype:
-            edited = mine != self.master.to(mine.dtype)
-            self.master.copy_(torch.where(edited, mine.float(), self.master))
+        if self.gives_back:
+            mine = self.full[self.region] if self.is_sharded else self.full
+            self.rest.write(slice(0, self.rest.numel), mine)
+        for shelf in self.shelves:
+            if not shelf.holds_parameters:
+                master = shelf.read_master()
+                mine = self.full[self.region][shelf.portion.start : shelf.portion.stop].to(master.device)
+                edited = mine != master.to(mine.dtype)
+                values = torch.where(edited, mine.to(master.dtype), master)
+                shelf.master.write(slice(0, shelf.portion.numel), values)
+
+    def exact(self) -> torch.Tensor:
+        """This rank's region, or shard if it is frozen, at the precision it is kept in, on the device."""
+        if not self.shelves:
+            return self.rest.read(slice(0, self.rest.numel)).to(self.full.device)
+        parts = [part.to(self.full.device) for part in self._masters()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _masters(self) -> Iterator[torch.Tensor]:
+        for shelf in self.shelves:
+            yield shelf.read_master()

@@ -2,7 +2,8 @@
 
 One backward pass a step: in the reduce dtype (2 bytes in bf16 runs). Several: summed in fp32. `region` is the slice
 of the flat buffer this rank updates; a rank that keeps gradients whole (stages 0 and 1) has a buffer for all of it and
-reduces in place, one that shards them fills a passing buffer and keeps its region only.
+reduces in place, one that shards them fills a passing buffer and keeps its region only. Gradients rest on the device or
+in host memory (hosting.py).
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import torch
 
 from zerostd.compat import foreach_add_, foreach_copy_
 from zerostd.monitoring import Ledger
+from zerostd.parameters.hosting import Keeper, Mirror
 from zerostd.policy import Kind
 from zerostd.sharding import Layout
+from zerostd.tiers import synchronize
+from zerostd.tiers.host import Host
 
 __all__ = ["Gradient"]
 
@@ -28,6 +32,9 @@ class Gradient:
     rest: torch.Tensor | None  # reduce dtype, the region's length; None while `sum` holds it
     sum: torch.Tensor | None  # fp32, the region's length; there when a step is several backward passes
     unsynced: torch.Tensor | None  # fp32, the flat buffer's length: passes under no_sync, not reduced yet
+    host: Host | None  # where `rest` and `sum` are, if not on the device
+    keeper: Keeper | None  # how they get there, if the device has memory of its own
+    mirror: Mirror | None  # the host's copy of parts of a gradient on the device
 
     def __init__(
         self,
@@ -48,6 +55,9 @@ class Gradient:
         self.rest = None
         self.sum = None
         self.unsynced = None
+        self.host = None
+        self.keeper = None
+        self.mirror = None
         self.has_landed = [False] * len(layout.intervals)  # by parameter: a reduced gradient rests
         self.is_unsynced = [False] * len(layout.intervals)  # by parameter: `unsynced` holds something of it
         self._views: dict[int, list[torch.Tensor]] = {}
@@ -63,17 +73,20 @@ class Gradient:
         if self.sum is not None:
             return self.sum
         if self.rest is None:
-            self.rest = self.whole[self.region] if self.whole is not None else self._allocate(self.numel, self.dtype)
+            self.rest = self.whole[self.region] if self.whole is not None else self._allocate_rest(self.dtype)
         self.ledger.gradient_form = f"{str(self.dtype).removeprefix('torch.')} (one backward pass a step)"
         return self.rest
 
     def use_sum(self) -> torch.Tensor:
         """From now on rest as an fp32 sum; what rests already is carried over."""
         if self.sum is None:
-            self.sum = self._allocate(self.numel, torch.promote_types(self.dtype, torch.float32))
+            self.sum = self._allocate_rest(torch.promote_types(self.dtype, torch.float32))
             if self.rest is not None:
+                self.settled()
                 self.sum.copy_(self.rest)
-                if self.whole is None:
+                if self.host is not None:
+                    self.host.free(self.rest)
+                elif self.whole is None:
                     self.ledger.leave(Kind.GRADIENTS, self.rest.nbytes)
                 self.rest = None
                 self._views.clear()  # they would keep the old memory
@@ -112,6 +125,8 @@ class Gradient:
         if not any(keep):
             return False
         total = self.use_sum()
+        if not all(keep):
+            self.settled()
         for piece in self.layout.pieces(self.region):
             if not keep[piece.index]:
                 total[piece.offset : piece.offset + piece.numel].zero_()
@@ -142,12 +157,46 @@ class Gradient:
 
     def land_here(self, arrived: Sequence[torch.Tensor | None], *, accumulate: bool) -> None:
         """In a world of one: straight to rest, no buffer between."""
-        views = self.views(self.current)
+        target = self.open_landing(accumulate=accumulate)
+        views = self.views(target)
         if accumulate:
             pairs = [(view, grad) for view, grad in zip(views, arrived, strict=True) if grad is not None]
             foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
         else:
             write(views, arrived)
+            if self.layout.padding and self.keeper is not None:  # its norm is taken of the whole buffer
+                target[self.layout.numel - self.layout.padding :].zero_()
+        self.close_landing(target)
+
+    def open_landing(self, *, accumulate: bool) -> torch.Tensor:
+        """Where a reduced gradient is to be written, or added, on the device."""
+        self.changed()
+        if self.keeper is None:
+            return self.current
+        return self.keeper.open(self.current, self.device, accumulate=accumulate)
+
+    def close_landing(self, landed: torch.Tensor) -> None:
+        """It was, as far as the current stream is concerned: send it where it rests."""
+        if self.keeper is not None:
+            self.keeper.close(landed, self.current)
+
+    def changed(self) -> None:
+        """What was derived from the gradient is so no more."""
+        if self.keeper is not None:
+            self.keeper.norm = None
+        if self.mirror is not None:
+            self.mirror.is_current = False
+
+    def settled(self) -> torch.Tensor:
+        """The gradient where it rests, when it is there: holds the host if it rests there."""
+        if self.keeper is not None:
+            synchronize(self.keeper.kept)
+        return self.current
+
+    def _allocate_rest(self, dtype: torch.dtype) -> torch.Tensor:
+        if self.host is not None:
+            return self.host.allocate(self.numel * dtype.itemsize, Kind.GRADIENTS).view(dtype)
+        return self._allocate(self.numel, dtype)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.zeros(numel, dtype=dtype, device=self.device)

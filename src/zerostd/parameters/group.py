@@ -22,6 +22,12 @@ class Waitable(Protocol):
     def wait(self) -> None: ...
 
 
+class Update(Waitable, Protocol):
+    """An update that goes on after the step has returned."""
+
+    def is_done(self) -> bool: ...
+
+
 class GroupState(enum.Enum):
     """What a group holds now, and what that costs."""
 
@@ -39,6 +45,7 @@ class Group:
     flats: tuple[Flat, ...]
     state: GroupState
     pending: list[Waitable]  # gathers in flight, one per flat
+    updates: list[Update]  # of its parameters, still going on; the next gather waits for them
     borrowed: dict[str, Group]  # groups whose parameters this one's modules read, learnt as it happens
 
     def __init__(self, name: str, index: int, modules: Sequence[nn.Module], flats: Sequence[Flat]) -> None:
@@ -48,6 +55,7 @@ class Group:
         self.flats = tuple(flats)
         self.state = GroupState.GATHERED
         self.pending = []
+        self.updates = []
         self.borrowed = {}
         self.in_backward = False  # its backward has begun and has not done with it
         self.num_inputs_awaited: int | None = (
@@ -61,9 +69,14 @@ class Group:
         return [flat for flat in self.flats if flat.gradient is not None]
 
     @property
-    def is_sharded(self) -> bool:
+    def gives_back(self) -> bool:
         """Whether releasing gives memory back."""
-        return any(flat.is_sharded for flat in self.flats)
+        return any(flat.gives_back for flat in self.flats)
+
+    @property
+    def is_updated_later(self) -> bool:
+        """Whether its updates go on after the step has returned."""
+        return any(flat.is_updated_later for flat in self.flats)
 
     @property
     def is_in_slices(self) -> bool:

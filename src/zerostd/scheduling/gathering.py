@@ -11,8 +11,10 @@ from __future__ import annotations
 import enum
 
 from zerostd.communication import Control, Wires
+from zerostd.communication.wires import Pending
 from zerostd.errors import MisuseError
-from zerostd.parameters import Group, GroupState
+from zerostd.parameters import Flat, Group, GroupState
+from zerostd.tiers import Inbound
 
 __all__ = ["Gatherer", "Phase"]
 
@@ -31,9 +33,12 @@ class Gatherer:
     sequence: list[str]  # groups whose gather was started since ranks last compared notes
     prefetch_depth: int  # groups started ahead; 0 gathers only on demand
 
-    def __init__(self, groups: tuple[Group, ...], wires: Wires, control: Control, *, prefetch_depth: int) -> None:
+    def __init__(
+        self, groups: tuple[Group, ...], wires: Wires, control: Control, inbound: Inbound, *, prefetch_depth: int
+    ) -> None:
         self.groups = groups
         self.wires = wires
+        self.inbound = inbound
         self.control = control
         self.prefetch_depth = prefetch_depth
         self.sequence = []
@@ -50,7 +55,7 @@ class Gatherer:
         ahead: Group | None = group
         for _ in range(self.prefetch_depth):
             ahead = self._next.get((phase, ahead))
-            if ahead is None:
+            if ahead is None or self._would_block(ahead):
                 break
             self.start(ahead)
 
@@ -58,17 +63,41 @@ class Gatherer:
         """Begin gathering a released group."""
         if group.state is not GroupState.RELEASED:
             return
+        self.complete(group)
         self.sequence.append(group.name)
         with self.control.explain(f"the gather of group {group.name!r}"):
             for flat in group.flats:
-                flat.open()
-                group.pending.append(self.wires.gather(flat.full, flat.shard))
+                group.pending.append(self._start(flat))
         group.state = GroupState.GATHERING
+
+    def _start(self, flat: Flat) -> Pending:
+        """From where it rests to the device, from there to all ranks."""
+        flat.open()
+        rank = self.wires.world.rank
+        if self.wires.world.size == 1:
+            return self.inbound.bring(flat.rest, flat.full)
+        mine = flat.rest.tensor if flat.is_sharded else flat.full[flat.layout.shard(rank)]
+        if mine is None or mine.device != flat.full.device:
+            mine = flat.place(rank)
+            self.inbound.bring(flat.rest, mine).wait()
+        return self.wires.gather(flat.full, mine)
+
+    def _would_block(self, group: Group) -> bool:
+        """Whether starting it now would hold the host up for an update. Only a rank by itself may do as it likes:
+        several must start their gathers in the same order."""
+        return self.wires.world.size == 1 and not all(update.is_done() for update in group.updates)
+
+    def complete(self, group: Group) -> None:
+        """Return when the group's parameters are updated."""
+        for update in group.updates:
+            update.wait()
+        group.updates.clear()
 
     def finish(self, group: Group) -> None:
         """Wait for a gather that was started; nothing to do for a gathered group."""
         if group.state is not GroupState.GATHERING:
             return
+        self.complete(group)
         with self.control.explain(f"the gather of group {group.name!r}"):
             for pending in group.pending:
                 pending.wait()
@@ -79,7 +108,7 @@ class Gatherer:
 
     def release(self, group: Group) -> None:
         """Give a sharded group's memory back; one that rests gathered or that someone holds stays."""
-        if not group.is_sharded or group.num_pins or group.state is GroupState.RELEASED:
+        if not group.gives_back or group.num_pins or group.state is GroupState.RELEASED:
             return
         self.finish(group)
         for flat in group.flats:
@@ -87,17 +116,21 @@ class Gatherer:
         group.state = GroupState.RELEASED
 
     def renew(self, group: Group) -> None:
-        """The update changed this rank's slice. Sharded: the next use gathers it. Not sharded, but updated in slices:
-        the other slices start coming in now, and parameters show NaN until they have."""
+        """The update changes this rank's slice. If it rests elsewhere, the next use gathers it. If not, but ranks
+        update slices of it, the other slices start coming in now. Parameters show NaN until all is there."""
         if group.num_pins:
             raise MisuseError("optimizer.step() inside zerostd.gathered(): leave the context before the step")
-        if group.is_sharded:
+        if group.pending:
+            self.finish(group)
+        if group.gives_back:
             self.release(group)
-        elif group.is_in_slices:
+        elif group.is_in_slices or group.updates:
             for flat in group.flats:
                 flat.hide()
-            group.state = GroupState.RELEASED
-            self.start(group)
+            group.state = GroupState.GATHERING
+            if group.is_in_slices:
+                group.state = GroupState.RELEASED
+                self.start(group)
 
     def finish_all(self) -> None:
         """Wait for every gather in flight."""

@@ -94,10 +94,10 @@ class Guards:
             return
         for parameter in module.parameters(recurse=False):
             group = self._places[parameter][0]
-            if group.is_sharded:
+            if group.gives_back:
                 raise MisuseError(
-                    "state_dict() of a model whose parameters are sharded (stage 3) would hold NaN: call "
-                    "zerostd.full_state_dict(model) on all ranks"
+                    "state_dict() of a model whose parameters are sharded (stage 3) or off the device would hold NaN: "
+                    "call zerostd.full_state_dict(model) on all ranks"
                 )
             self.gatherer.finish(group)
 
@@ -107,7 +107,7 @@ class Guards:
         self._depth += 1
         wanted = {self._places[p][0].name: self._places[p][0] for p in module.parameters(recurse=False)}
         for name in [name for name in self._loading if name not in wanted]:
-            if self._loading[name].is_sharded:
+            if self._loading[name].gives_back:
                 self._commit(name)
         for name, group in wanted.items():
             self.gatherer.start(group)

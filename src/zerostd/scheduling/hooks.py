@@ -53,7 +53,8 @@ class Hooks:
     def install(self) -> None:
         """Register everything."""
         add = self._removables.append
-        moves = any(group.is_sharded or group.is_in_slices for group in self.gatherer.groups)
+        groups = self.gatherer.groups
+        moves = any(group.gives_back or group.is_in_slices or group.is_updated_later for group in groups)
         if moves:
             for group in self.gatherer.groups:
                 for module in group.modules:
@@ -87,7 +88,7 @@ class Hooks:
     def _read(self, group: Group, by_name: bool) -> None:
         """A parameter of `group` is being read. One that rests gathered is completed; a sharded one that a running
         forward reads by its name is gathered, and from then on whenever the group that reads it is."""
-        if not group.is_sharded:
+        if not group.gives_back:
             self.gatherer.finish(group)
         elif by_name and self._active:
             self._active[-1].borrowed[group.name] = group
@@ -128,7 +129,7 @@ class Hooks:
             self._let_go(group)
         self._active.append(group)
         self.gatherer.need(group, phase)
-        if group.is_sharded and torch.is_grad_enabled():
+        if (group.gives_back or group.is_updated_later) and torch.is_grad_enabled():
             inputs = [t for t in tensors_in((args, kwargs)) if t.grad_fn is not None]
             if inputs:
                 group.num_inputs_awaited = (group.num_inputs_awaited or 0) + 1
@@ -145,7 +146,7 @@ class Hooks:
     def _after_group(self, group: Group, module: nn.Module, args: Any, output: Any) -> None:
         if group in self._active:
             del self._active[len(self._active) - 1 - self._active[::-1].index(group)]
-        moving = [moved for moved in (group, *group.borrowed.values()) if moved.is_sharded]
+        moving = [moved for moved in (group, *group.borrowed.values()) if moved.gives_back]
         if not moving:
             return
         if torch.is_grad_enabled():

@@ -16,7 +16,7 @@ from torch import nn
 
 from zerostd.communication import Control, Pending, Wires
 from zerostd.monitoring import Ledger
-from zerostd.parameters import Flat, GradientHandle, Group
+from zerostd.parameters import Flat, Gradient, GradientHandle, Group
 from zerostd.policy import Kind
 
 __all__ = ["Arrivals", "Reducer", "Slot"]
@@ -84,6 +84,7 @@ class Reducer:
         self._staged: list[Pending | None] = [None] * NUM_STAGING
         self._turn = 0
         self._in_flight: list[tuple[str, Pending, Callable[[], None] | None]] = []
+        self._landed: list[Group] = []  # sent in the last pass of a step, and not told to have landed
 
     def reserve(self, groups: tuple[Group, ...]) -> None:
         """Allocate staging and receive buffers for the largest flat, before the first collective."""
@@ -100,34 +101,53 @@ class Reducer:
                 self._staging.append(torch.empty(passing, dtype=torch.uint8, device=self.wires.world.device))
                 self.ledger.enter(Kind.BUFFERS, passing)
 
-    def launch(self, arrivals: Arrivals, *, sync: bool) -> None:
-        """Start the way of one group's gradients to rest; without `sync`, only sum them up locally."""
+    def launch(self, arrivals: Arrivals, *, sync: bool, is_last: bool = False) -> list[Group]:
+        """Start the way of one group's gradients to rest; without `sync`, only sum them up locally. In the last pass
+        of a step, what the processor will read goes on to the host. Returns the groups that have landed by now."""
+        landed = []
+        if self.wires.world.size > 1 and is_last and sync:
+            self.settle()  # what was sent before may go on from where it landed
+            landed, self._landed = self._landed, []
         for flat in arrivals.group.trainable:
             grads, wanted = arrivals.grads[flat], arrivals.wanted(flat)
-            assert flat.gradient is not None
+            gradient = flat.gradient
+            assert gradient is not None
             if self.wires.world.size == 1:  # nothing to reduce, so nothing to put off
-                flat.gradient.land_here(grads, accumulate=flat.gradient.prepare_landing(wanted))
+                gradient.land_here(grads, accumulate=gradient.prepare_landing(wanted))
+                if is_last and gradient.mirror is not None:
+                    gradient.mirror.send(gradient.current)
             elif not sync:
-                flat.gradient.add_unsynced(grads, wanted)
+                gradient.add_unsynced(grads, wanted)
             else:
                 with self.control.explain(f"the reduce of group {arrivals.group.name!r}"):
-                    self._send(arrivals.group.name, flat, grads, wanted)
+                    self._send(arrivals.group.name, gradient, grads, wanted)
         arrivals.let_go()
+        if self.wires.world.size == 1:
+            return [arrivals.group]
+        if is_last and sync:
+            self._landed.append(arrivals.group)
+        return landed
 
-    def _send(self, name: str, flat: Flat, grads: list[torch.Tensor | None], wanted: list[bool]) -> None:
-        gradient = flat.gradient
-        assert gradient is not None
+    def begin(self) -> None:
+        """A pass begins."""
+        self._landed = []
+
+    def _send(self, name: str, gradient: Gradient, grads: list[torch.Tensor | None], wanted: list[bool]) -> None:
         accumulate = gradient.prepare_landing(wanted)
-        if gradient.whole is None:
-            buffer = self._stage(gradient.layout.numel, gradient.dtype)
+        if gradient.whole is None or gradient.numel < gradient.layout.numel:
+            buffer = gradient.whole
+            if buffer is None:
+                buffer = self._stage(gradient.layout.numel, gradient.dtype)
             gradient.fill(buffer, grads, wanted)
-            pending = self._staged[self._turn] = self.wires.reduce(buffer, gradient.current, accumulate=accumulate)
-            self._in_flight.append((name, pending, None))
-        elif gradient.numel < gradient.layout.numel:
-            gradient.fill(gradient.whole, grads, wanted)
-            pending = self.wires.reduce(gradient.whole, gradient.current, accumulate=accumulate)
-            self._in_flight.append((name, pending, None))
+            if gradient.keeper is not None:
+                self.settle()  # one landing place on the device at a time
+            target = gradient.open_landing(accumulate=accumulate)
+            pending = self.wires.reduce(buffer, target, accumulate=accumulate)
+            if gradient.whole is None:
+                self._staged[self._turn] = pending
+            self._in_flight.append((name, pending, functools.partial(gradient.close_landing, target)))
         else:
+            gradient.changed()
             gradient.fill(gradient.whole, grads, wanted)
             pending = self.wires.reduce_everywhere(gradient.whole)
             sums = gradient.current is gradient.sum
@@ -145,9 +165,9 @@ class Reducer:
 
     def settle(self) -> None:
         """Return when every gradient sent has landed."""
-        for name, pending, fold in self._in_flight:
+        for name, pending, finish in self._in_flight:
             with self.control.explain(f"the reduce of group {name!r}"):
                 pending.wait()
-            if fold is not None:
-                fold()
+            if finish is not None:
+                finish()
         self._in_flight.clear()

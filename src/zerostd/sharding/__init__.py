@@ -2,5 +2,18 @@
 
 from zerostd.sharding.grouping import Bounds, Node, find_groups
 from zerostd.sharding.layout import Interval, Layout, Piece, make_layout
+from zerostd.sharding.portions import Portion, assign_tiers, cut_portions, default_cpu_share
 
-__all__ = ["Bounds", "Interval", "Layout", "Node", "Piece", "find_groups", "make_layout"]
+__all__ = [
+    "Bounds",
+    "Interval",
+    "Layout",
+    "Node",
+    "Piece",
+    "Portion",
+    "assign_tiers",
+    "cut_portions",
+    "default_cpu_share",
+    "find_groups",
+    "make_layout",
+]

@@ -1,0 +1,129 @@
+"""States on disk: tiles are read ahead into slots of host memory, updated there, and written back behind.
+
+The processor updates them in place, or they pass through the device as on the streamed route. Tiles are whole pages,
+so neighbouring runs may share one: what is on its way out is written before it is read again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zerostd.optimizers.arithmetic import Terms
+from zerostd.optimizers.on_cpu import Job, OnCpu, cut
+from zerostd.optimizers.runs import Run
+from zerostd.optimizers.streamed import Streamed, Tile
+from zerostd.parameters import Flat
+from zerostd.parameters.shelf import Shelf
+from zerostd.policy import Kind, Route
+from zerostd.sharding.portions import UNIT
+from zerostd.tiers import Done, Relay, Transfer, mark_here, synchronize
+
+__all__ = ["FromDisk"]
+
+NUM_SLOTS = 4
+TILE_NUMEL = 4 << 20
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Host memory for one tile, and what is on its way in and out."""
+
+    columns: dict[str, torch.Tensor]
+    reads: list[Transfer] = field(default_factory=list)
+    writes: list[Transfer] = field(default_factory=list)
+    home: tuple[Shelf | None, slice] = (None, slice(0, 0))  # of what is on its way out
+
+    def settle(self) -> None:
+        """Return when nothing is on its way out."""
+        for write in self.writes:
+            write.wait()
+        self.writes.clear()
+
+
+class FromDisk(OnCpu):
+    """Updates runs whose states are on disk, in a thread of its own."""
+
+    streamed: Streamed | None = None  # behind it, for portions that the device updates
+
+    def reserve(self, columns: dict[str, torch.dtype]) -> None:
+        """Take memory for the slots."""
+        self._slots: list[_Slot] = []
+        for _ in range(NUM_SLOTS):
+            room = {
+                name: self.stores.host.allocate(TILE_NUMEL * dtype.itemsize, Kind.BUFFERS).view(dtype)
+                for name, dtype in columns.items()
+            }
+            self._slots.append(_Slot(room))
+
+    def launch(self, flat: Flat, run: Run, terms: Terms, *, on_trial: bool) -> Transfer:
+        """Start the update of a run; done when the new parameters are where they rest."""
+        if run.shelf.portion.route is not Route.STREAMED:
+            return super().launch(flat, run, terms, on_trial=False)
+        assert flat.gradient is not None
+        gradient, place, relay = flat.gradient.current[run.region], flat.updated(run.shelf), Relay()
+        ready = flat.gradient.keeper.kept if flat.gradient.keeper is not None else mark_here(self.stores.device)
+        weights = None if place is None else place[run.part]
+        job = Job(run, terms, gradient, ready, weights, None, flat, None, False, relay)
+        relay.work = self.worker.submit(lambda: self._do(job))
+        return relay
+
+    # In the thread
+
+    def _do(self, job: Job) -> None:
+        is_streamed = job.run.shelf.portion.route is Route.STREAMED
+        if not is_streamed:
+            synchronize(job.ready)
+        factor = 1.0 if is_streamed else job.terms.host_factor()
+        run, shelf = job.run, job.run.shelf
+        starts = list(range(run.part.start // UNIT * UNIT, run.part.stop, TILE_NUMEL))
+        end = min(shelf.portion.numel, -(-run.part.stop // UNIT) * UNIT)
+        tiles = [slice(start, min(end, start + TILE_NUMEL)) for start in starts]
+        for index in range(min(NUM_SLOTS - 1, len(tiles))):
+            self._read(shelf, tiles[index], self._slots[index])
+        singles = None
+        for index, tile in enumerate(tiles):
+            slot = self._slots[index % NUM_SLOTS]
+            if index + NUM_SLOTS - 1 < len(tiles):
+                self._read(shelf, tiles[index + NUM_SLOTS - 1], self._slots[(index - 1) % NUM_SLOTS])
+            for read in slot.reads:
+                read.wait()
+            inside = slice(max(tile.start, run.part.start), min(tile.stop, run.part.stop))
+            states = cut(slot.columns, slice(inside.start - tile.start, inside.stop - tile.start))
+            here = slice(inside.start - run.part.start, inside.stop - run.part.start)
+            singles = (self._stream if is_streamed else self._update)(job, states, here, factor)
+            slot.home = (shelf, tile)
+            for name, column in shelf.columns.items():
+                slot.writes.append(column.start_write(tile.start, slot.columns[name][: tile.stop - tile.start]))
+            self.send(job, here)
+        self.end(job, singles)
+
+    def _read(self, shelf: Shelf, tile: slice, slot: _Slot) -> None:
+        slot.settle()
+        for other in self._slots:
+            home, written = other.home
+            if home is shelf and written.start < tile.stop and tile.start < written.stop:
+                other.settle()
+        slot.reads = [
+            column.start_read(tile.start, slot.columns[name][: tile.stop - tile.start])
+            for name, column in shelf.columns.items()
+        ]
+
+    def _update(self, job: Job, states: dict[str, torch.Tensor], here: slice, factor: float) -> dict[str, Any] | None:
+        return self.update(job, states, states, here, factor)
+
+    def _stream(self, job: Job, states: dict[str, torch.Tensor], here: slice, factor: float) -> dict[str, Any] | None:
+        assert self.streamed is not None
+        weight = None if job.weights is None else job.weights[here]
+        tile = Tile(states, states, job.gradient[here], weight, job.ready)
+        singles, published, landed = self.streamed.update(tile, job.options, job.run.singles, job.terms.factor, Done())
+        job.relay.mark = published
+        synchronize(landed)
+        return singles
+
+    def settle(self) -> None:
+        """Return when everything is written."""
+        for slot in self._slots:
+            slot.settle()

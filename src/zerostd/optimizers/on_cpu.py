@@ -1,0 +1,202 @@
+"""The cpu route: states that rest on the host, or on disk behind it, are updated by the processor, in a thread.
+
+    gradient -> host          copied down when it lands, or there already
+    kernel                    one pass over gradient, master and states; new parameters out in their own dtype
+    parameters -> their home  up to the device tile by tile, while the kernel goes on
+
+From disk, tiles of states are read ahead into a few slots of host memory and written back while the next ones are
+updated. Optimizers that the kernels do not have run as the user's own object, on the processor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerostd import kernels
+from zerostd.errors import MisuseError
+from zerostd.kernels import Rule
+from zerostd.optimizers.arithmetic import Terms, Twin, copies, native_rule, next_singles, state_names, take_new
+from zerostd.optimizers.runs import Run
+from zerostd.parameters import Flat
+from zerostd.parameters.shelf import MASTER, Shelf
+from zerostd.policy import Kind
+from zerostd.tiers import Column, Done, Lanes, Relay, Stores, Transfer, Worker, synchronize
+
+__all__ = ["Job", "OnCpu", "cut"]
+
+TILE_NUMEL = 16 << 20  # elements updated before their new parameters start on their way
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """The update of one run: everything the thread needs, fixed when it was asked for."""
+
+    run: Run
+    terms: Terms
+    gradient: torch.Tensor  # on the host
+    ready: Transfer  # the gradient's way there
+    weights: torch.Tensor | None  # on the host: where new parameters are written; None: the master is the parameter
+    target: torch.Tensor | None  # on the device: where they go from there
+    flat: Flat
+    rule: Rule | None
+    on_trial: bool
+    relay: Relay
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the run's parameters."""
+        return self.terms.options[self.run.options]
+
+
+class OnCpu:
+    """Updates runs in a thread of its own, in the order they were launched."""
+
+    def __init__(
+        self, inner: torch.optim.Optimizer, stores: Stores, lanes: Lanes, *, num_threads: int, name: str
+    ) -> None:
+        self.inner = inner
+        self.twin = Twin(inner)
+        self.stores = stores
+        self.lanes = lanes
+        self.num_threads = num_threads
+        self.worker = Worker(name, stores.device)
+        self._weights: dict[Shelf, torch.Tensor] = {}
+
+    def launch(self, flat: Flat, run: Run, terms: Terms, *, on_trial: bool) -> Transfer:
+        """Start the update of a run; done when the new parameters are where they rest."""
+        gradient, ready = self._gradient(flat, run)
+        rule = self._rule(terms.options[run.options], run)
+        weights, target = self._weights_of(flat, run, gradient, on_trial=on_trial)
+        relay = Relay()
+        job = Job(run, terms, gradient, ready, weights, target, flat, rule, on_trial, relay)
+        if rule is not None:
+            singles = next_singles(rule, run.singles)
+            if on_trial:
+                run.tried = singles
+            else:
+                run.singles = singles
+        relay.work = self.worker.submit(lambda: self._do(job))
+        return relay
+
+    def _rule(self, options: dict[str, Any], run: Run) -> Rule | None:
+        """Native, if the numbers are fp32 and the user has not asked for torch's fused kernel on this processor."""
+        is_asked_for_fused = bool(options.get("fused")) and self.stores.device.type == "cpu"
+        if is_asked_for_fused or run.shelf.master.dtype != torch.float32:
+            return None
+        rule = native_rule(self.inner, options, run.singles, exact_root=self.stores.device.type != "cpu")
+        missing = [name for name in (state_names(rule) if rule is not None else ()) if name not in run.shelf.columns]
+        if missing:
+            raise MisuseError(
+                f"the optimizer now needs the state {missing[0]!r}, which its options at prepare did not: set them "
+                "before prepare, so that there is room for it"
+            )
+        return rule
+
+    def _gradient(self, flat: Flat, run: Run) -> tuple[torch.Tensor, Transfer]:
+        gradient = flat.gradient
+        assert gradient is not None
+        if gradient.mirror is not None:
+            gradient.mirror.send(gradient.current)
+            return gradient.mirror.copy_of(run.shelf.portion.start)[run.part], gradient.mirror.arrived
+        ready = gradient.keeper.kept if gradient.keeper is not None else Done()
+        return gradient.current[run.region], ready
+
+    def _weights_of(
+        self, flat: Flat, run: Run, gradient: torch.Tensor, *, on_trial: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Where the kernel writes new parameters, and where they go from there."""
+        if run.shelf.holds_parameters:
+            return None, None
+        place = flat.updated(run.shelf)
+        if place is not None and place.device.type == "cpu":
+            return place[run.part], None
+        dtype = flat.rest.dtype
+        may_overwrite = flat.gradient is not None and flat.gradient.mirror is not None and not on_trial
+        if may_overwrite and place is not None and gradient.dtype.itemsize == dtype.itemsize:
+            assert flat.gradient is not None and flat.gradient.mirror is not None
+            flat.gradient.mirror.is_overwritten = True
+            return gradient.view(dtype), place[run.part]
+        if run.shelf not in self._weights:
+            num_bytes = run.shelf.portion.numel * dtype.itemsize
+            self._weights[run.shelf] = self.stores.host.allocate(num_bytes, Kind.BUFFERS).view(dtype)
+        return self._weights[run.shelf][run.part], None if place is None else place[run.part]
+
+    # In the thread
+
+    def _do(self, job: Job) -> None:
+        synchronize(job.ready)
+        factor = job.terms.host_factor()
+        source = _cut(job.run.shelf.columns, job.run.part)
+        target = _cut(job.run.shelf.spare, job.run.part) if job.on_trial else source
+        step = job.run.numel if job.rule is None else TILE_NUMEL
+        singles = None
+        for low in range(0, job.run.numel, step):
+            tile = slice(low, min(job.run.numel, low + step))
+            read = cut(source, tile)
+            singles = self.update(job, read, cut(target, tile) if job.on_trial else read, tile, factor)
+            self.send(job, tile)
+        self.end(job, singles)
+
+    def update(self, job: Job, source: Tensors, target: Tensors, tile: slice, factor: float) -> dict[str, Any] | None:
+        """One tile of a run by the kernel, or by the user's optimizer; the latter returns its states of one value."""
+        if job.rule is None:
+            return self._by_twin(job, source, target, tile, factor)
+        names = (MASTER, *state_names(job.rule))
+        kernels.update(
+            job.rule,
+            job.gradient[tile],
+            tuple(source[name] for name in names),
+            None if target is source else tuple(target[name] for name in names),
+            factor=factor,
+            weight=None if job.weights is None else job.weights[tile],
+            num_threads=self.num_threads,
+        )
+        return None
+
+    def _by_twin(self, job: Job, source: Tensors, target: Tensors, tile: slice, factor: float) -> dict[str, Any]:
+        if target is not source:
+            for name, column in source.items():
+                target[name].copy_(column)
+        master = target[MASTER]
+        gradient = job.gradient[tile].to(master.dtype, copy=True)
+        if factor != 1.0:
+            gradient.mul_(factor)
+        long = {name: column for name, column in target.items() if name != MASTER}
+        singles = job.run.singles
+        states = None if singles is None else {**copies(singles), **long}
+        made = self.twin.step(job.options, master, states, gradient)
+        take_new(made, long)
+        if job.weights is not None:
+            job.weights[tile].copy_(master)
+        return {name: value for name, value in made.items() if name not in long}
+
+    def end(self, job: Job, singles: dict[str, Any] | None) -> None:
+        """After the last tile: what is kept of the run, and parameters that rest on disk."""
+        if job.rule is None and job.on_trial:
+            job.run.tried = singles
+        elif job.rule is None:
+            job.run.singles = singles
+        if job.flat.rest.tensor is None and job.weights is not None:
+            job.flat.rest.write(job.run.region, job.weights)
+
+    def send(self, job: Job, tile: slice) -> None:
+        """New parameters of a tile on their way to the device."""
+        if job.target is None or job.weights is None:
+            return
+        with self.lanes.up_weights.after():
+            job.target[tile].copy_(job.weights[tile], non_blocking=True)
+            job.relay.mark = self.lanes.up_weights.mark()
+
+
+def _cut(columns: dict[str, Column], part: slice) -> Tensors:
+    return {name: column.tensor[part] for name, column in columns.items() if column.tensor is not None}
+
+
+def cut(columns: Tensors, part: slice) -> Tensors:
+    """A part of every column."""
+    return {name: column[part] for name, column in columns.items()}

@@ -1,0 +1,106 @@
+"""The routes of updates off the device's own states, side by side, each made only if some portion takes it."""
+
+from __future__ import annotations
+
+import torch
+
+from zerostd.optimizers.arithmetic import HostNumber, Terms
+from zerostd.optimizers.from_disk import FromDisk
+from zerostd.optimizers.on_cpu import OnCpu
+from zerostd.optimizers.runs import Run
+from zerostd.optimizers.streamed import Streamed
+from zerostd.parameters import Flat, Group
+from zerostd.parameters.shelf import Shelf
+from zerostd.policy import Kind, Route, Tier
+from zerostd.tiers import Lanes, Stores, Transfer, mark_here
+
+__all__ = ["Routes"]
+
+TILE_NUMEL = 8 << 20
+NUM_NUMBERS = 4
+
+
+class Routes:
+    """Sends each run by its portion's route."""
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        groups: tuple[Group, ...],
+        stores: Stores,
+        lanes: Lanes,
+        *,
+        num_threads: int,
+    ) -> None:
+        self.stores = stores
+        self.device = stores.device
+        shelves = [shelf for group in groups for flat in group.trainable for shelf in flat.shelves]
+        self.cpu = self.streamed = self.disk = None
+        if _some(shelves, Tier.HOST, Route.CPU):
+            self.cpu = OnCpu(inner, stores, lanes, num_threads=num_threads, name="the update on the processor")
+
+        def make_streamed(tier: Tier) -> Streamed | None:
+            found = _some(shelves, tier, Route.STREAMED)
+            if not found:
+                return None
+            longest = max(shelf.portion.numel for shelf in found)
+            return Streamed(inner, _columns(found), min(TILE_NUMEL, longest), self.device, lanes, stores.ledger)
+
+        self.streamed = make_streamed(Tier.HOST)
+        on_disk = [shelf for shelf in shelves if shelf.portion.tier is Tier.DISK]
+        if on_disk:
+            self.disk = FromDisk(inner, stores, lanes, num_threads=num_threads, name="the update of states on disk")
+            self.disk.reserve(_columns(on_disk))
+            self.disk.streamed = make_streamed(Tier.DISK)
+        self._numbers = stores.host.allocate(NUM_NUMBERS * 4, Kind.BUFFERS).view(torch.float32)
+        self._turn = 0
+
+    def launch(self, flat: Flat, run: Run, terms: Terms, *, on_trial: bool) -> Transfer:
+        """Start the update of one run."""
+        portion = run.shelf.portion
+        if portion.tier is Tier.DISK:
+            assert self.disk is not None
+            return self.disk.launch(flat, run, terms, on_trial=on_trial)
+        if portion.route is Route.STREAMED:
+            assert self.streamed is not None
+            return self.streamed.launch(flat, run, terms, on_trial=on_trial)
+        assert self.cpu is not None
+        return self.cpu.launch(flat, run, terms, on_trial=on_trial)
+
+    def to_host(self, factor: torch.Tensor | None) -> HostNumber | None:
+        """A factor on its way to the threads that need it as a number."""
+        if factor is None:
+            return None
+        self._turn = (self._turn + 1) % NUM_NUMBERS
+        memory = self._numbers[self._turn]
+        memory.copy_(factor.reshape(()), non_blocking=True)
+        return HostNumber(memory, mark_here(self.device))
+
+    def drain(self) -> None:
+        """Return when every update so far is done; raise if one failed."""
+        for route in (self.cpu, self.disk):
+            if route is not None:
+                route.worker.drain()
+        if self.disk is not None:
+            self.disk.settle()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def check(self) -> None:
+        """Raise if a thread has failed."""
+        for route in (self.cpu, self.disk):
+            if route is not None:
+                route.worker.check()
+
+
+def _some(shelves: list[Shelf], tier: Tier, route: Route) -> list[Shelf]:
+    return [shelf for shelf in shelves if shelf.portion.tier is tier and shelf.portion.route is route]
+
+
+def _columns(shelves: list[Shelf]) -> dict[str, torch.dtype]:
+    """Names and dtypes of all columns, the widest dtype of each."""
+    found: dict[str, torch.dtype] = {}
+    for shelf in shelves:
+        for name, column in shelf.columns.items():
+            found[name] = torch.promote_types(found.get(name, column.dtype), column.dtype)
+    return found

@@ -1,0 +1,115 @@
+"""Gradients and host memory, on devices that have their own.
+
+A `Mirror` is the host's copy of those parts of a gradient that the processor will read for its update; the gradient
+itself rests on the device. A `Keeper` lets a gradient rest on the host altogether: it lands in one of a few buffers
+on the device, where its norm is taken, and goes down from there; a later pass brings it up again to add to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zerostd.monitoring import Ledger
+from zerostd.policy import Kind
+from zerostd.tiers import Done, Lanes, Transfer, mark_here
+from zerostd.tiers.host import Host
+
+__all__ = ["Keeper", "Mirror", "Staging"]
+
+NUM_STAGING = 2
+
+
+class Mirror:
+    """Parts of one gradient on the host. `is_current` until the gradient changes."""
+
+    parts: tuple[slice, ...]  # of the region
+    copies: list[torch.Tensor]  # one for each part, in the gradient's dtype
+    arrived: Transfer
+
+    def __init__(self, parts: Sequence[slice], dtype: torch.dtype, host: Host, lanes: Lanes) -> None:
+        self.parts = tuple(parts)
+        self.host = host
+        self.lanes = lanes
+        self.is_current = False
+        self.is_overwritten = False  # by new parameters, which take the same way back
+        self.arrived = Done()
+        self.copies = [self._allocate(part.stop - part.start, dtype) for part in parts]
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.host.allocate(numel * dtype.itemsize, Kind.BUFFERS).view(dtype)
+
+    def send(self, gradient: torch.Tensor) -> None:
+        """Start copying the parts down; free if they are there already."""
+        if self.is_current:
+            return
+        if self.copies and self.copies[0].dtype != gradient.dtype:  # a second pass has made it an fp32 sum
+            for index, copy in enumerate(self.copies):
+                self.host.free(copy)
+                self.copies[index] = self._allocate(copy.numel(), gradient.dtype)
+        with self.lanes.down.after(mark_here(gradient.device)):
+            for part, copy in zip(self.parts, self.copies, strict=True):
+                copy.copy_(gradient[part], non_blocking=True)
+            self.arrived = self.lanes.down.mark()
+        self.is_current = True
+
+    def copy_of(self, start: int) -> torch.Tensor:
+        """The copy of the part that begins at `start` of the region."""
+        return next(copy for part, copy in zip(self.parts, self.copies, strict=True) if part.start == start)
+
+
+@dataclass(eq=False)
+class Staging:
+    """Buffers on the device that gradients pass through on their way down; one fills while another empties."""
+
+    memories: list[torch.Tensor] = field(default_factory=list)
+    free: list[Transfer] = field(default_factory=list)
+    turn: int = 0
+
+    def reserve(self, num_bytes: int, device: torch.device, ledger: Ledger) -> None:
+        """Make the buffers at least this large."""
+        if self.memories and self.memories[0].nbytes >= num_bytes:
+            return
+        ledger.leave(Kind.BUFFERS, sum(memory.nbytes for memory in self.memories))
+        self.memories = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_STAGING)]
+        self.free = [Done() for _ in range(NUM_STAGING)]
+        ledger.enter(Kind.BUFFERS, num_bytes * NUM_STAGING)
+
+
+class Keeper:
+    """Keeps one gradient on the host."""
+
+    norm: torch.Tensor | None  # on the device, of what landed last; None if it has changed since
+    kept: Transfer
+
+    def __init__(self, staging: Staging, lanes: Lanes, ledger: Ledger) -> None:
+        self.staging = staging
+        self.lanes = lanes
+        self.ledger = ledger
+        self.norm = None
+        self.kept = Done()
+        self._slot = 0
+
+    def open(self, rest: torch.Tensor, device: torch.device, *, accumulate: bool) -> torch.Tensor:
+        """A buffer on the device to land in; with `accumulate` it holds what rests already."""
+        staging = self.staging
+        staging.reserve(rest.nbytes, device, self.ledger)
+        self._slot = staging.turn = (staging.turn + 1) % NUM_STAGING
+        buffer = staging.memories[self._slot][: rest.nbytes].view(rest.dtype)
+        free = staging.free[self._slot]
+        free.wait()
+        if accumulate:
+            with self.lanes.up.after(free, self.kept, mark_here(device)):
+                buffer.copy_(rest, non_blocking=True)
+                mark = self.lanes.up.mark()
+            mark.wait()
+        return buffer
+
+    def close(self, buffer: torch.Tensor, rest: torch.Tensor) -> None:
+        """What landed goes down to where it rests."""
+        self.norm = torch.linalg.vector_norm(buffer, dtype=torch.float32)
+        with self.lanes.down.after(mark_here(buffer.device)):
+            rest.copy_(buffer, non_blocking=True)
+            self.kept = self.staging.free[self._slot] = self.lanes.down.mark()

@@ -1,0 +1,125 @@
+"""A column: numbers in a row that rest in one tier.
+
+In memory (device or host) a column is a tensor, and whoever works on it works on that. On disk it is an interval of a
+file: it is read and written in parts, through memory of the caller's or, outside the step, through memory of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from zerostd.monitoring import Ledger
+from zerostd.policy import Kind, Tier
+from zerostd.tiers.disk import Disk, Extent
+from zerostd.tiers.host import Host
+from zerostd.tiers.transfer import Transfer
+
+__all__ = ["Column", "Stores", "padded"]
+
+PAGE = 4096
+
+
+@dataclass(eq=False)
+class Column:
+    """`numel` numbers of one dtype. `tensor` is None on disk."""
+
+    numel: int
+    dtype: torch.dtype
+    tier: Tier
+    tensor: torch.Tensor | None
+    disk: Disk | None = None
+    extent: Extent | None = None
+    offset: int = 0  # bytes, in the extent
+
+    def read(self, part: slice) -> torch.Tensor:
+        """The numbers of a part: a view in memory, a copy from disk. Not for the step: it waits."""
+        if self.tensor is not None:
+            return self.tensor[part]
+        low = part.start * self.dtype.itemsize // PAGE * PAGE
+        buffer = _aligned(part.stop * self.dtype.itemsize - low)
+        self.start_read(low // self.dtype.itemsize, buffer).wait()
+        skip = part.start * self.dtype.itemsize - low
+        return buffer[skip:].view(self.dtype)
+
+    def write(self, part: slice, values: torch.Tensor) -> None:
+        """Put numbers into a part. Not for the step: it waits."""
+        if self.tensor is not None:
+            self.tensor[part].copy_(values)
+            return
+        low = part.start * self.dtype.itemsize // PAGE * PAGE // self.dtype.itemsize
+        high = min(self.numel, math.ceil(part.stop * self.dtype.itemsize / PAGE) * PAGE // self.dtype.itemsize)
+        around = self.read(slice(low, high)).clone()
+        around[part.start - low : part.stop - low].copy_(values)
+        buffer = _aligned(around.nbytes)
+        buffer.view(self.dtype).copy_(around)
+        self.start_write(low, buffer).wait()
+
+    def start_read(self, start: int, target: torch.Tensor) -> Transfer:
+        """From disk, from element `start` (on a page), into memory that starts on a page."""
+        assert self.disk is not None and self.extent is not None
+        return self.disk.read(self.extent, self.offset + start * self.dtype.itemsize, target)
+
+    def start_write(self, start: int, source: torch.Tensor) -> Transfer:
+        """To disk; the counterpart of `start_read`."""
+        assert self.disk is not None and self.extent is not None
+        return self.disk.write(self.extent, self.offset + start * self.dtype.itemsize, source)
+
+
+class Stores:
+    """The tiers of one prepared model: makes columns and buffers in them, from arenas of the exact size."""
+
+    disk: Disk | None
+
+    def __init__(self, device: torch.device, host: Host, disk: Disk | None, ledger: Ledger) -> None:
+        self.device = device
+        self.host = host
+        self.disk = disk
+        self.ledger = ledger
+        self._arenas: dict[tuple[Tier, Kind], torch.Tensor | Extent] = {}
+        self._used: dict[tuple[Tier, Kind], int] = {}
+
+    def reserve(self, tier: Tier, kind: Kind, num_bytes: int) -> None:
+        """Allocate the arena that columns of one kind will be cut from."""
+        if num_bytes == 0:
+            return
+        if tier is Tier.HOST:
+            self._arenas[tier, kind] = self.host.allocate(num_bytes, kind)
+        else:
+            assert self.disk is not None
+            self._arenas[tier, kind] = self.disk.allocate(num_bytes, kind)
+        self._used[tier, kind] = 0
+
+    def column(self, tier: Tier, kind: Kind, numel: int, dtype: torch.dtype) -> Column:
+        """Numbers in a tier, zero at first. On host and disk they come from the arena reserved for the kind."""
+        if tier is Tier.DEVICE:
+            tensor = torch.zeros(numel, dtype=dtype, device=self.device)
+            self.ledger.enter(kind, tensor.nbytes)
+            return Column(numel, dtype, tier, tensor)
+        start = self._used[tier, kind]
+        self._used[tier, kind] = start + padded(numel * dtype.itemsize)
+        arena = self._arenas[tier, kind]
+        if isinstance(arena, Extent):
+            return Column(numel, dtype, tier, None, self.disk, arena, start)
+        return Column(numel, dtype, tier, arena[start : start + numel * dtype.itemsize].view(dtype))
+
+    def close(self) -> None:
+        """Give everything off the device back."""
+        self._arenas.clear()
+        self.host.free_all()
+        if self.disk is not None:
+            self.disk.close()
+
+
+def padded(num_bytes: int) -> int:
+    """Bytes a column takes in its arena: whole pages."""
+    return -(-num_bytes // PAGE) * PAGE
+
+
+def _aligned(num_bytes: int) -> torch.Tensor:
+    """Bytes that start on a page."""
+    memory = torch.empty(num_bytes + PAGE, dtype=torch.uint8)
+    skip = -memory.data_ptr() % PAGE
+    return memory[skip : skip + num_bytes]

@@ -1,0 +1,158 @@
+"""Host memory: page-aligned, touched, zero-filled and, where there is a GPU, registered with its driver.
+
+Host memory is addressable: whoever holds the tensor reads and writes it, so this tier has two verbs, allocate and free,
+where the disk has read and write as well.
+
+Every tensor lies in a private anonymous mapping of its own, for the caching allocators of torch round sizes up to
+powers of two and never give back. The tensor, and every view of it, keeps the mapping alive: there is no explicit
+unmap, which would leave views that point nowhere. `free` gives the pages back to the system at once all the same
+(MADV_DONTNEED); a view that outlives it reads zeros instead of crashing, and the addresses go with the last view.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import resource
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from zerostd.errors import PrepareError, StorageError
+from zerostd.monitoring.ledger import Ledger
+from zerostd.policy import Kind, Tier
+from zerostd.tiers.limits import check_host
+
+__all__ = ["Host", "pss"]
+
+TOUCH_BYTES = 64 * 2**20  # one thread's share of the first touch
+
+
+class Host:
+    """Allocates host memory for transfers to `device`; with a CUDA device it is registered, so that copies overlap."""
+
+    def __init__(self, device: torch.device, ledger: Ledger, num_threads: int) -> None:
+        self.device = device
+        self._ledger = ledger
+        self._num_threads = max(1, num_threads)
+        self._mappings: dict[int, tuple[_Mapping, int, Kind]] = {}  # by address: memory, bytes, kind
+
+    def allocate(self, num_bytes: int, kind: Kind) -> torch.Tensor:
+        """A uint8 tensor of `num_bytes` zeros that starts on a page, its pages present; PrepareError if too large."""
+        if num_bytes < 0:
+            raise StorageError(f"cannot allocate {num_bytes} bytes of host memory; ask for 0 or more")
+        check_host(num_bytes, kind.value)
+        try:
+            mapping = _Mapping(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise PrepareError(
+                f"the system refused to map {num_bytes} bytes of host memory for {kind.value} ({error.strerror}); "
+                "raise the address space limit (ulimit -v) or place less on the host"
+            ) from error
+        mapping.advise("MADV_HUGEPAGE")
+        tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+        address = tensor.data_ptr()
+        _touch(address, num_bytes, self._num_threads)
+        if self.device.type == "cuda":
+            mapping.register(address, self.device)
+        self._mappings[address] = (mapping, num_bytes, kind)
+        self._ledger.enter(kind, num_bytes, Tier.HOST)
+        return tensor[:num_bytes]
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Give back the memory of `tensor`, which came from `allocate` (a view of it will do).
+
+        No copy from or to it may be waiting on a thread of the host; copies of the device are waited for.
+        """
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._mappings:
+            raise StorageError(
+                f"{tensor.numel() * tensor.element_size()} bytes at {address:#x} are not memory of this Host, or were "
+                "freed before; free what allocate returned, once"
+            )
+        self._release(address)
+
+    def free_all(self) -> None:
+        """Give back everything that was not freed yet."""
+        for address in list(self._mappings):
+            self._release(address)
+
+    def _release(self, address: int) -> None:
+        mapping, num_bytes, kind = self._mappings.pop(address)
+        self._ledger.leave(kind, num_bytes, Tier.HOST)
+        mapping.unregister()
+        mapping.advise("MADV_DONTNEED")
+
+
+class _Mapping(mmap.mmap):
+    """Anonymous memory that tells the CUDA driver before it goes, also when nobody called `free`."""
+
+    registered: tuple[int, torch.device, int] | None = None  # address, device, process
+
+    def advise(self, name: str) -> None:
+        """Pass the kernel a hint by its name; nothing happens where the kernel does not know it."""
+        if hasattr(mmap, name):
+            with contextlib.suppress(OSError):
+                self.madvise(getattr(mmap, name))
+
+    def register(self, address: int, device: torch.device) -> None:
+        """Lock the pages and make them known to the CUDA driver.
+
+        A forked child does not inherit them, as with all pinned memory: the kernel would have to copy locked pages.
+        """
+        with torch.cuda.device(device):
+            code = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
+        if code != 0:
+            self.advise("MADV_DONTNEED")
+            raise StorageError(
+                f"the CUDA driver refused to register {len(self)} bytes of host memory (cudaHostRegister returned "
+                f"{code}); place less on the host, or raise the limit on locked memory (ulimit -l) and of the container"
+            )
+        self.registered = (address, device, os.getpid())
+        self.advise("MADV_DONTFORK")
+
+    def unregister(self) -> None:
+        """Take the memory from the CUDA driver when the device has finished with it."""
+        if self.registered is None:
+            return
+        address, device, process = self.registered
+        self.registered = None
+        if process != os.getpid():  # a forked child has no part in it
+            return
+        try:
+            torch.cuda.synchronize(device)
+        finally:
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # the driver goes with the process
+            self.unregister()
+
+
+def pss() -> int:
+    """Bytes of memory this process holds, shared pages in proportion (PSS); its peak where the system does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _touch(address: int, num_bytes: int, num_threads: int) -> None:
+    """Make the pages present, each thread a slice at a time; memset leaves the interpreter's lock."""
+    starts = range(0, num_bytes, TOUCH_BYTES)
+
+    def touch(start: int) -> None:
+        ctypes.memset(address + start, 0, min(TOUCH_BYTES, num_bytes - start))
+
+    if len(starts) <= 1 or num_threads == 1:
+        for start in starts:
+            touch(start)
+        return
+    with ThreadPoolExecutor(min(num_threads, len(starts)), thread_name_prefix="zerostd-touch") as threads:
+        list(threads.map(touch, starts))

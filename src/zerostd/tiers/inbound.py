@@ -1,0 +1,85 @@
+"""The way of a resting column to the device: at once from the device, over a lane from the host, by way of a few
+buffers of host memory and a thread from the disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from zerostd.policy import Kind, Tier
+from zerostd.tiers.column import Column, Stores
+from zerostd.tiers.lanes import Lanes, mark_here, synchronize
+from zerostd.tiers.transfer import Done, Transfer, Work
+from zerostd.tiers.worker import Worker
+
+__all__ = ["Inbound", "Relay"]
+
+NUM_BUFFERS = 2
+
+
+class Relay(Transfer):
+    """A thread's work that ends by putting something into a lane."""
+
+    def __init__(self) -> None:
+        self.work: Work | None = None
+        self.mark: Transfer = Done()
+
+    def wait(self) -> None:
+        """Hold the host until the thread is done, then the current stream until the lane is."""
+        assert self.work is not None
+        self.work.wait()
+        self.mark.wait()
+
+    def is_done(self) -> bool:
+        """Whether the thread is done."""
+        return self.work is not None and self.work.is_done()
+
+
+@dataclass
+class _Buffer:
+    memory: torch.Tensor
+    free: Transfer = field(default_factory=Done)
+
+
+class Inbound:
+    """Brings columns to the device. `largest_on_disk` is the longest one that rests there, in bytes."""
+
+    def __init__(self, stores: Stores, lanes: Lanes, *, largest_on_disk: int) -> None:
+        self._lanes = lanes
+        self._turn = 0
+        self._buffers: list[_Buffer] = []
+        self._worker: Worker | None = None
+        if largest_on_disk:
+            self._worker = Worker("the reader of parameters from disk", stores.device)
+            for _ in range(NUM_BUFFERS):
+                self._buffers.append(_Buffer(stores.host.allocate(largest_on_disk, Kind.BUFFERS)))
+
+    def bring(self, column: Column, place: torch.Tensor) -> Transfer:
+        """Start filling `place`, which is on the device and free for what is in the current stream now."""
+        if column.tensor is None:
+            return self._from_disk(column, place)
+        if column.tensor.data_ptr() == place.data_ptr():
+            return Done()
+        if column.tier is Tier.DEVICE or place.device.type == "cpu":
+            place.copy_(column.tensor)
+            return Done()
+        with self._lanes.up.after(mark_here(place.device)):
+            place.copy_(column.tensor, non_blocking=True)
+            return self._lanes.up.mark()
+
+    def _from_disk(self, column: Column, place: torch.Tensor) -> Transfer:
+        assert self._worker is not None
+        self._turn = (self._turn + 1) % NUM_BUFFERS
+        buffer, ready, relay = self._buffers[self._turn], mark_here(place.device), Relay()
+        memory = buffer.memory[: column.numel * column.dtype.itemsize]
+
+        def job() -> None:
+            synchronize(buffer.free)
+            column.start_read(0, memory).wait()
+            with self._lanes.up.after(ready):
+                place.copy_(memory.view(column.dtype), non_blocking=True)
+                relay.mark = buffer.free = self._lanes.up.mark()
+
+        relay.work = self._worker.submit(job)
+        return relay

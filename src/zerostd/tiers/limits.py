@@ -1,0 +1,151 @@
+"""How much there is: free host memory, free bytes of a file system, and the refusal of what does not fit.
+
+Nothing here allocates. Every source of a number can be passed in, so that each rule is tested by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from zerostd.errors import PrepareError
+
+__all__ = [
+    "CgroupMemory",
+    "available_memory",
+    "cgroup_memory",
+    "check_disk",
+    "check_host",
+    "free_disk",
+    "free_host",
+    "memlock_limit",
+]
+
+UNLIMITED = 2**60  # cgroup v1 says "no limit" with a number just below 2**63
+
+# files of one cgroup: its limit, its use, and the lines of memory.stat that the kernel gives back under pressure
+V2 = ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+
+
+@dataclass(frozen=True)
+class CgroupMemory:
+    """The memory limit of one control group, and what of it is in use, page cache that can go left out."""
+
+    path: str
+    limit: int
+    used: int
+
+    @property
+    def free(self) -> int:
+        """Bytes that may still be allocated under this limit."""
+        return max(0, self.limit - self.used)
+
+
+def cgroup_memory(membership: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> CgroupMemory | None:
+    """The tightest memory limit over this process, its own cgroup's or an ancestor's; None if there is none."""
+    try:
+        lines = Path(membership).read_text().splitlines()
+    except OSError:
+        return None
+    found = [group for line in lines for group in _limits_of(line, Path(root))]
+    return min(found, key=lambda group: group.free, default=None)
+
+
+def available_memory(meminfo: str = "/proc/meminfo") -> int:
+    """Bytes the system can hand out, page cache counted as free; all memory there is where the system does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path(meminfo).read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_host(available: int | None = None, cgroup: CgroupMemory | None = None) -> int:
+    """Bytes of host memory that can be allocated now: what the system has available, or the cgroup if that is less."""
+    available = available_memory() if available is None else available
+    cgroup = cgroup or cgroup_memory()
+    return available if cgroup is None else min(available, cgroup.free)
+
+
+def memlock_limit() -> int | None:
+    """Bytes this process may lock (ulimit -l), None without limit. For reports: registering needs none of it."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def free_disk(path: str) -> int:
+    """Bytes that an ordinary user may still write to the file system of `path`; no end if it does not say its size."""
+    stats = os.statvfs(path)
+    return stats.f_bavail * stats.f_frsize if stats.f_blocks else UNLIMITED
+
+
+def check_host(num_bytes: int, what: str, limit: int | None = None) -> None:
+    """Refuse `num_bytes` of host memory for `what` if they are not free, or over `limit`: what the budget leaves."""
+    available, cgroup = available_memory(), cgroup_memory()
+    free = free_host(available, cgroup)
+    if limit is not None and num_bytes > limit and limit <= free:
+        raise PrepareError(
+            f"{what} needs {_size(num_bytes)} of host memory, but the host budget leaves {_size(limit)} "
+            f"({_size(free)} are free); raise Budget(host=...), place less on the host, or use more ranks"
+        )
+    if num_bytes > free:
+        group = f"; cgroup {cgroup.path}: limit {_size(cgroup.limit)}, in use {_size(cgroup.used)}" if cgroup else ""
+        raise PrepareError(
+            f"{what} needs {_size(num_bytes)} of host memory, but {_size(free)} are free (system: {_size(available)} "
+            f"available{group}); place less on the host, use more ranks or the disk tier, or raise the memory limit"
+        )
+
+
+def check_disk(num_bytes: int, path: str, limit: int | None = None) -> None:
+    """Refuse `num_bytes` in the file system of `path` if they are not free, or over `limit`: what the budget leaves."""
+    free = free_disk(path)
+    if limit is not None and num_bytes > limit and limit <= free:
+        raise PrepareError(
+            f"{_size(num_bytes)} wanted in {path}, but the disk budget leaves {_size(limit)} ({_size(free)} are free); "
+            "raise Budget(disk=...), place less on disk, or use more ranks"
+        )
+    if num_bytes > free:
+        raise PrepareError(
+            f"{_size(num_bytes)} wanted in {path}, but its file system has {_size(free)} free; "
+            "make room, name another directory with Budget(disk_path=...), or place less on disk"
+        )
+
+
+def _limits_of(line: str, root: Path) -> Iterator[CgroupMemory]:
+    """The limits that one line of /proc/self/cgroup leads to: of its cgroup and of every one above.
+
+    Inside a container the path may be the host's, which is not there; the walk up then ends at the container's own.
+    """
+    _, controllers, path = line.split(":", 2)
+    if controllers and "memory" not in controllers.split(","):
+        return
+    names, mounts = (V1, [root / "memory"]) if controllers else (V2, [root, root / "unified"])
+    here = PurePosixPath("/", path)
+    for group in (here, *here.parents):
+        for mount in mounts:
+            if (memory := _read_group(mount / str(group).lstrip("/"), *names)) is not None:
+                yield memory
+
+
+def _read_group(folder: Path, limit_file: str, used_file: str, reclaimable: tuple[str, ...]) -> CgroupMemory | None:
+    """The limit that lies in `folder`, None if none is set or nothing can be read."""
+    try:
+        limit_text = (folder / limit_file).read_text().strip()
+        used = int((folder / used_file).read_text())
+        rows = dict(row.split(maxsplit=1) for row in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    if limit_text == "max" or int(limit_text) >= UNLIMITED:
+        return None
+    return CgroupMemory(
+        str(folder), int(limit_text), max(0, used - sum(int(rows.get(name, 0)) for name in reclaimable))
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB ({num_bytes} bytes)"

@@ -1,0 +1,446 @@
+"""Disk: what is written is read, whatever the sizes; nothing stays behind; nothing fails in silence."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from zerostd.errors import PrepareError, StorageError
+from zerostd.monitoring.ledger import Ledger
+from zerostd.policy import Kind, Tier
+from zerostd.tiers.disk import ALIGNMENT, BLOCK_BYTES, Disk, _open_and_unlink
+from zerostd.tiers.host import Host
+from zerostd.tiers.limits import free_disk
+
+MIB = 2**20
+SOURCE = str(Path(__file__).resolve().parents[2] / "src")
+START = """
+import os, resource, signal, sys, time, warnings, torch
+from zerostd.errors import *
+from zerostd.monitoring.ledger import Ledger
+from zerostd.policy import Kind
+from zerostd.tiers.disk import Disk
+from zerostd.tiers.host import Host
+host = Host(torch.device("cpu"), Ledger(), 1)
+path = sys.argv[1]
+"""
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger()
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host(torch.device("cpu"), Ledger(), 2)
+
+
+@pytest.fixture
+def disk(tmp_path, ledger):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a machine whose file system is without O_DIRECT
+        disk = Disk(str(tmp_path), ledger)
+    yield disk
+    disk.close()
+
+
+def python(code: str, *args: str) -> list[str]:
+    """The command of a process that runs `code` after START."""
+    return [sys.executable, "-c", START + textwrap.dedent(code), *args]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": SOURCE}
+
+
+def filled(host: Host, num_bytes: int, seed: int) -> torch.Tensor:
+    tensor = host.allocate(num_bytes, Kind.BUFFERS)
+    tensor.copy_(torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)))
+    return tensor
+
+
+@pytest.mark.parametrize("num_bytes", [1, 511, 4095, 4096, 4097, MIB + 3, BLOCK_BYTES, 2 * BLOCK_BYTES + 4096 + 17])
+@pytest.mark.parametrize("offset", [0, 4096, 3 * 4096])
+def test_round_trip(disk, host, num_bytes, offset):
+    source, target = filled(host, num_bytes, 1), host.allocate(num_bytes, Kind.BUFFERS)
+    extent = disk.allocate(offset + num_bytes, Kind.PARAMETERS)
+    disk.write(extent, offset, source).wait()
+    transfer = disk.read(extent, offset, target)
+    transfer.wait()
+    transfer.wait()
+    assert transfer.is_done() and torch.equal(source, target)
+    assert disk.bytes_read == disk.bytes_written == num_bytes
+
+
+def test_any_dtype_and_shape(disk, host):
+    source = filled(host, 4 * 333 * 2, 2).view(torch.bfloat16).view(4, 333)
+    target = host.allocate(4 * 333 * 2, Kind.BUFFERS).view(torch.int32)
+    extent = disk.allocate(4 * 333 * 2, Kind.GRADIENTS)
+    disk.write(extent, 0, source).wait()
+    disk.read(extent, 0, target).wait()
+    assert torch.equal(source.flatten().view(torch.int32), target)
+
+
+def test_short_write_leaves_the_rest_of_its_page_alone(disk, host):
+    whole, short = filled(host, 3 * 4096 + 100, 3), filled(host, 5000, 4)
+    extent = disk.allocate(3 * 4096 + 100, Kind.PARAMETERS)
+    disk.write(extent, 0, whole).wait()
+    disk.write(extent, 4096, short).wait()
+    target = host.allocate(3 * 4096 + 100, Kind.BUFFERS)
+    disk.read(extent, 0, target).wait()
+    expected = whole.clone()
+    expected[4096 : 4096 + 5000] = short
+    assert torch.equal(target, expected)
+
+
+def test_new_extent_is_zero(disk, host):
+    target = filled(host, 100_001, 8)
+    disk.read(disk.allocate(100_001, Kind.OPTIMIZER_STATES), 0, target).wait()
+    assert not target.any()
+
+
+def test_transfers_from_several_threads(disk, host):
+    extent, memory = disk.allocate(64 * 8192, Kind.PARAMETERS), filled(host, 64 * 8192, 9)
+
+    def work(first: int) -> None:
+        for start in range(first * 8192, len(memory), 4 * 8192):
+            disk.write(extent, start, memory[start : start + 8192]).wait()
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    target = host.allocate(len(memory), Kind.BUFFERS)
+    disk.read(extent, 0, target).wait()
+    assert torch.equal(target, memory)
+
+
+def test_nothing_is_done_at_once(disk, host):
+    extent = disk.allocate(0, Kind.PARAMETERS)
+    for verb in (disk.read, disk.write):
+        assert verb(extent, 0, host.allocate(0, Kind.BUFFERS)).is_done()
+    disk.free(extent)
+
+
+def test_many_transfers_in_random_order_against_plain_bytes(disk, host):
+    chance, pages = random.Random(5), 64
+    sizes = [pages * ALIGNMENT, pages * ALIGNMENT - 1, 40 * ALIGNMENT + 1]
+    extents = [disk.allocate(size, Kind.OPTIMIZER_STATES) for size in sizes]
+    expected = [bytearray(size) for size in sizes]
+    memory = host.allocate(8 * pages * ALIGNMENT, Kind.BUFFERS)
+    for extent, size in zip(extents, sizes, strict=True):
+        disk.write(extent, 0, memory[:size]).wait()
+    for _ in range(12):
+        writes, reads, starts = [], [], iter(range(0, len(memory), 4 * ALIGNMENT))
+        pieces = [(which, offset) for which in range(3) for offset in range(0, sizes[which], 4 * ALIGNMENT)]
+        chance.shuffle(pieces)
+        for which, offset in pieces:
+            most = min(4 * ALIGNMENT, sizes[which] - offset)
+            length, start = chance.randint(1, most), next(starts)
+            if chance.random() < 0.5:
+                data = chance.randbytes(length)
+                memory[start : start + length] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                expected[which][offset : offset + length] = data
+                part = memory[start : start + length]
+                writes.append(disk.write(extents[which], offset, part, urgent=chance.random() < 0.3))
+            else:
+                part = memory[start : start + length]
+                reads.append((disk.read(extents[which], offset, part), part, which, offset))
+        for transfer, part, which, offset in reversed(reads):
+            transfer.wait()
+            assert part.numpy().tobytes() == expected[which][offset : offset + len(part)]
+        for transfer in writes:
+            transfer.wait()
+    for extent, plain in zip(extents, expected, strict=True):
+        target = memory[: len(plain)]
+        disk.read(extent, 0, target).wait()
+        assert target.numpy().tobytes() == plain
+
+
+def test_urgent_goes_first(tmp_path, host, ledger):
+    disk = Disk(str(tmp_path), ledger, num_threads=1)
+    extent = disk.allocate(32 * BLOCK_BYTES, Kind.PARAMETERS)
+    memory = host.allocate(32 * BLOCK_BYTES, Kind.BUFFERS)
+    long = disk.write(extent, 0, memory)
+    disk.read(extent, 0, memory[:4096], urgent=True).wait()
+    assert not long.is_done() and disk.bytes_written < 32 * BLOCK_BYTES
+    disk.close()
+    assert long.is_done() and disk.bytes_written == 32 * BLOCK_BYTES
+
+
+def test_room_is_reserved_and_given_back(disk, tmp_path, ledger):
+    free = free_disk(str(tmp_path))
+    extent = disk.allocate(1024 * MIB, Kind.OPTIMIZER_STATES)
+    assert os.fstat(extent.fd).st_blocks * 512 >= 1024 * MIB
+    assert free - free_disk(str(tmp_path)) > 700 * MIB  # others use this file system too
+    assert ledger.now[Tier.DISK, Kind.OPTIMIZER_STATES] == 1024 * MIB
+    assert os.listdir(tmp_path) == []
+    disk.free(extent)
+    assert free - free_disk(str(tmp_path)) < 300 * MIB
+    assert ledger.now[Tier.DISK, Kind.OPTIMIZER_STATES] == 0
+
+
+def test_free_waits_for_what_is_under_way(disk, host):
+    memory = host.allocate(5 * BLOCK_BYTES, Kind.BUFFERS)
+    extent = disk.allocate(5 * BLOCK_BYTES, Kind.PARAMETERS)
+    transfer = disk.write(extent, 0, memory)
+    disk.free(extent)
+    assert transfer.is_done()
+    transfer.wait()
+
+
+def test_file_system_without_unnamed_files(tmp_path):
+    fd, name = _open_and_unlink(str(tmp_path))
+    assert os.listdir(tmp_path) == [] and name.startswith(f"{tmp_path}/zerostd-")
+    assert os.fstat(fd).st_nlink == 0 and os.fstat(fd).st_mode & 0o777 == 0o600
+    os.close(fd)
+
+
+def test_kill_leaves_nothing(tmp_path):
+    code = """
+    disk = Disk(path, Ledger())
+    memory = host.allocate(64 * 2**20, Kind.BUFFERS)
+    extent = disk.allocate(2**30, Kind.PARAMETERS)
+    disk.write(extent, 0, memory).wait()
+    print("written", flush=True)
+    while True:
+        transfer = disk.write(extent, 0, memory)
+        disk.free(disk.allocate(8192, Kind.PARAMETERS))
+        transfer.wait()
+    """
+    free = free_disk(str(tmp_path))
+    with subprocess.Popen(python(code, str(tmp_path)), stdout=subprocess.PIPE, env=environment()) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"written\n"
+        assert free - free_disk(str(tmp_path)) > 700 * MIB
+        child.send_signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+    assert os.listdir(tmp_path) == []
+    assert free - free_disk(str(tmp_path)) < 300 * MIB
+
+
+def test_end_of_the_process_waits_for_writes(tmp_path):
+    code = """
+    import builtins
+    disk = Disk(path, Ledger(), num_threads=1)
+    memory = host.allocate(64 * 2**20, Kind.BUFFERS)
+    builtins.kept = disk.write(disk.allocate(64 * 2**20, Kind.PARAMETERS), 0, memory)
+    import atexit
+    atexit._run_exitfuncs()
+    print(kept.is_done(), disk.bytes_written)
+    """
+    done = subprocess.run(python(code, str(tmp_path)), capture_output=True, text=True, env=environment(), timeout=120)
+    assert (done.stdout, done.stderr, done.returncode) == (f"True {64 * MIB}\n", "", 0)
+
+
+def test_dropped_disk_gives_back_threads_and_files(tmp_path, ledger, host):
+    def count() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    for _ in range(3):
+        disk = Disk(str(tmp_path), ledger)
+        transfer = disk.write(disk.allocate(4096, Kind.PARAMETERS), 0, host.allocate(4096, Kind.BUFFERS))
+        assert count()[0] == before[0] + 4
+        del disk
+        gc.collect()
+        assert transfer.is_done() and count() == before
+
+
+def test_idle_threads_keep_no_memory(disk, host):
+    extent = disk.allocate(MIB, Kind.PARAMETERS)
+    memory = torch.frombuffer(bytearray(2 * MIB), dtype=torch.uint8)
+    start = -memory.data_ptr() % ALIGNMENT
+    part = memory[start : start + MIB]
+    disk.write(extent, 0, part).wait()
+    holders = sys.getrefcount(part)
+    disk.read(extent, 0, part).wait()
+    time.sleep(0.05)
+    assert sys.getrefcount(part) == holders == 2
+
+
+def test_bad_paths_are_refused(tmp_path, ledger):
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (file, tmp_path / "missing"):
+        with pytest.raises(PrepareError, match="is not a directory; name an existing one"):
+            Disk(str(path), ledger)
+    with pytest.raises(PrepareError, match=r"cannot make a file there \(E[A-Z]+: .*\); name a directory"):
+        Disk("/proc/self", ledger)
+    assert Disk(None, ledger).path  # the system's directory for temporary files
+
+
+def test_budget_is_a_limit_for_all_extents_together(tmp_path, ledger):
+    disk = Disk(str(tmp_path), ledger, limit=10 * 4096)
+    extent = disk.allocate(8 * 4096 - 1, Kind.PARAMETERS)
+    with pytest.raises(PrepareError, match=r"12288 bytes\) wanted in .* disk budget leaves .*\(8192 bytes\)"):
+        disk.allocate(2 * 4096 + 1, Kind.PARAMETERS)
+    disk.free(extent)
+    disk.allocate(10 * 4096, Kind.PARAMETERS)
+    disk.close()
+
+
+def test_misuse_is_refused_at_the_call(disk, host, tmp_path, ledger):
+    extent, memory = disk.allocate(3 * 4096, Kind.PARAMETERS), host.allocate(3 * 4096 + 1, Kind.BUFFERS)
+    for offset, part, words in (
+        (1, memory[:100], "offset 1 is not a multiple"),
+        (-4096, memory[:100], "offset -4096"),
+        (0, memory[1:100], "does not start on a multiple"),
+        (0, memory, "beyond the end"),
+        (4096, memory[: 2 * 4096 + 1], "beyond the end"),
+        (0, memory[: 4 * 4096].view(torch.uint8)[:4096].view(64, 64).t(), "contiguous CPU tensor"),
+        (0, torch.empty(8, device="meta"), "contiguous CPU tensor"),
+    ):
+        for verb in (disk.read, disk.write):
+            with pytest.raises(StorageError, match=words):
+                verb(extent, offset, part)
+    with pytest.raises(StorageError, match="-1 bytes"):
+        disk.allocate(-1, Kind.PARAMETERS)
+    disk.free(extent)
+    for call in (lambda: disk.free(extent), lambda: disk.read(extent, 0, memory[:8])):
+        with pytest.raises(StorageError, match="freed before"):
+            call()
+    disk.close()
+    disk.close()
+    with pytest.raises(StorageError, match="was closed"):
+        disk.allocate(1, Kind.PARAMETERS)
+
+
+@pytest.mark.parametrize(("left", "got"), [(2 * 4096, 2 * 4096), (4096 + 77, 4096 + 77), (0, 0)])
+def test_file_cut_short_under_us(disk, host, left, got):
+    extent, memory = disk.allocate(5 * 4096 + 9, Kind.PARAMETERS), filled(host, 5 * 4096 + 9, 6)
+    disk.write(extent, 0, memory).wait()
+    os.ftruncate(extent.fd, left)
+    transfer = disk.read(extent, 0, host.allocate(5 * 4096 + 9, Kind.BUFFERS))
+    for _ in range(2):
+        with pytest.raises(StorageError, match=rf"offset 0 of .*wanted {5 * 4096 + 9} bytes, got {got};"):
+            transfer.wait()
+    for _ in range(10):  # the threads are all still there
+        disk.write(extent, 0, memory).wait()
+        target = host.allocate(5 * 4096 + 9, Kind.BUFFERS)
+        disk.read(extent, 0, target).wait()
+        assert torch.equal(target, memory)
+
+
+def test_error_of_a_thread_is_raised_by_wait_with_its_cause(disk, host, tmp_path):
+    extent, good = disk.allocate(3 * BLOCK_BYTES, Kind.PARAMETERS), disk.allocate(4096, Kind.PARAMETERS)
+    memory = host.allocate(3 * BLOCK_BYTES, Kind.BUFFERS)
+    read_only = os.open(f"/proc/self/fd/{extent.fd}", os.O_RDONLY)
+    os.dup2(read_only, extent.fd)  # writing fails from here on, with EBADF
+    os.close(read_only)
+    transfer = disk.write(extent, 0, memory)
+    for _ in range(2):
+        with pytest.raises(StorageError, match=r"writing \d+ bytes at offset \d+ of .*EBADF: ") as raised:
+            transfer.wait()
+        assert isinstance(raised.value.__cause__, OSError) and raised.value.__cause__.errno == errno.EBADF
+    for _ in range(10):
+        disk.write(good, 0, memory[:4096]).wait()
+
+
+def test_file_size_limit(tmp_path):
+    code = """
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    disk = Disk(path, Ledger())
+    extent = disk.allocate(4 * 4096, Kind.PARAMETERS)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * 4096, 2 * 4096))
+    try:
+        disk.allocate(4 * 4096, Kind.PARAMETERS)
+    except PrepareError as error:
+        print(error)
+    memory = host.allocate(4 * 4096, Kind.BUFFERS)
+    try:
+        disk.write(extent, 0, memory).wait()  # comes back short, then fails
+    except StorageError as error:
+        print(error)
+    disk.write(extent, 0, memory[:8192]).wait()
+    disk.read(extent, 0, memory).wait()
+    """
+    done = subprocess.run(python(code, str(tmp_path)), capture_output=True, text=True, env=environment(), timeout=120)
+    assert done.returncode == 0, done.stderr
+    refused, failed = done.stdout.splitlines()
+    assert f"could not reserve 16384 bytes for parameters in {tmp_path} (EFBIG: File too large)" in refused
+    assert f"writing 16384 bytes at offset 0 of {tmp_path}/" in failed and "EFBIG: File too large" in failed
+
+
+def test_forked_child_is_told(disk, host):
+    extent, memory = disk.allocate(4096, Kind.PARAMETERS), host.allocate(4096, Kind.BUFFERS)
+    child = os.fork()
+    if child == 0:
+        try:
+            disk.read(extent, 0, memory)
+        except StorageError as error:
+            os._exit(42 if "forked child" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+    disk.read(extent, 0, memory).wait()
+
+
+def mounted(kind: str, path: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """`code` in a process that sees a new file system of that kind at `path`; skips where that is not allowed."""
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare(1)")
+    enter = ["unshare", "--map-root-user", "--mount", "sh", "-c", 'mount $0 none "$1" || exit 77; shift; exec "$@"']
+    command = [*enter, kind, str(path), *python(code, str(path))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"this machine lets no user mount: {done.stderr.strip()}")
+    return done
+
+
+def test_file_system_without_direct(tmp_path):
+    code = """
+    warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as caught:
+        disk = Disk(path, Ledger())
+        extent = disk.allocate(3 * 4096 + 5, Kind.PARAMETERS)
+        disk.allocate(100, Kind.PARAMETERS)
+        source = host.allocate(5005, Kind.BUFFERS).fill_(9)
+        disk.write(extent, 4096, source).wait()
+        target = host.allocate(3 * 4096 + 5, Kind.BUFFERS)
+        disk.read(extent, 0, target).wait()
+    print(*(f"{w.category.__name__}: {w.message}" for w in caught))
+    print(disk.is_direct, target.sum().item() == 9 * 5005, os.listdir(path))
+    """
+    done = mounted("-t ramfs", tmp_path, code)
+    assert done.returncode == 0, done.stderr
+    warned, rest = done.stdout.splitlines()
+    assert warned.count("RuntimeWarning: ") == warned.count("does not take O_DIRECT") == 1
+    assert rest == "False True []"
+
+
+def test_full_file_system(tmp_path):
+    code = """
+    disk = Disk(path, Ledger())
+    for wanted in (2**21, 2**20 - 8192):
+        try:
+            disk.allocate(wanted, Kind.PARAMETERS)
+            print("taken")
+        except PrepareError as error:
+            print(error)
+    from zerostd.tiers import limits
+    limits.free_disk = lambda path: 2**40  # as if another process took the room after the check
+    try:
+        disk.allocate(2**20, Kind.PARAMETERS)
+    except PrepareError as error:
+        print(error)
+    """
+    done = mounted("-t tmpfs -o size=1m", tmp_path, code)
+    refused, taken, full = done.stdout.splitlines()
+    assert "(2097152 bytes) wanted" in refused and "(1048576 bytes) free" in refused
+    assert taken == "taken"
+    assert f"could not reserve 1048576 bytes for parameters in {tmp_path} (ENOSPC: " in full
