@@ -79,6 +79,8 @@ class Early:
         terms, done = self._terms, self._done
         if terms is not None:
             self._check_options(terms.options)
+            assert self.updater.routes is not None
+            self.updater.routes.reorder()
         self._terms, self._done, self.gradients.taken = None, {}, None
         if terms is None:
             return set()
@@ -87,7 +89,6 @@ class Early:
         self.num_tried += 1
         self._num_unclipped = self._num_unclipped + 1 if factor is None or factor.item() == 1.0 else 0
         if not self._num_unclipped:
-            self.updater.forget_trial()
             return set()
         self.num_kept += 1
         for group in order:

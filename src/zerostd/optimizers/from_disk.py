@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 
-from zerostd.optimizers.arithmetic import Terms
 from zerostd.optimizers.on_cpu import Job, OnCpu, cut
-from zerostd.optimizers.runs import Run
+from zerostd.optimizers.orders import Order
 from zerostd.optimizers.streamed import Streamed, Tile
-from zerostd.parameters import Flat
 from zerostd.parameters.shelf import Shelf
 from zerostd.policy import Kind, Route
 from zerostd.sharding.portions import UNIT
@@ -58,16 +56,16 @@ class FromDisk(OnCpu):
             }
             self._slots.append(_Slot(room))
 
-    def launch(self, flat: Flat, run: Run, terms: Terms, *, on_trial: bool) -> Transfer:
+    def launch(self, order: Order) -> Transfer:
         """Start the update of a run; done when the new parameters are where they rest."""
+        run, held = order.run, order.flat.gradient
         if run.shelf.portion.route is not Route.STREAMED:
-            return super().launch(flat, run, terms, on_trial=False)
-        assert flat.gradient is not None
-        gradient, place, relay = flat.gradient.current[run.region], flat.updated(run.shelf), Relay()
-        ready = flat.gradient.keeper.kept if flat.gradient.keeper is not None else mark_here(self.stores.device)
-        weights = None if place is None else place[run.part]
-        job = Job(run, terms, gradient, ready, weights, None, flat, None, False, relay)
-        relay.work = self.worker.submit(lambda: self._do(job))
+            return super().launch(order)
+        assert held is not None
+        gradient, place, relay = held.current[run.region], order.flat.updated(run.shelf), Relay()
+        ready = held.keeper.kept if held.keeper is not None else mark_here(self.stores.device)
+        job = Job(order, gradient, ready, None if place is None else place[run.part], None, None, relay)
+        relay.work = self.worker.submit(lambda: self._do(job), order.place)
         return relay
 
     # In the thread
@@ -76,7 +74,7 @@ class FromDisk(OnCpu):
         is_streamed = job.run.shelf.portion.route is Route.STREAMED
         if not is_streamed:
             synchronize(job.ready)
-        factor = 1.0 if is_streamed else job.terms.host_factor()
+        factor = 1.0 if is_streamed else job.order.terms.host_factor()
         run, shelf = job.run, job.run.shelf
         starts = list(range(run.part.start // UNIT * UNIT, run.part.stop, TILE_NUMEL))
         end = min(shelf.portion.numel, -(-run.part.stop // UNIT) * UNIT)
@@ -118,7 +116,9 @@ class FromDisk(OnCpu):
         assert self.streamed is not None
         weight = None if job.weights is None else job.weights[here]
         tile = Tile(states, states, job.gradient[here], weight, job.ready)
-        singles, published, landed = self.streamed.update(tile, job.options, job.run.singles, job.terms.factor, Done())
+        singles, published, landed = self.streamed.update(
+            tile, job.order.options, job.run.singles, job.order.terms.factor, Done()
+        )
         job.relay.mark = published
         synchronize(landed)
         return singles

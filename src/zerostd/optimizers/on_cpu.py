@@ -18,7 +18,8 @@ import torch
 from zerostd import kernels
 from zerostd.errors import MisuseError
 from zerostd.kernels import Rule
-from zerostd.optimizers.arithmetic import Terms, Twin, copies, native_rule, next_singles, state_names, take_new
+from zerostd.optimizers.arithmetic import Twin, copies, native_rule, next_singles, state_names, take_new
+from zerostd.optimizers.orders import Order
 from zerostd.optimizers.runs import Run
 from zerostd.parameters import Flat
 from zerostd.parameters.shelf import MASTER, Shelf
@@ -34,23 +35,20 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """The update of one run: everything the thread needs, fixed when it was asked for."""
+    """An order and the memory it is carried out in."""
 
-    run: Run
-    terms: Terms
+    order: Order
     gradient: torch.Tensor  # on the host
     ready: Transfer  # the gradient's way there
     weights: torch.Tensor | None  # on the host: where new parameters are written; None: the master is the parameter
     target: torch.Tensor | None  # on the device: where they go from there
-    flat: Flat
     rule: Rule | None
-    on_trial: bool
     relay: Relay
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Of the run's parameters."""
-        return self.terms.options[self.run.options]
+    def run(self) -> Run:
+        """What is updated."""
+        return self.order.run
 
 
 class OnCpu:
@@ -67,20 +65,17 @@ class OnCpu:
         self.worker = Worker(name, stores.device)
         self._weights: dict[Shelf, torch.Tensor] = {}
 
-    def launch(self, flat: Flat, run: Run, terms: Terms, *, on_trial: bool) -> Transfer:
+    def launch(self, order: Order) -> Transfer:
         """Start the update of a run; done when the new parameters are where they rest."""
+        flat, run = order.flat, order.run
         gradient, ready = self._gradient(flat, run)
-        rule = self._rule(terms.options[run.options], run)
-        weights, target = self._weights_of(flat, run, gradient, on_trial=on_trial)
+        rule = self._rule(order.options, run)
+        weights, target = self._weights_of(flat, run, gradient, on_trial=order.on_trial)
         relay = Relay()
-        job = Job(run, terms, gradient, ready, weights, target, flat, rule, on_trial, relay)
+        job = Job(order, gradient, ready, weights, target, rule, relay)
         if rule is not None:
-            singles = next_singles(rule, run.singles)
-            if on_trial:
-                run.tried = singles
-            else:
-                run.singles = singles
-        relay.work = self.worker.submit(lambda: self._do(job))
+            order.keep(next_singles(rule, run.singles))
+        relay.work = self.worker.submit(lambda: self._do(job), order.place)
         return relay
 
     def _rule(self, options: dict[str, Any], run: Run) -> Rule | None:
@@ -130,15 +125,15 @@ class OnCpu:
 
     def _do(self, job: Job) -> None:
         synchronize(job.ready)
-        factor = job.terms.host_factor()
-        source = _cut(job.run.shelf.columns, job.run.part)
-        target = _cut(job.run.shelf.spare, job.run.part) if job.on_trial else source
+        factor = job.order.terms.host_factor()
+        source = _cut(job.order.source, job.run.part)
+        target = _cut(job.order.target, job.run.part)
         step = job.run.numel if job.rule is None else TILE_NUMEL
         singles = None
         for low in range(0, job.run.numel, step):
             tile = slice(low, min(job.run.numel, low + step))
             read = cut(source, tile)
-            singles = self.update(job, read, cut(target, tile) if job.on_trial else read, tile, factor)
+            singles = self.update(job, read, cut(target, tile) if job.order.on_trial else read, tile, factor)
             self.send(job, tile)
         self.end(job, singles)
 
@@ -169,7 +164,7 @@ class OnCpu:
         long = {name: column for name, column in target.items() if name != MASTER}
         singles = job.run.singles
         states = None if singles is None else {**copies(singles), **long}
-        made = self.twin.step(job.options, master, states, gradient)
+        made = self.twin.step(job.order.options, master, states, gradient)
         take_new(made, long)
         if job.weights is not None:
             job.weights[tile].copy_(master)
@@ -177,12 +172,11 @@ class OnCpu:
 
     def end(self, job: Job, singles: dict[str, Any] | None) -> None:
         """After the last tile: what is kept of the run, and parameters that rest on disk."""
-        if job.rule is None and job.on_trial:
-            job.run.tried = singles
-        elif job.rule is None:
-            job.run.singles = singles
-        if job.flat.rest.tensor is None and job.weights is not None:
-            job.flat.rest.write(job.run.region, job.weights)
+        if job.rule is None:
+            job.order.keep(singles)
+        rest = job.order.flat.rest
+        if rest.tensor is None and job.weights is not None:
+            rest.write(job.run.region, job.weights)
 
     def send(self, job: Job, tile: slice) -> None:
         """New parameters of a tile on their way to the device."""

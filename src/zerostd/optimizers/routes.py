@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from zerostd.optimizers.arithmetic import HostNumber, Terms
+from zerostd.optimizers.arithmetic import HostNumber
 from zerostd.optimizers.from_disk import FromDisk
 from zerostd.optimizers.on_cpu import OnCpu
-from zerostd.optimizers.runs import Run
+from zerostd.optimizers.orders import Order
 from zerostd.optimizers.streamed import Streamed
-from zerostd.parameters import Flat, Group
+from zerostd.parameters import Group
 from zerostd.parameters.shelf import Shelf
 from zerostd.policy import Kind, Route, Tier
 from zerostd.tiers import Lanes, Stores, Transfer, mark_here
@@ -35,7 +35,8 @@ class Routes:
         self.stores = stores
         self.device = stores.device
         shelves = [shelf for group in groups for flat in group.trainable for shelf in flat.shelves]
-        self.cpu = self.streamed = self.disk = None
+        self.cpu: OnCpu | None = None
+        self.disk: FromDisk | None = None
         if _some(shelves, Tier.HOST, Route.CPU):
             self.cpu = OnCpu(inner, stores, lanes, num_threads=num_threads, name="the update on the processor")
 
@@ -55,17 +56,22 @@ class Routes:
         self._numbers = stores.host.allocate(NUM_NUMBERS * 4, Kind.BUFFERS).view(torch.float32)
         self._turn = 0
 
-    def launch(self, flat: Flat, run: Run, terms: Terms, *, on_trial: bool) -> Transfer:
+    def launch(self, order: Order) -> Transfer:
         """Start the update of one run."""
-        portion = run.shelf.portion
-        if portion.tier is Tier.DISK:
-            assert self.disk is not None
-            return self.disk.launch(flat, run, terms, on_trial=on_trial)
-        if portion.route is Route.STREAMED:
-            assert self.streamed is not None
-            return self.streamed.launch(flat, run, terms, on_trial=on_trial)
-        assert self.cpu is not None
-        return self.cpu.launch(flat, run, terms, on_trial=on_trial)
+        portion = order.run.shelf.portion
+        route = self.streamed if portion.route is Route.STREAMED else self.cpu
+        route = self.disk if portion.tier is Tier.DISK else route
+        assert route is not None
+        return route.launch(order)
+
+    @property
+    def _made(self) -> list[OnCpu | Streamed]:
+        return [route for route in (self.cpu, self.streamed, self.disk) if route is not None]
+
+    def reorder(self) -> None:
+        """Backward is over: do what waits in the order in which forward needs it."""
+        for route in self._made:
+            route.worker.reorder()
 
     def to_host(self, factor: torch.Tensor | None) -> HostNumber | None:
         """A factor on its way to the threads that need it as a number."""
@@ -78,9 +84,8 @@ class Routes:
 
     def drain(self) -> None:
         """Return when every update so far is done; raise if one failed."""
-        for route in (self.cpu, self.disk):
-            if route is not None:
-                route.worker.drain()
+        for route in self._made:
+            route.worker.drain()
         if self.disk is not None:
             self.disk.settle()
         if self.device.type != "cpu":
@@ -88,9 +93,8 @@ class Routes:
 
     def check(self) -> None:
         """Raise if a thread has failed."""
-        for route in (self.cpu, self.disk):
-            if route is not None:
-                route.worker.check()
+        for route in self._made:
+            route.worker.check()
 
 
 def _some(shelves: list[Shelf], tier: Tier, route: Route) -> list[Shelf]:

@@ -33,6 +33,7 @@ class Run:
     tensor: torch.Tensor | None  # resident only: their part of the master, the key of their states
     singles: Singles | None = None  # elsewhere: states of one value for all elements; None before the first update
     tried: Singles | None = None  # likewise, of an update on trial
+    is_adopted: bool = False  # the update on trial counts, as soon as it is done
 
     @property
     def region(self) -> slice:
@@ -49,6 +50,11 @@ class Run:
     def numel(self) -> int:
         """Elements, no gaps between pieces."""
         return sum(piece.numel for piece in self.pieces)
+
+    def settle(self) -> None:
+        """The last update is done: if it was on trial and counts, so does what it left."""
+        if self.is_adopted:
+            self.singles, self.tried, self.is_adopted = self.tried, None, False
 
 
 class Runs:
@@ -91,6 +97,7 @@ class Runs:
         if len(parts) == 1:
             return [run]
         made = [_make(tuple(part), run.options, run.shelf) for part in parts]
+        run.settle()
         for part in made:
             part.singles = copy.deepcopy(run.singles)
         states = self.state.pop(run.tensor, None) if run.tensor is not None else None
@@ -104,6 +111,7 @@ class Runs:
         """The states of a part of a run, in memory; `part` counts from the run's start."""
         if run.tensor is not None:
             return _slice_states(self.state.get(run.tensor, {}), run.tensor, part)
+        run.settle()
         if run.singles is None:
             return {}
         place = slice(run.part.start + part.start, run.part.start + part.stop)

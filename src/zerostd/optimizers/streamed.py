@@ -3,8 +3,9 @@
     up: states of a tile -> a slot        update: the user's optimizer on the slot, parameters published
     down: the slot -> home                free: when it is down, the slot takes the next tile
 
-Four slots are on their way at once, so both directions of the link and the device work at the same time. The arithmetic
-is the user's optimizer on the device, as for resident states: the same bits.
+Four slots are on their way at once, so both directions of the link and the device work at the same time. A thread puts
+tiles into the lanes as slots become free, and not before: until then, what forward needs first may still overtake. The
+arithmetic is the user's optimizer on the device, as for resident states: the same bits.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from typing import Any
 import torch
 
 from zerostd.monitoring import Ledger
-from zerostd.optimizers.arithmetic import Terms, Twin, copies, take_new
-from zerostd.optimizers.runs import Run
-from zerostd.parameters import Flat
+from zerostd.optimizers.arithmetic import Twin, copies, take_new
+from zerostd.optimizers.orders import Order
 from zerostd.parameters.shelf import MASTER
 from zerostd.policy import Kind
-from zerostd.tiers import Done, Lanes, Transfer, mark_here
+from zerostd.tiers import Done, Lanes, Relay, Transfer, Worker, mark_here, synchronize
 
 __all__ = ["Streamed", "Tile"]
 
@@ -51,7 +51,7 @@ class Tile:
 
 
 class Streamed:
-    """Updates tiles on the device. Not for two threads at once."""
+    """Updates tiles on the device, in a thread of its own."""
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class Streamed:
         lanes: Lanes,
         ledger: Ledger,
     ) -> None:
+        self.worker = Worker("the update on the device of states that rest on the host", device)
         self.twin = Twin(inner)
         self.tile_numel = tile_numel
         self.lanes = lanes
@@ -75,31 +76,34 @@ class Streamed:
             self._slots.append(_Slot(room, gradient, landing))
             ledger.enter(Kind.BUFFERS, sum(t.nbytes for t in room.values()) + gradient.nbytes + landing.nbytes)
 
-    def launch(self, flat: Flat, run: Run, terms: Terms, *, on_trial: bool) -> Transfer:
+    def launch(self, order: Order) -> Transfer:
         """Start the update of a run on the host; done when the new parameters are where they rest."""
-        shelf, gradient = run.shelf, flat.gradient
+        gradient = order.flat.gradient
         assert gradient is not None
-        weights = None if shelf.holds_parameters else flat.updated(shelf)
         ready = gradient.keeper.kept if gradient.keeper is not None else mark_here(self.device)
-        after, singles = shelf.landed, run.singles
-        published: Transfer = Done()
+        relay, current = Relay(), gradient.current
+        relay.work = self.worker.submit(lambda: self._do(order, current, ready, relay), order.place)
+        return relay
+
+    # In the thread
+
+    def _do(self, order: Order, gradient: torch.Tensor, ready: Transfer, relay: Relay) -> None:
+        run, shelf = order.run, order.run.shelf
+        weights = None if shelf.holds_parameters else order.flat.updated(shelf)
+        after, before = shelf.landed, run.singles
+        singles = before
         for low in range(0, run.numel, self.tile_numel):
             high = min(run.numel, low + self.tile_numel)
             here = slice(run.part.start + low, run.part.start + high)
             tile = Tile(
-                _cut(shelf.columns, here),
-                _cut(shelf.spare if on_trial else shelf.columns, here),
-                gradient.current[run.region.start + low : run.region.start + high],
+                _cut(order.source, here),
+                _cut(order.target, here),
+                gradient[run.region.start + low : run.region.start + high],
                 None if weights is None else weights[here],
                 ready,
             )
-            options = terms.options[run.options]
-            singles, published, shelf.landed = self.update(tile, options, run.singles, terms.factor, after)
-        if on_trial:
-            run.tried = singles
-        else:
-            run.singles = singles
-        return published
+            singles, relay.mark, shelf.landed = self.update(tile, order.options, before, order.terms.factor, after)
+        order.keep(singles)
 
     def update(
         self,
@@ -111,6 +115,7 @@ class Streamed:
     ) -> tuple[dict[str, Any], Transfer, Transfer]:
         """One tile; returns the states that are one value, when parameters are published, when states are home."""
         slot, numel = self._next(), tile.gradient.numel()
+        synchronize(slot.free)
         room = {name: column[:numel] for name, column in slot.columns.items()}
         gradient = slot.gradient[:numel]
         incoming = tile.gradient

@@ -18,6 +18,7 @@ from torch import nn
 
 from zerostd.monitoring import Ledger
 from zerostd.optimizers.arithmetic import Terms
+from zerostd.optimizers.orders import Order
 from zerostd.optimizers.routes import Routes
 from zerostd.optimizers.runs import Run, Runs
 from zerostd.parameters import Flat, Group
@@ -83,7 +84,8 @@ class Updater:
                     resident.append(run)
                     continue
                 assert self.routes is not None
-                group.updates.append(self.routes.launch(flat, run, terms, on_trial=scope is Scope.ON_TRIAL))
+                order = Order.make(flat, run, terms, group.place, on_trial=scope is Scope.ON_TRIAL)
+                group.updates.append(self.routes.launch(order))
             if flat.gradient is not None and flat.gradient.mirror is not None and flat.gradient.mirror.is_overwritten:
                 flat.gradient.mirror.is_current = flat.gradient.mirror.is_overwritten = False
             torch.autograd.graph.increment_version(flat.parameters)  # a graph from before must not run on new values
@@ -94,17 +96,10 @@ class Updater:
         """The updates on trial were right."""
         for flat in group.trainable:
             for run in self.runs[flat].runs:
-                if run.tried is not None:
-                    run.singles, run.tried = run.tried, None
+                run.is_adopted = bool(run.shelf.spare)
             for shelf in flat.shelves:
                 if shelf.spare:
                     shelf.adopt_spare()
-
-    def forget_trial(self) -> None:
-        """They were not: what they were made from is untouched."""
-        for runs in self.runs.values():
-            for run in runs.runs:
-                run.tried = None
 
     def claim(self) -> None:
         """Take the memory that the first update will need, and give it back to the allocator: if there is not enough,

@@ -41,6 +41,7 @@ class Group:
 
     name: str
     index: int  # position among the groups, the same on every rank
+    place: int  # in the order in which forward needs groups, as far as known
     modules: tuple[nn.Module, ...]  # whose forward needs it, in registration order; the last one ends its use
     flats: tuple[Flat, ...]
     state: GroupState
@@ -50,7 +51,7 @@ class Group:
 
     def __init__(self, name: str, index: int, modules: Sequence[nn.Module], flats: Sequence[Flat]) -> None:
         self.name = name
-        self.index = index
+        self.index = self.place = index
         self.modules = tuple(modules)
         self.flats = tuple(flats)
         self.state = GroupState.GATHERED

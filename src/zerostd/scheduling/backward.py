@@ -170,6 +170,8 @@ class Backward:
         first = [by_index[index] for index in complete]
         self.order = [*first, *(group for group in self.order if group not in first)]
         self.update_order = [by_index[index] for index in needed]
+        for place, group in enumerate(self.update_order):
+            group.place = place
         self._order_is_learnt = True
 
     def settle(self) -> None:

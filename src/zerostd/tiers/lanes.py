@@ -58,14 +58,21 @@ class Lane:
 
     def mark(self) -> Transfer:
         """The end of what is in the lane now."""
-        return Done() if self.stream is None else Mark(self.stream.record_event(), self.device)
+        return Done() if self.stream is None else _record(self.stream, self.device)
 
 
 def mark_here(device: torch.device) -> Transfer:
     """The end of what is in the current stream now."""
     if device.type == "cpu":
         return Done()
-    return Mark(torch.accelerator.current_stream(device).record_event(), device)
+    return _record(torch.accelerator.current_stream(device), device)
+
+
+def _record(stream: torch.Stream, device: torch.device) -> Mark:
+    """A thread that waits for a blocking event sleeps; for others it would keep a core busy."""
+    event = torch.Event(device, blocking=True)
+    event.record(stream)
+    return Mark(event, device)
 
 
 def synchronize(transfer: Transfer) -> None:
@@ -84,9 +91,10 @@ class Lanes:
     up: Lane  # host to device
     up_weights: Lane  # likewise, for new parameters from the processor
     down: Lane  # device to host
+    down_gradients: Lane  # likewise, for gradients: they are small, and the processor waits for them
     update: Lane  # arithmetic on the device
 
     @classmethod
     def make(cls, device: torch.device) -> Lanes:
         """All lanes of a device."""
-        return cls(Lane(device), Lane(device), Lane(device), Lane(device))
+        return cls(*(Lane(device) for _ in range(5)))

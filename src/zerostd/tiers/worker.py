@@ -1,4 +1,4 @@
-"""A worker: one thread that does jobs in the order they were given, beside everything else.
+"""A worker: one thread that does jobs beside everything else, in the order they were given unless they are reordered.
 
 A job that fails stops the worker: what follows would build on what is not there. The failed job's `wait` raises its
 error, and so does everything asked of the worker from then on.
@@ -6,10 +6,11 @@ error, and so does everything asked of the worker from then on.
 
 from __future__ import annotations
 
-import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,64 +19,97 @@ from zerostd.tiers.transfer import Work
 
 __all__ = ["Worker"]
 
-Item = tuple[Callable[[], None], Work] | None
+
+@dataclass(eq=False)
+class _Job:
+    run: Callable[[], None]
+    place: int  # in the order that `reorder` makes
+    work: Work = field(default_factory=Work)
+
+
+@dataclass(eq=False)
+class _Jobs:
+    """What a worker and its thread share. The thread holds no reference to the worker, so that it can end with it."""
+
+    name: str
+    waiting: deque[_Job] = field(default_factory=deque)
+    condition: threading.Condition = field(default_factory=threading.Condition)
+    is_busy: bool = False
+    is_over: bool = False
+    error: BaseException | None = None  # of the first job that failed
+
+    def end(self) -> None:
+        """Let the thread go when it has done what it does."""
+        with self.condition:
+            self.is_over = True
+            self.condition.notify_all()
 
 
 class Worker:
     """Does jobs in the background. Ends with the object."""
 
-    name: str
-    error: BaseException | None  # of the first job that failed
-
     def __init__(self, name: str, device: torch.device) -> None:
-        self.name = name
-        self.error = None
-        self._jobs: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        self._last = Work(0)
-        self._last._done.set()
-        threading.Thread(target=_serve, args=(weakref.ref(self), self._jobs, device), daemon=True, name=name).start()
-        weakref.finalize(self, self._jobs.put, None)
+        self._jobs = _Jobs(name)
+        threading.Thread(target=_serve, args=(self._jobs, device), daemon=True, name=name).start()
+        weakref.finalize(self, self._jobs.end)
 
-    def submit(self, job: Callable[[], None]) -> Work:
-        """Do `job` after those before it. Its Work is done when it has returned."""
+    def submit(self, run: Callable[[], None], place: int = 0) -> Work:
+        """Do `run` after what waits already. Its Work is done when it has returned."""
         self.check()
-        work = self._last = Work()
-        self._jobs.put((job, work))
-        return work
+        job = _Job(run, place)
+        with self._jobs.condition:
+            self._jobs.waiting.append(job)
+            self._jobs.condition.notify_all()
+        return job.work
+
+    def reorder(self) -> None:
+        """From now on do what waits in the order of the jobs' places."""
+        with self._jobs.condition:
+            self._jobs.waiting = deque(sorted(self._jobs.waiting, key=lambda job: job.place))
 
     def check(self) -> None:
         """Raise if a job has failed."""
-        if self.error is not None:
+        error = self._jobs.error
+        if error is not None:
             raise StorageError(
-                f"{self.name} stopped: {type(self.error).__name__}: {self.error}. What it was doing is not complete, "
-                "so this model's states cannot be used any more: load the last checkpoint into a new one"
-            ) from self.error
+                f"{self._jobs.name} stopped: {type(error).__name__}: {error}. What it was doing is not complete, so "
+                "this model's states cannot be used any more: load the last checkpoint into a new one"
+            ) from error
 
     def drain(self) -> None:
         """Return when all jobs so far are done; raise if one failed."""
-        self._last.wait()
+        with self._jobs.condition:
+            self._jobs.condition.wait_for(lambda: not self._jobs.waiting and not self._jobs.is_busy)
         self.check()
 
 
-def _serve(worker: weakref.ref[Worker], jobs: queue.SimpleQueue[Item], device: torch.device) -> None:
+def _serve(jobs: _Jobs, device: torch.device) -> None:
     if device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)
     torch.set_grad_enabled(False)
-    while (item := jobs.get()) is not None:
-        job, work = item
-        owner = worker()
-        if owner is None:
-            return
-        try:
-            if owner.error is not None:
-                raise owner.error
-            job()
-        except BaseException as error:
-            owner.error = owner.error or error
-            work.fail(error if isinstance(error, ZerostdError) else _explained(owner.name, error))
-        else:
-            work.finish()
-        del owner, job, work, item
+    while True:
+        with jobs.condition:
+            jobs.is_busy = False
+            jobs.condition.notify_all()
+            jobs.condition.wait_for(lambda: jobs.waiting or jobs.is_over)
+            if jobs.is_over:
+                return
+            job = jobs.waiting.popleft()
+            jobs.is_busy = True
+        _do(job, jobs)
+        del job
+
+
+def _do(job: _Job, jobs: _Jobs) -> None:
+    try:
+        if jobs.error is not None:
+            raise jobs.error
+        job.run()
+    except BaseException as error:
+        jobs.error = jobs.error or error
+        job.work.fail(error if isinstance(error, ZerostdError) else _explained(jobs.name, error))
+    else:
+        job.work.finish()
 
 
 def _explained(name: str, error: BaseException) -> StorageError:
