@@ -79,8 +79,6 @@ class Early:
         terms, done = self._terms, self._done
         if terms is not None:
             self._check_options(terms.options)
-            assert self.updater.routes is not None
-            self.updater.routes.reorder()
         self._terms, self._done, self.gradients.taken = None, {}, None
         if terms is None:
             return set()

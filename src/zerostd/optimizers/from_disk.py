@@ -65,7 +65,7 @@ class FromDisk(OnCpu):
         gradient, place, relay = held.current[run.region], order.flat.updated(run.shelf), Relay()
         ready = held.keeper.kept if held.keeper is not None else mark_here(self.stores.device)
         job = Job(order, gradient, ready, None if place is None else place[run.part], None, None, relay)
-        relay.work = self.worker.submit(lambda: self._do(job), order.place)
+        relay.work = self.worker.submit(lambda: self._do(job), order.place, ready)
         return relay
 
     # In the thread

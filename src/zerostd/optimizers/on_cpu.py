@@ -75,7 +75,7 @@ class OnCpu:
         job = Job(order, gradient, ready, weights, target, rule, relay)
         if rule is not None:
             order.keep(next_singles(rule, run.singles))
-        relay.work = self.worker.submit(lambda: self._do(job), order.place)
+        relay.work = self.worker.submit(lambda: self._do(job), order.place, ready)
         return relay
 
     def _rule(self, options: dict[str, Any], run: Run) -> Rule | None:

@@ -68,11 +68,6 @@ class Routes:
     def _made(self) -> list[OnCpu | Streamed]:
         return [route for route in (self.cpu, self.streamed, self.disk) if route is not None]
 
-    def reorder(self) -> None:
-        """Backward is over: do what waits in the order in which forward needs it."""
-        for route in self._made:
-            route.worker.reorder()
-
     def to_host(self, factor: torch.Tensor | None) -> HostNumber | None:
         """A factor on its way to the threads that need it as a number."""
         if factor is None:

@@ -82,7 +82,7 @@ class Streamed:
         assert gradient is not None
         ready = gradient.keeper.kept if gradient.keeper is not None else mark_here(self.device)
         relay, current = Relay(), gradient.current
-        relay.work = self.worker.submit(lambda: self._do(order, current, ready, relay), order.place)
+        relay.work = self.worker.submit(lambda: self._do(order, current, ready, relay), order.place, ready)
         return relay
 
     # In the thread

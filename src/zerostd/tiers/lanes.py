@@ -15,7 +15,7 @@ import torch
 
 from zerostd.tiers.transfer import Done, Transfer
 
-__all__ = ["Lane", "Lanes", "Mark", "mark_here", "synchronize"]
+__all__ = ["Lane", "Lanes", "Mark", "has_arrived", "mark_here", "synchronize"]
 
 
 class Mark(Transfer):
@@ -73,6 +73,11 @@ def _record(stream: torch.Stream, device: torch.device) -> Mark:
     event = torch.Event(device, blocking=True)
     event.record(stream)
     return Mark(event, device)
+
+
+def has_arrived(transfer: Transfer) -> bool:
+    """Whether a transfer is over, wherever it runs."""
+    return transfer.event.query() if isinstance(transfer, Mark) else transfer.is_done()
 
 
 def synchronize(transfer: Transfer) -> None:

@@ -1,6 +1,8 @@
-"""A worker: one thread that does jobs beside everything else, in the order they were given unless they are reordered.
+"""A worker: one thread that does jobs beside everything else.
 
-A job that fails stops the worker: what follows would build on what is not there. The failed job's `wait` raises its
+Of the jobs that wait, it takes one whose input has arrived, and of those the one that is needed first; if none has, the
+one given first. So what is needed soonest overtakes, but never holds up what could be done meanwhile. Jobs of the same
+place keep their order. A job that fails stops the worker: what follows would build on what is not there. The failed job's `wait` raises its
 error, and so does everything asked of the worker from then on.
 """
 
@@ -8,14 +10,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from zerostd.errors import StorageError, ZerostdError
-from zerostd.tiers.transfer import Work
+from zerostd.tiers.lanes import has_arrived
+from zerostd.tiers.transfer import Done, Transfer, Work
 
 __all__ = ["Worker"]
 
@@ -23,7 +25,8 @@ __all__ = ["Worker"]
 @dataclass(eq=False)
 class _Job:
     run: Callable[[], None]
-    place: int  # in the order that `reorder` makes
+    place: int  # in the order in which they are needed
+    ready: Transfer  # its input
     work: Work = field(default_factory=Work)
 
 
@@ -32,11 +35,18 @@ class _Jobs:
     """What a worker and its thread share. The thread holds no reference to the worker, so that it can end with it."""
 
     name: str
-    waiting: deque[_Job] = field(default_factory=deque)
+    waiting: list[_Job] = field(default_factory=list)  # as they were given
     condition: threading.Condition = field(default_factory=threading.Condition)
     is_busy: bool = False
     is_over: bool = False
     error: BaseException | None = None  # of the first job that failed
+
+    def take(self) -> _Job:
+        """The next job; the lock is held, and there is one."""
+        arrived = [job for job in self.waiting if has_arrived(job.ready)]
+        job = min(arrived, key=lambda job: job.place) if arrived else self.waiting[0]
+        self.waiting.remove(job)
+        return job
 
     def end(self) -> None:
         """Let the thread go when it has done what it does."""
@@ -53,19 +63,14 @@ class Worker:
         threading.Thread(target=_serve, args=(self._jobs, device), daemon=True, name=name).start()
         weakref.finalize(self, self._jobs.end)
 
-    def submit(self, run: Callable[[], None], place: int = 0) -> Work:
-        """Do `run` after what waits already. Its Work is done when it has returned."""
+    def submit(self, run: Callable[[], None], place: int = 0, ready: Transfer | None = None) -> Work:
+        """Do `run`, for which `ready` should have arrived. Its Work is done when it has returned."""
         self.check()
-        job = _Job(run, place)
+        job = _Job(run, place, ready or Done())
         with self._jobs.condition:
             self._jobs.waiting.append(job)
             self._jobs.condition.notify_all()
         return job.work
-
-    def reorder(self) -> None:
-        """From now on do what waits in the order of the jobs' places."""
-        with self._jobs.condition:
-            self._jobs.waiting = deque(sorted(self._jobs.waiting, key=lambda job: job.place))
 
     def check(self) -> None:
         """Raise if a job has failed."""
@@ -94,7 +99,7 @@ def _serve(jobs: _Jobs, device: torch.device) -> None:
             jobs.condition.wait_for(lambda: jobs.waiting or jobs.is_over)
             if jobs.is_over:
                 return
-            job = jobs.waiting.popleft()
+            job = jobs.take()
             jobs.is_busy = True
         _do(job, jobs)
         del job
