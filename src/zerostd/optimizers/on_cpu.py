@@ -182,9 +182,9 @@ class OnCpu:
         """New parameters of a tile on their way to the device."""
         if job.target is None or job.weights is None:
             return
-        with self.lanes.up_weights.after():
+        with self.lanes.up.after():
             job.target[tile].copy_(job.weights[tile], non_blocking=True)
-            job.relay.mark = self.lanes.up_weights.mark()
+            job.relay.mark = self.lanes.up.mark()
 
 
 def _cut(columns: dict[str, Column], part: slice) -> Tensors:

@@ -90,16 +90,15 @@ def synchronize(transfer: Transfer) -> None:
 
 @dataclass(frozen=True)
 class Lanes:
-    """The lanes of one prepared model. The two directions of a link work at the same time, so each has its own; what
-    the processor has updated goes up beside what is streamed, so that neither waits for the other's turn."""
+    """The lanes of one prepared model. The two directions of a link work at the same time, so each has its own; and just
+    one: a device's copy engine stays with a stream for as long as that has work, so a second stream of the same
+    direction would wait until the first one is empty."""
 
     up: Lane  # host to device
-    up_weights: Lane  # likewise, for new parameters from the processor
     down: Lane  # device to host
-    down_gradients: Lane  # likewise, for gradients: they are small, and the processor waits for them
     update: Lane  # arithmetic on the device
 
     @classmethod
     def make(cls, device: torch.device) -> Lanes:
         """All lanes of a device."""
-        return cls(*(Lane(device) for _ in range(5)))
+        return cls(Lane(device), Lane(device), Lane(device))

@@ -2,7 +2,9 @@
 
 Of the jobs that wait, it takes one whose input has arrived, and of those the one that is needed first; if none has, the
 one given first. So what is needed soonest overtakes, but never holds up what could be done meanwhile. Jobs of the same
-place keep their order. A job that fails stops the worker: what follows would build on what is not there. The failed job's `wait` raises its
+place keep their order.
+
+A job that fails stops the worker: what follows would build on what is not there. The failed job's `wait` raises its
 error, and so does everything asked of the worker from then on.
 """
 
