@@ -49,10 +49,10 @@ class Mirror:
             for index, copy in enumerate(self.copies):
                 self.host.free(copy)
                 self.copies[index] = self._allocate(copy.numel(), gradient.dtype)
-        with self.lanes.down.after(mark_here(gradient.device)):
+        with self.lanes.gradients.after(mark_here(gradient.device)):
             for part, copy in zip(self.parts, self.copies, strict=True):
                 copy.copy_(gradient[part], non_blocking=True)
-            self.arrived = self.lanes.down.mark()
+            self.arrived = self.lanes.gradients.mark()
         self.is_current = True
 
     def copy_of(self, start: int) -> torch.Tensor:
@@ -110,6 +110,6 @@ class Keeper:
     def close(self, buffer: torch.Tensor, rest: torch.Tensor) -> None:
         """What landed goes down to where it rests."""
         self.norm = torch.linalg.vector_norm(buffer, dtype=torch.float32)
-        with self.lanes.down.after(mark_here(buffer.device)):
+        with self.lanes.gradients.after(mark_here(buffer.device)):
             rest.copy_(buffer, non_blocking=True)
-            self.kept = self.staging.free[self._slot] = self.lanes.down.mark()
+            self.kept = self.staging.free[self._slot] = self.lanes.gradients.mark()

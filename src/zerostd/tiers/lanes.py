@@ -90,15 +90,19 @@ def synchronize(transfer: Transfer) -> None:
 
 @dataclass(frozen=True)
 class Lanes:
-    """The lanes of one prepared model. The two directions of a link work at the same time, so each has its own; and just
-    one: a device's copy engine stays with a stream for as long as that has work, so a second stream of the same
-    direction would wait until the first one is empty."""
+    """The lanes of one prepared model. The two directions of a link work at the same time, so each has its own.
+
+    A device's copy engine stays with a stream for as long as that has work: a second stream of the same direction gets
+    its turn when the first has nothing to do. On the way up, where the link is the limit, there is one lane for all. On
+    the way down gradients have their own: they are put in before they are computed, and would hold up what is there.
+    """
 
     up: Lane  # host to device
-    down: Lane  # device to host
+    down: Lane  # device to host: states and parameters
+    gradients: Lane  # device to host: gradients
     update: Lane  # arithmetic on the device
 
     @classmethod
     def make(cls, device: torch.device) -> Lanes:
         """All lanes of a device."""
-        return cls(Lane(device), Lane(device), Lane(device))
+        return cls(Lane(device), Lane(device), Lane(device), Lane(device))
