@@ -18,6 +18,7 @@ from zerostd.parameters.shelf import Shelf
 from zerostd.policy import Kind, Route
 from zerostd.sharding.portions import UNIT
 from zerostd.tiers import Done, Relay, Transfer, mark_here, synchronize
+from zerostd.tiers.debug import DEBUG
 
 __all__ = ["FromDisk"]
 
@@ -38,6 +39,9 @@ class _Slot:
         """Return when nothing is on its way out."""
         for write in self.writes:
             write.wait()
+        if self.writes:
+            for column in self.columns.values():
+                DEBUG.poison(column)
         self.writes.clear()
 
 

@@ -21,6 +21,7 @@ from zerostd.optimizers.orders import Order
 from zerostd.parameters.shelf import MASTER
 from zerostd.policy import Kind
 from zerostd.tiers import Done, Lanes, Relay, Transfer, Worker, mark_here, synchronize
+from zerostd.tiers.debug import DEBUG
 
 __all__ = ["Streamed", "Tile"]
 
@@ -146,6 +147,8 @@ class Streamed:
                 weight.copy_(rounded, non_blocking=True)
             for name, column in tile.target.items():
                 column.copy_(room[name], non_blocking=True)
+            for tensor in (*room.values(), gradient, slot.landing):
+                DEBUG.poison(tensor)
             slot.free = self.lanes.down.mark()
         published = done if weight is not None and weight.device == self.device else slot.free
         return {name: value for name, value in made.items() if name not in room}, published, slot.free

@@ -19,6 +19,7 @@ from zerostd.parameters.shelf import MASTER, Shelf
 from zerostd.policy import Kind, Tier
 from zerostd.sharding import Layout
 from zerostd.tiers import Column
+from zerostd.tiers.debug import DEBUG
 
 __all__ = ["Flat"]
 
@@ -134,6 +135,7 @@ class Flat:
         for parameter, blank in zip(self.parameters, self.blanks, strict=True):
             parameter.data = blank
         if self.gives_back and self.full.untyped_storage().nbytes():
+            DEBUG.poison(self.full)
             self.ledger.leave(Kind.BUFFERS, self.full.nbytes)
             self.full.untyped_storage().resize_(0)
 

@@ -15,6 +15,7 @@ import torch
 from zerostd.monitoring import Ledger
 from zerostd.policy import Kind
 from zerostd.tiers import Done, Lanes, Transfer, mark_here
+from zerostd.tiers.debug import DEBUG
 from zerostd.tiers.host import Host
 
 __all__ = ["Keeper", "Mirror", "Staging"]
@@ -112,4 +113,5 @@ class Keeper:
         self.norm = torch.linalg.vector_norm(buffer, dtype=torch.float32)
         with self.lanes.gradients.after(mark_here(buffer.device)):
             rest.copy_(buffer, non_blocking=True)
+            DEBUG.poison(buffer)
             self.kept = self.staging.free[self._slot] = self.lanes.gradients.mark()

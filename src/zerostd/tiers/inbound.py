@@ -9,6 +9,7 @@ import torch
 
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.column import Column, Stores
+from zerostd.tiers.debug import DEBUG
 from zerostd.tiers.lanes import Lanes, mark_here, synchronize
 from zerostd.tiers.transfer import Done, Transfer, Work
 from zerostd.tiers.worker import Worker
@@ -79,6 +80,8 @@ class Inbound:
             column.start_read(0, memory).wait()
             with self._lanes.up.after(ready):
                 place.copy_(memory.view(column.dtype), non_blocking=True)
+                if place.device.type == "cpu":
+                    DEBUG.poison(memory)
                 relay.mark = buffer.free = self._lanes.up.mark()
 
         relay.work = self._worker.submit(job)
