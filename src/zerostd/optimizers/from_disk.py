@@ -50,7 +50,7 @@ class FromDisk(OnCpu):
 
     streamed: Streamed | None = None  # behind it, for portions that the device updates
 
-    def reserve(self, columns: dict[str, torch.dtype]) -> None:
+    def reserve_slots(self, columns: dict[str, torch.dtype]) -> None:
         """Take memory for the slots."""
         self._slots: list[_Slot] = []
         for _ in range(NUM_SLOTS):

@@ -23,7 +23,7 @@ from zerostd.optimizers.orders import Order
 from zerostd.optimizers.runs import Run
 from zerostd.parameters import Flat
 from zerostd.parameters.shelf import MASTER, Shelf
-from zerostd.policy import Kind
+from zerostd.policy import Kind, Route, Tier
 from zerostd.tiers import Column, Done, Lanes, Relay, Stores, Transfer, Worker, synchronize
 
 __all__ = ["Job", "OnCpu", "cut"]
@@ -110,16 +110,31 @@ class OnCpu:
         place = flat.updated(run.shelf)
         if place is not None and place.device.type == "cpu":
             return place[run.part], None
-        dtype = flat.rest.dtype
-        may_overwrite = flat.gradient is not None and flat.gradient.mirror is not None and not on_trial
-        if may_overwrite and place is not None and gradient.dtype.itemsize == dtype.itemsize:
-            assert flat.gradient is not None and flat.gradient.mirror is not None
-            flat.gradient.mirror.is_overwritten = True
-            return gradient.view(dtype), place[run.part]
-        if run.shelf not in self._weights:
-            num_bytes = run.shelf.portion.numel * dtype.itemsize
-            self._weights[run.shelf] = self.stores.host.allocate(num_bytes, Kind.BUFFERS).view(dtype)
-        return self._weights[run.shelf][run.part], None if place is None else place[run.part]
+        mirror = flat.gradient.mirror if flat.gradient is not None else None
+        target = None if place is None else place[run.part]
+        if mirror is not None and not on_trial and _fits(flat, gradient.dtype):
+            mirror.is_overwritten = True
+            return gradient.view(flat.rest.dtype), target
+        self.reserve(flat, run.shelf)
+        return self._weights[run.shelf][run.part], target
+
+    def reserve(self, flat: Flat, shelf: Shelf) -> None:
+        """Take host memory for a portion's new parameters."""
+        if shelf not in self._weights:
+            dtype = flat.rest.dtype
+            memory = self.stores.host.allocate(shelf.portion.numel * dtype.itemsize, Kind.BUFFERS)
+            self._weights[shelf] = memory.view(dtype)
+
+    def reserve_all(self, flats: list[Flat]) -> None:
+        """Beforehand, where new parameters cannot take the place of the gradient's copy."""
+        for flat in flats:
+            gradient = flat.gradient
+            if gradient is None or self.stores.device.type == "cpu" or flat.rest.tier is Tier.HOST:
+                continue
+            for shelf in flat.shelves:
+                takes_its_place = gradient.mirror is not None and not shelf.spare and _fits(flat, gradient.rest_dtype)
+                if shelf.portion.route is Route.CPU and not takes_its_place:
+                    self.reserve(flat, shelf)
 
     # In the thread
 
@@ -194,3 +209,8 @@ def _cut(columns: dict[str, Column], part: slice) -> Tensors:
 def cut(columns: Tensors, part: slice) -> Tensors:
     """A part of every column."""
     return {name: column[part] for name, column in columns.items()}
+
+
+def _fits(flat: Flat, dtype: torch.dtype) -> bool:
+    """Whether new parameters have room where a gradient of `dtype` was."""
+    return flat.rest.tensor is not None and dtype.itemsize == flat.rest.dtype.itemsize

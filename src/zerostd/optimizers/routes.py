@@ -51,8 +51,12 @@ class Routes:
         on_disk = [shelf for shelf in shelves if shelf.portion.tier is Tier.DISK]
         if on_disk:
             self.disk = FromDisk(inner, stores, lanes, num_threads=num_threads, name="the update of states on disk")
-            self.disk.reserve(_columns(on_disk))
+            self.disk.reserve_slots(_columns(on_disk))
             self.disk.streamed = make_streamed(Tier.DISK)
+        for route, tier in ((self.cpu, Tier.HOST), (self.disk, Tier.DISK)):
+            if route is not None:
+                flats = [flat for group in groups for flat in group.trainable]
+                route.reserve_all([flat for flat in flats if any(s.portion.tier is tier for s in flat.shelves)])
         self._numbers = stores.host.allocate(NUM_NUMBERS * 4, Kind.BUFFERS).view(torch.float32)
         self._turn = 0
 

@@ -68,6 +68,11 @@ class Gradient:
         return int(self.region.stop - self.region.start)
 
     @property
+    def rest_dtype(self) -> torch.dtype:
+        """What it rests in now."""
+        return self.dtype if self.sum is None else self.sum.dtype
+
+    @property
     def current(self) -> torch.Tensor:
         """The reduced gradient of the region, in the form it rests in."""
         if self.sum is not None:

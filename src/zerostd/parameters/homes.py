@@ -158,5 +158,6 @@ def _add_portion(
     need[portion.tier, Kind.OPTIMIZER_STATES] += copies * sum(padded(portion.numel * width) for width in widths)
     if rules.has_own_memory and portion.route is Route.CPU and plan.gradients is Tier.DEVICE:
         need[Tier.HOST, Kind.BUFFERS] += padded(portion.numel * itemsize)
-    if rules.has_own_memory and portion.route is Route.CPU and plan.parameters is Tier.DEVICE:
-        need[Tier.HOST, Kind.BUFFERS] += padded(portion.numel * plan.dtype.itemsize)
+    lands_on_gradient = plan.gradients is Tier.DEVICE and itemsize == plan.dtype.itemsize and not rules.speculates
+    if rules.has_own_memory and portion.route is Route.CPU and plan.parameters is not Tier.HOST:
+        need[Tier.HOST, Kind.BUFFERS] += 0 if lands_on_gradient else padded(portion.numel * plan.dtype.itemsize)

@@ -1,0 +1,45 @@
+"""An order: update this run, by these terms. What the updater hands to the routes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zerostd.optimizers.arithmetic import Terms
+from zerostd.optimizers.runs import Run, Singles
+from zerostd.parameters import Flat
+from zerostd.tiers import Column
+
+__all__ = ["Order"]
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """One run's update, fixed when it was asked for."""
+
+    flat: Flat
+    run: Run
+    terms: Terms
+    place: int  # of its group in forward: what is needed first is done first
+    on_trial: bool  # into the second copy of the states
+    source: dict[str, Column]
+    target: dict[str, Column]
+
+    @classmethod
+    def make(cls, flat: Flat, run: Run, terms: Terms, place: int, *, on_trial: bool) -> Order:
+        """The columns are those of this moment: when it is carried out, others may have taken their places."""
+        run.settle()
+        shelf = run.shelf
+        return cls(flat, run, terms, place, on_trial, shelf.columns, shelf.spare if on_trial else shelf.columns)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the run's parameters."""
+        return self.terms.options[self.run.options]
+
+    def keep(self, singles: Singles | None) -> None:
+        """The states of one value after the update."""
+        if self.on_trial:
+            self.run.tried = singles
+        else:
+            self.run.singles, self.run.tried = singles, None
