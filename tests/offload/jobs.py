@@ -1,0 +1,261 @@
+"""Small trainings under any placement, and how to tell that two of them are the same in every bit.
+
+A `Job` says what is trained and how the loop goes; `train` does it. Tiles are made short, so that even these models are
+updated in several of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zerostd
+from support.compare import assert_bitwise
+from support.models import MODELS, Case
+from support.side_by_side import data, seeded
+from zerostd import Placement
+from zerostd.optimizers import from_disk, on_cpu, routes
+from zerostd.sharding.portions import UNIT
+from zerostd.tiers.debug import DEBUG
+
+THIRDS = {"device": 0.3, "host": 0.4, "disk": 0.3}
+PLACEMENTS: dict[str, Placement] = {
+    "states on host": Placement(optimizer_states="host", cpu_share=1.0),
+    "states on host, streamed": Placement(optimizer_states="host", cpu_share=0.0),
+    "states on host, half streamed": Placement(optimizer_states="host", cpu_share=0.5),
+    "states on disk": Placement(optimizer_states="disk", cpu_share=1.0),
+    "states on disk, streamed": Placement(optimizer_states="disk", cpu_share=0.0),
+    "states on all tiers": Placement(optimizer_states=THIRDS, cpu_share=0.5),
+    "parameters and states on host": Placement(parameters="host", optimizer_states="host"),
+    "everything on host": Placement(parameters="host", gradients="host", optimizer_states="host", cpu_share=0.5),
+    "parameters and states on disk": Placement(parameters="disk", optimizer_states="disk"),
+    "different shares": Placement(
+        parameters={"device": 0.4, "host": 0.3, "disk": 0.3},
+        gradients={"device": 0.6, "host": 0.4},
+        optimizer_states={"device": 0.2, "host": 0.5, "disk": 0.3},
+    ),
+}
+HALF = PLACEMENTS["states on host, half streamed"]
+
+
+class Drift(torch.optim.Optimizer):
+    """A user's own: element-wise, with a long state, a counter that is no tensor and an attribute."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, pace: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr})
+        self.pace = pace
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["mean"], state["count"] = torch.zeros_like(parameter), 0
+                state["count"] += 1
+                state["mean"].mul_(self.pace).add_(parameter.grad.tanh())
+                parameter.sub_(state["mean"] / (1.0 + state["count"] ** 0.5), alpha=group["lr"])
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def two_groups(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """AdamW whose matrices and vectors have options of their own."""
+    matrices, vectors = ([p for p in _trained(model) if (p.dim() > 1) is wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 2e-2}]
+    return torch.optim.AdamW(groups, lr=5e-3, **options)
+
+
+Rules = Callable[[nn.Module], torch.optim.Optimizer]
+RULES: dict[str, Rules] = {
+    "adamw": two_groups,
+    "amsgrad": lambda model: torch.optim.Adam(_trained(model), lr=5e-3, amsgrad=True, weight_decay=0.02),
+    "sgd": lambda model: torch.optim.SGD(_trained(model), lr=0.05, weight_decay=0.01),
+    "dampened": lambda model: torch.optim.SGD(_trained(model), lr=0.05, momentum=0.9, dampening=0.3, maximize=True),
+    "nesterov": lambda model: torch.optim.SGD(_trained(model), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adagrad": lambda model: torch.optim.Adagrad(_trained(model), lr=0.02, lr_decay=0.1, initial_accumulator_value=0.1),
+    "rmsprop": lambda model: torch.optim.RMSprop(_trained(model), lr=1e-3, momentum=0.5, centered=True),
+    "nadam": lambda model: torch.optim.NAdam(_trained(model), lr=5e-3),
+    "own": lambda model: Drift(_trained(model), lr=5e-3),
+}
+
+
+class Adapted(nn.Module):
+    """Frozen layers with small trained ones beside them, and one that some steps do not use."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.frozen = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.down = nn.ModuleList(nn.Linear(width, 40, bias=False) for _ in range(3))
+        self.up = nn.ModuleList(nn.Linear(40, width, bias=False) for _ in range(3))
+        self.sometimes = nn.Linear(width, width)
+        self.outlet = nn.Linear(width, 4)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor, uses_all: bool) -> Tensor:
+        for frozen, down, up in zip(self.frozen, self.down, self.up, strict=True):
+            x = x + torch.tanh(frozen(x) + up(down(x)))
+        return self.outlet(self.sometimes(x) if uses_all else x)
+
+
+def _adapted_batch(index: int, rank: int, world_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    uses_all = torch.tensor(index % 3 != 1)
+    return data(8, 64, number=index, rank=rank).to(dtype), data(8, 4, number=index + 90, rank=rank).to(dtype), uses_all
+
+
+def _adapted_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    inputs, wanted, uses_all = batch
+    return F.mse_loss(model(inputs, bool(uses_all)), wanted)
+
+
+CASES: dict[str, Case] = {
+    **MODELS,
+    "adapted": Case(
+        "adapted",
+        lambda seed: seeded(Adapted, seed),
+        _adapted_batch,
+        _adapted_loss,
+        lambda batches: batches[0],
+        ("frozen.*", "down.*", "up.*", "sometimes"),
+        some_unused=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how the loop goes."""
+
+    case: str = "gpt"
+    rules: str = "adamw"
+    passes: int = 1  # backward passes in a step
+    accumulate: int | None = None  # what prepare is told of that
+    max_grad_norm: float | None = None
+    precision: str | None = None
+    stage: int = 3
+    steps: int = 4
+    overflows: bool = False  # fp16: the first step is skipped
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None
+    groups: tuple[str, ...] | None = None
+
+
+@dataclass
+class Trained:
+    """What came out, and some of what happened."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    states: dict[str, Any]  # the optimizer's state_dict
+    norms: list[float] = field(default_factory=list)
+    num_tried: int = 0
+    num_kept: int = 0
+
+
+@contextlib.contextmanager
+def short_tiles() -> Iterator[None]:
+    """Updates off the device in several tiles. Nothing prepared inside may be used after it."""
+    modules, lengths = (from_disk, on_cpu, routes), (2 * UNIT, 3001, 2 * UNIT)
+    before = [module.TILE_NUMEL for module in modules]
+    try:
+        for module, length in zip(modules, lengths, strict=True):
+            module.TILE_NUMEL = length
+        yield
+    finally:
+        for module, length in zip(modules, before, strict=True):
+            module.TILE_NUMEL = length
+
+
+@contextlib.contextmanager
+def debugging(*, is_serial: bool = False, poisons: bool = False) -> Iterator[None]:
+    """ZEROSTD_DEBUG for a while."""
+    before = DEBUG.is_serial, DEBUG.poisons
+    DEBUG.is_serial, DEBUG.poisons = is_serial, poisons
+    try:
+        yield
+    finally:
+        DEBUG.is_serial, DEBUG.poisons = before
+
+
+def prepared(job: Job, placement: Placement | None, folder: Any, seed: int = 0) -> tuple[Any, Any]:
+    """A model and its optimizer under a placement."""
+    case = CASES[job.case]
+    model = case.make(seed)
+    return zerostd.prepare(
+        model,
+        RULES[job.rules](model),
+        stage=job.stage,
+        placement=placement,
+        precision=job.precision,
+        accumulate=job.accumulate,
+        max_grad_norm=job.max_grad_norm,
+        budget=zerostd.Budget(disk_path=str(folder)),
+        groups=list(job.groups or case.groups),
+    )
+
+
+def loss_of(job: Job, model: nn.Module, index: int, rank: int = 0) -> Tensor:
+    case = CASES[job.case]
+    return case.loss(model, case.batch(index, rank, 1, torch.float32))
+
+
+def run_steps(job: Job, model: Any, optimizer: Any, numbers: range, rank: int = 0) -> tuple[list[float], list[float]]:
+    """Losses and norms of some steps."""
+    losses, norms = [], []
+    scheduler = job.schedule(optimizer) if job.schedule is not None else None
+    for number in numbers:
+        for part in range(job.passes):
+            loss = loss_of(job, model, number * job.passes + part, rank)
+            losses.append(loss.item())
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if job.max_grad_norm is not None:
+            norms.append(optimizer.grad_norm.item())
+        if scheduler is not None:
+            scheduler.step()
+    return losses, norms
+
+
+def train(job: Job, placement: Placement | None, folder: Any, rank: int = 0) -> Trained:
+    """The whole job. The model is released at its end."""
+    model, optimizer = prepared(job, placement, folder)
+    if job.overflows:
+        optimizer.loss_scale.value = 2.0**40
+    losses, norms = run_steps(job, model, optimizer, range(job.steps), rank)
+    if job.overflows:
+        assert optimizer.loss_scale.num_skipped, "no step overflowed, so nothing is shown"
+    trained = Trained(losses, zerostd.full_state_dict(model), copy.deepcopy(optimizer.state_dict()), norms)
+    if optimizer.early is not None:
+        trained.num_tried, trained.num_kept = optimizer.early.num_tried, optimizer.early.num_kept
+    zerostd.release(model)
+    return trained
+
+
+def tensors_of(states: dict[str, Any]) -> dict[str, Tensor]:
+    """An optimizer's states by 'parameter/state', numbers as tensors."""
+    return {
+        f"{number}/{name}": torch.as_tensor(value)
+        for number, found in states["state"].items()
+        for name, value in found.items()
+    }
+
+
+def assert_same(one: Trained, other: Trained, label: str = "") -> None:
+    """Raise unless losses, weights, states and options are the same in every bit."""
+    assert one.losses == other.losses, f"{label}: losses {one.losses} instead of {other.losses}"
+    assert one.norms == other.norms, f"{label}: norms {one.norms} instead of {other.norms}"
+    assert_bitwise(one.weights, other.weights, f"{label}: weights")
+    assert_bitwise(tensors_of(one.states), tensors_of(other.states), f"{label}: optimizer states")
+    assert one.states["param_groups"] == other.states["param_groups"], f"{label}: options"
+    assert one.states["zerostd"] == other.states["zerostd"], f"{label}: intervals"
