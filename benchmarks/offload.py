@@ -367,6 +367,7 @@ def measure(job: Job, system: System, disk_path: str) -> Record:
         return model
 
     note("starts")
+    torch.optim.AdamW([torch.zeros(1)])  # the first one in a process imports torch's compiler, which takes seconds
     trainer = make_trainer(job, build, system, disk_path)
     synchronize()
     prepare_s = time.perf_counter() - built["s"]
