@@ -178,6 +178,7 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         for group in groups:
             group.num_pins -= 1
         if write:
+            runtime.finish_updates()  # masters must be home before they are changed
             for group in groups:
                 for flat in group.flats:
                     runtime.wires.broadcast([flat.full])

@@ -79,6 +79,7 @@ class Runtime:
         self.gradients.settle = self.backward.settle
         self.backward.on_begin = self.gradients.forget_norms
         self.guards = Guards(model, self.gatherer)
+        self.guards.finish_updates = self.finish_updates
         self._buffers_moved = True  # rank 0's buffers have to go to all before the next forward
 
     @property

@@ -35,6 +35,7 @@ class Guards:
         self.root = root
         self.gatherer = gatherer
         self.is_open = False
+        self.finish_updates: Callable[[], None] = _nothing  # masters must be home before they are changed
         self._places = {
             parameter: (group, flat, index)
             for group in gatherer.groups
@@ -104,6 +105,8 @@ class Guards:
     def _before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise MisuseError("load_state_dict(assign=True) would replace prepared parameters: leave assign out")
+        if self._depth == 0:
+            self.finish_updates()
         self._depth += 1
         wanted = {self._places[p][0].name: self._places[p][0] for p in module.parameters(recurse=False)}
         for name in [name for name in self._loading if name not in wanted]:
@@ -130,3 +133,7 @@ class Guards:
         for flat in group.flats:
             flat.take_edits()
         self.gatherer.release(group)
+
+
+def _nothing() -> None:
+    return None
