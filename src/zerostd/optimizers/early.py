@@ -60,8 +60,8 @@ class Early:
 
     @torch.no_grad()
     def ready(self, group: Group) -> None:
-        """A group's gradient has landed and backward needs its parameters no more. Groups whose slices ranks gather right
-        after the update wait for step(), where all ranks go through them in one order."""
+        """A group's gradient has landed and backward needs its parameters no more. Groups whose slices ranks gather
+        right after the update wait for step(), where all ranks go through them in one order."""
         if group.is_in_slices and not group.gives_back:
             return
         if self._terms is None:
