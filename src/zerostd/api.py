@@ -130,7 +130,8 @@ def _make_optimizer(runtime: Runtime, inner: torch.optim.Optimizer, settings: Se
         loss_scale=runtime.loss_scale,
     )
     knows_the_end = routes is not None and settings.accumulate is not None and runtime.loss_scale is None
-    if knows_the_end and not DEBUG.is_serial and (settings.max_grad_norm is None or settings.placement.speculate):
+    waits = DEBUG.is_serial or optimizer.counts_in_groups
+    if knows_the_end and not waits and (settings.max_grad_norm is None or settings.placement.speculate):
         is_on_trial = settings.max_grad_norm is not None
         optimizer.early = Early(updater, runtime.gradients, runtime, optimizer.terms, is_on_trial=is_on_trial)
         runtime.backward.on_ready = optimizer.early.ready

@@ -8,7 +8,7 @@ and tiles can use it without touching the one the user holds.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class Terms:
     options: list[Options]
     factor: torch.Tensor | None  # one element, fp32, on the device
     on_host: HostNumber | None  # the same, for the processor
+    written: dict[int, Options] = field(default_factory=dict)  # param_groups as an update has left them, by number
 
     def host_factor(self) -> float:
         """The factor as a number; may hold the calling thread."""
@@ -59,17 +60,20 @@ class Twin:
             setattr(self.optimizer, hooks, {})
 
     def step(
-        self, options: Options, master: torch.Tensor, states: dict[str, Any] | None, gradient: torch.Tensor
+        self, terms: Terms, number: int, master: torch.Tensor, states: dict[str, Any] | None, gradient: torch.Tensor
     ) -> dict[str, Any]:
-        """Update `master` in place, and the tensors in `states`; None: there are none yet. Returns all states."""
+        """Update `master` in place, and the tensors in `states`, with the options of param_group `number`; None: there
+        are no states yet. Returns all states."""
         parameter = master.detach()
         parameter.grad = gradient
-        self.optimizer.param_groups = [{**options, "params": [parameter]}]
+        group = {**terms.options[number], "params": [parameter]}
+        self.optimizer.param_groups = [group]
         self.optimizer.state = defaultdict(dict)
         if states is not None:
             self.optimizer.state[parameter] = states
         self.optimizer.step()
         parameter.grad = None
+        terms.written[number] = group
         return dict(self.optimizer.state[parameter])
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from zerostd.errors import PrepareError
 
-__all__ = ["check_elementwise", "find_states"]
+__all__ = ["check_elementwise", "find_states", "writes_options"]
 
 NEEDS_WHOLE = {
     "LBFGS": "its line search needs dot products over all parameters and calls the loss several times a step",
@@ -53,22 +53,35 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def writes_options(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step changes the optimizer's own param_groups, as those do that count steps there."""
+    for index, group in enumerate(optimizer.param_groups):
+        if group["params"]:
+            before = {key: value for key, value in group.items() if key != "params"}
+            _, _, after = _trial(optimizer, index, pieces=False)
+            if any(str(before.get(key)) != str(value) for key, value in after.items() if key != "params"):
+                return True
+    return False
+
+
 def find_states(optimizer: torch.optim.Optimizer) -> dict[str, torch.dtype]:
     """What the optimizer keeps for each element, by name, as two trial steps with each param_group's options show."""
     found: dict[str, torch.dtype] = {}
     for index, group in enumerate(optimizer.param_groups):
         if not group["params"]:
             continue
-        _, states = _trial(optimizer, index, pieces=False)
+        _, states, _ = _trial(optimizer, index, pieces=False)
         for name, value in states.items():
             if isinstance(value, torch.Tensor) and value.numel() == 24:
                 found[name] = value.dtype
     return found
 
 
-def _trial(optimizer: torch.optim.Optimizer, index: int, *, pieces: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+def _trial(
+    optimizer: torch.optim.Optimizer, index: int, *, pieces: bool
+) -> tuple[torch.Tensor, dict[str, Any], dict[str, Any]]:
     """Two steps of a copy of `optimizer` on 24 fixed numbers, as one 4x6 matrix or as flat pieces of 10 and 14: the
-    numbers afterwards, and the states of the first tensor."""
+    numbers afterwards, the states of the first tensor, and the param_group."""
     numbers = torch.linspace(-1.0, 1.0, 24).sin()
     tensors = [numbers[:10].clone(), numbers[10:].clone()] if pieces else [numbers.reshape(4, 6).clone()]
     parameters = [nn.Parameter(tensor) for tensor in tensors]
@@ -79,9 +92,6 @@ def _trial(optimizer: torch.optim.Optimizer, index: int, *, pieces: bool) -> tup
         key: copy.deepcopy(value) for key, value in optimizer.param_groups[index].items() if key != "params"
     }
     trial.param_groups = [{**group, "params": parameters}]
-    if type(optimizer) is torch.optim.Adagrad:  # makes its states when it is built
-        for parameter in parameters:
-            trial.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.full_like(parameter, 0.1)}
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(trial, hooks, {})
     trial.__dict__.pop("step", None)  # a scheduler's counter around it
@@ -90,4 +100,5 @@ def _trial(optimizer: torch.optim.Optimizer, index: int, *, pieces: bool) -> tup
         for parameter, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
             parameter.grad = part.reshape(parameter.shape).clone()
         trial.step()
-    return torch.cat([parameter.detach().flatten() for parameter in parameters]), dict(trial.state[parameters[0]])
+    numbers = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    return numbers, dict(trial.state[parameters[0]]), trial.param_groups[0]

@@ -120,9 +120,7 @@ class FromDisk(OnCpu):
         assert self.streamed is not None
         weight = None if job.weights is None else job.weights[here]
         tile = Tile(states, states, job.gradient[here], weight, job.ready)
-        singles, published, landed = self.streamed.update(
-            tile, job.order.options, job.run.singles, job.order.terms.factor, Done()
-        )
+        singles, published, landed = self.streamed.update(tile, job.order, job.run.singles, Done())
         job.relay.mark = published
         synchronize(landed)
         return singles

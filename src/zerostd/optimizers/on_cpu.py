@@ -179,7 +179,7 @@ class OnCpu:
         long = {name: column for name, column in target.items() if name != MASTER}
         singles = job.run.singles
         states = None if singles is None else {**copies(singles), **long}
-        made = self.twin.step(job.order.options, master, states, gradient)
+        made = self.twin.step(job.order.terms, job.run.options, master, states, gradient)
         take_new(made, long)
         if job.weights is not None:
             job.weights[tile].copy_(master)

@@ -25,6 +25,7 @@ from zerostd.errors import MisuseError
 from zerostd.monitoring.ledger import explain_out_of_memory
 from zerostd.optimizers.arithmetic import Terms
 from zerostd.optimizers.early import Early
+from zerostd.optimizers.elementwise import writes_options
 from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.scaling import LossScale
 from zerostd.optimizers.states import load_states, save_states
@@ -62,6 +63,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     inner: torch.optim.Optimizer
     max_grad_norm: float | None
     loss_scale: LossScale | None
+    counts_in_groups: bool  # a step changes param_groups, so it must be complete before they are read again
     grad_norm: torch.Tensor | None  # of the last step that clipped or scaled, before clipping
 
     def __init__(
@@ -87,6 +89,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
+        self.counts_in_groups = updater.routes is not None and writes_options(updater.inner)
         self._num_threads = thread_budget(world.local_size) if world.device.type == "cpu" else 1
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):  # once a step, not once a group
             setattr(self, hooks, getattr(self.inner, hooks))
@@ -123,10 +126,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with self._threads(), explain_out_of_memory(self._updater.ledger):
             self._updater.claim()
             self._update(factor)
+        if DEBUG.is_serial or self.counts_in_groups:
+            self.synchronize()
         self._updater.keep_counters()
         self._schedule.stepped()
-        if DEBUG.is_serial:
-            self.synchronize()
         return loss
 
     def synchronize(self) -> None:
@@ -141,7 +144,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         updated = self.early.finish(factor, order) if self.early is not None else set()
         if len(updated) == len(order):
             return
-        terms = self.terms(factor)
+        terms = self._updater.terms = self.terms(factor)
         if self.early is not None and not updated:
             self.early.learn(terms.on_host)
         for group in order:

@@ -18,6 +18,7 @@ import torch
 from zerostd.monitoring import Ledger
 from zerostd.optimizers.arithmetic import Twin, copies, take_new
 from zerostd.optimizers.orders import Order
+from zerostd.optimizers.runs import Singles
 from zerostd.parameters.shelf import MASTER
 from zerostd.policy import Kind
 from zerostd.tiers import Done, Lanes, Relay, Transfer, Worker, mark_here, synchronize
@@ -103,17 +104,12 @@ class Streamed:
                 None if weights is None else weights[here],
                 ready,
             )
-            singles, relay.mark, shelf.landed = self.update(tile, order.options, before, order.terms.factor, after)
+            singles, relay.mark, shelf.landed = self.update(tile, order, before, after)
         order.keep(singles)
 
     def update(
-        self,
-        tile: Tile,
-        options: dict[str, Any],
-        singles: dict[str, Any] | None,
-        factor: torch.Tensor | None,
-        after: Transfer,
-    ) -> tuple[dict[str, Any], Transfer, Transfer]:
+        self, tile: Tile, order: Order, singles: Singles | None, after: Transfer
+    ) -> tuple[Singles, Transfer, Transfer]:
         """One tile; returns the states that are one value, when parameters are published, when states are home."""
         slot, numel = self._next(), tile.gradient.numel()
         synchronize(slot.free)
@@ -130,10 +126,10 @@ class Streamed:
             up = self.lanes.up.mark()
         with self.lanes.update.after(up, slot.free, tile.ready):
             gradient.copy_(incoming)
-            if factor is not None:
-                gradient.mul_(factor)
+            if order.terms.factor is not None:
+                gradient.mul_(order.terms.factor)
             states = None if singles is None else {**copies(singles), **_without_master(room)}
-            made = self.twin.step(options, room[MASTER], states, gradient)
+            made = self.twin.step(order.terms, order.run.options, room[MASTER], states, gradient)
             take_new(made, _without_master(room))
             weight = tile.weight
             if weight is not None and weight.device == self.device:

@@ -152,9 +152,9 @@ class Updater:
             yield
         finally:
             self.inner.param_groups = self.user_groups
-        self.written = groups
+        terms.written.update({index: group for index, group in enumerate(groups) if group["params"]})
 
-    written: list[dict[str, Any]] | None = None  # param_groups as the last call left them
+    terms: Terms | None = None  # of the last step
 
     def options_now(self) -> list[dict[str, Any]]:
         """The user's options as they are, for one step: later changes are the next step's."""
@@ -165,11 +165,11 @@ class Updater:
 
     def keep_counters(self) -> None:
         """After all groups: what the optimizer wrote into its param_groups becomes the user's."""
-        written, self.written = self.written, None
-        for user, group in zip(self.user_groups, written or [], strict=False):
+        terms, self.terms = self.terms, None
+        for index, group in list(terms.written.items()) if terms is not None else []:  # threads may add to it
             for key, value in group.items():
-                if key != "params" and not isinstance(user.get(key), torch.Tensor):
-                    user[key] = value
+                if key != "params" and not isinstance(value, torch.Tensor):
+                    self.user_groups[index][key] = value
 
     def _count(self) -> None:
         """Enter the memory of states that the inner optimizer made into the ledger; cut runs share theirs."""
