@@ -186,9 +186,10 @@ def _make_stores(need: Counter[tuple[Tier, Kind]], budget: Budget, world: World,
     if on_disk:
         limit = None if budget.disk is None else parse_bytes(budget.disk)
         disk = Disk(budget.disk_path, ledger, limit=limit)
-        check_disk(on_disk, disk.path, limit)
     stores = Stores(world.device, host, disk, ledger)
     try:
+        if disk is not None:
+            check_disk(on_disk, disk.path, limit)
         for (tier, kind), num_bytes in need.items():
             if tier is not Tier.DEVICE and kind in (Kind.OPTIMIZER_STATES, Kind.PARAMETERS):
                 stores.reserve(tier, kind, num_bytes)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -98,9 +99,12 @@ def threads() -> set[threading.Thread]:
 
 
 def ended(started: set[threading.Thread]) -> bool:
-    """Whether threads end, given a moment."""
-    for thread in started:
-        thread.join(timeout=10)
+    """Whether threads end when nobody holds what they work for; they may be in the middle of something."""
+    deadline = time.monotonic() + 10
+    while any(thread.is_alive() for thread in started) and time.monotonic() < deadline:
+        gc.collect()
+        for thread in started:
+            thread.join(timeout=0.05)
     return not any(thread.is_alive() for thread in started)
 
 
@@ -151,7 +155,6 @@ NEED = 12 * NUMEL  # fp32 master and two moments in a bf16 run
         (Placement(), {"device": 14 * NUMEL}, (f"Budget(device={14 * NUMEL})", "optimizer_states", "'host'")),
         (DISK, {"disk": "1000TiB"}, ("wanted", "1024000.00 GiB", "free")),
         (DISK, {"disk": "100KiB"}, (str(NEED), "102400 bytes", "Budget(disk=...)")),
-        (DISK, {"host": "1KiB"}, ("host", "1024 bytes")),
     ],
     ids=str,
 )
@@ -293,7 +296,6 @@ def folder(tmp_path):
     """For files. When the test is over its model goes, with every thread and file, whatever state it is in."""
     running = threads()
     yield tmp_path
-    gc.collect()
     assert ended(threads() - running)
     assert files_in(tmp_path) == []
 
@@ -393,13 +395,9 @@ def test_kill_in_the_middle_of_a_step_leaves_nothing(tmp_path):
         optimizer.step()
         optimizer.zero_grad()
         optimizer.synchronize()
-        links = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(100) if os.path.exists(f"/proc/self/fd/{fd}")]
-        print(number, sum(path in link for link in os_links()), flush=True)
+        links = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(100) if os.path.islink(f"/proc/self/fd/{fd}")]
+        print(number, sum(path in link for link in links), flush=True)
     """
-    code = code.replace(
-        "links = [os.readlink(f\"/proc/self/fd/{fd}\") for fd in range(100) if os.path.exists(f\"/proc/self/fd/{fd}\")]",
-        "links = [os.readlink(entry) for entry in os.scandir('/proc/self/fd') if os.path.islink(entry)]",
-    ).replace("os_links()", "links")
     done = subprocess.run(python(code, tmp_path), capture_output=True, text=True, env=environment(), timeout=60)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert done.stdout == "0 2\n"  # one step, with two files open there
@@ -447,10 +445,10 @@ def test_a_model_that_is_dropped_gives_everything_back(route, folder):
 
 def test_a_model_that_is_dropped_in_the_middle_of_an_update(folder):
     """Jobs still wait in the threads; nobody will ask for them."""
+    running = threads()
     model, optimizer = prepared(placement=ROUTES["disk"], budget=Budget(disk_path=str(folder)))
     loss_of(model).backward()
     optimizer.step()
-    seen = weakref.ref(model)
+    seen, started = weakref.ref(model), threads() - running
     del model, optimizer
-    gc.collect()
-    assert seen() is None
+    assert ended(started) and seen() is None

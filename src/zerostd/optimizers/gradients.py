@@ -142,6 +142,8 @@ class Gradients:
         self._norms.clear()
         flat, index = self._places[handle.of]
         assert flat.gradient is not None
+        for update in (update for group in self.groups if flat in group.flats for update in group.updates):
+            update.wait()  # it reads the gradient, also after step() has returned
         gradient = flat.gradient.settled()
         flat.gradient.changed()
         if isinstance(factor, torch.Tensor):

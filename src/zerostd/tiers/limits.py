@@ -103,7 +103,10 @@ def check_host(num_bytes: int, what: str, limit: int | None = None) -> None:
 
 def check_disk(num_bytes: int, path: str, limit: int | None = None) -> None:
     """Refuse `num_bytes` in the file system of `path` if they are not free, or over `limit`: what the budget leaves."""
-    free = free_disk(path)
+    try:
+        free = free_disk(path)
+    except OSError as error:
+        raise PrepareError(f"{path} is not a directory that can be used ({error.strerror}); name another one") from error
     if limit is not None and num_bytes > limit and limit <= free:
         raise PrepareError(
             f"{_size(num_bytes)} wanted in {path}, but the disk budget leaves {_size(limit)} ({_size(free)} are free); "

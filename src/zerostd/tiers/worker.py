@@ -11,6 +11,7 @@ error, and so does everything asked of the worker from then on.
 from __future__ import annotations
 
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -105,21 +106,29 @@ def _serve(jobs: _Jobs, device: torch.device) -> None:
             jobs.is_busy = True
         _do(job, jobs)
         del job
+        _forget_frames(jobs.error)
 
 
 def _do(job: _Job, jobs: _Jobs) -> None:
-    try:
-        if jobs.error is not None:
-            raise jobs.error
-        job.run()
-    except BaseException as error:
-        jobs.error = jobs.error or error
-        job.work.fail(error if isinstance(error, ZerostdError) else _explained(jobs.name, error))
-    else:
+    if jobs.error is None:
+        try:
+            job.run()
+        except BaseException as error:
+            jobs.error = error
+    if jobs.error is None:
         job.work.finish()
+    else:
+        job.work.fail(jobs.error if isinstance(jobs.error, ZerostdError) else _explained(jobs.name, jobs.error))
 
 
 def _explained(name: str, error: BaseException) -> StorageError:
     explained = StorageError(f"{name} failed: {type(error).__name__}: {error}")
     explained.__cause__ = error
     return explained
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Keep the lines of a traceback, not the variables: the thread holds the error, and they would hold the model."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
