@@ -30,7 +30,7 @@ TILE_NUMEL = 4 << 20
 class _Slot:
     """Host memory for one tile, and what is on its way in and out."""
 
-    columns: dict[str, torch.Tensor]
+    columns: dict[str, torch.Tensor]  # bytes
     reads: list[Transfer] = field(default_factory=list)
     writes: list[Transfer] = field(default_factory=list)
     home: tuple[Shelf | None, slice] = (None, slice(0, 0))  # of what is on its way out
@@ -55,7 +55,7 @@ class FromDisk(OnCpu):
         self._slots: list[_Slot] = []
         for _ in range(NUM_SLOTS):
             room = {
-                name: self.stores.host.allocate(TILE_NUMEL * dtype.itemsize, Kind.BUFFERS).view(dtype)
+                name: self.stores.host.allocate(TILE_NUMEL * dtype.itemsize, Kind.BUFFERS)
                 for name, dtype in columns.items()
             }
             self._slots.append(_Slot(room))
@@ -93,12 +93,12 @@ class FromDisk(OnCpu):
             for read in slot.reads:
                 read.wait()
             inside = slice(max(tile.start, run.part.start), min(tile.stop, run.part.stop))
-            states = cut(slot.columns, slice(inside.start - tile.start, inside.stop - tile.start))
+            states = cut(_rooms(slot, shelf, tile), slice(inside.start - tile.start, inside.stop - tile.start))
             here = slice(inside.start - run.part.start, inside.stop - run.part.start)
             singles = (self._stream if is_streamed else self._update)(job, states, here, factor)
             slot.home = (shelf, tile)
-            for name, column in shelf.columns.items():
-                slot.writes.append(column.start_write(tile.start, slot.columns[name][: tile.stop - tile.start]))
+            rooms = _rooms(slot, shelf, tile)
+            slot.writes += [column.start_write(tile.start, rooms[name]) for name, column in shelf.columns.items()]
             self.send(job, here)
         self.end(job, singles)
 
@@ -108,10 +108,8 @@ class FromDisk(OnCpu):
             home, written = other.home
             if home is shelf and written.start < tile.stop and tile.start < written.stop:
                 other.settle()
-        slot.reads = [
-            column.start_read(tile.start, slot.columns[name][: tile.stop - tile.start])
-            for name, column in shelf.columns.items()
-        ]
+        rooms = _rooms(slot, shelf, tile)
+        slot.reads = [column.start_read(tile.start, rooms[name]) for name, column in shelf.columns.items()]
 
     def _update(self, job: Job, states: dict[str, torch.Tensor], here: slice, factor: float) -> dict[str, Any] | None:
         return self.update(job, states, states, here, factor)
@@ -129,3 +127,9 @@ class FromDisk(OnCpu):
         """Return when everything is written."""
         for slot in self._slots:
             slot.settle()
+
+
+def _rooms(slot: _Slot, shelf: Shelf, tile: slice) -> dict[str, torch.Tensor]:
+    """A slot's memory as the columns of a tile."""
+    numel = tile.stop - tile.start
+    return {name: slot.columns[name][: numel * c.dtype.itemsize].view(c.dtype) for name, c in shelf.columns.items()}

@@ -197,7 +197,7 @@ class OnCpu:
         """New parameters of a tile on their way to the device."""
         if job.target is None or job.weights is None:
             return
-        with self.lanes.up.after():
+        with self.lanes.up.after(job.order.asked):
             job.target[tile].copy_(job.weights[tile], non_blocking=True)
             job.relay.mark = self.lanes.up.mark()
 

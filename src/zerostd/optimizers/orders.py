@@ -8,7 +8,7 @@ from typing import Any
 from zerostd.optimizers.arithmetic import Terms
 from zerostd.optimizers.runs import Run, Singles
 from zerostd.parameters import Flat
-from zerostd.tiers import Column
+from zerostd.tiers import Column, Transfer, mark_here
 
 __all__ = ["Order"]
 
@@ -24,13 +24,14 @@ class Order:
     on_trial: bool  # into the second copy of the states
     source: dict[str, Column]
     target: dict[str, Column]
+    asked: Transfer  # what the device had to do before: parameters are read no more, and the factor is known
 
     @classmethod
     def make(cls, flat: Flat, run: Run, terms: Terms, place: int, *, on_trial: bool) -> Order:
         """The columns are those of this moment: when it is carried out, others may have taken their places."""
         run.settle()
-        shelf = run.shelf
-        return cls(flat, run, terms, place, on_trial, shelf.columns, shelf.spare if on_trial else shelf.columns)
+        target = run.shelf.spare if on_trial else run.shelf.columns
+        return cls(flat, run, terms, place, on_trial, run.shelf.columns, target, mark_here(flat.full.device))
 
     @property
     def options(self) -> dict[str, Any]:

@@ -33,12 +33,13 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(eq=False)
 class _Slot:
-    """Room on the device for one tile."""
+    """Room on the device for one tile, in bytes."""
 
     columns: Tensors
-    gradient: torch.Tensor  # fp32: as the update reads it
-    landing: torch.Tensor  # bytes: for gradients that come from the host, and parameters that go there
+    gradient: torch.Tensor  # as the update reads it
+    landing: torch.Tensor  # for gradients that come from the host, and parameters that go there
     free: Transfer = field(default_factory=Done)
+    held: Order | None = None  # what the device reads beside the slot must stay until it is free
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ class Tile:
     target: Tensors  # may be the source
     gradient: torch.Tensor
     weight: torch.Tensor | None  # None where the master is the parameter
-    ready: Transfer  # the gradient, and the states' last way home
+    ready: Transfer  # the gradient
 
 
 class Streamed:
@@ -72,11 +73,10 @@ class Streamed:
         self._turn = 0
         self._slots: list[_Slot] = []
         for _ in range(NUM_SLOTS):
-            room = {name: torch.empty(tile_numel, dtype=dtype, device=device) for name, dtype in columns.items()}
-            gradient = torch.empty(tile_numel, dtype=columns[MASTER], device=device)
-            landing = torch.empty(tile_numel * 4, dtype=torch.uint8, device=device)
-            self._slots.append(_Slot(room, gradient, landing))
-            ledger.enter(Kind.BUFFERS, sum(t.nbytes for t in room.values()) + gradient.nbytes + landing.nbytes)
+            sizes = [tile_numel * dtype.itemsize for dtype in (*columns.values(), columns[MASTER], columns[MASTER])]
+            *room, gradient, landing = (torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+            self._slots.append(_Slot(dict(zip(columns, room, strict=True)), gradient, landing))
+            ledger.enter(Kind.BUFFERS, sum(sizes))
 
     def launch(self, order: Order) -> Transfer:
         """Start the update of a run on the host; done when the new parameters are where they rest."""
@@ -113,18 +113,18 @@ class Streamed:
         """One tile; returns the states that are one value, when parameters are published, when states are home."""
         slot, numel = self._next(), tile.gradient.numel()
         synchronize(slot.free)
-        room = {name: column[:numel] for name, column in slot.columns.items()}
-        gradient = slot.gradient[:numel]
+        slot.held = order
+        room = {name: _room(slot.columns[name], numel, column.dtype) for name, column in tile.source.items()}
+        gradient = _room(slot.gradient, numel, room[MASTER].dtype)
         incoming = tile.gradient
-        with self.lanes.up.after(slot.free, after, tile.ready if incoming.device != self.device else None):
+        with self.lanes.up.after(after, tile.ready if incoming.device != self.device else None):
             for name, column in tile.source.items():
                 if singles is not None or name == MASTER:
                     room[name].copy_(column, non_blocking=True)
             if incoming.device != self.device:
-                landed = slot.landing[: incoming.nbytes].view(incoming.dtype)
-                incoming = landed.copy_(incoming, non_blocking=True)
+                incoming = _room(slot.landing, numel, incoming.dtype).copy_(incoming, non_blocking=True)
             up = self.lanes.up.mark()
-        with self.lanes.update.after(up, slot.free, tile.ready):
+        with self.lanes.update.after(up, tile.ready, order.asked):
             gradient.copy_(incoming)
             if order.terms.factor is not None:
                 gradient.mul_(order.terms.factor)
@@ -135,8 +135,7 @@ class Streamed:
             if weight is not None and weight.device == self.device:
                 weight.copy_(room[MASTER])
             elif weight is not None:
-                rounded = slot.landing[: weight.nbytes].view(weight.dtype)
-                rounded.copy_(room[MASTER])
+                rounded = _room(slot.landing, numel, weight.dtype).copy_(room[MASTER])
             done = self.lanes.update.mark()
         with self.lanes.down.after(done):
             if weight is not None and weight.device != self.device:
@@ -156,6 +155,10 @@ class Streamed:
 
 def _cut(columns: Any, part: slice) -> Tensors:
     return {name: column.tensor[part] for name, column in columns.items()}
+
+
+def _room(memory: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return memory[: numel * dtype.itemsize].view(dtype)
 
 
 def _without_master(room: Tensors) -> Tensors:

@@ -106,7 +106,9 @@ def check_disk(num_bytes: int, path: str, limit: int | None = None) -> None:
     try:
         free = free_disk(path)
     except OSError as error:
-        raise PrepareError(f"{path} is not a directory that can be used ({error.strerror}); name another one") from error
+        raise PrepareError(
+            f"{path} is not a directory that can be used ({error.strerror}); name another one"
+        ) from error
     if limit is not None and num_bytes > limit and limit <= free:
         raise PrepareError(
             f"{_size(num_bytes)} wanted in {path}, but the disk budget leaves {_size(limit)} ({_size(free)} are free); "
