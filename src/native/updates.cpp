@@ -21,6 +21,8 @@ int supported() {
   const bool has_512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   return has_512 ? 2 : 1;
+#elif defined(ZS_NEON)
+  return 1;
 #else
   return 0;
 #endif
@@ -33,6 +35,8 @@ UpdateRange* choose() {
 #if defined(ZS_X86)
     case 2: return update_avx512;
     case 1: return update_avx2;
+#elif defined(ZS_NEON)
+    case 1: return update_neon;
 #endif
     default: return update_baseline;
   }

@@ -21,6 +21,9 @@ UpdateRange update_baseline;
 #define ZS_X86
 UpdateRange update_avx2;    // AVX2, FMA and F16C
 UpdateRange update_avx512;  // those, and AVX-512 F, BW, DQ and VL
+#elif defined(__aarch64__) && defined(__GNUC__)
+#define ZS_NEON
+UpdateRange update_neon;
 #endif
 
 }  // namespace zerostd

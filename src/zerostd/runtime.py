@@ -107,7 +107,7 @@ class Runtime:
         self.backward.reducer.reserve(self.groups)
         rules = RootRules(self._on_input(casts), self._on_output(casts), self._before_forward)
         weakref.finalize(self.model, self.world.close)
-        weakref.finalize(self.model, self.roads.stores.close)
+        weakref.finalize(self.model, self.roads.stores.close_aside)
         self.hooks = Hooks(self.model, self.gatherer, self.backward, rules)
         self.hooks.install()
         self.guards.install()

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from zerostd.errors import MisuseError
+from zerostd.monitoring.ledger import explain_out_of_memory
 from zerostd.optimizers.arithmetic import HostNumber, Terms
 from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.update import Scope, Updater
@@ -73,7 +74,9 @@ class Early:
                 "step"
             )
         scope = Scope.ON_TRIAL if self.is_on_trial else Scope.ALL
-        self.updater.update(group, self._terms, scope, is_complete=True)
+        with explain_out_of_memory(self.updater.ledger):
+            self.updater.claim()
+            self.updater.update(group, self._terms, scope, is_complete=True)
         self._done[group] = None
         self.schedule.renew(group)
 

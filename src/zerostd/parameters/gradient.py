@@ -166,7 +166,8 @@ class Gradient:
         views = self.views(target)
         if accumulate:
             pairs = [(view, grad) for view, grad in zip(views, arrived, strict=True) if grad is not None]
-            foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
+            if pairs:  # none: nothing of this flat was used in this pass
+                foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
         else:
             write(views, arrived)
             if self.layout.padding and self.keeper is not None:  # its norm is taken of the whole buffer

@@ -8,6 +8,7 @@ raises and names the call to use, so nothing is silently skipped.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
@@ -37,7 +38,6 @@ class GradientHandle(torch.Tensor):
 
     incoming: torch.Tensor | None  # what the running backward pass wants to add, taken by the reducer
     of: str  # the parameter it stands for
-    ops: GradientOps
 
     @staticmethod
     def __new__(cls, of: str, parameter: nn.Parameter, ops: GradientOps) -> GradientHandle:
@@ -47,8 +47,16 @@ class GradientHandle(torch.Tensor):
 
     def __init__(self, of: str, parameter: nn.Parameter, ops: GradientOps) -> None:
         self.of = of
-        self.ops = ops
+        self._ops = weakref.ref(ops)  # parameters hold handles in C++, where Python's collector sees no cycle
         self.incoming = None
+
+    @property
+    def ops(self) -> GradientOps:
+        """Who carries out what is asked of it."""
+        ops = self._ops()
+        if ops is None:
+            raise MisuseError(f"the gradient of {self.of!r} went with its model, which was dropped")
+        return ops
 
     def take_incoming(self) -> torch.Tensor:
         """The gradient that the running backward pass added."""

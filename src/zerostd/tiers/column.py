@@ -7,6 +7,8 @@ file: it is read and written in parts, through memory of the caller's or, outsid
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +82,7 @@ class Stores:
         self.ledger = ledger
         self._arenas: dict[tuple[Tier, Kind], torch.Tensor | Extent] = {}
         self._used: dict[tuple[Tier, Kind], int] = {}
+        self.stop_users: list[Callable[[], None]] = []  # threads that must have stopped before anything is given back
 
     def reserve(self, tier: Tier, kind: Kind, num_bytes: int) -> None:
         """Allocate the arena that columns of one kind will be cut from."""
@@ -105,8 +108,17 @@ class Stores:
             return Column(numel, dtype, tier, None, self.disk, arena, start)
         return Column(numel, dtype, tier, arena[start : start + numel * dtype.itemsize].view(dtype))
 
+    def close_aside(self) -> None:
+        """The same from any thread, also from one that it waits for: the collector runs everywhere."""
+        if threading.current_thread() is threading.main_thread():
+            self.close()
+        else:
+            threading.Thread(target=self.close).start()
+
     def close(self) -> None:
         """Give everything off the device back."""
+        for stop in self.stop_users:
+            stop()
         self._arenas.clear()
         self.host.free_all()
         if self.disk is not None:

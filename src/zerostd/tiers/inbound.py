@@ -53,6 +53,7 @@ class Inbound:
         self._worker: Worker | None = None
         if largest_on_disk:
             self._worker = Worker("the reader of parameters from disk", stores.device)
+            stores.stop_users.append(self._worker.stop)
             for _ in range(NUM_BUFFERS):
                 self._buffers.append(_Buffer(stores.host.allocate(largest_on_disk, Kind.BUFFERS)))
 

@@ -57,6 +57,13 @@ class _Jobs:
             self.is_over = True
             self.condition.notify_all()
 
+    def stop(self) -> None:
+        """Return when the job that runs is done; those that wait are dropped, and no other will be taken."""
+        self.end()
+        with self.condition:
+            self.waiting.clear()
+            self.condition.wait_for(lambda: not self.is_busy)
+
 
 class Worker:
     """Does jobs in the background. Ends with the object."""
@@ -65,10 +72,13 @@ class Worker:
         self._jobs = _Jobs(name)
         threading.Thread(target=_serve, args=(self._jobs, device), daemon=True, name=name).start()
         weakref.finalize(self, self._jobs.end)
+        self.stop: Callable[[], None] = self._jobs.stop  # holds no reference to the worker
 
     def submit(self, run: Callable[[], None], place: int = 0, ready: Transfer | None = None) -> Work:
         """Do `run`, for which `ready` should have arrived. Its Work is done when it has returned."""
         self.check()
+        if self._jobs.is_over:
+            raise StorageError(f"{self._jobs.name} has ended: its model was released")
         job = _Job(run, place, ready or Done())
         with self._jobs.condition:
             self._jobs.waiting.append(job)
@@ -106,7 +116,6 @@ def _serve(jobs: _Jobs, device: torch.device) -> None:
             jobs.is_busy = True
         _do(job, jobs)
         del job
-        _forget_frames(jobs.error)
 
 
 def _do(job: _Job, jobs: _Jobs) -> None:
@@ -114,7 +123,7 @@ def _do(job: _Job, jobs: _Jobs) -> None:
         try:
             job.run()
         except BaseException as error:
-            jobs.error = error
+            jobs.error = _without_frames(error)
     if jobs.error is None:
         job.work.finish()
     else:
@@ -127,8 +136,12 @@ def _explained(name: str, error: BaseException) -> StorageError:
     return explained
 
 
-def _forget_frames(error: BaseException | None) -> None:
-    """Keep the lines of a traceback, not the variables: the thread holds the error, and they would hold the model."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+def _without_frames(error: BaseException) -> BaseException:
+    """The traceback as text: the thread keeps the error, and frames would let it keep the model."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if cause.__traceback__ is not None:
+            cause.add_note("".join(traceback.format_tb(cause.__traceback__)).rstrip())
+            cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    return error
