@@ -50,12 +50,13 @@ class FromDisk(OnCpu):
 
     streamed: Streamed | None = None  # behind it, for portions that the device updates
 
-    def reserve_slots(self, columns: dict[str, torch.dtype]) -> None:
-        """Take memory for the slots."""
+    def reserve_slots(self, columns: dict[str, torch.dtype], longest: int) -> None:
+        """Take memory for the slots; no portion has more elements than `longest`."""
         self._slots: list[_Slot] = []
+        numel = min(TILE_NUMEL, -(-longest // UNIT) * UNIT)
         for _ in range(NUM_SLOTS):
             room = {
-                name: self.stores.host.allocate(TILE_NUMEL * dtype.itemsize, Kind.BUFFERS)
+                name: self.stores.host.allocate(numel * dtype.itemsize, Kind.BUFFERS)
                 for name, dtype in columns.items()
             }
             self._slots.append(_Slot(room))

@@ -51,7 +51,7 @@ class Routes:
         on_disk = [shelf for shelf in shelves if shelf.portion.tier is Tier.DISK]
         if on_disk:
             self.disk = FromDisk(inner, stores, lanes, num_threads=num_threads, name="the update of states on disk")
-            self.disk.reserve_slots(_columns(on_disk))
+            self.disk.reserve_slots(_columns(on_disk), max(shelf.portion.numel for shelf in on_disk))
             self.disk.streamed = make_streamed(Tier.DISK)
         for route, tier in ((self.cpu, Tier.HOST), (self.disk, Tier.DISK)):
             if route is not None:
