@@ -4,7 +4,14 @@ model, optimizer = zerostd.prepare(model, torch.optim.AdamW(model.parameters()),
 """
 
 from zerostd.api import apply_to_device, full_state_dict, gathered, memory, no_sync, prepare, release
-from zerostd.errors import CommunicationError, MisuseError, NotSupportedError, PrepareError, ZerostdError
+from zerostd.errors import (
+    CommunicationError,
+    MisuseError,
+    NotSupportedError,
+    PrepareError,
+    StorageError,
+    ZerostdError,
+)
 from zerostd.monitoring import Memory
 from zerostd.parameters.deferred import empty_init
 from zerostd.policy import Budget, Placement, Precision, Stage
@@ -21,6 +28,7 @@ __all__ = [
     "Precision",
     "PrepareError",
     "Stage",
+    "StorageError",
     "ZerostdError",
     "apply_to_device",
     "empty_init",

@@ -17,6 +17,8 @@ from zerostd.communication import Control, Wires, World
 from zerostd.communication.world import thread_budget
 from zerostd.errors import NotSupportedError, PrepareError
 from zerostd.monitoring import Ledger
+from zerostd.optimizers.from_disk import NUM_SLOTS as SLOTS_FROM_DISK
+from zerostd.optimizers.from_disk import TILE_NUMEL as TILE_FROM_DISK
 from zerostd.parameters import GroupState
 from zerostd.parameters.blueprints import Blueprint, Member, blueprints, describe_groups
 from zerostd.parameters.building import Ground, make_group
@@ -30,6 +32,7 @@ from zerostd.sharding import default_cpu_share
 from zerostd.tiers import Inbound, Lanes, Stores
 from zerostd.tiers.disk import Disk
 from zerostd.tiers.host import Host
+from zerostd.tiers.inbound import NUM_BUFFERS as INBOUND_BUFFERS
 from zerostd.tiers.limits import check_disk, check_host
 
 __all__ = ["Settings", "build", "check_placement", "device_of"]
@@ -156,6 +159,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
         rules = _rules(settings, world)
         plans = plan_flats(found, rules)
         need = demand(plans, rules)
+        need[Tier.HOST, Kind.BUFFERS] += _buffers(plans, rules)
         ledger = Ledger()
         stores = _make_stores(need, settings.budget, world, ledger)
     except BaseException:
@@ -163,6 +167,20 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
         raise
     ground = Ground(rules, device, ledger, stores, Lanes.make(device), Staging())
     return _build(model, settings, found, plans, ground, control)
+
+
+def _buffers(plans: list[list[FlatPlan]], rules: Rules) -> int:
+    """Bytes of host memory that what rests on disk passes through."""
+    flats = [plan for group in plans for plan in group]
+    longest = max((p.numel for plan in flats for p in plan.portions if p.tier is Tier.DISK), default=0)
+    widths = [4, *(dtype.itemsize for dtype in rules.states.values())]
+    slots = SLOTS_FROM_DISK * min(TILE_FROM_DISK, longest) * sum(widths)
+    return slots + INBOUND_BUFFERS * _largest_on_disk(plans, rules)
+
+
+def _largest_on_disk(plans: list[list[FlatPlan]], rules: Rules) -> int:
+    on_disk = [plan for group in plans for plan in group if plan.parameters is Tier.DISK]
+    return max((plan.rest_numel(rules) * plan.dtype.itemsize for plan in on_disk), default=0)
 
 
 def _make_stores(need: Counter[tuple[Tier, Kind]], budget: Budget, world: World, ledger: Ledger) -> Stores:
@@ -233,9 +251,7 @@ def _build(
             for flat in group.flats:
                 flat.hide()
             group.state = GroupState.RELEASED
-    on_disk = [plan for flats in plans for plan in flats if plan.parameters is Tier.DISK]
-    largest = max((plan.rest_numel(ground.rules) * plan.dtype.itemsize for plan in on_disk), default=0)
-    inbound = Inbound(ground.stores, ground.lanes, largest_on_disk=largest)
+    inbound = Inbound(ground.stores, ground.lanes, largest_on_disk=_largest_on_disk(plans, ground.rules))
     roads = Roads(ground.stores, ground.lanes, inbound, _num_threads(world))
     runtime = Runtime(model, groups, wires, control, roads, precision=settings.precision, original_dtypes=dtypes)
     runtime.backward.passes.wanted = settings.accumulate

@@ -18,6 +18,7 @@ PUBLIC_NAMES = [
     "Precision",
     "PrepareError",
     "Stage",
+    "StorageError",
     "ZerostdError",
     "apply_to_device",
     "empty_init",

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -119,8 +120,21 @@ def _adapted_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return F.mse_loss(model(inputs, bool(uses_all)), wanted)
 
 
+BUMPS = (4, 9, 10)  # micro-batches of "bumpy" whose gradients are twenty times as large
+
+
+def _bumpy_batch(index: int, rank: int, world_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    size = torch.tensor(20.0 if index in BUMPS else 1.0)
+    return *MODELS["gpt"].batch(index, rank, world_size, dtype), size
+
+
+def _bumpy_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    return MODELS["gpt"].loss(model, batch[:1]) * batch[1]
+
+
 CASES: dict[str, Case] = {
     **MODELS,
+    "bumpy": replace(MODELS["gpt"], name="bumpy", batch=_bumpy_batch, loss=_bumpy_loss),
     "adapted": Case(
         "adapted",
         lambda seed: seeded(Adapted, seed),
@@ -148,6 +162,7 @@ class Job:
     overflows: bool = False  # fp16: the first step is skipped
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None
     groups: tuple[str, ...] | None = None
+    delay_s: float = 0.0  # how long updates are held up in every pass, so that they go on behind the loop
 
 
 @dataclass
@@ -209,6 +224,14 @@ def loss_of(job: Job, model: nn.Module, index: int, rank: int = 0) -> Tensor:
     return case.loss(model, case.batch(index, rank, 1, torch.float32))
 
 
+def hold_up(optimizer: Any, seconds: float) -> None:
+    """Keep the threads that update busy for a while: what is asked of them now is done later."""
+    found = optimizer._updater.routes
+    for route in (found.cpu, found.streamed, found.disk) if found is not None else ():
+        if route is not None:
+            route.worker.submit(lambda: time.sleep(seconds), place=-1)
+
+
 def run_steps(job: Job, model: Any, optimizer: Any, numbers: range, rank: int = 0) -> tuple[list[float], list[float]]:
     """Losses and norms of some steps."""
     losses, norms = [], []
@@ -217,6 +240,8 @@ def run_steps(job: Job, model: Any, optimizer: Any, numbers: range, rank: int = 
         for part in range(job.passes):
             loss = loss_of(job, model, number * job.passes + part, rank)
             losses.append(loss.item())
+            if job.delay_s:
+                hold_up(optimizer, job.delay_s)
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

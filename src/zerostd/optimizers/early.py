@@ -73,6 +73,12 @@ class Early:
                 "the update has begun inside backward, since prepare was told with accumulate= how many passes make a "
                 "step"
             )
+        if group in self._done:
+            raise MisuseError(
+                f"a backward pass failed after the update of group {group.name!r} had begun inside it, and another one "
+                "would update it twice: load the last checkpoint into a new model, or leave accumulate out of prepare, "
+                "so that updates wait for optimizer.step()"
+            )
         scope = Scope.ON_TRIAL if self.is_on_trial else Scope.ALL
         with explain_out_of_memory(self.updater.ledger):
             self.updater.claim()
@@ -85,6 +91,7 @@ class Early:
         terms, done = self._terms, self._done
         if terms is not None:
             self._check_options(terms.options)
+            self._check_gradients()
         self._terms, self._done, self.gradients.taken = None, {}, None
         if terms is None:
             return set()
@@ -99,6 +106,7 @@ class Early:
             if group in done:
                 self.updater.adopt(group)
                 self.updater.update(group, terms, Scope.REST)
+                self.schedule.renew(group)
         return set(done)
 
     def learn(self, factor: HostNumber | None) -> None:
@@ -119,6 +127,16 @@ class Early:
                         f"param_groups[{index}][{key!r}] was changed from {before.get(key)!r} to {value!r} between "
                         "backward and step, but the update began inside backward: change options after step(), as "
                         "schedulers do, or leave accumulate out of prepare"
+                    )
+
+    def _check_gradients(self) -> None:
+        for flat in (flat for group in self._done for flat in group.trainable):
+            for parameter, interval in zip(flat.parameters, flat.layout.intervals, strict=True):
+                if parameter.grad is None:
+                    raise MisuseError(
+                        f"the gradient of {interval.name!r} is gone at step(), but its update began inside backward: "
+                        "it was dropped in between, or backward failed. Leave accumulate out of prepare, so that "
+                        "updates wait for step()"
                     )
 
 

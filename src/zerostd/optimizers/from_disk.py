@@ -56,8 +56,7 @@ class FromDisk(OnCpu):
         numel = min(TILE_NUMEL, -(-longest // UNIT) * UNIT)
         for _ in range(NUM_SLOTS):
             room = {
-                name: self.stores.host.allocate(numel * dtype.itemsize, Kind.BUFFERS)
-                for name, dtype in columns.items()
+                name: self.stores.host.allocate(numel * dtype.itemsize, Kind.BUFFERS) for name, dtype in columns.items()
             }
             self._slots.append(_Slot(room))
 

@@ -1,0 +1,331 @@
+"""States, gradients and parameters off a CUDA device: the same numbers as on it, the ledger's bytes, no waiting.
+
+The helpers take the device, so that the same loops can be tried on a processor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zerostd
+from support.compare import assert_bitwise, assert_close_states
+from zerostd import Budget, Placement
+from zerostd.optimizers import from_disk, on_cpu, routes
+from zerostd.policy import Kind, Tier
+from zerostd.tiers.debug import DEBUG
+from zerostd.tiers.host import pss
+
+pytestmark = pytest.mark.gpu
+
+MIB = 2**20
+DEVICE = "cuda"
+WIDTH = 256
+
+STREAMED = Placement(optimizer_states="host", cpu_share=0.0)
+ON_CPU = Placement(optimizer_states="host", cpu_share=1.0)
+BOTH = Placement(optimizer_states="host", cpu_share=0.5)
+ALL_HOST = Placement(parameters="host", gradients="host", optimizer_states="host", cpu_share=0.5)
+ON_DISK = Placement(optimizer_states="disk", cpu_share=1.0)
+ALL_DISK = Placement(parameters="disk", gradients="host", optimizer_states="disk")
+THIRDS = Placement(optimizer_states={"device": 0.3, "host": 0.4, "disk": 0.3}, cpu_share=0.5)
+PLACEMENTS = {
+    "streamed": STREAMED,
+    "cpu": ON_CPU,
+    "both": BOTH,
+    "all on host": ALL_HOST,
+    "all on host, streamed": Placement(parameters="host", gradients="host", optimizer_states="host", cpu_share=0.0),
+    "disk": ON_DISK,
+    "disk, streamed": Placement(optimizer_states="disk", cpu_share=0.0),
+    "all on disk": ALL_DISK,
+    "thirds": THIRDS,
+}
+BY_THE_DEVICE = ("streamed", "all on host, streamed", "disk, streamed")  # torch's own kernels on the device: same bits
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def make(width: int = WIDTH, depth: int = 4, device: str = DEVICE) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width) for _ in range(depth)), nn.Linear(width, 10)).to(device)
+
+
+def batch(number: int, device: str = DEVICE) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    x, y = torch.randn(32, WIDTH, generator=generator), torch.randint(0, 10, (32,), generator=generator)
+    return x.to(device), y.to(device)
+
+
+def prepared(
+    placement: Placement, path: Any = None, *, device: str = DEVICE, fused: bool | None = None, **options: Any
+) -> tuple[nn.Module, Any]:
+    model = make(device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    budget = Budget(disk_path=None if path is None else str(path))
+    return zerostd.prepare(model, optimizer, placement=placement, budget=budget, groups=["*"], **options)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, device: str = DEVICE) -> None:
+    for step in range(steps):
+        x, y = batch(step, device)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def after(placement: Placement, path: Any = None, *, steps: int = 10, device: str = DEVICE, **options: Any) -> Any:
+    """The parameters, from their masters, after training under a placement."""
+    model, optimizer = prepared(placement, path, device=device, **options)
+    train(model, optimizer, steps, device)
+    state = zerostd.full_state_dict(model)
+    zerostd.release(model)
+    return state
+
+
+@pytest.fixture(autouse=True)
+def short_tiles(monkeypatch):
+    """A block has 525 thousand elements: several tiles on every route."""
+    monkeypatch.setattr(routes, "TILE_NUMEL", 1 << 17)
+    monkeypatch.setattr(on_cpu, "TILE_NUMEL", 1 << 17)
+    monkeypatch.setattr(from_disk, "TILE_NUMEL", 1 << 17)
+
+
+@contextlib.contextmanager
+def debug(**switches: bool) -> Iterator[None]:
+    before = {name: getattr(DEBUG, name) for name in switches}
+    try:
+        for name, value in switches.items():
+            setattr(DEBUG, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(DEBUG, name, value)
+
+
+# -- the same numbers --
+
+
+@pytest.mark.parametrize("fused", [None, True], ids=["default", "fused"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", BY_THE_DEVICE)
+def test_updated_by_the_device_is_bitwise_resident(name, precision, fused, tmp_path):
+    expected = after(Placement(), precision=precision, fused=fused)
+    assert_bitwise(after(PLACEMENTS[name], tmp_path, precision=precision, fused=fused), expected)
+
+
+@pytest.mark.parametrize("fused", [None, True], ids=["default", "fused"])
+@pytest.mark.parametrize("name", [name for name in PLACEMENTS if name not in BY_THE_DEVICE])
+def test_updated_by_the_processor_is_close_to_resident(name, fused, tmp_path):
+    """fp32: the two differ in how they contract products and sums, nothing else."""
+    expected = after(Placement(), precision="fp32", fused=fused)
+    assert_close_states(after(PLACEMENTS[name], tmp_path, precision="fp32", fused=fused), expected, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["cpu", "both", "all on host", "all on disk"])
+def test_bf16_by_the_processor_is_close_to_resident(name, tmp_path):
+    """A rounding of a master may fall to the other side of a bf16 number, and training goes on from there."""
+    expected = after(Placement(), precision="bf16")
+    assert_close_states(after(PLACEMENTS[name], tmp_path, precision="bf16"), expected, 5e-3)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["", "clip"])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_overlap_and_reuse_change_nothing(name, clip, tmp_path):
+    """One thing after another, all at once, and all at once with memory poisoned when it is done with."""
+    options = {"accumulate": 1, "max_grad_norm": clip, "precision": "bf16", "steps": 6}
+    with debug(is_serial=True):
+        expected = after(PLACEMENTS[name], tmp_path, **options)
+    assert_bitwise(after(PLACEMENTS[name], tmp_path, **options), expected, "overlapped")
+    with debug(poisons=True):
+        assert_bitwise(after(PLACEMENTS[name], tmp_path, **options), expected, "poisoned")
+
+
+@pytest.mark.parametrize("cpu_share", [0.0, 0.5, 1.0])
+def test_speculation_is_bitwise_the_same(cpu_share):
+    """The norm bites in some steps and not in others, so some tries are kept and some done again."""
+    steps = 16
+    norms = typical_norms(steps)
+    options = {"accumulate": 1, "max_grad_norm": sorted(norms)[3 * steps // 4], "precision": "bf16", "steps": steps}
+    expected = after(Placement(optimizer_states="host", cpu_share=cpu_share), **options)
+    del options["steps"]
+    model, optimizer = prepared(Placement(optimizer_states="host", cpu_share=cpu_share, speculate=True), **options)
+    train(model, optimizer, steps)
+    assert optimizer.early.num_tried >= optimizer.early.num_kept > 0
+    assert_bitwise(zerostd.full_state_dict(model), expected)
+
+
+def typical_norms(steps: int, device: str = DEVICE) -> list[float]:
+    """Gradient norms of the first steps, hardly clipped."""
+    model, optimizer = prepared(BOTH, device=device, max_grad_norm=1e9, precision="bf16")
+    norms = []
+    for step in range(steps):
+        train_one(model, optimizer, step, device)
+        norms.append(optimizer.grad_norm.item())
+    return norms
+
+
+def train_one(model: nn.Module, optimizer: Any, step: int, device: str = DEVICE) -> None:
+    x, y = batch(step, device)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# -- no waiting --
+
+
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["", "clip"])
+@pytest.mark.parametrize("name", ["streamed", "cpu", "both", "all on host"])
+def test_the_loop_never_waits_for_the_device(name, clip):
+    """torch's own synchronising calls raise, in every thread. Events, which our threads wait for, are not among them:
+    what the loop waits for is another thread's work and never the device."""
+    model, optimizer = prepared(PLACEMENTS[name], precision="bf16", accumulate=1, max_grad_norm=clip)
+    train(model, optimizer, 3)
+    optimizer.synchronize()
+    x, y = batch(0)
+    gc.collect()  # memory of earlier tests would be taken from the driver meanwhile
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    optimizer.synchronize()
+
+
+# -- bytes --
+
+
+def large(placement: Placement, **options: Any) -> tuple[nn.Module, Any, Tensor]:
+    """100 million parameters; their input."""
+    model = make(1024, 12)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    prepared = zerostd.prepare(model, optimizer, placement=placement, precision="bf16", groups=["*"], **options)
+    return *prepared, torch.randn(8, 1024, device=DEVICE)
+
+
+def step_large(model: nn.Module, optimizer: Any, x: Tensor) -> None:
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.synchronize()
+
+
+@pytest.mark.parametrize("name", ["streamed", "cpu", "both", "all on host"])
+def test_allocator_grows_by_what_the_ledger_says(name):
+    gc.collect()
+    torch.cuda.synchronize()
+    before, held = torch.cuda.memory_allocated(), pss()
+    model, optimizer, x = large(PLACEMENTS[name])
+    for _ in range(2):
+        step_large(model, optimizer, x)
+    torch.cuda.synchronize()
+    grown, memory = torch.cuda.memory_allocated() - before, zerostd.memory(model)
+    booked = sum(memory.now["device"].values())
+    assert abs(grown - booked) < 0.02 * booked + 9 * MIB, str(memory)  # cuBLAS keeps a workspace of about 8 MiB
+    numel = sum(p.numel() for p in model.parameters())
+    ledger = model.__dict__["_zerostd"].ledger
+    on_device = 0 if name == "all on host" else 4 * numel
+    assert on_device <= memory.total() <= on_device + 0.001 * numel + MIB
+    assert ledger.now[Tier.DEVICE, Kind.OPTIMIZER_STATES] == 0
+    assert 0 <= ledger.now[Tier.HOST, Kind.OPTIMIZER_STATES] - 12 * numel < MIB
+    assert pss() - held > 0.98 * sum(memory.now["host"].values()) - 64 * MIB
+    zerostd.release(model)
+    assert not any(size for (tier, _), size in ledger.now.items() if tier is Tier.HOST)
+
+
+def test_released_groups_hold_no_memory():
+    model, optimizer, x = large(ALL_HOST)
+    flats = [flat for group in model.__dict__["_zerostd"].groups for flat in group.flats]
+    for _ in range(2):
+        loss = model(x).square().mean()
+        assert not any(flat.full.untyped_storage().nbytes() for flat in flats)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not any(flat.full.untyped_storage().nbytes() for flat in flats)
+    largest = max(flat.full.nbytes for flat in flats)
+    memory = zerostd.memory(model)
+    gathered = (memory.peak["device"]["buffers"] - memory.now["device"]["buffers"]) / largest
+    assert 1 <= gathered <= 3, f"{gathered:.1f} groups were gathered at once\n{memory}"
+
+
+def test_host_memory_is_pinned():
+    model, optimizer = prepared(ALL_HOST, precision="bf16")
+    train(model, optimizer, 1)
+    for group in model.__dict__["_zerostd"].groups:
+        for flat in group.flats:
+            columns = [*flat.shelves[0].columns.values(), flat.rest]
+            assert len(columns) == 4 and all(column.tensor.is_pinned() for column in columns)
+            assert flat.gradient.current.is_pinned()
+    column = flat.rest.tensor
+    zerostd.release(model)
+    assert not column.is_pinned()
+
+
+@pytest.mark.parametrize("name", ["both", "all on host", "disk"])
+def test_no_growth_over_200_steps(name, tmp_path):
+    model, optimizer = prepared(PLACEMENTS[name], tmp_path, precision="bf16", accumulate=1)
+    train(model, optimizer, 20)
+    optimizer.synchronize()
+    gc.collect()
+    torch.cuda.synchronize()
+    on_device, in_process = torch.cuda.memory_allocated(), pss()
+    book = dict(model.__dict__["_zerostd"].ledger.now)
+    train(model, optimizer, 200)
+    optimizer.synchronize()
+    gc.collect()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= on_device
+    assert pss() - in_process < 4 * MIB
+    assert dict(model.__dict__["_zerostd"].ledger.now) == book
+
+
+# -- not enough of it --
+
+
+def test_out_of_memory_in_the_first_step_changes_nothing():
+    """The states of 100 million parameters do not fit: an error with the table, and the step can be taken later."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    model, optimizer, x = large(Placement())
+    model(x).square().mean().backward()
+    torch.cuda.synchronize()
+    masters = [shelf.read_master().clone() for flat in optimizer._updater.runs for shelf in flat.shelves]
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 64 * MIB) / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            optimizer.step()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    text = str(caught.value)
+    assert all(word in text for word in ("zerostd held", "device", "parameters", "gradients", "MiB", "Placement"))
+    now = [shelf.read_master() for flat in optimizer._updater.runs for shelf in flat.shelves]
+    assert all(torch.equal(a, b) for a, b in zip(masters, now, strict=True))
+    assert not optimizer.inner.state
+    optimizer.step()
+    assert optimizer.inner.state
+    changed = [shelf.read_master() for flat in optimizer._updater.runs for shelf in flat.shelves]
+    assert not any(torch.equal(a, b) for a, b in zip(masters, changed, strict=True))
+    optimizer.zero_grad()
+    step_large(model, optimizer, x)
