@@ -211,6 +211,7 @@ def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, A
     Collective: every rank must call it. With `rank`, only that rank keeps it and the others get an empty dict.
     """
     runtime = _runtime_of(model, "full_state_dict")
+    runtime.gradients.check_taken("full_state_dict()")
     keep = rank is None or rank == runtime.world.rank
     values: dict[torch.Tensor, torch.Tensor] = {}
     for group in runtime.groups:
@@ -258,6 +259,7 @@ def _exact(flat: Flat, wires: Wires) -> torch.Tensor:
 def release(model: nn.Module) -> nn.Module:
     """Undo prepare: an ordinary module again, with full parameters in the dtypes they had. Collective."""
     runtime = _runtime_of(model, "release")
+    runtime.gradients.check_taken("release()")
     runtime.settle()
     runtime.hooks.remove()
     runtime.guards.remove()

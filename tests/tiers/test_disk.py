@@ -300,7 +300,7 @@ def test_misuse_is_refused_at_the_call(disk, host, tmp_path, ledger):
     for offset, part, words in (
         (1, memory[:100], "offset 1 is not a multiple"),
         (-4096, memory[:100], "offset -4096"),
-        (0, memory[1:100], "does not start on a multiple"),
+        (0, memory[1:100], "starts on no multiple of a multiple"),
         (0, memory, "beyond the end"),
         (4096, memory[: 2 * 4096 + 1], "beyond the end"),
         (0, memory[: 4 * 4096].view(torch.uint8)[:4096].view(64, 64).t(), "contiguous CPU tensor"),
@@ -330,10 +330,13 @@ def test_file_cut_short_under_us(disk, host, left, got):
     for _ in range(2):
         with pytest.raises(StorageError, match=rf"offset 0 of .*wanted {5 * 4096 + 9} bytes, got {got};"):
             transfer.wait()
+    with pytest.raises(StorageError, match=f"was cut to {left} bytes"):  # writing would hide the hole behind zeros
+        disk.write(extent, 4096, memory[:4096])
+    other = disk.allocate(5 * 4096 + 9, Kind.PARAMETERS)
     for _ in range(10):  # the threads are all still there
-        disk.write(extent, 0, memory).wait()
+        disk.write(other, 0, memory).wait()
         target = host.allocate(5 * 4096 + 9, Kind.BUFFERS)
-        disk.read(extent, 0, target).wait()
+        disk.read(other, 0, target).wait()
         assert torch.equal(target, memory)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from zerostd.optimizers import from_disk
 from zerostd.optimizers.arithmetic import HostNumber
 from zerostd.optimizers.from_disk import FromDisk
 from zerostd.optimizers.on_cpu import OnCpu
@@ -45,7 +46,8 @@ class Routes:
             if not found:
                 return None
             longest = max(shelf.portion.numel for shelf in found)
-            return Streamed(inner, _columns(found), min(TILE_NUMEL, longest), self.device, lanes, stores.ledger)
+            most = TILE_NUMEL if tier is Tier.HOST else from_disk.TILE_NUMEL
+            return Streamed(inner, _columns(found), min(most, longest), self.device, lanes, stores.ledger)
 
         self.streamed = make_streamed(Tier.HOST)
         on_disk = [shelf for shelf in shelves if shelf.portion.tier is Tier.DISK]

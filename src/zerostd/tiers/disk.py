@@ -137,6 +137,8 @@ class Disk:
         self._check_open()
         self._check_extent(extent)
         size = _check_request(extent, offset, memory)
+        if is_write and (found := os.fstat(extent.fd).st_size) < extent.num_bytes:  # a write would hide it behind zeros
+            raise StorageError(f"{extent} was cut to {found} bytes by somebody: what it held is lost")
         if size == 0:
             return Done()
         view = memoryview((ctypes.c_char * size).from_address(memory.data_ptr())).cast("B")
@@ -307,10 +309,7 @@ def _check_request(extent: Extent, offset: int, memory: torch.Tensor) -> int:
     if memory.device.type != "cpu" or not memory.is_contiguous():
         raise StorageError(f"a {memory.device} tensor with strides {memory.stride()}: pass a contiguous CPU tensor")
     if size and memory.data_ptr() % ALIGNMENT:
-        raise StorageError(
-            f"memory at {memory.data_ptr():#x} does not start on a multiple of {ALIGNMENT}; use memory from "
-            "Host.allocate, or a view of it that starts on one"
-        )
+        raise StorageError(f"memory at {memory.data_ptr():#x} starts on no multiple of {ALIGNMENT}; use Host.allocate")
     if offset < 0 or offset % ALIGNMENT:
         raise StorageError(f"offset {offset} is not a multiple of {ALIGNMENT}; lay out extents in whole pages")
     if offset + size > extent.num_bytes:
