@@ -205,7 +205,10 @@ def test_options_changed_between_backward_and_step(tmp_path: Path) -> None:
     zerostd.release(model)
 
 
-@pytest.mark.parametrize("call", ["clip_grad_norm_", "zero_grad", "zero_grad to zeros", "mul_", "backward", "None"])
+@pytest.mark.parametrize(
+    "call",
+    ["clip_grad_norm_", "zero_grad", "zero_grad to zeros", "mul_", "backward", "None", "state_dict", "full_state_dict"],
+)
 def test_gradients_touched_between_backward_and_step(call: str, tmp_path: Path) -> None:
     model, optimizer, job = after_backward(HALF, tmp_path)
     weight = model.blocks[0].qkv.weight
@@ -217,6 +220,8 @@ def test_gradients_touched_between_backward_and_step(call: str, tmp_path: Path) 
         "mul_": lambda: weight.grad.mul_(0.5),
         "backward": lambda: loss_of(job, model, 2).backward(),
         "None": lambda: (setattr(weight, "grad", None), optimizer.step()),
+        "state_dict": optimizer.state_dict,
+        "full_state_dict": lambda: zerostd.full_state_dict(model),
     }[call]
     with pytest.raises(MisuseError, match=r"accumulate") as raised:
         touch()
@@ -225,8 +230,8 @@ def test_gradients_touched_between_backward_and_step(call: str, tmp_path: Path) 
         weight.grad = handle
     elif call != "backward":
         assert re.search(r"between backward and optimizer\.step\(\).*call step\(\) first", str(raised.value))
+    optimizer.step()
     if call != "backward":
-        optimizer.step()
         assert_bitwise(zerostd.full_state_dict(model), on_device(Job(steps=2)).weights, "the step after it")
         optimizer.zero_grad()  # now it may
     zerostd.release(model)
