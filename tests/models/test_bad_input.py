@@ -108,7 +108,7 @@ def refused(
         ({"placement": zerostd.Placement(optimizer_states="host", speculate=True)}, ("speculate", "max_grad_norm=")),
         ({"budget": zerostd.Budget(device="1KiB")}, ("Budget(device='1KiB')", "parameters", "Placement(")),
         ({"budget": zerostd.Budget(host="1000TiB")}, ("Budget(host='1000TiB')", "free", "1024000.00 GiB")),
-        ({"plan": object()}, ("plan=", "placement=")),
+        ({"plan": "mine.json"}, ("plan=", "placement=")),
         ({"groups": ["blocks.*"]}, ("'blocks.*'", "layers.0")),
         ({"groups": "layers.*"}, ("groups='layers.*'", "list")),
     ],

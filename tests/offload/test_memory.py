@@ -221,7 +221,8 @@ def booked(ledger, *tiers):
     return sum(size for (tier, _), size in ledger.now.items() if tier in tiers)
 
 def untouched(optimizer):
-    """Room on the device for what comes from the host: here both are one, and nobody writes to it."""
+    """Room on the device for what comes from the host: here both are one, and nobody writes to it. Its pages are there
+    only if somebody had them before."""
     streamed = optimizer._updater.routes.streamed
     return 0 if streamed is None else sum(slot.landing.nbytes for slot in streamed._slots)
 '''
@@ -234,7 +235,7 @@ for name in PLACES:
         model, optimizer = prepared(name, width, depth, sys.argv[1])
         train(model, optimizer, 2)
         ledger = model.__dict__["_zerostd"].ledger
-        grown, memory = settled() - before, booked(ledger, Tier.HOST, Tier.DEVICE) - untouched(optimizer)
+        grown, memory, spare = settled() - before, booked(ledger, Tier.HOST, Tier.DEVICE), untouched(optimizer)
         text = str(zerostd.memory(model))
         zerostd.release(model)
         del optimizer
@@ -243,7 +244,7 @@ for name in PLACES:
         full = sum(p.nbytes for p in model.parameters())
         del model
         gone = settled() - before
-    found[name] = dict(grown=grown, booked=memory, released=released, full=full, left=left, gone=gone, text=text)
+    found[name] = dict(grown=grown, booked=memory, spare=spare, released=released, full=full, left=left, gone=gone, text=text)
 print(json.dumps(found))
 """
 
@@ -294,8 +295,9 @@ def measured(tmp_path_factory):
 def test_the_process_grows_by_what_the_ledger_says(name, measured):
     found = measured[name]
     assert found["booked"] > 60 * MIB
-    off = abs(found["grown"] - found["booked"])
-    assert off <= 0.02 * found["booked"] + 4 * MIB, f"grew by {found['grown'] / MIB:.1f} MiB\n{found['text']}"
+    slack = 0.02 * found["booked"] + 4 * MIB
+    least, most = found["booked"] - found["spare"] - slack, found["booked"] + slack
+    assert least <= found["grown"] <= most, f"grew by {found['grown'] / MIB:.1f} MiB\n{found['text']}"
 
 
 @needs_linux
