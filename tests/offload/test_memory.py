@@ -244,7 +244,9 @@ for name in PLACES:
         full = sum(p.nbytes for p in model.parameters())
         del model
         gone = settled() - before
-    found[name] = dict(grown=grown, booked=memory, spare=spare, released=released, full=full, left=left, gone=gone, text=text)
+    found[name] = dict(
+        grown=grown, booked=memory, spare=spare, released=released, full=full, left=left, gone=gone, text=text
+    )
 print(json.dumps(found))
 """
 
