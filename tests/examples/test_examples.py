@@ -62,3 +62,20 @@ def test_digits_runs_without_a_launcher():
     rows = run_digits(epochs=1)
     assert [row.stage for row in rows] == [0, 1, 2, 3]
     assert len({row.total for row in rows}) == 1  # a world of one has nothing to shard
+
+
+@pytest.mark.slow
+def test_offload_gives_one_loss_and_moves_the_bytes():
+    command = [sys.executable, "examples/offload.py", "--steps", "12"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {line[:34].strip(): line[34:].replace(",", "").split() for line in done.stdout.splitlines()[1:]}
+    assert len({loss for loss, *_ in rows.values()}) == 1
+    sizes = {name: [int(size) for size in row[1:]] for name, row in rows.items()}
+    total = sum(sizes["all on the device"])
+    assert sizes["all on the device"] == [total, 0, 0]
+    device, host, disk = sizes["states on the host"]  # fp32: 4 + 4 bytes stay, master and moments are 12
+    assert device == pytest.approx(total / 2, rel=0.01) and host == pytest.approx(0.75 * total, rel=0.02) and disk == 0
+    assert sizes["everything on the host"][0] == 0
+    assert sizes["states on disk"][2] == pytest.approx(0.75 * total, rel=0.02)
