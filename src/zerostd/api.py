@@ -211,7 +211,8 @@ def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, A
     Collective: every rank must call it. With `rank`, only that rank keeps it and the others get an empty dict.
     """
     runtime = _runtime_of(model, "full_state_dict")
-    runtime.gradients.check_taken("full_state_dict()")
+    if runtime.optimizer is not None:
+        runtime.optimizer.check_whole("full_state_dict()")
     keep = rank is None or rank == runtime.world.rank
     values: dict[torch.Tensor, torch.Tensor] = {}
     for group in runtime.groups:

@@ -17,7 +17,7 @@ from zerostd.errors import MisuseError
 from zerostd.kernels import Adagrad, Adam, Rule, Sgd
 from zerostd.tiers import Transfer, synchronize
 
-__all__ = ["HostNumber", "Terms", "Twin", "copies", "native_rule", "next_singles", "state_names", "take_new"]
+__all__ = ["HostNumber", "Terms", "Twin", "another", "copies", "native_rule", "next_singles", "state_names", "take_new"]
 
 Options = dict[str, Any]
 
@@ -49,15 +49,22 @@ class Terms:
         return 1.0 if self.on_host is None else self.on_host.get()
 
 
+def another(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The same optimizer as an object of its own, without hooks; torch's own copy leaves out what a subclass put on
+    itself. Parameters and states are still to be given to it."""
+    made = object.__new__(type(optimizer))
+    made.__dict__ = dict(optimizer.__dict__)
+    made.__dict__.pop("step", None)  # a scheduler's counter around it
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(made, hooks, {})
+    return made
+
+
 class Twin:
     """The user's optimizer on tensors of ours."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.optimizer = object.__new__(type(inner))  # torch's own copy leaves out what a subclass put on itself
-        self.optimizer.__dict__ = dict(inner.__dict__)
-        self.optimizer.__dict__.pop("step", None)  # a scheduler's counter around it
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            setattr(self.optimizer, hooks, {})
+        self.optimizer = another(inner)
 
     def step(
         self, terms: Terms, number: int, master: torch.Tensor, states: dict[str, Any] | None, gradient: torch.Tensor

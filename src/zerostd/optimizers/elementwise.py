@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zerostd.errors import PrepareError
+from zerostd.optimizers.arithmetic import another
 
 __all__ = ["check_elementwise", "find_states", "writes_options"]
 
@@ -85,16 +86,12 @@ def _trial(
     numbers = torch.linspace(-1.0, 1.0, 24).sin()
     tensors = [numbers[:10].clone(), numbers[10:].clone()] if pieces else [numbers.reshape(4, 6).clone()]
     parameters = [nn.Parameter(tensor) for tensor in tensors]
-    trial = object.__new__(type(optimizer))  # torch's own copy leaves out what a subclass put on itself
-    trial.__dict__ = dict(optimizer.__dict__)
+    trial = another(optimizer)
     trial.state = defaultdict(dict)
     group: dict[str, Any] = {
         key: copy.deepcopy(value) for key, value in optimizer.param_groups[index].items() if key != "params"
     }
     trial.param_groups = [{**group, "params": parameters}]
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(trial, hooks, {})
-    trial.__dict__.pop("step", None)  # a scheduler's counter around it
     for step in range(2):
         gradient = (torch.arange(24.0) * (step + 1)).cos()
         for parameter, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):

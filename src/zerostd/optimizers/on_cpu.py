@@ -1,11 +1,10 @@
-"""The cpu route: states that rest on the host, or on disk behind it, are updated by the processor, in a thread.
+"""The cpu route: states that rest on the host are updated by the processor, in a thread.
 
     gradient -> host          copied down when it lands, or there already
     kernel                    one pass over gradient, master and states; new parameters out in their own dtype
     parameters -> their home  up to the device tile by tile, while the kernel goes on
 
-From disk, tiles of states are read ahead into a few slots of host memory and written back while the next ones are
-updated. Optimizers that the kernels do not have run as the user's own object, on the processor.
+Optimizers that the kernels do not have run as the user's own object, on the processor.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Job:
 
 
 class OnCpu:
-    """Updates runs in a thread of its own, in the order they were launched."""
+    """Updates runs in a thread of its own."""
 
     def __init__(
         self, inner: torch.optim.Optimizer, stores: Stores, lanes: Lanes, *, num_threads: int, name: str

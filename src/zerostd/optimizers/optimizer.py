@@ -132,6 +132,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._schedule.stepped()
         return loss
 
+    def check_whole(self, call: str) -> None:
+        """Refuse `call` on states of which an update has failed, or has done a part."""
+        if self._updater.routes is not None:
+            self._updater.routes.check()
+        self._gradients.check_taken(call)
+
     def synchronize(self) -> None:
         """Return when every update so far is done, also those that go on after step(). For timing; nothing else needs
         it."""
@@ -215,13 +221,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's format. In a world of one it is what the inner optimizer would give; on several ranks each state
         holds this rank's interval of it, and loads on the same rank of as many ranks."""
-        self._gradients.check_taken("state_dict()")
+        self.check_whole("state_dict()")
         self.synchronize()
         return save_states(self._updater, self._world, self.loss_scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The counterpart of state_dict, checked before anything changes."""
-        self._gradients.check_taken("load_state_dict()")
+        self.check_whole("load_state_dict()")
         self.synchronize()
         load_states(self._updater, self._world, self.loss_scale, state_dict)
         for group in self._schedule.update_order():

@@ -98,6 +98,8 @@ def _make_gradient(plan: FlatPlan, ground: Ground) -> Gradient:
             gradient.mirror = Mirror(parts, rests_in, host, ground.lanes)
     if rules.sums_gradients:
         gradient.use_sum()
-    elif plan.gradients is Tier.HOST:
-        assert gradient.current is not None  # taken now: pinning in the middle of a step would hold it up
+    if gradient.host is not None:
+        num_bytes = gradient.current.nbytes  # taken now: pinning in the middle of a step would hold it up
+        if gradient.keeper is not None:
+            ground.staging.reserve(num_bytes, ground.device, ground.ledger)
     return gradient

@@ -73,6 +73,8 @@ class Staging:
         """Make the buffers at least this large."""
         if self.memories and self.memories[0].nbytes >= num_bytes:
             return
+        for free in self.free:
+            free.wait()  # what is on its way down must have left before the memory can be another tensor's
         ledger.leave(Kind.BUFFERS, sum(memory.nbytes for memory in self.memories))
         self.memories = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_STAGING)]
         self.free = [Done() for _ in range(NUM_STAGING)]

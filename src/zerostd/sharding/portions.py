@@ -17,7 +17,8 @@ __all__ = ["UNIT", "Portion", "assign_tiers", "cut_portions", "default_cpu_share
 
 UNIT = 2048  # elements: portions start on a page in every dtype from 16 bits on, so disks and kernels see whole blocks
 
-NS_STREAMED = 0.29  # per element: 24 bytes over a PCIe 5 x16 link, both ways at once, while the processor updates too
+# Chosen so that 14 threads beside a PCIe 5 x16 link take 0.55, the fastest of four shares measured (docs/log.md).
+NS_STREAMED = 0.29  # per element: 24 bytes over the link, both ways at once, while the processor updates too
 NS_CPU_THREAD = 3.3  # per element and thread, until memory is the limit
 NS_CPU_BEST = 0.23
 

@@ -11,30 +11,12 @@ from zerostd.policy import Kind, Tier
 from zerostd.tiers.column import Column, Stores
 from zerostd.tiers.debug import DEBUG
 from zerostd.tiers.lanes import Lanes, mark_here, synchronize
-from zerostd.tiers.transfer import Done, Transfer, Work
+from zerostd.tiers.transfer import Done, Relay, Transfer
 from zerostd.tiers.worker import Worker
 
-__all__ = ["Inbound", "Relay"]
+__all__ = ["Inbound"]
 
 NUM_BUFFERS = 2
-
-
-class Relay(Transfer):
-    """A thread's work that ends by putting something into a lane."""
-
-    def __init__(self) -> None:
-        self.work: Work | None = None
-        self.mark: Transfer = Done()
-
-    def wait(self) -> None:
-        """Hold the host until the thread is done, then the current stream until the lane is."""
-        assert self.work is not None
-        self.work.wait()
-        self.mark.wait()
-
-    def is_done(self) -> bool:
-        """Whether the thread is done."""
-        return self.work is not None and self.work.is_done()
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from zerostd.errors import StorageError, ZerostdError
 
-__all__ = ["Done", "Transfer", "Work"]
+__all__ = ["Done", "Relay", "Transfer", "Work"]
 
 
 @runtime_checkable
@@ -79,3 +79,21 @@ class Work(Transfer):
     def __del__(self) -> None:
         if self._error is not None and not self._was_told:
             warnings.warn(f"a transfer failed and nobody waited for it: {self._error}", RuntimeWarning, stacklevel=2)
+
+
+class Relay(Transfer):
+    """A thread's work that ends by putting something into a lane."""
+
+    def __init__(self) -> None:
+        self.work: Work | None = None
+        self.mark: Transfer = Done()
+
+    def wait(self) -> None:
+        """Hold the host until the thread is done, then the current stream until the lane is."""
+        assert self.work is not None
+        self.work.wait()
+        self.mark.wait()
+
+    def is_done(self) -> bool:
+        """Whether the thread is done."""
+        return self.work is not None and self.work.is_done()
