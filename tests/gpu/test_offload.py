@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zerostd
-from support.compare import assert_bitwise, assert_close_states
+from support.compare import assert_bitwise, assert_close_states, worst_error
 from zerostd import Budget, Placement
 from zerostd.optimizers import from_disk, on_cpu, routes
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.debug import DEBUG
 from zerostd.tiers.host import pss
+from zerostd.tiers.lanes import has_arrived
 
 pytestmark = pytest.mark.gpu
 
@@ -48,6 +50,7 @@ PLACEMENTS = {
     "thirds": THIRDS,
 }
 BY_THE_DEVICE = ("streamed", "all on host, streamed", "disk, streamed")  # torch's own kernels on the device: same bits
+BY_THE_PROCESSOR = tuple(name for name in PLACEMENTS if name not in BY_THE_DEVICE)
 
 
 class Block(nn.Module):
@@ -58,6 +61,35 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Product(nn.Module):
+    """The gradient of its weight is a random tensor, whatever the weight is."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.weight, self.generator = nn.Parameter(torch.randn(700, 1000)), generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(self.weight.shape, device=self.weight.device, generator=self.generator)
+        return x + (self.weight * noise).sum()
+
+
+class Rooted(nn.Module):
+    """Its norm belongs to no block: the gradient comes early in backward, the update at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(64, WIDTH)
+        self.blocks = nn.Sequential(*(Block(WIDTH) for _ in range(4)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10)
+        self.cycles = 0  # how long the device rests before the last gradient of backward
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        if self.cycles:
+            x.register_hook(lambda gradient: torch.cuda._sleep(self.cycles))
+        return self.head(self.norm(self.blocks(x + 1)))  # the first block's input has no hook but ours
 
 
 def make(width: int = WIDTH, depth: int = 4, device: str = DEVICE) -> nn.Sequential:
@@ -128,19 +160,46 @@ def test_updated_by_the_device_is_bitwise_resident(name, precision, fused, tmp_p
     assert_bitwise(after(PLACEMENTS[name], tmp_path, precision=precision, fused=fused), expected)
 
 
-@pytest.mark.parametrize("fused", [None, True], ids=["default", "fused"])
-@pytest.mark.parametrize("name", [name for name in PLACEMENTS if name not in BY_THE_DEVICE])
-def test_updated_by_the_processor_is_close_to_resident(name, fused, tmp_path):
-    """fp32: the two differ in how they contract products and sums, nothing else."""
-    expected = after(Placement(), precision="fp32", fused=fused)
-    assert_close_states(after(PLACEMENTS[name], tmp_path, precision="fp32", fused=fused), expected, 1e-6)
+@pytest.mark.parametrize("fused", [False, True], ids=["default", "fused"])
+@pytest.mark.parametrize("name", BY_THE_PROCESSOR)
+def test_updated_by_the_processor_is_within_a_millionth(name, fused, tmp_path):
+    """The arithmetic alone: gradients are given, so a difference in the last bit is not trained on. fp32; the two
+    differ in how they contract products and sums. The processor's formula is that of torch's default: from the fused
+    one it is as far away as that is, which is just above a millionth after ten steps."""
+    expected = after_given_gradients(Placement(), tmp_path, fused=fused)
+    limit = 1e-6
+    if fused:
+        limit += worst_error(after_given_gradients(Placement(), tmp_path, fused=False), expected).error
+    assert limit < 3e-6
+    assert_close_states(after_given_gradients(PLACEMENTS[name], tmp_path, fused=fused), expected, limit)
 
 
-@pytest.mark.parametrize("name", ["cpu", "both", "all on host", "all on disk"])
-def test_bf16_by_the_processor_is_close_to_resident(name, tmp_path):
-    """A rounding of a master may fall to the other side of a bf16 number, and training goes on from there."""
-    expected = after(Placement(), precision="bf16")
-    assert_close_states(after(PLACEMENTS[name], tmp_path, precision="bf16"), expected, 5e-3)
+def after_given_gradients(placement: Placement, path: Any, *, fused: bool) -> Any:
+    """The parameters after ten steps with the same random gradients."""
+    torch.manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    model = nn.Sequential(*(Product(generator) for _ in range(4))).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    budget = Budget(disk_path=str(path))
+    model, optimizer = zerostd.prepare(model, optimizer, placement=placement, budget=budget, groups=["*"])
+    for _ in range(10):
+        model(torch.zeros((), device=DEVICE)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = zerostd.full_state_dict(model)
+    zerostd.release(model)
+    return state
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", BY_THE_PROCESSOR)
+def test_training_by_the_processor_is_as_close_as_torch_is_to_itself(name, precision, tmp_path):
+    """Rounding is trained on: AdamW divides small gradients by their own size, and a master may round to either side of
+    a bf16 number. torch's two ways of computing it on the device, fused and not, are as far apart."""
+    expected = after(Placement(), precision=precision, fused=False)
+    noise = worst_error(after(Placement(), precision=precision, fused=True), expected).error
+    assert noise > 0
+    assert_close_states(after(PLACEMENTS[name], tmp_path, precision=precision, fused=False), expected, 3 * noise)
 
 
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["", "clip"])
@@ -209,6 +268,33 @@ def test_the_loop_never_waits_for_the_device(name, clip):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     optimizer.synchronize()
+
+
+@pytest.mark.parametrize("name", ["streamed", "cpu", "both"])
+def test_groups_are_updated_while_the_device_is_still_in_backward(name):
+    """Nothing that comes at the end of backward holds up what could be done before."""
+    model = Rooted().to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    options = {"placement": PLACEMENTS[name], "precision": "bf16", "accumulate": 1, "groups": ["blocks.*", "tokens"]}
+    model, optimizer = zerostd.prepare(model, optimizer, **options)
+    tokens = torch.randint(0, 64, (8, 32), device=DEVICE)
+    for _ in range(4):
+        optimizer.synchronize()
+        torch.cuda.synchronize()
+        model(tokens).square().mean().backward()
+        optimizer.step()
+        end = torch.cuda.Event()
+        end.record()
+        blocks = [group for group in model.__dict__["_zerostd"].groups if group.name.startswith("blocks")]
+        updates = [update for group in blocks for update in group.updates]
+        if model.cycles:
+            deadline = time.monotonic() + 0.4
+            while not all(update.is_done() and has_arrived(update.mark) for update in updates):
+                assert time.monotonic() < deadline, "updates of blocks wait for the end of backward"
+                time.sleep(1e-3)
+            assert len(updates) >= len(blocks) == 4 and not end.query()
+        optimizer.zero_grad()
+        model.cycles = 2_000_000_000  # about a second
 
 
 # -- bytes --

@@ -17,7 +17,7 @@ from zerostd.optimizers.streamed import Streamed, Tile
 from zerostd.parameters.shelf import Shelf
 from zerostd.policy import Kind, Route
 from zerostd.sharding.portions import UNIT
-from zerostd.tiers import Done, Relay, Transfer, mark_here, synchronize
+from zerostd.tiers import Done, Relay, Transfer, synchronize
 from zerostd.tiers.debug import DEBUG
 
 __all__ = ["FromDisk"]
@@ -67,7 +67,7 @@ class FromDisk(OnCpu):
             return super().launch(order)
         assert held is not None
         gradient, place, relay = held.current[run.region], order.flat.updated(run.shelf), Relay()
-        ready = held.keeper.kept if held.keeper is not None else mark_here(self.stores.device)
+        ready = order.can_begin(held.keeper.kept if held.keeper is not None else Done())
         job = Job(order, gradient, ready, None if place is None else place[run.part], None, None, relay)
         relay.work = self.worker.submit(lambda: self._do(job), order.place, ready)
         return relay

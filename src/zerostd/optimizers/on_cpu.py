@@ -38,7 +38,7 @@ class Job:
 
     order: Order
     gradient: torch.Tensor  # on the host
-    ready: Transfer  # the gradient's way there
+    ready: Transfer  # when it can begin
     weights: torch.Tensor | None  # on the host: where new parameters are written; None: the master is the parameter
     target: torch.Tensor | None  # on the device: where they go from there
     rule: Rule | None
@@ -68,6 +68,7 @@ class OnCpu:
         """Start the update of a run; done when the new parameters are where they rest."""
         flat, run = order.flat, order.run
         gradient, ready = self._gradient(flat, run)
+        ready = order.can_begin(ready)
         rule = self._rule(order.options, run)
         weights, target = self._weights_of(flat, run, gradient, on_trial=order.on_trial)
         relay = Relay()

@@ -8,7 +8,7 @@ from typing import Any
 from zerostd.optimizers.arithmetic import Terms
 from zerostd.optimizers.runs import Run, Singles
 from zerostd.parameters import Flat
-from zerostd.tiers import Column, Transfer, mark_here
+from zerostd.tiers import Column, Several, Transfer, mark_here
 
 __all__ = ["Order"]
 
@@ -37,6 +37,11 @@ class Order:
     def options(self) -> dict[str, Any]:
         """Of the run's parameters."""
         return self.terms.options[self.run.options]
+
+    def can_begin(self, gradient: Transfer) -> Transfer:
+        """When the gradient is there and the device has come to where the update was asked for. A gradient may be there
+        long before: begun then, the update would hold up its lane, and all others behind it."""
+        return Several(gradient, self.asked)
 
     def keep(self, singles: Singles | None) -> None:
         """The states of one value after the update."""

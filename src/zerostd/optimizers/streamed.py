@@ -21,7 +21,7 @@ from zerostd.optimizers.orders import Order
 from zerostd.optimizers.runs import Singles
 from zerostd.parameters.shelf import MASTER
 from zerostd.policy import Kind
-from zerostd.tiers import Done, Lanes, Relay, Transfer, Worker, mark_here, synchronize
+from zerostd.tiers import Done, Lanes, Relay, Transfer, Worker, synchronize
 from zerostd.tiers.debug import DEBUG
 
 __all__ = ["Streamed", "Tile"]
@@ -50,7 +50,7 @@ class Tile:
     target: Tensors  # may be the source
     gradient: torch.Tensor
     weight: torch.Tensor | None  # None where the master is the parameter
-    ready: Transfer  # the gradient
+    ready: Transfer  # when it can begin
 
 
 class Streamed:
@@ -82,7 +82,7 @@ class Streamed:
         """Start the update of a run on the host; done when the new parameters are where they rest."""
         gradient = order.flat.gradient
         assert gradient is not None
-        ready = gradient.keeper.kept if gradient.keeper is not None else mark_here(self.device)
+        ready = order.can_begin(gradient.keeper.kept if gradient.keeper is not None else Done())
         relay, current = Relay(), gradient.current
         relay.work = self.worker.submit(lambda: self._do(order, current, ready, relay), order.place, ready)
         return relay
@@ -124,7 +124,7 @@ class Streamed:
             if incoming.device != self.device:
                 incoming = _room(slot.landing, numel, incoming.dtype).copy_(incoming, non_blocking=True)
             up = self.lanes.up.mark()
-        with self.lanes.update.after(up, tile.ready, order.asked):
+        with self.lanes.update.after(up, tile.ready):
             gradient.copy_(incoming)
             if order.terms.factor is not None:
                 gradient.mul_(order.terms.factor)

@@ -9,7 +9,7 @@ limits.py    what is free, and what was asked  inbound.py a column's way to the 
 from zerostd.tiers.column import Column, Stores
 from zerostd.tiers.inbound import Inbound
 from zerostd.tiers.lanes import Lane, Lanes, mark_here, synchronize
-from zerostd.tiers.transfer import Done, Relay, Transfer, Work
+from zerostd.tiers.transfer import Done, Relay, Several, Transfer, Work
 from zerostd.tiers.worker import Worker
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Lane",
     "Lanes",
     "Relay",
+    "Several",
     "Stores",
     "Transfer",
     "Work",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerostd.tiers.transfer import Done, Transfer
+from zerostd.tiers.transfer import Done, Several, Transfer
 
 __all__ = ["Lane", "Lanes", "Mark", "has_arrived", "mark_here", "synchronize"]
 
@@ -77,12 +77,17 @@ def _record(stream: torch.Stream, device: torch.device) -> Mark:
 
 def has_arrived(transfer: Transfer) -> bool:
     """Whether a transfer is over, wherever it runs."""
+    if isinstance(transfer, Several):
+        return all(has_arrived(part) for part in transfer.parts)
     return transfer.event.query() if isinstance(transfer, Mark) else transfer.is_done()
 
 
 def synchronize(transfer: Transfer) -> None:
     """Hold the host until a transfer is over, wherever it runs."""
-    if isinstance(transfer, Mark):
+    if isinstance(transfer, Several):
+        for part in transfer.parts:
+            synchronize(part)
+    elif isinstance(transfer, Mark):
         transfer.event.synchronize()
     else:
         transfer.wait()

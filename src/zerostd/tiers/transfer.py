@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from zerostd.errors import StorageError, ZerostdError
 
-__all__ = ["Done", "Relay", "Transfer", "Work"]
+__all__ = ["Done", "Relay", "Several", "Transfer", "Work"]
 
 
 @runtime_checkable
@@ -31,6 +31,22 @@ class Done(Transfer):
     def is_done(self) -> bool:
         """Always."""
         return True
+
+
+class Several(Transfer):
+    """Transfers that are over when all of them are."""
+
+    def __init__(self, *parts: Transfer) -> None:
+        self.parts = parts
+
+    def wait(self) -> None:
+        """For one after the other."""
+        for part in self.parts:
+            part.wait()
+
+    def is_done(self) -> bool:
+        """Whether none would block."""
+        return all(part.is_done() for part in self.parts)
 
 
 class Work(Transfer):
