@@ -117,7 +117,9 @@ class Streamed:
         room = {name: _room(slot.columns[name], numel, column.dtype) for name, column in tile.source.items()}
         gradient = _room(slot.gradient, numel, room[MASTER].dtype)
         incoming = tile.gradient
-        with self.lanes.up.after(after, tile.ready if incoming.device != self.device else None):
+        if incoming.device != self.device:
+            synchronize(tile.ready)  # here, lest the lane wait with everything behind it
+        with self.lanes.up.after(after):
             for name, column in tile.source.items():
                 if singles is not None or name == MASTER:
                     room[name].copy_(column, non_blocking=True)

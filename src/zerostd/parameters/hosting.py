@@ -104,9 +104,9 @@ class Keeper:
         free = staging.free[self._slot]
         free.wait()
         if accumulate:
-            with self.lanes.up.after(free, self.kept, mark_here(device)):
+            with self.lanes.gradients.after(mark_here(device)):  # in `up` it would hold up parameters
                 buffer.copy_(rest, non_blocking=True)
-                mark = self.lanes.up.mark()
+                mark = self.lanes.gradients.mark()
             mark.wait()
         return buffer
 

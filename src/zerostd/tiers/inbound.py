@@ -1,5 +1,10 @@
-"""The way of a resting column to the device: at once from the device, over a lane from the host, by way of a few
-buffers of host memory and a thread from the disk."""
+"""The way of a resting column to the device: at once from the device, over a lane from the host, and from the disk by
+way of a few buffers of host memory.
+
+The place that a column goes to may still be read by work that the device has not come to, and the loop runs far ahead
+of the device. Put into the lane at once, the copy would hold up everything behind it, updates above all. So a thread
+puts it in when the device is there.
+"""
 
 from __future__ import annotations
 
@@ -29,43 +34,56 @@ class Inbound:
     """Brings columns to the device. `largest_on_disk` is the longest one that rests there, in bytes."""
 
     def __init__(self, stores: Stores, lanes: Lanes, *, largest_on_disk: int) -> None:
+        self._stores = stores
         self._lanes = lanes
         self._turn = 0
         self._buffers: list[_Buffer] = []
-        self._worker: Worker | None = None
+        self._made: Worker | None = None
         if largest_on_disk:
-            self._worker = Worker("the reader of parameters from disk", stores.device)
-            stores.stop_users.append(self._worker.stop)
             for _ in range(NUM_BUFFERS):
                 self._buffers.append(_Buffer(stores.host.allocate(largest_on_disk, Kind.BUFFERS)))
 
     def bring(self, column: Column, place: torch.Tensor) -> Transfer:
         """Start filling `place`, which is on the device and free for what is in the current stream now."""
-        if column.tensor is None:
-            return self._from_disk(column, place)
-        if column.tensor.data_ptr() == place.data_ptr():
-            return Done()
-        if column.tier is Tier.DEVICE or place.device.type == "cpu":
-            place.copy_(column.tensor)
-            return Done()
-        with self._lanes.up.after(mark_here(place.device)):
-            place.copy_(column.tensor, non_blocking=True)
-            return self._lanes.up.mark()
-
-    def _from_disk(self, column: Column, place: torch.Tensor) -> Transfer:
-        assert self._worker is not None
-        self._turn = (self._turn + 1) % NUM_BUFFERS
-        buffer, ready, relay = self._buffers[self._turn], mark_here(place.device), Relay()
-        memory = buffer.memory[: column.numel * column.dtype.itemsize]
+        if column.tensor is not None:
+            if column.tensor.data_ptr() == place.data_ptr():
+                return Done()
+            if column.tier is Tier.DEVICE or place.device.type == "cpu":
+                place.copy_(column.tensor)
+                return Done()
+        ready, relay = mark_here(place.device), Relay()
+        buffer = self._next_buffer() if column.tensor is None else None
 
         def job() -> None:
-            synchronize(buffer.free)
-            column.start_read(0, memory).wait()
-            with self._lanes.up.after(ready):
-                place.copy_(memory.view(column.dtype), non_blocking=True)
+            source = column.tensor if buffer is None else _read(column, buffer)
+            assert source is not None
+            synchronize(ready)
+            with self._lanes.up.after():
+                place.copy_(source, non_blocking=True)
+                relay.mark = self._lanes.up.mark()
+            if buffer is not None:
+                buffer.free = relay.mark
                 if place.device.type == "cpu":
-                    DEBUG.poison(memory)
-                relay.mark = buffer.free = self._lanes.up.mark()
+                    DEBUG.poison(buffer.memory)
 
-        relay.work = self._worker.submit(job)
+        relay.work = self._worker.submit(job, ready=ready)
         return relay
+
+    @property
+    def _worker(self) -> Worker:
+        if self._made is None:
+            self._made = Worker("the carrier of parameters to the device", self._stores.device)
+            self._stores.stop_users.append(self._made.stop)
+        return self._made
+
+    def _next_buffer(self) -> _Buffer:
+        self._turn = (self._turn + 1) % NUM_BUFFERS
+        return self._buffers[self._turn]
+
+
+def _read(column: Column, buffer: _Buffer) -> torch.Tensor:
+    """The column in the buffer's memory, when that is free."""
+    synchronize(buffer.free)
+    memory = buffer.memory[: column.numel * column.dtype.itemsize]
+    column.start_read(0, memory).wait()
+    return memory.view(column.dtype)

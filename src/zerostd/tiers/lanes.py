@@ -98,13 +98,13 @@ class Lanes:
     """The lanes of one prepared model. The two directions of a link work at the same time, so each has its own.
 
     A device's copy engine stays with a stream for as long as that has work: a second stream of the same direction gets
-    its turn when the first has nothing to do. On the way up, where the link is the limit, there is one lane for all. On
-    the way down gradients have their own: they are put in before they are computed, and would hold up what is there.
+    its turn when the first has nothing to do. So there is one lane up and one down, and work is put into them only when
+    it can begin. Gradients have their own: they are put in before they are computed, and would hold up what is there.
     """
 
     up: Lane  # host to device
     down: Lane  # device to host: states and parameters
-    gradients: Lane  # device to host: gradients
+    gradients: Lane  # gradients: device to host, and up again when a later pass adds to them
     update: Lane  # arithmetic on the device
 
     @classmethod
