@@ -440,6 +440,37 @@ def test_a_worker_waits_for_all_that_a_job_needs(worker: Worker) -> None:
     assert seen == ["all of it", "given first", "in part"]
 
 
+def test_what_is_needed_sooner_comes_between_the_parts_of_a_job(worker: Worker) -> None:
+    gate, seen = held(worker), []
+
+    def second() -> None:
+        seen.append("b2")
+        worker.submit(lambda: seen.append("sooner"), 0)
+        worker.submit(lambda: seen.append("later"), 2)
+
+    long = worker.submit_parts([lambda: seen.append("b1"), second, lambda: seen.append("b3")], 1)
+    behind = worker.submit_parts([lambda: seen.append("b4"), lambda: seen.append("b5")], 1)
+    assert not long.is_done()
+    gate.set()
+    worker.drain()
+    assert seen == ["b1", "b2", "sooner", "b3", "b4", "b5", "later"]
+    assert long.is_done() and behind.is_done()
+
+
+@pytest.mark.timeout(60)
+def test_parts_behind_one_that_fails_are_not_done(worker: Worker) -> None:
+    gate, seen = held(worker), []
+    failed = worker.submit_parts([lambda: seen.append("first"), lambda: 1 // 0, lambda: seen.append("third")])
+    behind = worker.submit_parts([lambda: seen.append("behind"), lambda: seen.append("behind")])
+    gate.set()
+    for work in (failed, behind):
+        with pytest.raises(StorageError, match="ZeroDivisionError"):
+            work.wait()
+    with pytest.raises(StorageError, match="stopped"):
+        worker.drain()
+    assert seen == ["first"]
+
+
 def test_several_transfers_are_over_when_all_are() -> None:
     first, second = Work(), Work()
     both = Several(first, second)

@@ -6,7 +6,9 @@ so neighbouring runs may share one: what is on its way out is written before it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,12 +71,16 @@ class FromDisk(OnCpu):
         gradient, place, relay = held.current[run.region], order.flat.updated(run.shelf), Relay()
         ready = order.can_begin(held.keeper.kept if held.keeper is not None else Done())
         job = Job(order, gradient, ready, None if place is None else place[run.part], None, None, relay)
-        relay.work = self.worker.submit(lambda: self._do(job), order.place, ready)
+        relay.work = self.worker.submit_parts(self.parts(job), order.place, ready)
         return relay
+
+    def parts(self, job: Job) -> list[Callable[[], None]]:
+        """All tiles at once: reading ahead and writing behind overlap inside a run."""
+        return [partial(self._do_all, job)]
 
     # In the thread
 
-    def _do(self, job: Job) -> None:
+    def _do_all(self, job: Job) -> None:
         is_streamed = job.run.shelf.portion.route is Route.STREAMED
         if not is_streamed:
             synchronize(job.ready)

@@ -9,7 +9,9 @@ Optimizers that the kernels do not have run as the user's own object, on the pro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,8 +77,14 @@ class OnCpu:
         job = Job(order, gradient, ready, weights, target, rule, relay)
         if rule is not None:
             order.keep(next_singles(rule, run.singles))
-        relay.work = self.worker.submit(lambda: self._do(job), order.place, ready)
+        relay.work = self.worker.submit_parts(self.parts(job), order.place, ready)
         return relay
+
+    def parts(self, job: Job) -> list[Callable[[], None]]:
+        """What the thread does, tile by tile, so that what is needed sooner can come in between."""
+        step = job.run.numel if job.rule is None else TILE_NUMEL
+        starts = range(0, job.run.numel, step)
+        return [partial(self._do, job, slice(low, min(job.run.numel, low + step))) for low in starts]
 
     def _rule(self, options: dict[str, Any], run: Run) -> Rule | None:
         """Native, if the numbers are fp32 and the user has not asked for torch's fused kernel on this processor."""
@@ -138,19 +146,15 @@ class OnCpu:
 
     # In the thread
 
-    def _do(self, job: Job) -> None:
+    def _do(self, job: Job, tile: slice) -> None:
         synchronize(job.ready)
         factor = job.order.terms.host_factor()
-        source = _cut(job.order.source, job.run.part)
-        target = _cut(job.order.target, job.run.part)
-        step = job.run.numel if job.rule is None else TILE_NUMEL
-        singles = None
-        for low in range(0, job.run.numel, step):
-            tile = slice(low, min(job.run.numel, low + step))
-            read = cut(source, tile)
-            singles = self.update(job, read, cut(target, tile) if job.order.on_trial else read, tile, factor)
-            self.send(job, tile)
-        self.end(job, singles)
+        source = cut(_cut(job.order.source, job.run.part), tile)
+        target = cut(_cut(job.order.target, job.run.part), tile) if job.order.on_trial else source
+        singles = self.update(job, source, target, tile, factor)
+        self.send(job, tile)
+        if tile.stop == job.run.numel:
+            self.end(job, singles)
 
     def update(self, job: Job, source: Tensors, target: Tensors, tile: slice, factor: float) -> dict[str, Any] | None:
         """One tile of a run by the kernel, or by the user's optimizer; the latter returns its states of one value."""

@@ -11,6 +11,7 @@ arithmetic is the user's optimizer on the device, as for resident states: the sa
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +54,18 @@ class Tile:
     ready: Transfer  # when it can begin
 
 
+@dataclass(eq=False)
+class _Job:
+    """A run on its way, tile by tile."""
+
+    order: Order
+    gradient: torch.Tensor  # of the flat's region
+    ready: Transfer  # when it can begin
+    relay: Relay = field(default_factory=Relay)
+    after: Transfer = field(default_factory=Done)  # the last update's states are home
+    before: Singles | None = None  # states of one value, before the update
+
+
 class Streamed:
     """Updates tiles on the device, in a thread of its own."""
 
@@ -83,29 +96,29 @@ class Streamed:
         gradient = order.flat.gradient
         assert gradient is not None
         ready = order.can_begin(gradient.keeper.kept if gradient.keeper is not None else Done())
-        relay, current = Relay(), gradient.current
-        relay.work = self.worker.submit(lambda: self._do(order, current, ready, relay), order.place, ready)
-        return relay
+        job, numel = _Job(order, gradient.current, ready), order.run.numel
+        tiles = [slice(low, min(numel, low + self.tile_numel)) for low in range(0, numel, self.tile_numel)]
+        job.relay.work = self.worker.submit_parts([partial(self._do, job, tile) for tile in tiles], order.place, ready)
+        return job.relay
 
     # In the thread
 
-    def _do(self, order: Order, gradient: torch.Tensor, ready: Transfer, relay: Relay) -> None:
-        run, shelf = order.run, order.run.shelf
+    def _do(self, job: _Job, part: slice) -> None:
+        order, run, shelf = job.order, job.order.run, job.order.run.shelf
+        if part.start == 0:
+            job.after, job.before = shelf.landed, run.singles
         weights = None if shelf.holds_parameters else order.flat.updated(shelf)
-        after, before = shelf.landed, run.singles
-        singles = before
-        for low in range(0, run.numel, self.tile_numel):
-            high = min(run.numel, low + self.tile_numel)
-            here = slice(run.part.start + low, run.part.start + high)
-            tile = Tile(
-                _cut(order.source, here),
-                _cut(order.target, here),
-                gradient[run.region.start + low : run.region.start + high],
-                None if weights is None else weights[here],
-                ready,
-            )
-            singles, relay.mark, shelf.landed = self.update(tile, order, before, after)
-        order.keep(singles)
+        here = slice(run.part.start + part.start, run.part.start + part.stop)
+        tile = Tile(
+            _cut(order.source, here),
+            _cut(order.target, here),
+            job.gradient[run.region.start + part.start : run.region.start + part.stop],
+            None if weights is None else weights[here],
+            job.ready,
+        )
+        singles, job.relay.mark, shelf.landed = self.update(tile, order, job.before, job.after)
+        if part.stop == run.numel:
+            order.keep(singles)
 
     def update(
         self, tile: Tile, order: Order, singles: Singles | None, after: Transfer

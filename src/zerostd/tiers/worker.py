@@ -2,7 +2,7 @@
 
 Of the jobs that wait, it takes one whose input has arrived, and of those the one that is needed first; if none has, the
 one given first. So what is needed soonest overtakes, but never holds up what could be done meanwhile. Jobs of the same
-place keep their order.
+place keep their order. A job may have several parts, in order: between two of them another job may overtake.
 
 A job that fails stops the worker: what follows would build on what is not there. The failed job's `wait` raises its
 error, and so does everything asked of the worker from then on.
@@ -10,10 +10,12 @@ error, and so does everything asked of the worker from then on.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +29,7 @@ __all__ = ["Worker"]
 
 @dataclass(eq=False)
 class _Job:
-    run: Callable[[], None]
+    parts: deque[Callable[[], None]]  # still to do
     place: int  # in the order in which they are needed
     ready: Transfer  # its input
     work: Work = field(default_factory=Work)
@@ -45,10 +47,11 @@ class _Jobs:
     error: BaseException | None = None  # of the first job that failed
 
     def take(self) -> _Job:
-        """The next job; the lock is held, and there is one."""
+        """The next job, whose first part is done next; the lock is held, and there is one."""
         arrived = [job for job in self.waiting if has_arrived(job.ready)]
         job = min(arrived, key=lambda job: job.place) if arrived else self.waiting[0]
-        self.waiting.remove(job)
+        if len(job.parts) == 1 or self.error is not None:
+            self.waiting.remove(job)
         return job
 
     def end(self) -> None:
@@ -76,10 +79,14 @@ class Worker:
 
     def submit(self, run: Callable[[], None], place: int = 0, ready: Transfer | None = None) -> Work:
         """Do `run`, for which `ready` should have arrived. Its Work is done when it has returned."""
+        return self.submit_parts([run], place, ready)
+
+    def submit_parts(self, parts: Iterable[Callable[[], None]], place: int = 0, ready: Transfer | None = None) -> Work:
+        """Do one part after the other, at least one. The Work is done when the last has returned."""
         self.check()
         if self._jobs.is_over:
             raise StorageError(f"{self._jobs.name} has ended: its model was released")
-        job = _Job(run, place, ready or Done())
+        job = _Job(deque(parts), place, ready or Done())
         with self._jobs.condition:
             self._jobs.waiting.append(job)
             self._jobs.condition.notify_all()
@@ -121,13 +128,15 @@ def _serve(jobs: _Jobs, device: torch.device) -> None:
 def _do(job: _Job, jobs: _Jobs) -> None:
     if jobs.error is None:
         try:
-            job.run()
+            job.parts.popleft()()
         except BaseException as error:
             jobs.error = _without_frames(error)
-    if jobs.error is None:
-        job.work.finish()
-    else:
+            with jobs.condition, contextlib.suppress(ValueError):  # its other parts are not to be done
+                jobs.waiting.remove(job)
+    if jobs.error is not None:
         job.work.fail(jobs.error if isinstance(jobs.error, ZerostdError) else _explained(jobs.name, jobs.error))
+    elif not job.parts:
+        job.work.finish()
 
 
 def _explained(name: str, error: BaseException) -> StorageError:
