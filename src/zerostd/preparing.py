@@ -122,7 +122,14 @@ def _rules(settings: Settings, world: World) -> Rules:
     if Tier.DISK in settings.placement.shares(Kind.PARAMETERS):
         share = 1.0  # new parameters go to the disk from the host
     if share is None:
-        share = default_cpu_share(_num_threads(world), has_link=has_own_memory)
+        kinds = (Kind.PARAMETERS, Kind.GRADIENTS)
+        off = {kind: 1.0 - settings.placement.shares(kind).get(Tier.DEVICE, 0.0) for kind in kinds}
+        share = default_cpu_share(
+            _num_threads(world),
+            has_link=has_own_memory,
+            parameters_off=off[Kind.PARAMETERS],
+            gradients_off=off[Kind.GRADIENTS],
+        )
     return Rules(
         rank=world.rank,
         size=world.size,

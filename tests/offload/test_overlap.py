@@ -611,3 +611,10 @@ def test_the_processor_takes_more_the_more_threads_it_has() -> None:
     assert default_cpu_share(1, has_link=False) == default_cpu_share(64, has_link=False) == 1.0
     shares = [default_cpu_share(threads, has_link=True) for threads in (1, 2, 4, 8, 16, 64)]
     assert shares == sorted(shares) and 0.0 < shares[0] < 0.2 < shares[-1] < 1.0
+
+
+def test_the_processor_takes_more_the_busier_the_link_is() -> None:
+    options = [{}, {"gradients_off": 0.5}, {"gradients_off": 1.0}, {"gradients_off": 1.0, "parameters_off": 1.0}]
+    shares = [default_cpu_share(14, has_link=True, **option) for option in options]
+    assert shares == sorted(shares) and shares[0] == 0.55 and 0.7 <= shares[-1] <= 0.8
+    assert default_cpu_share(1000, has_link=True, parameters_off=1.0) <= 1.0

@@ -17,7 +17,9 @@ __all__ = ["UNIT", "Portion", "assign_tiers", "cut_portions", "default_cpu_share
 
 UNIT = 2048  # elements: portions start on a page in every dtype from 16 bits on, so disks and kernels see whole blocks
 
-# Chosen so that 14 threads beside a PCIe 5 x16 link take 0.55, the fastest of four shares measured (docs/log.md).
+# Chosen so that 14 threads beside a PCIe 5 x16 link take 0.55, the fastest of four shares measured, and with everything
+# on the host 0.75, the fastest of three (docs/log.md).
+BYTES_STREAMED = 12  # per element, each way
 NS_STREAMED = 0.29  # per element: 24 bytes over the link, both ways at once, while the processor updates too
 NS_CPU_THREAD = 3.3  # per element and thread, until memory is the limit
 NS_CPU_BEST = 0.23
@@ -83,13 +85,18 @@ def assign_tiers(sizes: Sequence[int], shares: Mapping[Tier, float]) -> list[Tie
     return found
 
 
-def default_cpu_share(num_threads: int, *, has_link: bool) -> float:
-    """What the processor takes of the states off the device, so that it ends together with the link. Without a link
-    (the device is the processor) it takes all."""
+def default_cpu_share(
+    num_threads: int, *, has_link: bool, parameters_off: float = 0.0, gradients_off: float = 0.0
+) -> float:
+    """What the processor takes of the states off the device, so that it ends together with the link. The link also
+    carries the shares of parameters (up for forward and for backward) and of gradients that rest off the device.
+    Without a link (the device is the processor) the processor takes all."""
     if not has_link:
         return 1.0
+    ns_byte = NS_STREAMED / BYTES_STREAMED
+    ns_streamed = NS_STREAMED + 2 * gradients_off * ns_byte
     ns_cpu = max(NS_CPU_BEST, NS_CPU_THREAD / num_threads)
-    return round(NS_STREAMED / (NS_STREAMED + ns_cpu), 2)
+    return round(min(1.0, (ns_streamed + 4 * parameters_off * ns_byte) / (ns_streamed + ns_cpu)), 2)
 
 
 def _round(value: float) -> int:
