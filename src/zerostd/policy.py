@@ -16,7 +16,7 @@ import torch
 
 from zerostd.errors import PrepareError
 
-__all__ = ["Budget", "Kind", "Placement", "Precision", "Route", "Stage", "Tier", "parse_bytes", "shards"]
+__all__ = ["Budget", "Homes", "Kind", "Placement", "Precision", "Route", "Stage", "Tier", "parse_bytes", "shards"]
 
 
 class Stage(enum.IntEnum):
@@ -150,6 +150,25 @@ class Placement:
         share = getattr(self, kind.value)
         parts = {share: 1.0} if isinstance(share, str) else share
         return {Tier(name): float(part) for name, part in parts.items() if part > 0}
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Where the state of one group rests and how it is updated: what a plan says of it."""
+
+    parameters: Tier = Tier.DEVICE
+    gradients: Tier = Tier.DEVICE
+    states: tuple[tuple[Tier, Route, float], ...] = ((Tier.DEVICE, Route.RESIDENT, 1.0),)  # shares, in this order
+
+    def __post_init__(self) -> None:
+        shares = [share for _, _, share in self.states]
+        if any(share < 0 for share in shares) or not math.isclose(sum(shares), 1.0, abs_tol=1e-6):
+            raise PrepareError(f"states={self.states!r} of a plan: shares must be >= 0 and sum to 1")
+        for tier, route, _ in self.states:
+            if (tier is Tier.DEVICE) != (route is Route.RESIDENT):
+                raise PrepareError(f"states={self.states!r} of a plan: {route.value} is no route for the {tier.value}")
+        if self.gradients is Tier.DISK:
+            raise PrepareError("gradients of a plan rest on the device or the host")
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

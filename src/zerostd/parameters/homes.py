@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from zerostd.parameters.blueprints import Blueprint, Member
-from zerostd.policy import Kind, Placement, Route, Stage, Tier, shards
-from zerostd.sharding import Layout, Portion, assign_tiers, cut_portions, make_layout
+from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, shards
+from zerostd.sharding import Layout, Portion, assign_tiers, cut_by_shares, cut_portions, make_layout
 from zerostd.tiers.column import padded
 
 __all__ = ["FlatPlan", "Rules", "demand", "plan_flats"]
@@ -33,6 +33,7 @@ class Rules:
     states: Mapping[str, torch.dtype]  # what the optimizer keeps for each element beside the master; empty: unknown
     has_own_memory: bool  # the device's memory is not the host's
     sums_gradients: bool  # several passes make a step
+    homes: Mapping[str, Homes] | None = None  # by name of group, instead of the placement's shares of the whole
 
     def shards(self, kind: Kind) -> bool:
         """Whether this kind is spread over ranks here; in a world of one nothing is."""
@@ -101,9 +102,14 @@ def plan_flats(found: Sequence[Blueprint], rules: Rules) -> list[list[FlatPlan]]
     trained = [one[0].options is not None for one in members]
     sizes = [layout.numel * one[0].dtype.itemsize for one, (_, layout) in zip(members, layouts, strict=True)]
     numels = [r.stop - r.start if is_trained else 0 for r, is_trained in zip(regions, trained, strict=True)]
-    parameters = assign_tiers(sizes, rules.placement.shares(Kind.PARAMETERS))
-    gradients = assign_tiers(numels, rules.placement.shares(Kind.GRADIENTS))
-    portions = cut_portions(numels, rules.placement.shares(Kind.OPTIMIZER_STATES), cpu_share=rules.cpu_share)
+    if rules.homes is None:
+        parameters = assign_tiers(sizes, rules.placement.shares(Kind.PARAMETERS))
+        gradients = assign_tiers(numels, rules.placement.shares(Kind.GRADIENTS))
+        portions = cut_portions(numels, rules.placement.shares(Kind.OPTIMIZER_STATES), cpu_share=rules.cpu_share)
+    else:
+        homes = [rules.homes[one.name] for one, flats in zip(found, sorts, strict=True) for _ in flats]
+        parameters, gradients = [home.parameters for home in homes], [home.gradients for home in homes]
+        portions = [cut_by_shares(numel, home.states) for numel, home in zip(numels, homes, strict=True)]
     plans = [
         FlatPlan(ordered, layout, region, is_trained, *rest)
         for (ordered, layout), region, is_trained, *rest in zip(

@@ -2,7 +2,7 @@
 
 from zerostd.sharding.grouping import Bounds, Node, find_groups
 from zerostd.sharding.layout import Interval, Layout, Piece, make_layout
-from zerostd.sharding.portions import Portion, assign_tiers, cut_portions, default_cpu_share
+from zerostd.sharding.portions import Portion, assign_tiers, cut_by_shares, cut_portions, default_cpu_share
 
 __all__ = [
     "Bounds",
@@ -12,6 +12,7 @@ __all__ = [
     "Piece",
     "Portion",
     "assign_tiers",
+    "cut_by_shares",
     "cut_portions",
     "default_cpu_share",
     "find_groups",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from zerostd.policy import Route, Tier
 
-__all__ = ["UNIT", "Portion", "assign_tiers", "cut_portions", "default_cpu_share"]
+__all__ = ["UNIT", "Portion", "assign_tiers", "cut_by_shares", "cut_portions", "default_cpu_share"]
 
 UNIT = 2048  # elements: portions start on a page in every dtype from 16 bits on, so disks and kernels see whole blocks
 
@@ -66,6 +66,19 @@ def _routes(start: int, stop: int, tier: Tier, cpu_share: float) -> list[Portion
     middle = stop if cpu_share == 1.0 else start + _round((stop - start) * cpu_share)
     cuts = [(start, min(middle, stop), Route.CPU), (min(middle, stop), stop, Route.STREAMED)]
     return [Portion(low, high, tier, route) for low, high, route in cuts if low < high]
+
+
+def cut_by_shares(numel: int, shares: Sequence[tuple[Tier, Route, float]]) -> tuple[Portion, ...]:
+    """Portions of one region in the order of its shares, which sum to one."""
+    portions: list[Portion] = []
+    filled, start = 0.0, 0
+    for index, (tier, route, share) in enumerate(shares):
+        filled += share
+        stop = numel if index == len(shares) - 1 else min(numel, max(start, _round(numel * filled)))
+        if stop > start:
+            portions.append(Portion(start, stop, tier, route))
+        start = stop
+    return tuple(portions)
 
 
 def assign_tiers(sizes: Sequence[int], shares: Mapping[Tier, float]) -> list[Tier]:

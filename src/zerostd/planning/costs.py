@@ -1,0 +1,179 @@
+"""What a step costs, group by group: bytes at rest, bytes over each link, seconds of compute and of collectives.
+
+In: a task, which is a model, a machine and how they are to be used. Out: a `Load` for each group on one rank. Every
+number here is linear in the shares that the program chooses, which is what makes it a linear program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zerostd.planning.machine import MachineProfile, Wire
+from zerostd.planning.model import GroupProfile, ModelProfile
+from zerostd.policy import Kind, Stage, Tier, shards
+
+__all__ = ["Load", "Task", "loads", "merged", "wire_of"]
+
+MIN_WIRE_BANDWIDTH = 1e6
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be planned."""
+
+    model: ModelProfile
+    machine: MachineProfile
+    limits: Mapping[Tier, int]  # bytes this rank may use of each tier; a tier that is left out must not be used
+    stage: Stage = Stage.PARAMETERS
+    world_size: int = 1
+    accumulate: int = 1
+    waits_for_norm: bool = False  # clipping, or a loss scale: no update before the last gradient
+    speculates: bool = False  # a second copy of states on the host, so that it need not wait
+    num_threads: int = 1  # for updates on the processor
+    fixed: Mapping[Tier, int] = field(default_factory=dict)  # bytes of working memory, whatever is placed where
+    can_place: frozenset[Kind] = frozenset({Kind.OPTIMIZER_STATES, Kind.GRADIENTS, Kind.PARAMETERS})
+
+    @property
+    def is_early(self) -> bool:
+        """Whether updates off the device begin inside backward."""
+        gathers_in_step = self.world_size > 1 and self.stage in (Stage.OPTIMIZER_STATES, Stage.GRADIENTS)
+        return (not self.waits_for_norm or self.speculates) and not gathers_in_step
+
+    def may_place(self, kind: Kind) -> bool:
+        """Whether a kind may rest off the device: what is whole on every rank may not."""
+        if kind not in self.can_place or (self.speculates and kind is Kind.PARAMETERS):
+            return False
+        return self.world_size == 1 or kind is Kind.OPTIMIZER_STATES or shards(self.stage, kind)
+
+    def part(self, kind: Kind) -> float:
+        """What one rank holds of a kind."""
+        return 1.0 / self.world_size if self.world_size > 1 and shards(self.stage, kind) else 1.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """One group on one rank."""
+
+    name: str
+    updated: float  # parameters that this rank updates
+    parameters: float  # bytes of parameters that rest on this rank
+    gradients: float  # bytes of gradients that can rest on the host instead
+    pinned_gradients: float  # bytes of gradients that must be on the device
+    gathered: float  # bytes of the whole group
+    forward_s: float
+    backward_s: float
+    gradient_bytes: int  # of one parameter, as it crosses the link
+    members: tuple[int, ...]  # indices of the model's groups
+
+
+def loads(task: Task) -> list[Load]:
+    """One for each group of the model, in forward order."""
+    groups = task.model.groups
+    forward = _forward_seconds(task)
+    wire = wire_of(task.machine.wires, task.world_size)
+    return [_load(task, index, group, forward[index], wire) for index, group in enumerate(groups)]
+
+
+def _load(task: Task, index: int, group: GroupProfile, forward_s: float, wire: Wire | None) -> Load:
+    model, size = task.model, task.world_size
+    sums = task.accumulate > 1
+    resting = max(4, model.gradient_bytes) if sums else model.gradient_bytes
+    whole = group.trained * model.gradient_bytes
+    updated = group.trained * task.part(Kind.OPTIMIZER_STATES)
+    if size == 1 or shards(task.stage, Kind.GRADIENTS):
+        gradients, pinned = updated * resting, 0.0
+    else:
+        gradients, pinned = 0.0, whole + (updated * 4 if sums else 0.0)
+    gathered = (group.trained + group.frozen) * model.parameter_bytes
+    gather_s, reduce_s = _wire_seconds(task, gathered, whole, wire)
+    backward_s = forward_s * (3.0 if model.recomputes else 2.0)
+    if model.backward_s is not None and model.forward_s:
+        backward_s = forward_s * model.backward_s / model.forward_s
+    in_forward = gather_s if task.stage > Stage.DATA_PARALLEL else 0.0
+    in_backward = (gather_s if shards(task.stage, Kind.PARAMETERS) else 0.0) + reduce_s
+    return Load(
+        name=group.name,
+        updated=updated,
+        parameters=gathered * task.part(Kind.PARAMETERS),
+        gradients=gradients,
+        pinned_gradients=pinned,
+        gathered=gathered,
+        forward_s=max(forward_s, in_forward),
+        backward_s=max(backward_s, in_backward),
+        gradient_bytes=resting,
+        members=(index,),
+    )
+
+
+def _forward_seconds(task: Task) -> list[float]:
+    """Seconds of compute in one forward pass, by group; zeros if neither time nor samples are known."""
+    model, machine = task.model, task.machine
+    flops = [group.forward_flops for group in model.groups]
+    if not any(flops):
+        flops = [float(group.trained + group.frozen) for group in model.groups]
+    total = sum(flops) or 1.0
+    if model.forward_s is not None:
+        return [model.forward_s * one / total for one in flops]
+    if model.samples is None:
+        return [0.0] * len(flops)
+    rate = machine.matrix.get(model.dtype) or max(machine.matrix.values())
+    return [group.forward_flops * model.samples / (rate * machine.achieved) for group in model.groups]
+
+
+def wire_of(wires: Sequence[Wire], world_size: int) -> Wire | None:
+    """The slowest level that collectives of this many ranks go through."""
+    if world_size == 1 or not wires:
+        return None
+    needed = []
+    for wire in sorted(wires, key=lambda wire: wire.ranks):
+        needed.append(wire)
+        if wire.ranks >= world_size:
+            break
+    return min(needed, key=lambda wire: wire.bandwidth)
+
+
+def _wire_seconds(task: Task, gathered: float, gradients: float, wire: Wire | None) -> tuple[float, float]:
+    """Seconds of one group's gather and reduce. A reduce to everywhere is a reduce and a gather."""
+    size = task.world_size
+    if wire is None or size == 1:
+        return 0.0, 0.0
+    part, bandwidth = (size - 1) / size, max(wire.bandwidth, MIN_WIRE_BANDWIDTH)
+    gather_s = part * gathered / bandwidth + wire.latency
+    reduce_s = part * gradients / bandwidth + wire.latency
+    if task.stage is Stage.DATA_PARALLEL:
+        reduce_s *= 2
+    return gather_s, reduce_s
+
+
+def merged(found: Sequence[Load], most: int) -> list[Load]:
+    """Neighbours joined until there are at most `most` of them, of about the same size."""
+    if len(found) <= most:
+        return list(found)
+    weights = [load.updated + load.parameters + 1.0 for load in found]
+    target, filled = sum(weights) / most, 0.0
+    joined: list[Load] = []
+    current: list[Load] = []
+    for load, weight in zip(found, weights, strict=True):
+        if current and filled + weight / 2 > target * (len(joined) + 1):
+            joined.append(_join(current))
+            current = []
+        current.append(load)
+        filled += weight
+    joined.append(_join(current))
+    return joined
+
+
+def _join(some: Sequence[Load]) -> Load:
+    return Load(
+        name=some[0].name,
+        updated=sum(load.updated for load in some),
+        parameters=sum(load.parameters for load in some),
+        gradients=sum(load.gradients for load in some),
+        pinned_gradients=sum(load.pinned_gradients for load in some),
+        gathered=max(load.gathered for load in some),
+        forward_s=sum(load.forward_s for load in some),
+        backward_s=sum(load.backward_s for load in some),
+        gradient_bytes=some[0].gradient_bytes,
+        members=tuple(index for load in some for index in load.members),
+    )

@@ -1,0 +1,137 @@
+"""What a machine can do, as plain data: rates of its links and processors, and what is free of each tier.
+
+Measured by `measuring`, or written by hand for a machine that is elsewhere: a profile is JSON both ways. Rates are in
+bytes or operations per second, times in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
+from typing import Any, Self
+
+from zerostd.errors import PrepareError
+
+__all__ = ["DiskRates", "Link", "MachineProfile", "Processor", "Wire"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between host and device."""
+
+    up: float  # bytes/s, host to device, large pinned copies
+    down: float  # bytes/s, device to host
+    both: float  # bytes/s, the two directions together when both are busy
+    latency: float = 1e-5  # s, before a copy's first byte
+
+
+@dataclass(frozen=True)
+class Processor:
+    """The host's cores and memory."""
+
+    num_cores: int
+    update_ns: Mapping[int, float]  # ns to update one parameter (AdamW, 28 bytes), by number of threads, nothing beside
+    memory: float  # bytes/s of host memory when the processor updates and the link is busy both ways
+
+    def ns(self, num_threads: int) -> float:
+        """Nanoseconds for one parameter with this many threads; between measured numbers by interpolation of rates."""
+        known = sorted(self.update_ns.items())
+        if num_threads <= known[0][0]:
+            return known[0][1] * known[0][0] / max(1, num_threads)
+        for (low, slow), (high, fast) in pairwise(known):
+            if num_threads <= high:
+                part = (num_threads - low) / (high - low)
+                return 1.0 / ((1.0 - part) / slow + part / fast)
+        return known[-1][1]
+
+
+@dataclass(frozen=True)
+class DiskRates:
+    """One directory's file system."""
+
+    path: str
+    read: float  # bytes/s alone
+    write: float  # bytes/s alone
+    both: float  # bytes/s of each direction when both are busy
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Collectives among `ranks` neighbours: levels of a cluster from the inside out, the last one for all beyond."""
+
+    name: str
+    ranks: int
+    bandwidth: float  # bytes/s that one rank sends and receives
+    latency: float  # s of one collective
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """One rank's machine: what the planner knows of the hardware."""
+
+    name: str  # of the device and the processor; what a cached profile is checked against
+    device: str
+    matrix: Mapping[str, float]  # FLOP/s of large matrix products, by dtype: "bfloat16", "float32"
+    resident_ns: float  # ns to update one parameter where it rests on the device
+    free: Mapping[str, int]  # bytes, by tier: device, host, disk
+    processor: Processor
+    link: Link | None  # None: the device is the processor
+    disk: DiskRates | None = None
+    wires: tuple[Wire, ...] = ()
+    ranks_per_node: int = 1
+    achieved: float = 0.65  # of the matrix rate, in training
+    versions: Mapping[str, str] = field(default_factory=dict)
+    measured: str = ""  # date; empty: written by hand
+
+    def __post_init__(self) -> None:
+        for what, value in _numbers("", asdict(self)):
+            if not (math.isfinite(value) and value >= 0):
+                raise PrepareError(f"machine profile: {what} is {value!r}; rates, times and bytes are numbers >= 0")
+        if not self.processor.update_ns:
+            raise PrepareError("machine profile: processor.update_ns is empty; give ns per parameter for some threads")
+
+    def to_json(self) -> str:
+        """As text that from_json takes."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "machine profile") -> Self:
+        """The counterpart of to_json; an error names the field that is missing or unknown."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PrepareError(f"{source} is not JSON ({error}); measure again with `zerostd measure`") from error
+        try:
+            made = dict(data)
+            made["processor"] = _make(Processor, data["processor"])
+            made["processor"] = Processor(
+                made["processor"].num_cores,
+                {int(k): float(v) for k, v in made["processor"].update_ns.items()},
+                made["processor"].memory,
+            )
+            made["link"] = None if data.get("link") is None else _make(Link, data["link"])
+            made["disk"] = None if data.get("disk") is None else _make(DiskRates, data["disk"])
+            made["wires"] = tuple(_make(Wire, wire) for wire in data.get("wires", ()))
+            profile: Self = _make(cls, made)
+            return profile
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PrepareError(f"{source}: {error}; measure again with `zerostd measure`, or correct it") from error
+
+
+def _make(kind: type[Any], data: Mapping[str, Any]) -> Any:
+    unknown = set(data) - {one.name for one in fields(kind)}
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no field {sorted(unknown)[0]!r}")
+    return kind(**data)
+
+
+def _numbers(what: str, value: Any) -> list[tuple[str, float]]:
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return []
+    if isinstance(value, int | float):
+        return [(what, float(value))]
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return [found for key, part in items for found in _numbers(f"{what}.{key}".lstrip("."), part)]

@@ -1,0 +1,61 @@
+"""What a model needs, as plain data: its groups in the order forward needs them.
+
+Read from a module by `measuring`, or made from a few numbers for a model that does not exist yet. A sample is one row
+of the batch: an image, a sequence, a graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["GroupProfile", "ModelProfile"]
+
+
+@dataclass(frozen=True)
+class GroupProfile:
+    """One group, whole: what a rank holds of it follows from the stage."""
+
+    name: str
+    trained: int  # parameters that are updated
+    frozen: int = 0  # parameters that are not
+    forward_flops: float = 0.0  # of one sample; backward takes twice that
+    kept_bytes: float = 0.0  # of activations that one sample leaves for backward
+    boundary_bytes: float = 0.0  # of them when the group is recomputed: its inputs
+    peak_bytes: float = 0.0  # most that one sample needs beside what is kept, while the group runs
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """A model and how it is to be trained."""
+
+    name: str
+    groups: tuple[GroupProfile, ...]
+    parameter_bytes: int = 2  # of one parameter, as it computes
+    gradient_bytes: int = 2  # of one gradient, as it rests when a step is one pass
+    state_bytes: int = 12  # of one parameter's master and optimizer states
+    dtype: str = "bfloat16"  # of the matrix products
+    samples: int | None = None  # in one pass on one rank; None: not known, so neither is the time to compute
+    recomputes: bool = False  # blocks keep only their inputs
+    forward_s: float | None = None  # of one pass, if measured
+    backward_s: float | None = None
+    activation_bytes: int | None = None  # on the device at most, beside model state, if measured
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are updated."""
+        return sum(group.trained for group in self.groups)
+
+    @property
+    def numel(self) -> int:
+        """All parameters."""
+        return sum(group.trained + group.frozen for group in self.groups)
+
+    def activations(self) -> int:
+        """Bytes of activations at their peak on one rank, measured or estimated; 0 if samples are not known."""
+        if self.activation_bytes is not None:
+            return self.activation_bytes
+        if self.samples is None:
+            return 0
+        kept = sum(group.boundary_bytes if self.recomputes else group.kept_bytes for group in self.groups)
+        inside = max((g.kept_bytes + g.peak_bytes if self.recomputes else g.peak_bytes for g in self.groups), default=0)
+        return int(self.samples * (kept + inside))

@@ -1,0 +1,235 @@
+"""A plan: what rests where, by which route it is updated, and what that is predicted to cost. Frozen, JSON both ways;
+one written by hand is obeyed like any other."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from zerostd.errors import PrepareError
+from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier
+
+__all__ = ["Plan", "Prediction"]
+
+VERSION = 1
+WORDS = {
+    "up": "the link to the device",
+    "down": "the link from the device",
+    "link": "the link in both directions together",
+    "cpu": "the processor",
+    "memory": "the host's memory",
+    "read": "reading from disk",
+    "write": "writing to disk",
+    "disk": "the disk, reading and writing at once",
+    "compute": "the device's arithmetic",
+}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan is predicted to cost on one rank."""
+
+    step_s: float | None = None  # None: nobody said how large a batch is
+    compute_s: float | None = None  # of it the device is busy
+    bytes: Mapping[Tier, Mapping[Kind, int]] = field(default_factory=dict)  # at their peak
+    busy: Mapping[str, float] = field(default_factory=dict)  # seconds of work in a step, by resource
+    prices: Mapping[Tier, float] = field(default_factory=dict)  # seconds a step would be shorter for one more byte
+
+    def total(self, tier: Tier) -> int:
+        """Bytes of one tier."""
+        return sum(self.bytes.get(tier, {}).values())
+
+    @property
+    def bottleneck(self) -> str:
+        """The resource with the most to do."""
+        busy = {**self.busy, "compute": self.compute_s or 0.0}
+        return max(busy, key=lambda name: busy[name]) if busy else "compute"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """See the module's docstring. `homes` are by name of group, or by a glob of names."""
+
+    homes: Mapping[str, Homes]
+    stage: Stage = Stage.PARAMETERS
+    world_size: int = 1
+    speculate: bool = False
+    adaptive: bool = True  # may be revised while training, as it is found wrong
+    predicted: Prediction = field(default_factory=Prediction)
+    limits: Mapping[Tier, int] = field(default_factory=dict)  # bytes it was made for
+    notes: tuple[str, ...] = ()  # why it is as it is, and what was refused
+
+    def homes_of(self, group: str) -> Homes:
+        """Of one group, by its name or by the first glob that fits it."""
+        if group in self.homes:
+            return self.homes[group]
+        for pattern, homes in self.homes.items():
+            if fnmatch.fnmatchcase(group, pattern):
+                return homes
+        raise PrepareError(
+            f"the plan has no homes for group {group!r}: it was made for another model or other groups=. Plan again, "
+            "or give homes for '*'"
+        )
+
+    def placement(self, sizes: Mapping[str, float]) -> Placement:
+        """The same in shares of the whole, for groups of these sizes: what is shown and checked."""
+        total = sum(sizes.values()) or 1.0
+        parts = {kind: dict.fromkeys(Tier, 0.0) for kind in (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER_STATES)}
+        by_cpu = off = 0.0
+        for name, size in sizes.items():
+            homes = self.homes_of(name)
+            parts[Kind.PARAMETERS][homes.parameters] += size / total
+            parts[Kind.GRADIENTS][homes.gradients] += size / total
+            for tier, route, share in homes.states:
+                parts[Kind.OPTIMIZER_STATES][tier] += size * share / total
+                off += size * share if tier is not Tier.DEVICE else 0.0
+                by_cpu += size * share if route is Route.CPU else 0.0
+        if not sizes:
+            return Placement(speculate=self.speculate)
+        shares = {kind.value: _tidy(tiers) for kind, tiers in parts.items()}
+        return Placement(**shares, cpu_share=by_cpu / off if off else None, speculate=self.speculate)
+
+    # JSON
+
+    def to_json(self) -> str:
+        """As text that from_json takes."""
+        data: dict[str, Any] = {
+            "version": VERSION,
+            "stage": self.stage.value,
+            "world_size": self.world_size,
+            "speculate": self.speculate,
+            "adaptive": self.adaptive,
+            "homes": {name: _homes_to_data(homes) for name, homes in self.homes.items()},
+            "limits": {tier.value: size for tier, size in self.limits.items()},
+            "notes": list(self.notes),
+            "predicted": {
+                "step_s": self.predicted.step_s,
+                "compute_s": self.predicted.compute_s,
+                "bytes": {
+                    tier.value: {kind.value: size for kind, size in kinds.items()}
+                    for tier, kinds in self.predicted.bytes.items()
+                },
+                "busy": dict(self.predicted.busy),
+                "prices": {tier.value: price for tier, price in self.predicted.prices.items()},
+            },
+        }
+        return json.dumps(data, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "plan") -> Self:
+        """The counterpart of to_json. Of a plan written by hand only `homes` must be there."""
+        try:
+            data = json.loads(text)
+            if data.get("version", VERSION) != VERSION:
+                raise ValueError(f"version {data['version']!r}, and this zerostd reads {VERSION}")
+            predicted = data.get("predicted", {})
+            return cls(
+                homes={name: _homes_from_data(one) for name, one in data["homes"].items()},
+                stage=Stage.parse(data.get("stage", 3)),
+                world_size=int(data.get("world_size", 1)),
+                speculate=bool(data.get("speculate", False)),
+                adaptive=bool(data.get("adaptive", True)),
+                limits={Tier(name): int(size) for name, size in data.get("limits", {}).items()},
+                notes=tuple(data.get("notes", ())),
+                predicted=Prediction(
+                    step_s=predicted.get("step_s"),
+                    compute_s=predicted.get("compute_s"),
+                    bytes={
+                        Tier(tier): {Kind(kind): int(size) for kind, size in kinds.items()}
+                        for tier, kinds in predicted.get("bytes", {}).items()
+                    },
+                    busy=predicted.get("busy", {}),
+                    prices={Tier(tier): price for tier, price in predicted.get("prices", {}).items()},
+                ),
+            )
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise PrepareError(f"{source} cannot be read: {type(error).__name__}: {error}; plan again") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read it from a file."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise PrepareError(f"the plan {path} cannot be read: {error.strerror}") from error
+        return cls.from_json(text, f"the plan {path}")
+
+    def explain(self) -> str:
+        """The plan in words and a table."""
+        return "\n".join([*_table(self), "", *_sentences(self)])
+
+
+def _tidy(tiers: Mapping[Tier, float]) -> str | dict[str, float]:
+    """One tier by its name; several as shares that sum to one."""
+    kept = {tier: share for tier, share in tiers.items() if share > 1e-9}
+    if len(kept) == 1:
+        return next(iter(kept)).value
+    total = sum(kept.values())
+    return {tier.value: share / total for tier, share in kept.items()}
+
+
+def _homes_to_data(homes: Homes) -> dict[str, Any]:
+    return {
+        "parameters": homes.parameters.value,
+        "gradients": homes.gradients.value,
+        "states": [[tier.value, route.value, share] for tier, route, share in homes.states],
+    }
+
+
+def _homes_from_data(data: Mapping[str, Any]) -> Homes:
+    unknown = set(data) - {"parameters", "gradients", "states"}
+    if unknown:
+        raise ValueError(f"homes have no {sorted(unknown)[0]!r}")
+    states = data.get("states", [["device", "resident", 1.0]])
+    return Homes(
+        Tier(data.get("parameters", "device")),
+        Tier(data.get("gradients", "device")),
+        tuple((Tier(tier), Route(route), float(share)) for tier, route, share in states),
+    )
+
+
+def _table(plan: Plan) -> list[str]:
+    kinds = [kind for kind in Kind if any(plan.predicted.bytes.get(tier, {}).get(kind) for tier in Tier)]
+    rows = ["tier    " + "".join(f"{kind.value.replace('_', ' '):>18}" for kind in kinds) + f"{'in all':>12}{'of':>12}"]
+    for tier in Tier:
+        held, limit = plan.predicted.bytes.get(tier, {}), plan.limits.get(tier)
+        if not plan.predicted.total(tier) and limit is None:
+            continue
+        cells = "".join(f"{_size(held.get(kind, 0)):>18}" for kind in kinds)
+        end = "" if limit is None else _size(limit)
+        rows.append(f"{tier.value:<8}{cells}{_size(plan.predicted.total(tier)):>12}{end:>12}")
+    return rows
+
+
+def _sentences(plan: Plan) -> list[str]:
+    predicted = plan.predicted
+    ranks = f"{plan.world_size} rank" + ("s" if plan.world_size > 1 else "")
+    lines = [f"Stage {plan.stage.value} on {ranks}" + (", speculating." if plan.speculate else ".")]
+    if predicted.step_s is not None and predicted.step_s > 0:
+        busy = {**predicted.busy, "compute": predicted.compute_s or 0.0}
+        first, *rest = sorted(busy, key=lambda name: -busy[name])
+        lines.append(
+            f"A step takes {predicted.step_s:.3g} s. The bottleneck is {WORDS.get(first, first)}, busy "
+            f"{busy[first] / predicted.step_s:.0%} of it"
+            + (f"; next is {WORDS.get(rest[0], rest[0])} with {busy[rest[0]] / predicted.step_s:.0%}." if rest else ".")
+        )
+        for tier in Tier:
+            gain = predicted.prices.get(tier, 0.0) * 2**30
+            if tier in plan.limits:
+                worth = f"would save {gain * 1e3:.2g} ms a step" if gain > 1e-6 else "would change nothing"
+                lines.append(f"One more GiB of the {tier.value} {worth}.")
+    return [*lines, *plan.notes]
+
+
+def _size(num_bytes: float) -> str:
+    if num_bytes == 0:
+        return "-"
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**26 else f"{num_bytes / 2**20:.2f} MiB"

@@ -1,0 +1,229 @@
+"""From a task to a plan: solve, bring whole groups to one place, solve again, look at it in the simulation.
+
+The program takes shares of parameters and gradients, but a group rests in one tier as a whole. So its shares are
+rounded, those nearest to a half last, and the states are placed again around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zerostd.errors import PrepareError
+from zerostd.planning.costs import Load, Task, loads, merged
+from zerostd.planning.linear import Infeasible
+from zerostd.planning.plan import Plan, Prediction
+from zerostd.planning.program import SLACK, Optimum, Shares, missing, optimise
+from zerostd.planning.simulation import Timeline, simulate
+from zerostd.policy import Homes, Kind, Route, Tier
+
+__all__ = ["Account", "Solution", "make_plan", "model_state", "solve"]
+
+MOST_LOADS = 160  # groups that the program sees; neighbours of larger models are placed together
+
+Account = Callable[
+    [Mapping[str, Homes]], Mapping[Tier, Mapping[Kind, int]]
+]  # bytes of homes, as the runtime takes them
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A placement of whole groups, and what it costs."""
+
+    task: Task
+    loads: list[Load]
+    shares: list[Shares]
+    optimum: Optimum  # of the program, with these parameters and gradients
+    timeline: Timeline
+
+
+def make_plan(task: Task, account: Account | None = None, notes: Sequence[str] = ()) -> Plan:
+    """The fastest plan that fits. `account` knows the bytes exactly; without it they are the closed form."""
+    solution = solve(task)
+    homes = homes_by_group(solution)
+    counted = account(homes) if account is not None else model_state(solution)
+    knows_time = task.model.samples is not None or task.model.forward_s is not None
+    optimum = solution.optimum
+    predicted = Prediction(
+        step_s=solution.timeline.step_s if knows_time else None,
+        compute_s=solution.timeline.compute_s if knows_time else None,
+        bytes=counted,
+        busy={name: seconds for name, seconds in optimum.busy.items() if seconds > 0},
+        prices=optimum.prices,
+    )
+    return Plan(
+        homes=homes,
+        stage=task.stage,
+        world_size=task.world_size,
+        speculate=task.speculates and any(share.resident < 1 for share in solution.shares),
+        predicted=predicted,
+        limits=dict(task.limits),
+        notes=tuple(notes),
+    )
+
+
+def solve(task: Task) -> Solution:
+    """The best placement of whole groups. Raises PrepareError with what is missing, if nothing fits."""
+    found = merged(loads(task), MOST_LOADS)
+    try:
+        relaxed = optimise(task, found)
+    except Infeasible:
+        raise PrepareError(_explain_missing(task, found)) from None
+    fixed, optimum = _settle(task, found, relaxed)
+    shares = [
+        replace(
+            one,
+            parameters_host=given.parameters_host,
+            parameters_disk=given.parameters_disk,
+            gradients_host=given.gradients_host,
+        )
+        for one, given in zip(optimum.shares, fixed, strict=True)
+    ]
+    choices = [shares, _even(found, shares)]
+    if _fits_on_device(task, found):
+        choices.append([Shares() for _ in found])
+    timelines = [simulate(task, found, choice) for choice in choices]
+    good = min(timeline.step_s for timeline in timelines) * (1 + SLACK)
+    off = [sum(load.updated * (1 - share.resident) for load, share in zip(found, c, strict=True)) for c in choices]
+    best = min((i for i in range(len(choices)) if timelines[i].step_s <= good), key=lambda i: off[i])
+    return Solution(task, found, choices[best], optimum, timelines[best])
+
+
+def _fits_on_device(task: Task, found: Sequence[Load]) -> bool:
+    states = sum(load.updated for load in found) * task.model.state_bytes
+    rest = sum(load.parameters + load.gradients + load.pinned_gradients for load in found)
+    return states + rest + task.fixed.get(Tier.DEVICE, 0) <= task.limits.get(Tier.DEVICE, 0)
+
+
+def _settle(task: Task, found: Sequence[Load], relaxed: Optimum) -> tuple[list[Shares], Optimum]:
+    """Round parameters and gradients to whole groups; what does not fit goes off the device, the nearest first."""
+    fixed = [_rounded(share) for share in relaxed.shares]
+    for _ in range(2 * len(found) + 1):
+        try:
+            return fixed, optimise(task, found, fixed=fixed)
+        except Infeasible:
+            moved = _move_one(task, found, relaxed.shares, fixed)
+            if not moved:
+                break
+    raise PrepareError(_explain_missing(task, found))
+
+
+def _rounded(share: Shares) -> Shares:
+    on_disk = share.parameters_disk > max(share.parameters_host, 1 - share.parameters_host - share.parameters_disk)
+    on_host = not on_disk and share.parameters_host > 1 - share.parameters_host - share.parameters_disk
+    return replace(
+        share,
+        parameters_host=float(on_host),
+        parameters_disk=float(on_disk),
+        gradients_host=float(share.gradients_host > 0.5),
+    )
+
+
+def _move_one(task: Task, found: Sequence[Load], wanted: Sequence[Shares], fixed: list[Shares]) -> bool:
+    """Take the gradients or parameters of one more group off the device; False if there is none left."""
+    best: tuple[float, int, str] | None = None
+    for index, (load, want, have) in enumerate(zip(found, wanted, fixed, strict=True)):
+        options = []
+        if task.may_place(Kind.GRADIENTS) and Tier.HOST in task.limits and load.gradients and not have.gradients_host:
+            options.append((want.gradients_host, "gradients_host"))
+        is_off = have.parameters_host or have.parameters_disk
+        if task.may_place(Kind.PARAMETERS) and load.parameters and not is_off:
+            home = "parameters_host" if Tier.HOST in task.limits else "parameters_disk"
+            options.append((want.parameters_host + want.parameters_disk, home))
+        for share, name in options:
+            key = (share + 1e-9 * index, index, name)
+            best = key if best is None or key > best else best
+    if best is None:
+        return False
+    fixed[best[1]] = replace(fixed[best[1]], **{best[2]: 1.0})
+    return True
+
+
+def _even(found: Sequence[Load], shares: Sequence[Shares]) -> list[Shares]:
+    """Among groups whose parameters and gradients rest alike, the processor's part of what is on the host is the same
+    in all: the program does not care, but workers that take turns on every group wait less for each other."""
+    made = list(shares)
+    alike: dict[tuple[float, float, float], list[int]] = {}
+    for index, share in enumerate(shares):
+        alike.setdefault((share.parameters_host, share.parameters_disk, share.gradients_host), []).append(index)
+    for indices in alike.values():
+        cpu = sum(found[i].updated * shares[i].cpu for i in indices)
+        streamed = sum(found[i].updated * shares[i].streamed for i in indices)
+        part = cpu / (cpu + streamed) if cpu + streamed else 0.0
+        for i in indices:
+            on_host = shares[i].cpu + shares[i].streamed
+            made[i] = replace(shares[i], cpu=on_host * part, streamed=on_host * (1 - part))
+    return made
+
+
+def homes_by_group(solution: Solution) -> dict[str, Homes]:
+    """The shares as homes, by name of group."""
+    names = [group.name for group in solution.task.model.groups]
+    found = {}
+    for load, share in zip(solution.loads, solution.shares, strict=True):
+        homes = _homes(share)
+        for index in load.members:
+            found[names[index]] = homes
+    return {name: found[name] for name in names}
+
+
+def _homes(share: Shares) -> Homes:
+    parts = [
+        (Tier.DEVICE, Route.RESIDENT, share.resident),
+        (Tier.HOST, Route.CPU, share.cpu),
+        (Tier.HOST, Route.STREAMED, share.streamed),
+        (Tier.DISK, Route.CPU, share.disk_cpu),
+        (Tier.DISK, Route.STREAMED, share.disk_streamed),
+    ]
+    kept = [(tier, route, part) for tier, route, part in parts if part > 1e-6]
+    total = sum(part for _, _, part in kept)
+    parameters = Tier.HOST if share.parameters_host else Tier.DISK if share.parameters_disk else Tier.DEVICE
+    return Homes(
+        parameters,
+        Tier.HOST if share.gradients_host else Tier.DEVICE,
+        tuple((tier, route, part / total) for tier, route, part in kept),
+    )
+
+
+def model_state(solution: Solution) -> dict[Tier, dict[Kind, int]]:
+    """Bytes by the closed form: 2 for a parameter, 2 for its gradient, 12 for its states, by what this rank holds."""
+    task, model = solution.task, solution.task.model
+    total: dict[Tier, dict[Kind, float]] = {tier: {} for tier in Tier}
+
+    def add(tier: Tier, kind: Kind, size: float) -> None:
+        total[tier][kind] = total[tier].get(kind, 0.0) + size
+
+    copies = 2 if task.speculates else 1
+    for load, share in zip(solution.loads, solution.shares, strict=True):
+        homes, states = _homes(share), load.updated * model.state_bytes
+        add(homes.parameters, Kind.PARAMETERS, load.parameters)
+        add(homes.gradients, Kind.GRADIENTS, load.gradients)
+        add(Tier.DEVICE, Kind.GRADIENTS, load.pinned_gradients)
+        for tier, route, part in homes.states:
+            add(tier, Kind.OPTIMIZER_STATES, states * part * (copies if tier is Tier.HOST else 1))
+            if route is Route.CPU and homes.gradients is Tier.DEVICE and task.machine.link is not None:
+                add(Tier.HOST, Kind.BUFFERS, load.updated * part * load.gradient_bytes)
+    for tier, size in task.fixed.items():
+        add(tier, Kind.BUFFERS, size)
+    if model.activations():
+        add(Tier.DEVICE, Kind.ACTIVATIONS, model.activations())
+        add(Tier.DEVICE, Kind.BUFFERS, -min(model.activations(), task.fixed.get(Tier.DEVICE, 0)))
+    return {tier: {kind: int(size) for kind, size in kinds.items() if size >= 1} for tier, kinds in total.items()}
+
+
+def _explain_missing(task: Task, found: Sequence[Load]) -> str:
+    short = {tier: size for tier, size in missing(task, found).items() if size > 1}
+    limits = ", ".join(f"{tier.value} {size / 2**30:.2f} GiB" for tier, size in task.limits.items())
+    where = ", ".join(f"{size / 2**30:.3f} GiB ({int(size)} bytes) of the {tier.value}" for tier, size in short.items())
+    advice = [f"Budget({tier.value}=...) larger by that" for tier in short]
+    if Tier.DISK not in task.limits:
+        advice.append("a disk: Budget(disk=..., disk_path=...)")
+    if task.model.activations():
+        advice.append("fewer samples in a pass, or recomputed activations")
+    if task.world_size == 1 or task.stage < 3:
+        advice.append("more ranks" if task.stage == 3 else "stage=3")
+    return (
+        f"no placement fits {task.model.numel / 1e9:.3g} B parameters at stage {task.stage.value} on "
+        f"{task.world_size} rank(s) into {limits} each: at least {where or 'some memory'} is missing. What would fit: "
+        + "; ".join(advice)
+    )

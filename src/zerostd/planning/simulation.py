@@ -1,0 +1,233 @@
+"""A small simulation of steps as the runtime makes them: one thing after the other in the loop, a worker for each
+route, parameters brought as they are needed. The linear program knows how much each resource has to do; this also knows
+in which order it is done, and so finds what is waited for.
+
+Work flows: at any moment every worker has one job, and their speeds follow from what they share. The next event is the
+next end of a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from zerostd.planning.costs import Load, Task
+from zerostd.planning.program import Shares
+
+__all__ = ["Timeline", "simulate"]
+
+NUM_STEPS = 3  # the last one is taken: what a step leaves to the next is the same by then
+AHEAD = 2  # groups that are brought before they are needed
+EPSILON = 1e-12
+
+
+@dataclass
+class _Flow:
+    """One job: parameters or bytes left to do, and what one of them takes of each shared resource."""
+
+    left: float
+    most: float  # per second, with nothing beside it
+    takes: dict[str, float]  # bytes of up, down and memory for one unit
+    group: int
+
+
+@dataclass
+class Timeline:
+    """What one step looks like."""
+
+    step_s: float = 0.0
+    compute_s: float = 0.0  # of it the device computes
+    waits: dict[str, float] = field(default_factory=dict)  # seconds the device waits, by what for
+
+
+class _Steps:
+    """The state of the simulation."""
+
+    def __init__(self, task: Task, found: Sequence[Load], shares: Sequence[Shares]) -> None:
+        self.task, self.loads, self.shares = task, found, shares
+        self.now = 0.0
+        machine = task.machine
+        self.rates = {"memory": machine.processor.memory}
+        if machine.link is not None:
+            self.rates |= {"up": machine.link.up, "down": machine.link.down, "link": machine.link.both}
+        else:
+            self.rates.pop("memory")
+        if machine.disk is not None:
+            self.rates |= {"read": machine.disk.both, "write": machine.disk.both}
+        self.waiting: dict[str, list[tuple[int, _Flow]]] = {"cpu": [], "streamed": [], "disk": [], "land": []}
+        self.running: dict[str, _Flow] = {}
+        self.unfinished = [0] * len(found)  # jobs of each group's update
+        self.present = [not _is_off(share) for share in shares]
+        self.wanted: list[int] = []  # groups to bring, in order
+        self.waits: dict[str, float] = {}
+        self.asks_when_landed = False
+
+    # Jobs
+
+    def land(self, group: int, *, ask: bool) -> None:
+        """A group's gradient is there, on the device or on its way to the host; with `ask` its update follows."""
+        load = self.loads[group]
+        if self.shares[group].gradients_host <= 0.5:
+            if ask:
+                self.ask(group)
+            return
+        takes = {"down": 1.0, "link": 1.0, "memory": 1.0}
+        place = -group if ask else group  # the last group's comes first
+        self.waiting["land"].append((place, _Flow(load.updated * load.gradient_bytes, 1e15, takes, group)))
+        self.unfinished[group] += 1
+        self.asks_when_landed = ask
+
+    def ask(self, group: int) -> None:
+        """The update of a group may begin."""
+        for name, flow in self._jobs(group):
+            self.waiting[name].append((group, flow))
+            self.unfinished[group] += 1
+
+    def _jobs(self, index: int) -> Iterator[tuple[str, _Flow]]:
+        load, share, model, machine = self.loads[index], self.shares[index], self.task.model, self.task.machine
+        states, weight, gradient = model.state_bytes, model.parameter_bytes, load.gradient_bytes
+        on_host, off = share.gradients_host > 0.5, _is_off(share)
+        ns = machine.processor.ns(self.task.num_threads)
+        by_cpu = {"up": 0.0 if off else weight, "down": 0.0 if on_host else gradient}
+        by_cpu["memory"] = gradient + weight + 2 * states + by_cpu["up"] + by_cpu["down"]
+        streamed = {"up": states + (gradient if on_host else 0), "down": states + (weight if off else 0)}
+        streamed["memory"] = streamed["up"] + streamed["down"]
+        for name, part, takes, most in (
+            ("cpu", share.cpu, by_cpu, 1e9 / ns),
+            ("streamed", share.streamed, streamed, 1e15),
+            ("disk", share.disk_cpu, {**by_cpu, "read": states, "write": states}, 1e9 / ns),
+            ("disk", share.disk_streamed, {**streamed, "read": states, "write": states}, 1e15),
+        ):
+            if part * load.updated > 0.5:
+                takes = {**takes, "link": takes.get("up", 0) + takes.get("down", 0)}
+                yield name, _Flow(part * load.updated, most, takes, index)
+
+    def _start(self) -> None:
+        for name, jobs in self.waiting.items():
+            if jobs and name not in self.running:
+                place = min(range(len(jobs)), key=lambda i: jobs[i][0])
+                self.running[name] = jobs.pop(place)[1]
+        if "bring" not in self.running and self.wanted and not self.unfinished[self.wanted[0]]:
+            index = self.wanted.pop(0)
+            takes = {"up": 1.0, "link": 1.0, "memory": 1.0}
+            if self.shares[index].parameters_disk > 0.5:
+                takes["read"] = 1.0
+            self.running["bring"] = _Flow(self.loads[index].parameters, 1e15, takes, index)
+
+    def _speeds(self) -> dict[str, float]:
+        """Units a second of each running job: as fast as its scarcest resource allows, shared evenly among those that
+        want it and what they leave to the others."""
+        speeds = {name: flow.most for name, flow in self.running.items()}
+        for _ in range(8):
+            worst, ratio = "", 1.0
+            for resource, rate in self.rates.items():
+                wanted = sum(speeds[name] * flow.takes.get(resource, 0.0) for name, flow in self.running.items())
+                if wanted > rate * (1 + 1e-9) and rate / wanted < ratio:
+                    worst, ratio = resource, rate / wanted
+            if not worst:
+                break
+            speeds = self._share(speeds, worst)
+        return speeds
+
+    def _share(self, speeds: dict[str, float], resource: str) -> dict[str, float]:
+        """Even parts of one resource, but none gets more than it wants."""
+        users = {name: f.takes[resource] for name, f in self.running.items() if f.takes.get(resource, 0.0) > 0}
+        left, open_ = self.rates[resource], dict(sorted(users.items(), key=lambda item: speeds[item[0]] * item[1]))
+        made = dict(speeds)
+        while open_:
+            name, takes = next(iter(open_.items()))
+            made[name] = min(speeds[name], left / len(open_) / takes)
+            left -= made[name] * takes
+            del open_[name]
+        return made
+
+    # Time
+
+    def run(self, seconds: float) -> None:
+        """Let this much time pass."""
+        end = self.now + seconds
+        while self.now < end - EPSILON:
+            self._advance(end - self.now)
+
+    def wait_for(self, group: int, what: str) -> None:
+        """Let time pass until a group is updated and its parameters are there."""
+        begun = self.now
+        if not self.present[group] and group not in self.wanted and not self._is_coming(group):
+            self.wanted.insert(0, group)
+        while self.unfinished[group] or not self.present[group]:
+            self._advance(float("inf"))
+        self.waits[what] = self.waits.get(what, 0.0) + self.now - begun
+
+    def _is_coming(self, group: int) -> bool:
+        return "bring" in self.running and self.running["bring"].group == group
+
+    def _advance(self, most: float) -> None:
+        self._start()
+        speeds = self._speeds()
+        ends = {name: flow.left / max(speeds[name], 1e-30) for name, flow in self.running.items()}
+        step = min([most, *ends.values()])
+        self.now += step
+        for name, flow in list(self.running.items()):
+            flow.left -= speeds[name] * step
+            if ends[name] <= step * (1 + 1e-12) + EPSILON:
+                del self.running[name]
+                if name == "bring":
+                    self.present[flow.group] = True
+                    continue
+                if name == "land" and self.asks_when_landed:
+                    self.ask(flow.group)
+                self.unfinished[flow.group] -= 1
+
+
+def simulate(task: Task, found: Sequence[Load], shares: Sequence[Shares]) -> Timeline:
+    """One step in the steady state, for whole placements of parameters and gradients."""
+    steps = _Steps(task, found, shares)
+    compute = task.accumulate * sum(load.forward_s + load.backward_s for load in found)
+    resident = sum(
+        load.updated * share.resident * task.machine.resident_ns * 1e-9
+        for load, share in zip(found, shares, strict=True)
+    )
+    begun = 0.0
+    for _ in range(NUM_STEPS):
+        begun, steps.waits = steps.now, {}
+        for number in range(task.accumulate):
+            _forward(steps, first=number == 0)
+            _backward(steps, last=number == task.accumulate - 1)
+        steps.run(resident)
+        if not task.is_early:
+            for group in range(len(found)):
+                steps.ask(group)
+    return Timeline(steps.now - begun, compute + resident, dict(steps.waits))
+
+
+def _forward(steps: _Steps, *, first: bool) -> None:
+    what = "updates" if first else "parameters"
+    for group, load in enumerate(steps.loads):
+        _bring_ahead(steps, range(group, min(len(steps.loads), group + AHEAD + 1)))
+        steps.wait_for(group, what)
+        steps.run(load.forward_s)
+        _let_go(steps, group, keep=group == len(steps.loads) - 1)
+
+
+def _backward(steps: _Steps, *, last: bool) -> None:
+    for group in reversed(range(len(steps.loads))):
+        _bring_ahead(steps, range(group, max(-1, group - AHEAD - 1), -1))
+        steps.wait_for(group, "parameters")
+        steps.run(steps.loads[group].backward_s)
+        _let_go(steps, group, keep=False)
+        steps.land(group, ask=last and steps.task.is_early)
+
+
+def _bring_ahead(steps: _Steps, groups: range) -> None:
+    for group in groups:
+        if not steps.present[group] and group not in steps.wanted and not steps._is_coming(group):
+            steps.wanted.append(group)
+
+
+def _let_go(steps: _Steps, group: int, *, keep: bool) -> None:
+    if _is_off(steps.shares[group]) and not keep:
+        steps.present[group] = False
+
+
+def _is_off(share: Shares) -> bool:
+    return share.parameters_host + share.parameters_disk > 0.5
