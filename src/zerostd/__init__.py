@@ -3,7 +3,7 @@
 model, optimizer = zerostd.prepare(model, torch.optim.AdamW(model.parameters()), stage=3, precision="bf16")
 """
 
-from zerostd.api import apply_to_device, full_state_dict, gathered, memory, no_sync, prepare, release
+from zerostd.api import apply_to_device, full_state_dict, gathered, memory, no_sync, plan, prepare, release
 from zerostd.errors import (
     CommunicationError,
     MisuseError,
@@ -12,8 +12,10 @@ from zerostd.errors import (
     StorageError,
     ZerostdError,
 )
+from zerostd.measuring import measure_machine
 from zerostd.monitoring import Memory
 from zerostd.parameters.deferred import empty_init
+from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
 
 __version__ = "0.1.0"
@@ -21,10 +23,12 @@ __version__ = "0.1.0"
 __all__ = [
     "Budget",
     "CommunicationError",
+    "MachineProfile",
     "Memory",
     "MisuseError",
     "NotSupportedError",
     "Placement",
+    "Plan",
     "Precision",
     "PrepareError",
     "Stage",
@@ -34,8 +38,10 @@ __all__ = [
     "empty_init",
     "full_state_dict",
     "gathered",
+    "measure_machine",
     "memory",
     "no_sync",
+    "plan",
     "prepare",
     "release",
 ]

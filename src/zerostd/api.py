@@ -7,6 +7,7 @@ the rest  asks the Runtime that prepare left on the model
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostd.communication import Wires
-from zerostd.errors import MisuseError, NotSupportedError, PrepareError
+from zerostd.communication import Wires, World
+from zerostd.errors import MisuseError, PrepareError
+from zerostd.measuring.model import profile_model
 from zerostd.monitoring import Memory
 from zerostd.optimizers.adopting import Adoption
 from zerostd.optimizers.early import Early
@@ -25,13 +27,17 @@ from zerostd.optimizers.routes import Routes
 from zerostd.optimizers.states import put_states
 from zerostd.optimizers.update import Updater
 from zerostd.parameters import Flat, Group, GroupState
-from zerostd.parameters.checking import MARK, check_model, check_optimizer, describe_optimizer
+from zerostd.parameters.blueprints import blueprints
+from zerostd.parameters.checking import MARK, check_model, check_optimizer, describe_optimizer, optimizer_options
+from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
-from zerostd.preparing import Settings, build, check_placement, device_of
+from zerostd.preparing import build, device_of
+from zerostd.proposing import plan_for
 from zerostd.runtime import Runtime
+from zerostd.settings import Settings, check_budget, check_placement
 from zerostd.tiers.debug import DEBUG
 
-__all__ = ["apply_to_device", "full_state_dict", "gathered", "memory", "no_sync", "prepare", "release"]
+__all__ = ["apply_to_device", "full_state_dict", "gathered", "memory", "no_sync", "plan", "prepare", "release"]
 
 
 def prepare(
@@ -44,7 +50,7 @@ def prepare(
     accumulate: int | None = None,
     max_grad_norm: float | None = None,
     budget: Budget | None = None,
-    plan: object | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     groups: Sequence[str] | None = None,
 ) -> tuple[nn.Module, Any]:
     """Shard a model and its optimizer over the ranks, in place.
@@ -53,15 +59,17 @@ def prepare(
         model: Any module, on the device it will train on, or built under `zerostd.empty_init()`.
         optimizer: Any element-wise torch optimizer on the model's parameters. None: one made afterwards is taken over
             at its first step.
-        stage: 0 data parallel, 1 shards optimizer states, 2 also gradients, 3 also parameters. None: 3.
-        placement: Where each kind of state rests: device, host or disk, or shares of them. None: the device.
+        stage: 0 data parallel, 1 shards optimizer states, 2 also gradients, 3 also parameters. None: the plan's; with
+            a placement 3.
+        placement: Where each kind of state rests: device, host or disk, or shares of them. None: planned, so that a
+            step is as short as can be inside the budget, or inside what is free less a margin.
         precision: 'fp32', 'bf16' or 'fp16'; 16-bit runs keep fp32 masters. None keeps each parameter's dtype.
         accumulate: How many backward passes make a step, if known: with 1 gradients rest in the reduce dtype, with
             more they are summed in fp32 from the first pass on. Updates off the device then begin inside the last
             backward, if nothing is clipped. None: found out as it happens, and updates begin at step().
         max_grad_norm: Clip gradients to this global norm in every step.
         budget: What may be used of each tier, and where the disk is. A placement that needs more is refused.
-        plan: Not supported yet.
+        plan: From `zerostd.plan`, or the path of one that was saved: obeyed instead of stage and placement.
         groups: Globs of module names whose parameters travel together, such as ['blocks.*']. None: found from the
             model's structure.
 
@@ -71,25 +79,81 @@ def prepare(
     Raises:
         PrepareError: Nothing was changed; the message says what to do.
     """
-    if plan is not None:
-        raise NotSupportedError(f"plan={plan!r} is not supported yet; choose placement= instead")
-    checked = Stage.PARAMETERS if stage is None else Stage.parse(stage), Precision.parse(precision)
-    settings = Settings(*checked, placement or Placement(), budget or Budget(), accumulate, max_grad_norm, groups)
-    _check_numbers(accumulate, max_grad_norm)
-    check_model(model)
-    if optimizer is not None:
-        check_optimizer(model, optimizer)
-        check_elementwise(optimizer)
-        settings = replace(settings, states=find_states(optimizer))
-    elif max_grad_norm is not None:
-        raise PrepareError(f"max_grad_norm={max_grad_norm} needs the optimizer: pass it to prepare")
-    check_placement(settings, has_optimizer=optimizer is not None)
+    if plan is not None and not isinstance(plan, Plan):
+        plan = Plan.load(plan)
+    if plan is not None and (stage is not None or placement is not None):
+        raise PrepareError("plan= says what stage= and placement= would: leave them out, or the plan")
+    settings = Settings(
+        None if stage is None else Stage.parse(stage),
+        Precision.parse(precision),
+        placement,
+        budget or Budget(),
+        accumulate,
+        max_grad_norm,
+        groups,
+        plan,
+    )
+    settings = _check(model, optimizer, settings)
+    check_budget(settings.budget)
     runtime = build(model, optimizer, settings, describe_optimizer(optimizer))
     object.__setattr__(model, MARK, runtime)
     if optimizer is None:
-        runtime.adoption = Adoption(lambda found: _make_optimizer(runtime, found, settings), runtime.gradients)
+        runtime.adoption = Adoption(lambda found: _make_optimizer(runtime, found), runtime.gradients)
         return model, None
-    return model, _make_optimizer(runtime, optimizer, settings)
+    return model, _make_optimizer(runtime, optimizer)
+
+
+def plan(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    budget: Budget | None = None,
+    batch: Any = None,
+    world_size: int | None = None,
+    machine: MachineProfile | None = None,
+    stage: int | Stage | None = None,
+    precision: str | Precision | None = None,
+    accumulate: int | None = None,
+    max_grad_norm: float | None = None,
+    groups: Sequence[str] | None = None,
+) -> Plan:
+    """What prepare would do with these options, and what it would cost; nothing is changed or allocated for the model.
+
+    Args:
+        model: Any module, real, under `zerostd.empty_init()` or on the meta device.
+        optimizer: As for prepare. None: only parameters are placed.
+        budget: What may be used of each tier. None: what is free, less a margin.
+        batch: What one forward takes, for time and activations: a tensor, a tuple of arguments or a dict of keywords.
+            Values do not matter, so tensors on the meta device will do. None: the plan is about model state only.
+        world_size: Ranks to plan for. None: those there are.
+        machine: The machine to plan for. None: this one, measured once and kept.
+        stage: As for prepare, and so are the rest.
+
+    Returns:
+        A plan: `print(plan.explain())`, `plan.save(path)`, `prepare(..., plan=plan)`.
+
+    Raises:
+        PrepareError: Nothing fits; the message says how many bytes are missing where.
+    """
+    settings = Settings(
+        None if stage is None else Stage.parse(stage),
+        Precision.parse(precision),
+        None,
+        budget or Budget(),
+        accumulate,
+        max_grad_norm,
+        groups,
+    )
+    settings = _check(model, optimizer, settings)
+    if machine is None:
+        check_budget(settings.budget)
+    device = device_of(model) if machine is None else torch.device("cpu" if machine.link is None else "cuda")
+    found = blueprints(model, optimizer_options(model, optimizer), settings.precision, groups)
+    world = World.pretend(device, world_size, machine.ranks_per_node if machine is not None else None)
+    profile = None
+    if batch is not None:
+        profile = profile_model(model, optimizer, precision=settings.precision, groups=groups, batch=batch)
+    return plan_for(found, settings, world, profile, machine, has_optimizer=optimizer is not None)
 
 
 def apply_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
@@ -104,6 +168,21 @@ def apply_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
     return prepared
 
 
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> Settings:
+    """Refuse what cannot work before anything is looked at; the settings with what is known of the optimizer."""
+    _check_numbers(settings.accumulate, settings.max_grad_norm)
+    check_model(model)
+    if optimizer is not None:
+        check_optimizer(model, optimizer)
+        check_elementwise(optimizer)
+        settings = replace(settings, states=find_states(optimizer))
+    elif settings.max_grad_norm is not None:
+        raise PrepareError(f"max_grad_norm={settings.max_grad_norm} needs the optimizer: pass it to prepare")
+    if settings.placement is not None:
+        check_placement(settings, settings.placement, has_optimizer=optimizer is not None)
+    return settings
+
+
 def _check_numbers(accumulate: int | None, max_grad_norm: float | None) -> None:
     if accumulate is not None and (isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1):
         raise PrepareError(f"accumulate={accumulate!r} must be a whole number of backward passes, 1 or more")
@@ -111,7 +190,8 @@ def _check_numbers(accumulate: int | None, max_grad_norm: float | None) -> None:
         raise PrepareError(f"max_grad_norm={max_grad_norm!r} must be positive; leave it out for no clipping")
 
 
-def _make_optimizer(runtime: Runtime, inner: torch.optim.Optimizer, settings: Settings) -> ZeroOptimizer:
+def _make_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
+    settings, (_, placement) = runtime.settings, runtime.settings.decided
     earlier: dict[Any, dict[str, Any]] = {parameter: dict(states) for parameter, states in inner.state.items()}
     inner.state.clear()
     roads, routes = runtime.roads, None
@@ -131,7 +211,7 @@ def _make_optimizer(runtime: Runtime, inner: torch.optim.Optimizer, settings: Se
     )
     knows_the_end = routes is not None and settings.accumulate is not None and runtime.loss_scale is None
     waits = DEBUG.is_serial or optimizer.counts_in_groups
-    if knows_the_end and not waits and (settings.max_grad_norm is None or settings.placement.speculate):
+    if knows_the_end and not waits and (settings.max_grad_norm is None or placement.speculate):
         is_on_trial = settings.max_grad_norm is not None
         optimizer.early = Early(updater, runtime.gradients, runtime, optimizer.terms, is_on_trial=is_on_trial)
         runtime.backward.on_ready = optimizer.early.ready

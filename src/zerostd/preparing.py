@@ -7,146 +7,31 @@ at a time -> hooks
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from zerostd.accounting import host_buffers, largest_on_disk
 from zerostd.communication import Control, Wires, World
-from zerostd.communication.world import thread_budget
-from zerostd.errors import NotSupportedError, PrepareError
+from zerostd.errors import PrepareError
 from zerostd.monitoring import Ledger
-from zerostd.optimizers.from_disk import NUM_SLOTS as SLOTS_FROM_DISK
-from zerostd.optimizers.from_disk import TILE_NUMEL as TILE_FROM_DISK
 from zerostd.parameters import GroupState
 from zerostd.parameters.blueprints import Blueprint, Member, blueprints, describe_groups
 from zerostd.parameters.building import Ground, make_group
 from zerostd.parameters.checking import describe_model, optimizer_options
 from zerostd.parameters.deferred import draw_seeds, is_deferred, make_real
-from zerostd.parameters.homes import FlatPlan, Rules, demand, plan_flats
+from zerostd.parameters.homes import FlatPlan, demand, plan_flats
 from zerostd.parameters.hosting import Staging
-from zerostd.policy import Budget, Kind, Placement, Precision, Stage, Tier, parse_bytes
+from zerostd.policy import Budget, Kind, Precision, Tier, parse_bytes
+from zerostd.proposing import decide, homes_of
 from zerostd.runtime import Roads, Runtime
-from zerostd.sharding import default_cpu_share
+from zerostd.settings import Settings, check_world, num_threads, rules_for
 from zerostd.tiers import Inbound, Lanes, Stores
 from zerostd.tiers.disk import Disk
 from zerostd.tiers.host import Host
-from zerostd.tiers.inbound import NUM_BUFFERS as INBOUND_BUFFERS
 from zerostd.tiers.limits import check_disk, check_host
 
-__all__ = ["Settings", "build", "check_placement", "device_of"]
-
-NUM_BUSY_THREADS = 2  # cores left to the loop and the autograd engine while the processor updates beside them
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What prepare was told, checked."""
-
-    stage: Stage
-    precision: Precision
-    placement: Placement
-    budget: Budget
-    accumulate: int | None
-    max_grad_norm: float | None
-    globs: Sequence[str] | None
-    states: Mapping[str, torch.dtype] = field(default_factory=dict)  # long states of the optimizer, by name
-
-    def describe(self) -> list[str]:
-        """What must be the same on all ranks."""
-        return [
-            f"stage {self.stage.value}",
-            f"precision {self.precision.name}",
-            f"placement {self.placement}",
-            f"accumulate {self.accumulate}",
-            f"max_grad_norm {self.max_grad_norm}",
-        ]
-
-
-def check_placement(settings: Settings, *, has_optimizer: bool) -> None:
-    """Refuse what cannot be honoured, before anything is looked at."""
-    placement = settings.placement
-    if set(placement.shares(Kind.ACTIVATIONS)) != {Tier.DEVICE}:
-        raise NotSupportedError(
-            f"Placement(activations={placement.activations!r}): only 'device' is supported yet; recompute them with "
-            "torch.utils.checkpoint instead"
-        )
-    if Tier.DISK in placement.shares(Kind.GRADIENTS):
-        raise NotSupportedError(
-            f"Placement(gradients={placement.gradients!r}): gradients are written and read once a step, and rest on "
-            "the device or the host; use 'host'"
-        )
-    if not has_optimizer and set(placement.shares(Kind.OPTIMIZER_STATES)) != {Tier.DEVICE}:
-        raise PrepareError(
-            f"Placement(optimizer_states={placement.optimizer_states!r}) needs the optimizer, to know what it keeps: "
-            "pass it to prepare"
-        )
-    if placement.speculate and (settings.accumulate is None or settings.max_grad_norm is None):
-        raise PrepareError(
-            "Placement(speculate=True) updates before the norm is known, inside the last backward of a step: it needs "
-            f"max_grad_norm= (now {settings.max_grad_norm}) and accumulate= (now {settings.accumulate}) in prepare"
-        )
-    if placement.speculate and settings.precision.scales_loss:
-        raise PrepareError("Placement(speculate=True) does not go with precision='fp16', whose steps may be skipped")
-    if placement.speculate and set(placement.shares(Kind.PARAMETERS)) != {Tier.DEVICE}:
-        raise NotSupportedError("Placement(speculate=True) needs parameters='device'")
-    _check_budget(settings.budget)
-
-
-def _check_budget(budget: Budget) -> None:
-    for tier, size in (("device", budget.device), ("host", budget.host), ("disk", budget.disk)):
-        if size is None:
-            continue
-        wanted = parse_bytes(size)
-        if tier == "host":
-            check_host(wanted, f"Budget(host={size!r})")
-        elif tier == "disk" and budget.disk_path is not None:
-            check_disk(wanted, budget.disk_path)
-
-
-def _check_world(settings: Settings, world: World) -> None:
-    """Refuse homes that need sharding where there is none."""
-    for kind, least in ((Kind.PARAMETERS, Stage.PARAMETERS), (Kind.GRADIENTS, Stage.GRADIENTS)):
-        if world.size > 1 and settings.stage < least and set(settings.placement.shares(kind)) != {Tier.DEVICE}:
-            share = getattr(settings.placement, kind.value)
-            raise PrepareError(
-                f"Placement({kind.value}={share!r}) with stage={settings.stage.value} on {world.size} ranks: what "
-                f"rests off the device is this rank's shard, so use stage={least.value} or more"
-            )
-
-
-def _rules(settings: Settings, world: World) -> Rules:
-    has_own_memory = world.device.type != "cpu"
-    share = settings.placement.cpu_share
-    if Tier.DISK in settings.placement.shares(Kind.PARAMETERS):
-        share = 1.0  # new parameters go to the disk from the host
-    if share is None:
-        kinds = (Kind.PARAMETERS, Kind.GRADIENTS)
-        off = {kind: 1.0 - settings.placement.shares(kind).get(Tier.DEVICE, 0.0) for kind in kinds}
-        share = default_cpu_share(
-            _num_threads(world),
-            has_link=has_own_memory,
-            parameters_off=off[Kind.PARAMETERS],
-            gradients_off=off[Kind.GRADIENTS],
-        )
-    return Rules(
-        rank=world.rank,
-        size=world.size,
-        stage=settings.stage,
-        placement=settings.placement,
-        cpu_share=share,
-        reduce_dtype=settings.precision.reduce,
-        states=settings.states,
-        has_own_memory=has_own_memory,
-        sums_gradients=settings.accumulate is not None and settings.accumulate > 1,
-    )
-
-
-def _num_threads(world: World) -> int:
-    """For updates on the processor."""
-    budget = thread_budget(world.local_size)
-    return budget if world.device.type == "cpu" else max(1, budget - NUM_BUSY_THREADS)
+__all__ = ["build", "device_of"]
 
 
 def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, lines: list[str]) -> Runtime:
@@ -162,11 +47,12 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
     try:
         lines = [*settings.describe(), *lines, *describe_model(model, options), *describe_groups(found)]
         control.check_equal("models or options", lines)
-        _check_world(settings, world)
-        rules = _rules(settings, world)
+        settings = decide(settings, found, control, has_optimizer=optimizer is not None)
+        check_world(settings, world)
+        rules = rules_for(settings, world, homes_of(settings.plan, found))
         plans = plan_flats(found, rules)
         need = demand(plans, rules)
-        need[Tier.HOST, Kind.BUFFERS] += _buffers(plans, rules)
+        need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans, rules)
         ledger = Ledger()
         stores = _make_stores(need, settings.budget, world, ledger)
     except BaseException:
@@ -174,20 +60,6 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
         raise
     ground = Ground(rules, device, ledger, stores, Lanes.make(device), Staging())
     return _build(model, settings, found, plans, ground, control)
-
-
-def _buffers(plans: list[list[FlatPlan]], rules: Rules) -> int:
-    """Bytes of host memory that what rests on disk passes through."""
-    flats = [plan for group in plans for plan in group]
-    longest = max((p.numel for plan in flats for p in plan.portions if p.tier is Tier.DISK), default=0)
-    widths = [4, *(dtype.itemsize for dtype in rules.states.values())]
-    slots = SLOTS_FROM_DISK * min(TILE_FROM_DISK, longest) * sum(widths)
-    return slots + INBOUND_BUFFERS * _largest_on_disk(plans, rules)
-
-
-def _largest_on_disk(plans: list[list[FlatPlan]], rules: Rules) -> int:
-    on_disk = [plan for group in plans for plan in group if plan.parameters is Tier.DISK]
-    return max((plan.rest_numel(rules) * plan.dtype.itemsize for plan in on_disk), default=0)
 
 
 def _make_stores(need: Counter[tuple[Tier, Kind]], budget: Budget, world: World, ledger: Ledger) -> Stores:
@@ -206,7 +78,7 @@ def _make_stores(need: Counter[tuple[Tier, Kind]], budget: Budget, world: World,
     if on_host:
         what = f"the host share of {world.local_size} rank(s) on this machine ({_parts(need, Tier.HOST)} each)"
         check_host(on_host, what, limit)
-    host = Host(world.device, ledger, _num_threads(world))
+    host = Host(world.device, ledger, num_threads(world))
     disk = None
     if on_disk:
         limit = None if budget.disk is None else parse_bytes(budget.disk)
@@ -258,9 +130,9 @@ def _build(
             for flat in group.flats:
                 flat.hide()
             group.state = GroupState.RELEASED
-    inbound = Inbound(ground.stores, ground.lanes, largest_on_disk=_largest_on_disk(plans, ground.rules))
-    roads = Roads(ground.stores, ground.lanes, inbound, _num_threads(world))
-    runtime = Runtime(model, groups, wires, control, roads, precision=settings.precision, original_dtypes=dtypes)
+    inbound = Inbound(ground.stores, ground.lanes, largest_on_disk=largest_on_disk(plans, ground.rules))
+    roads = Roads(ground.stores, ground.lanes, inbound, num_threads(world))
+    runtime = Runtime(model, groups, wires, control, roads, settings=settings, original_dtypes=dtypes)
     runtime.backward.passes.wanted = settings.accumulate
     _place_buffers(model, device, seed)
     runtime.install(_casts(dtypes, settings.precision))

@@ -18,12 +18,12 @@ from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.scaling import LossScale, scale_gradient
 from zerostd.parameters import GradientHandle, Group
-from zerostd.policy import Precision
 from zerostd.scheduling.backward import Backward
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.guards import Guards
 from zerostd.scheduling.hooks import Hooks, RootRules
 from zerostd.scheduling.reducing import Reducer, Slot
+from zerostd.settings import Settings
 from zerostd.tiers import Inbound, Lanes, Stores
 
 __all__ = ["Runtime"]
@@ -52,6 +52,7 @@ class Runtime:
     original_dtypes: dict[nn.Parameter, torch.dtype]  # what release and full_state_dict give back
     frozen: list[tuple[str, nn.Parameter]]
     optimizer: ZeroOptimizer | None
+    settings: Settings  # with everything that was left open decided
 
     def __init__(
         self,
@@ -61,18 +62,18 @@ class Runtime:
         control: Control,
         roads: Roads,
         *,
-        precision: Precision,
+        settings: Settings,
         original_dtypes: dict[nn.Parameter, torch.dtype],
     ) -> None:
         self.model = model
         self.groups = tuple(groups)
-        self.wires = wires
         self.roads = roads
         self.optimizer = None
         self.adoption: Adoption | None = None
         self.original_dtypes = original_dtypes
         self.frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        self.loss_scale = LossScale() if precision.scales_loss else None
+        self.settings = settings
+        self.loss_scale = LossScale() if settings.precision.scales_loss else None
         self.gatherer = Gatherer(self.groups, wires, control, roads.inbound, prefetch_depth=PREFETCH_DEPTH)
         self.gradients = Gradients(self.groups, wires, self.loss_scale)
         self.backward = Backward(self._slots(), self.gatherer, Reducer(wires, control, wires.ledger), control)
@@ -81,6 +82,11 @@ class Runtime:
         self.guards = Guards(model, self.gatherer)
         self.guards.finish_updates = self.finish_updates
         self._buffers_moved = True  # rank 0's buffers have to go to all before the next forward
+
+    @property
+    def wires(self) -> Wires:
+        """Between the ranks."""
+        return self.gatherer.wires
 
     @property
     def world(self) -> World:

@@ -28,8 +28,9 @@ ROOMS: dict[str, set[str]] = {
     "checkpointing": GROUND | {"parameters", "sharding", "tiers", "communication"},
     "planning": GROUND | {"sharding"},
 }
-ROOMS["runtime"] = set(ROOMS)  # these put the parts together
-ROOMS["preparing"] = set(ROOMS)
+ROOMS["measuring"] = set(ROOMS) - {"scheduling", "checkpointing"}
+for front in ("accounting", "settings", "runtime", "proposing", "preparing"):  # these put the parts together
+    ROOMS[front] = set(ROOMS)
 ROOMS["api"] = set(ROOMS)
 ROOMS["__init__"] = set(ROOMS)
 ROOMS |= {

@@ -19,6 +19,7 @@ from support.compare import assert_bitwise
 from support.processes import doing
 from support.side_by_side import data, seeded, sgd
 from zerostd import CommunicationError, MisuseError, PrepareError
+from zerostd.policy import Homes
 
 
 class Net(nn.Module):
@@ -106,9 +107,16 @@ def refused(
         ({"placement": zerostd.Placement(activations="host")}, ("activations='host'", "recompute")),
         ({"placement": zerostd.Placement(gradients="disk")}, ("gradients='disk'", "'host'")),
         ({"placement": zerostd.Placement(optimizer_states="host", speculate=True)}, ("speculate", "max_grad_norm=")),
-        ({"budget": zerostd.Budget(device="1KiB")}, ("Budget(device='1KiB')", "parameters", "Placement(")),
+        ({"budget": zerostd.Budget(device="1KiB")}, ("1.00 KiB of the device", "missing", "Budget(device=...)")),
+        (
+            {"budget": zerostd.Budget(device="1KiB"), "placement": zerostd.Placement()},
+            ("Budget(device='1KiB')", "parameters", "Placement("),
+        ),
         ({"budget": zerostd.Budget(host="1000TiB")}, ("Budget(host='1000TiB')", "free", "1024000.00 GiB")),
-        ({"plan": "mine.json"}, ("plan=", "placement=")),
+        ({"plan": "mine.json"}, ("mine.json", "No such file")),
+        ({"plan": zerostd.Plan({"*": Homes()}), "stage": 2}, ("plan=", "stage=", "leave")),
+        ({"plan": zerostd.Plan({"*": Homes()}, world_size=2)}, ("2 rank(s)", "plan again")),
+        ({"plan": zerostd.Plan({"blocks.*": Homes()})}, ("no homes for group", "'*'")),
         ({"groups": ["blocks.*"]}, ("'blocks.*'", "layers.0")),
         ({"groups": "layers.*"}, ("groups='layers.*'", "list")),
     ],

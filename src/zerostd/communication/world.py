@@ -69,6 +69,16 @@ class World:
         )
         return cls(dist.get_rank(), size, local_size, device, timeout_s, channels)
 
+    @classmethod
+    def pretend(cls, device: torch.device, size: int | None, local_size: int | None) -> World:
+        """A world to plan for, without channels: of `size` ranks, or as many as there are."""
+        if size is None:
+            size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise PrepareError(f"world_size={size!r} must be a whole number of ranks, 1 or more")
+        beside = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if local_size is None else local_size
+        return cls(0, size, min(size, beside), device, _timeout_s(), None)
+
     def close(self) -> None:
         """Give the channels back, if they are still there; the user's own process group stays."""
         if self.channels is not None and dist.is_initialized():

@@ -146,8 +146,9 @@ def demand(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> Counter[tuple[T
         numel, dtype = plan.region.stop - plan.region.start, plan.gradient_dtype(rules)
         itemsize = max(4, dtype.itemsize) if rules.sums_gradients else dtype.itemsize
         keeps_whole = rules.size > 1 and not rules.shards(Kind.GRADIENTS)
-        need[plan.gradients, Kind.GRADIENTS] += padded(numel * itemsize)
-        if keeps_whole and (rules.sums_gradients or numel < plan.layout.numel):
+        if not keeps_whole or rules.sums_gradients:
+            need[plan.gradients, Kind.GRADIENTS] += padded(numel * itemsize)
+        if keeps_whole:  # for the wire; what this rank updates is a part of it, unless several passes are summed
             need[Tier.DEVICE, Kind.GRADIENTS] += padded(plan.layout.numel * dtype.itemsize)
         for portion in plan.portions:
             _add_portion(need, plan, portion, rules, itemsize)
@@ -165,5 +166,6 @@ def _add_portion(
     if rules.has_own_memory and portion.route is Route.CPU and plan.gradients is Tier.DEVICE:
         need[Tier.HOST, Kind.BUFFERS] += padded(portion.numel * itemsize)
     lands_on_gradient = plan.gradients is Tier.DEVICE and itemsize == plan.dtype.itemsize and not rules.speculates
-    if rules.has_own_memory and portion.route is Route.CPU and plan.parameters is not Tier.HOST:
-        need[Tier.HOST, Kind.BUFFERS] += 0 if lands_on_gradient else padded(portion.numel * plan.dtype.itemsize)
+    goes_up = rules.has_own_memory and plan.parameters is Tier.DEVICE and not lands_on_gradient
+    if portion.route is Route.CPU and (goes_up or plan.parameters is Tier.DISK):  # new parameters, on their way
+        need[Tier.HOST, Kind.BUFFERS] += padded(portion.numel * plan.dtype.itemsize)

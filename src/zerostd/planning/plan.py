@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Self
 from zerostd.errors import PrepareError
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier
 
-__all__ = ["Plan", "Prediction"]
+__all__ = ["Plan", "Prediction", "size_text"]
 
 VERSION = 1
 WORDS = {
@@ -149,12 +150,12 @@ class Plan:
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise PrepareError(f"{source} cannot be read: {type(error).__name__}: {error}; plan again") from error
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read it from a file."""
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -203,9 +204,9 @@ def _table(plan: Plan) -> list[str]:
         held, limit = plan.predicted.bytes.get(tier, {}), plan.limits.get(tier)
         if not plan.predicted.total(tier) and limit is None:
             continue
-        cells = "".join(f"{_size(held.get(kind, 0)):>18}" for kind in kinds)
-        end = "" if limit is None else _size(limit)
-        rows.append(f"{tier.value:<8}{cells}{_size(plan.predicted.total(tier)):>12}{end:>12}")
+        cells = "".join(f"{size_text(held.get(kind, 0)):>18}" for kind in kinds)
+        end = "" if limit is None else size_text(limit)
+        rows.append(f"{tier.value:<8}{cells}{size_text(plan.predicted.total(tier)):>12}{end:>12}")
     return rows
 
 
@@ -229,7 +230,9 @@ def _sentences(plan: Plan) -> list[str]:
     return [*lines, *plan.notes]
 
 
-def _size(num_bytes: float) -> str:
-    if num_bytes == 0:
-        return "-"
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**26 else f"{num_bytes / 2**20:.2f} MiB"
+def size_text(num_bytes: float) -> str:
+    """Bytes in the unit that fits."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{int(num_bytes)} B" if num_bytes else "-"

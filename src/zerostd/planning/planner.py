@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from zerostd.errors import PrepareError
 from zerostd.planning.costs import Load, Task, loads, merged
 from zerostd.planning.linear import Infeasible
-from zerostd.planning.plan import Plan, Prediction
-from zerostd.planning.program import SLACK, Optimum, Shares, missing, optimise
+from zerostd.planning.plan import Plan, Prediction, size_text
+from zerostd.planning.program import SLACK, Optimum, Shares, missing, optimise, work
 from zerostd.planning.simulation import Timeline, simulate
 from zerostd.policy import Homes, Kind, Route, Tier
 
@@ -43,13 +43,13 @@ def make_plan(task: Task, account: Account | None = None, notes: Sequence[str] =
     homes = homes_by_group(solution)
     counted = account(homes) if account is not None else model_state(solution)
     knows_time = task.model.samples is not None or task.model.forward_s is not None
-    optimum = solution.optimum
+    busy = work(task, solution.loads, solution.shares)
     predicted = Prediction(
         step_s=solution.timeline.step_s if knows_time else None,
         compute_s=solution.timeline.compute_s if knows_time else None,
         bytes=counted,
-        busy={name: seconds for name, seconds in optimum.busy.items() if seconds > 0},
-        prices=optimum.prices,
+        busy={name: seconds for name, seconds in busy.items() if seconds > 1e-9},
+        prices=solution.optimum.prices,
     )
     return Plan(
         homes=homes,
@@ -102,8 +102,7 @@ def _settle(task: Task, found: Sequence[Load], relaxed: Optimum) -> tuple[list[S
         try:
             return fixed, optimise(task, found, fixed=fixed)
         except Infeasible:
-            moved = _move_one(task, found, relaxed.shares, fixed)
-            if not moved:
+            if not _move_one(task, found, relaxed.shares, fixed):
                 break
     raise PrepareError(_explain_missing(task, found))
 
@@ -120,7 +119,8 @@ def _rounded(share: Shares) -> Shares:
 
 
 def _move_one(task: Task, found: Sequence[Load], wanted: Sequence[Shares], fixed: list[Shares]) -> bool:
-    """Take the gradients or parameters of one more group off the device; False if there is none left."""
+    """Take the gradients or parameters of one more group off the device, or from the host to disk; False if there is
+    none left."""
     best: tuple[float, int, str] | None = None
     for index, (load, want, have) in enumerate(zip(found, wanted, fixed, strict=True)):
         options = []
@@ -130,12 +130,17 @@ def _move_one(task: Task, found: Sequence[Load], wanted: Sequence[Shares], fixed
         if task.may_place(Kind.PARAMETERS) and load.parameters and not is_off:
             home = "parameters_host" if Tier.HOST in task.limits else "parameters_disk"
             options.append((want.parameters_host + want.parameters_disk, home))
+        if have.parameters_host and Tier.DISK in task.limits and task.machine.disk is not None:
+            options.append((want.parameters_disk - 2.0, "parameters_disk"))
         for share, name in options:
             key = (share + 1e-9 * index, index, name)
             best = key if best is None or key > best else best
     if best is None:
         return False
-    fixed[best[1]] = replace(fixed[best[1]], **{best[2]: 1.0})
+    index, name = best[1:]
+    if name == "parameters_disk":
+        fixed[index] = replace(fixed[index], parameters_host=0.0)
+    fixed[index] = replace(fixed[index], **{name: 1.0})
     return True
 
 
@@ -200,7 +205,8 @@ def model_state(solution: Solution) -> dict[Tier, dict[Kind, int]]:
         add(homes.gradients, Kind.GRADIENTS, load.gradients)
         add(Tier.DEVICE, Kind.GRADIENTS, load.pinned_gradients)
         for tier, route, part in homes.states:
-            add(tier, Kind.OPTIMIZER_STATES, states * part * (copies if tier is Tier.HOST else 1))
+            away = 0.0 if tier is Tier.DEVICE else load.updated * model.master_bytes
+            add(tier, Kind.OPTIMIZER_STATES, (states + away) * part * (copies if tier is Tier.HOST else 1))
             if route is Route.CPU and homes.gradients is Tier.DEVICE and task.machine.link is not None:
                 add(Tier.HOST, Kind.BUFFERS, load.updated * part * load.gradient_bytes)
     for tier, size in task.fixed.items():
@@ -213,9 +219,12 @@ def model_state(solution: Solution) -> dict[Tier, dict[Kind, int]]:
 
 def _explain_missing(task: Task, found: Sequence[Load]) -> str:
     short = {tier: size for tier, size in missing(task, found).items() if size > 1}
-    limits = ", ".join(f"{tier.value} {size / 2**30:.2f} GiB" for tier, size in task.limits.items())
-    where = ", ".join(f"{size / 2**30:.3f} GiB ({int(size)} bytes) of the {tier.value}" for tier, size in short.items())
-    advice = [f"Budget({tier.value}=...) larger by that" for tier in short]
+    limits = ", ".join(f"{size_text(size)} of the {tier.value}" for tier, size in task.limits.items())
+    where = " and ".join(f"{size_text(size)} ({int(size)} bytes) of the {tier.value}" for tier, size in short.items())
+    if not short:
+        largest = max(load.gathered for load in found)
+        where = f"less than a group, which moves as a whole (the largest has {int(largest)} bytes of parameters),"
+    advice = [f"Budget({tier.value}=...) larger by that" for tier in short or task.limits]
     if Tier.DISK not in task.limits:
         advice.append("a disk: Budget(disk=..., disk_path=...)")
     if task.model.activations():
@@ -224,6 +233,6 @@ def _explain_missing(task: Task, found: Sequence[Load]) -> str:
         advice.append("more ranks" if task.stage == 3 else "stage=3")
     return (
         f"no placement fits {task.model.numel / 1e9:.3g} B parameters at stage {task.stage.value} on "
-        f"{task.world_size} rank(s) into {limits} each: at least {where or 'some memory'} is missing. What would fit: "
+        f"{task.world_size} rank(s) into {limits} each: at least {where} is missing. What would fit: "
         + "; ".join(advice)
     )

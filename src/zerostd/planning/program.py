@@ -11,13 +11,13 @@ each resource has no more to do than a step is long, are the whole schedule; the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from zerostd.planning.costs import Load, Task
 from zerostd.planning.linear import Infeasible, Linear, Outcome
 from zerostd.policy import Kind, Tier
 
-__all__ = ["SLACK", "Infeasible", "Optimum", "Shares", "missing", "optimise"]
+__all__ = ["SLACK", "Infeasible", "Optimum", "Shares", "missing", "optimise", "work"]
 
 GIGA = 1e9
 SLACK = 0.01  # a step that much longer is worth fewer bytes on disk and host
@@ -117,13 +117,14 @@ class _Program:
         constant = 0.0
         for load, share, extra in zip(self.loads, self.shares, self.extra, strict=True):
             states, gradients = load.updated * model.state_bytes, load.gradients
+            away = states + load.updated * model.master_bytes
             if tier is Tier.DEVICE:
                 total[share["resident"]] = states
                 total[share["parameters_host"]] = total[share["parameters_disk"]] = -load.parameters
                 total[share["gradients_host"]] = -gradients
                 constant += load.parameters + gradients + load.pinned_gradients
             elif tier is Tier.HOST:
-                total[share["cpu"]] = total[share["streamed"]] = states * copies
+                total[share["cpu"]] = total[share["streamed"]] = away * copies
                 total[share["parameters_host"]] = load.parameters
                 total[share["gradients_host"]] = gradients
                 if self.task.machine.link is not None:
@@ -132,7 +133,7 @@ class _Program:
                     total[extra["mirror"]] = load.updated * load.gradient_bytes
                     total[extra["weights_up"]] = load.updated * weights
             else:
-                total[share["disk_cpu"]] = total[share["disk_streamed"]] = states
+                total[share["disk_cpu"]] = total[share["disk_streamed"]] = away
                 total[share["parameters_disk"]] = load.parameters
         if constant:
             total[self.linear.variable(1.0, 1.0)] = constant
@@ -144,7 +145,8 @@ class _Program:
         """Seconds of each resource that the update of a group takes, with what its forward needs from elsewhere."""
         load, share, extra, machine = self.loads[index], self.shares[index], self.extra[index], self.task.machine
         model, n = self.task.model, load.updated
-        states, weight, gradient = n * model.state_bytes, n * model.parameter_bytes, n * load.gradient_bytes
+        states, weight = n * (model.state_bytes + model.master_bytes), n * model.parameter_bytes
+        gradient = n * load.gradient_bytes
         up = {
             share["streamed"]: states,
             share["disk_streamed"]: states,
@@ -259,6 +261,17 @@ def optimise(task: Task, found: Sequence[Load], *, fixed: Sequence[Shares] | Non
     front = {share["resident"]: float(place) for place, share in enumerate(program.shares)}
     outcome = linear.minimise(front)  # nearest to forward's front
     return _optimum(program, first, outcome)
+
+
+def work(task: Task, found: Sequence[Load], shares: Sequence[Shares]) -> dict[str, float]:
+    """Seconds of work in a step, by resource, for given shares."""
+    program = _Program(replace(task, limits=dict.fromkeys(Tier, 1 << 60)), found)
+    for made, given in zip(program.shares, shares, strict=True):
+        for name in NAMES:
+            program.linear.fix(made[name], getattr(given, name))
+    products = {extra: 1.0 for made in program.extra for extra in made.values()}
+    outcome = program.linear.minimise({program.step: 1e3, **products})
+    return {resource: outcome.of(terms) for resource, terms in program.totals.items()}
 
 
 def _optimum(program: _Program, first: Outcome, outcome: Outcome) -> Optimum:

@@ -85,7 +85,8 @@ class _Steps:
 
     def _jobs(self, index: int) -> Iterator[tuple[str, _Flow]]:
         load, share, model, machine = self.loads[index], self.shares[index], self.task.model, self.task.machine
-        states, weight, gradient = model.state_bytes, model.parameter_bytes, load.gradient_bytes
+        states, weight = model.state_bytes + model.master_bytes, model.parameter_bytes
+        gradient = load.gradient_bytes
         on_host, off = share.gradients_host > 0.5, _is_off(share)
         ns = machine.processor.ns(self.task.num_threads)
         by_cpu = {"up": 0.0 if off else weight, "down": 0.0 if on_host else gradient}

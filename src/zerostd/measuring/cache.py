@@ -1,0 +1,132 @@
+"""Profiles in files: measured once, taken from there while the machine and the versions are the same."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from zerostd.communication import Control, World
+from zerostd.errors import PrepareError
+from zerostd.measuring.identity import choose_device, folder_of, machine_name, versions
+from zerostd.measuring.machine import Progress, free_everywhere, from_first, measure_machine
+from zerostd.measuring.timing import FULL, Sizes
+from zerostd.planning.machine import MachineProfile
+
+__all__ = ["cache_file", "check_is_here", "load_or_measure", "load_profile"]
+
+VARIABLE = "ZEROSTD_CACHE"  # a directory
+AGAIN = "measure again with `zerostd measure`"
+
+log = logging.getLogger(__name__)
+
+
+def load_or_measure(
+    device: torch.device | str | None = None,
+    *,
+    disk_path: str | None = None,
+    on_progress: Progress | None = None,
+    again: bool = False,
+    sizes: Sizes = FULL,
+) -> MachineProfile:
+    """The profile that was kept of this machine, or else a new one, which is kept; `free` is that of now.
+
+    A kept profile is used if machine, versions, disk directory and number of ranks are those of now. A call that names
+    no directory, or one in a world of one, does without what was measured of them. All ranks call it together.
+
+    Args:
+        device: As in `measure_machine`, and so are `disk_path`, `on_progress` and `sizes`.
+        again: Measure whatever was kept.
+    """
+    device, disk_path = choose_device(device), folder_of(disk_path)
+    world = World.discover(device)
+    try:
+        control = Control(world)
+        kept = from_first(control, lambda: None if again else _read_kept(device, disk_path, world.size))
+        if kept is not None:
+            free = free_everywhere(control, device, disk_path)
+            return replace(kept, free=free, ranks_per_node=world.local_size)
+    finally:
+        world.close()
+    profile = measure_machine(device, disk_path=disk_path, on_progress=on_progress, sizes=sizes)
+    if world.rank == 0:
+        _keep(profile)
+    return profile
+
+
+def load_profile(path: str | os.PathLike[str]) -> MachineProfile:
+    """The profile in a file, kept or written by hand; PrepareError says what is wrong with it."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise PrepareError(f"no machine profile in {path} ({error.strerror}); {AGAIN}, or name another file") from error
+    except UnicodeDecodeError as error:
+        raise PrepareError(f"{path} is not text, so no machine profile ({error}); {AGAIN}") from error
+    return MachineProfile.from_json(text, str(path))
+
+
+def check_is_here(profile: MachineProfile) -> None:
+    """Refuse a profile that is not of this machine."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    kind = profile.device.split(":")[0]
+    if kind != "cpu" and (found is None or found.type != kind):
+        here = f"has no device {profile.device!r}"
+    elif (here := machine_name(choose_device(profile.device))) == profile.name:
+        return
+    else:
+        here = f"is {here!r}"
+    raise PrepareError(f"profile of another machine, {profile.name!r}; this one {here}: redo it with `zerostd measure`")
+
+
+def cache_file(name: str, versions: Mapping[str, str]) -> Path:
+    """Where the profile of such a machine is kept."""
+    text = json.dumps([name, dict(versions)], sort_keys=True)
+    folder = os.environ.get(VARIABLE) or Path.home() / ".cache" / "zerostd"
+    return Path(folder) / f"machine-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+
+
+def _read_kept(device: torch.device, disk_path: str | None, num_ranks: int) -> MachineProfile | None:
+    """The profile that was kept, less what is not asked for; None if it is not of here and now."""
+    name, now = machine_name(device), versions(device)
+    path = cache_file(name, now)
+    if not path.exists():
+        return None
+    try:
+        kept = load_profile(path)
+    except PrepareError as error:
+        log.warning("the machine profile that was kept is of no use, so the machine is measured again: %s", error)
+        return None
+    if (kept.name, kept.device, kept.versions) != (name, device.type, now):
+        log.warning("%s is of another machine or of other versions: the machine is measured again", path)
+        return None
+    if disk_path is not None and (kept.disk is None or kept.disk.path != disk_path):
+        return None
+    if num_ranks > 1 and [wire.ranks for wire in kept.wires] != [num_ranks]:
+        return None
+    return replace(kept, disk=None if disk_path is None else kept.disk, wires=() if num_ranks == 1 else kept.wires)
+
+
+def _keep(profile: MachineProfile) -> None:
+    """Write it in one go: another process sees the old file or the new one. Only the user may read it."""
+    path = cache_file(profile.name, profile.versions)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(prefix=".machine-", dir=path.parent)  # 0600
+        try:
+            with open(fd, "w", encoding="utf-8") as file:
+                file.write(profile.to_json())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        log.warning("the machine profile cannot be kept in %s (%s): it is measured again next time", path, error)

@@ -1,0 +1,82 @@
+"""Which machine this is, by its hardware and versions and never by its host name, and what is free of it now."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from zerostd.communication.world import thread_budget
+from zerostd.tiers.limits import check_disk, free_disk, free_host
+
+__all__ = ["choose_device", "folder_of", "free_bytes", "machine_name", "num_cores", "versions"]
+
+
+def choose_device(device: torch.device | str | None) -> torch.device:
+    """The device that is meant: None is the accelerator if there is one; an accelerator has its index."""
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    device = torch.device(device)
+    if device.type != "cpu" and device.index is None:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+def num_cores() -> int:
+    """Cores that this machine lets us use, all ranks together."""
+    return thread_budget(1)
+
+
+def machine_name(device: torch.device) -> str:
+    """The device and the processor: what a profile is checked against."""
+    parts = [f"{_processor()}, {num_cores()} cores"]
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        parts.insert(0, str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type)
+    return "; ".join(parts)
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """What rates depend on beside the hardware."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__), "zerostd": "not installed"}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found["zerostd"] = metadata.version("zerostd")
+    if device.type == "cuda":
+        with contextlib.suppress(OSError):  # containers may hide it
+            found["driver"] = Path("/sys/module/nvidia/version").read_text().strip()
+    return found
+
+
+def free_bytes(device: torch.device, disk_path: str | None) -> dict[str, int]:
+    """Bytes that can be allocated now, by tier; 0 of a disk that was not named."""
+    host = free_host()
+    disk = 0
+    if disk_path is not None:
+        check_disk(0, disk_path)  # raises if it is not there
+        disk = free_disk(disk_path)
+    return {"device": host if device.type == "cpu" else _free_device(device), "host": host, "disk": disk}
+
+
+def folder_of(disk_path: str | None) -> str | None:
+    """The same folder by one name, however it was given."""
+    return None if disk_path is None else os.path.abspath(disk_path)
+
+
+def _free_device(device: torch.device) -> int:
+    """What nobody holds, and what torch holds and does not use."""
+    module = torch.get_device_module(device)
+    ask = module.mem_get_info if hasattr(module, "mem_get_info") else torch.accelerator.get_memory_info
+    unused = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+    return int(ask(device)[0]) + unused
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,205 @@
+"""A machine's profile, part by part, in less than half a minute.
+
+With several ranks the first one measures its machine while the others wait, and all take its numbers: measuring at once
+they would be in each other's way, and a plan must be the same on all of them. The wires they measure together. Rates
+are those of the whole machine; `ranks_per_node` says how many ranks share its cores and its host memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from typing import TypeVar, cast
+
+import torch
+
+from zerostd.communication import Control, World
+from zerostd.errors import CommunicationError, ZerostdError
+from zerostd.measuring.disk import disk_rates
+from zerostd.measuring.identity import choose_device, folder_of, free_bytes, machine_name, num_cores, versions
+from zerostd.measuring.rates import UPDATE_BYTES, Copies, Updates, busy_memory, link_rates, matrix_rates, resident_ns
+from zerostd.measuring.timing import FULL, Sizes, finish
+from zerostd.measuring.wire import wire_rates
+from zerostd.monitoring.ledger import Ledger
+from zerostd.planning.machine import DiskRates, Link, MachineProfile, Processor
+from zerostd.tiers.host import Host
+
+__all__ = ["Progress", "free_everywhere", "from_first", "measure_machine", "thread_counts"]
+
+Progress = Callable[[str, float], None]  # what is measured next, in plain words; fraction done
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+NUM_BUSY_THREADS = 2  # cores that training leaves to its loop while the processor updates beside a device
+QUIET = 0.75  # of all cores, that updates on all of them have where nothing else runs
+PARTS = {  # in their order, with seconds that each takes at most or so
+    "copies between host and device": 2.0,
+    "updates on the processor": 6.0,
+    "host memory with everything busy": 1.0,
+    "updates on the device": 2.0,
+    "matrix products": 5.0,
+    "reading and writing files": 12.0,
+    "collectives among ranks": 4.0,
+}
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """What the first rank finds out."""
+
+    name: str
+    versions: dict[str, str]
+    link: Link | None
+    processor: Processor
+    resident_ns: float
+    matrix: dict[str, float]
+    disk: DiskRates | None
+
+
+def measure_machine(
+    device: torch.device | str | None = None,
+    *,
+    disk_path: str | None = None,
+    on_progress: Progress | None = None,
+    sizes: Sizes = FULL,
+) -> MachineProfile:
+    """What this machine can do, tried out now. All ranks call it together, if there are several.
+
+    Args:
+        device: The device to train on; None: the accelerator, or the processor where there is none.
+        disk_path: The directory that a disk tier would use; None: no disk is measured.
+        on_progress: Told before each part what is measured next, in plain words, and the fraction that is done.
+        sizes: How much is tried.
+
+    Raises:
+        PrepareError: `disk_path` cannot be used, or too little memory is free; says which.
+    """
+    device, disk_path = choose_device(device), folder_of(disk_path)
+    world = World.discover(device)
+    try:
+        control = Control(world)
+        tell = _teller(on_progress, has_link=device.type != "cpu", has_disk=disk_path is not None, size=world.size)
+        found = from_first(control, lambda: _measure(device, disk_path, tell, sizes))
+        if world.size > 1:
+            tell("collectives among ranks")
+        wires = wire_rates(world, sizes)
+        free = free_everywhere(control, device, disk_path)
+    finally:
+        world.close()
+        _give_back(device)
+    return MachineProfile(
+        name=found.name,
+        device=device.type,
+        matrix=found.matrix,
+        resident_ns=found.resident_ns,
+        free=free,
+        processor=found.processor,
+        link=found.link,
+        disk=found.disk,
+        wires=wires,
+        ranks_per_node=world.local_size,
+        versions=found.versions,
+        measured=date.today().isoformat(),
+    )
+
+
+def from_first(control: Control, work: Callable[[], T]) -> T:
+    """What `work` returns, or raises, on the first rank; the others wait for it."""
+    if control.world.rank > 0:
+        return cast(T, _raised(control.collect(None)[0]))
+    try:
+        found = work()
+    except Exception as error:
+        is_ours = isinstance(error, ZerostdError)
+        control.collect(error if is_ours else CommunicationError(f"rank 0 failed where others wait for it: {error!r}"))
+        raise
+    control.collect(found)
+    return found
+
+
+def _raised(outcome: object) -> object:
+    if isinstance(outcome, ZerostdError):
+        raise outcome
+    return outcome
+
+
+def free_everywhere(control: Control, device: torch.device, disk_path: str | None) -> dict[str, int]:
+    """Free bytes by tier, of the rank that has least."""
+    found = control.collect(free_bytes(device, disk_path))
+    return {tier: min(one[tier] for one in found) for tier in found[0]}
+
+
+def thread_counts(cores: int) -> list[int]:
+    """The numbers of threads that updates are timed with."""
+    return sorted({1, max(1, cores // 2), max(1, cores - NUM_BUSY_THREADS), cores})
+
+
+def _measure(device: torch.device, disk_path: str | None, tell: Callable[[str], None], sizes: Sizes) -> _Rates:
+    cores = num_cores()
+    host = Host(device, Ledger(), cores)
+    free = free_bytes(device, None)
+    try:
+        link, copies = None, None
+        if device.type != "cpu":
+            tell("copies between host and device")
+            copies = Copies(device, host, sizes, min(free["host"], free["device"]))
+            link = link_rates(copies, sizes)
+        tell("updates on the processor")
+        updates = Updates(host, sizes, free["host"])
+        by_threads = {count: updates.ns(count, sizes) for count in thread_counts(cores)}
+        memory = UPDATE_BYTES / by_threads[cores] * 1e9
+        _check_quiet(updates.had, cores)
+        if copies is not None:
+            tell("host memory with everything busy")
+            memory = busy_memory(updates, copies, max(1, cores - NUM_BUSY_THREADS))
+    finally:
+        host.free_all()
+    del copies, updates
+    resident = by_threads[cores]
+    if device.type != "cpu":
+        tell("updates on the device")
+        resident = resident_ns(device, sizes, free["device"])
+    tell("matrix products")
+    matrix = matrix_rates(device, sizes, free["device"])
+    disk = None
+    if disk_path is not None:
+        tell("reading and writing files")
+        disk = disk_rates(disk_path, sizes)
+    processor = Processor(cores, by_threads, memory)
+    return _Rates(machine_name(device), versions(device), link, processor, resident, matrix, disk)
+
+
+def _check_quiet(had: float, cores: int) -> None:
+    if had < QUIET:
+        log.warning(
+            "other work took part of the %d cores while they were measured (updates had %.0f%% of them), so rates are "
+            "too low; measure again with `zerostd measure` when the machine is quiet",
+            cores,
+            100 * had,
+        )
+
+
+def _teller(on_progress: Progress | None, *, has_link: bool, has_disk: bool, size: int) -> Callable[[str], None]:
+    """Passes on what is measured next, with the fraction of the expected time that is behind it."""
+    of_device = ("copies between host and device", "host memory with everything busy", "updates on the device")
+    left_out = {name for name in of_device if not has_link}
+    left_out |= set() if has_disk else {"reading and writing files"}
+    left_out |= set() if size > 1 else {"collectives among ranks"}
+    parts = {name: seconds for name, seconds in PARTS.items() if name not in left_out}
+
+    def tell(name: str) -> None:
+        if on_progress is not None:
+            before = list(parts.values())[: list(parts).index(name)]
+            on_progress(name, sum(before) / sum(parts.values()))
+
+    return tell
+
+
+def _give_back(device: torch.device) -> None:
+    """What torch keeps of the device for later."""
+    if device.type != "cpu":
+        finish(device)
+        torch.accelerator.empty_cache()

@@ -1,0 +1,185 @@
+"""What one device and its processor can do: copies between them, updates on either, matrix products.
+
+Memory comes from the tiers and copies go through lanes, as in training, so what is timed is what will be used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from statistics import median
+
+import torch
+
+from zerostd.kernels import Adam, update
+from zerostd.measuring.timing import Sizes, Stamp, finish, median_s, turns_of, within
+from zerostd.planning.machine import Link
+from zerostd.policy import Kind
+from zerostd.tiers.host import Host
+from zerostd.tiers.lanes import Lane
+
+__all__ = ["UPDATE_BYTES", "Copies", "Updates", "busy_memory", "link_rates", "matrix_rates", "resident_ns"]
+
+UPDATE_BYTES = 28  # of host memory for one parameter: fp32 master and states in and out, bf16 gradient in, weight out
+ARRAY_BYTES = 14  # that one parameter takes: the new weight takes the place of its gradient
+RESIDENT_BYTES = 20  # the same on the device, with the gradient as torch's optimizer wants it
+TINY_BYTES, NUM_TINY = 4096, 64  # copies that time nothing but their start
+SMALLEST_SIDE = 128  # of the first matrices that are tried
+BUSY_SECONDS = 0.5  # of updating while the link is busy
+
+
+class Copies:
+    """Memory on both sides of a link, and turns of copies up, down or both ways at once."""
+
+    def __init__(self, device: torch.device, host: Host, sizes: Sizes, free: int) -> None:
+        self.num_bytes = within(sizes.copy * sizes.copies, free)
+        self.step = min(sizes.copy, self.num_bytes)
+        self.up, self.down = Lane(device), Lane(device)
+        self._above = torch.zeros(2, self.num_bytes, dtype=torch.uint8, device=device)
+        self._below = [host.allocate(self.num_bytes, Kind.BUFFERS) for _ in (self.up, self.down)]
+        finish(device)
+
+    def turn(self, *lanes: Lane) -> list[float]:
+        """Copy everything in each of `lanes`; seconds by lane from their common beginning."""
+        begins = [Stamp(lane) for lane in lanes]
+        for start in range(0, self.num_bytes, self.step):
+            for lane in lanes:
+                self._copy(lane, start, self.step)
+        ends = [Stamp(lane) for lane in lanes]
+        return [end.since(begins[0]) for end in ends]
+
+    def latency(self) -> float:
+        """Seconds of a copy that is too small to take time."""
+        begin = Stamp(self.up)
+        for number in range(NUM_TINY):
+            self._copy(self.up, number * TINY_BYTES % self.num_bytes, TINY_BYTES)
+        return Stamp(self.up).since(begin) / NUM_TINY
+
+    def _copy(self, lane: Lane, start: int, num_bytes: int) -> None:
+        place = slice(start, start + num_bytes)
+        with lane.after():
+            if lane is self.up:
+                self._above[0, place].copy_(self._below[0][place], non_blocking=True)
+            else:
+                self._below[1][place].copy_(self._above[1, place], non_blocking=True)
+
+
+def link_rates(copies: Copies, sizes: Sizes) -> Link:
+    """Each direction alone, and both at once."""
+    size = copies.num_bytes
+    up, down = (size / _median_turn(copies, sizes, lane)[0] for lane in (copies.up, copies.down))
+    up_s, down_s = _median_turn(copies, sizes, copies.up, copies.down)
+    first, last = sorted((up_s, down_s))
+    slower = up if up_s > down_s else down
+    together = 2 * size - slower * (last - first)  # what was left when the first had ended went alone
+    latency = median(turns_of(copies.latency, sizes))
+    return Link(up=up, down=down, both=max(together / first, 2 * size / last), latency=latency)
+
+
+def _median_turn(copies: Copies, sizes: Sizes, *lanes: Lane) -> list[float]:
+    """Seconds by lane, of the turn in the middle."""
+    turns = sorted(turns_of(partial(copies.turn, *lanes), sizes), key=max)
+    return turns[len(turns) // 2]
+
+
+class Updates:
+    """Arrays on the host for the native AdamW: bf16 gradient, fp32 master and states, weight on the gradient."""
+
+    def __init__(self, host: Host, sizes: Sizes, free: int) -> None:
+        self.numel = within(sizes.parameters * ARRAY_BYTES, free) // ARRAY_BYTES // 1024 * 1024 or 1024
+        memory = host.allocate(self.numel * ARRAY_BYTES, Kind.BUFFERS)
+        rows = memory[: self.numel * 12].view(torch.float32).view(3, self.numel)
+        self._arrays = [rows[0], rows[1], rows[2]]
+        self._gradient = memory[self.numel * 12 :].view(torch.bfloat16)
+        for array, value in zip((*self._arrays, self._gradient), (0.5, 0.01, 0.001, 0.01), strict=True):
+            array.fill_(value)
+        rates = {"lr": 3e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+        exact = host.device.type != "cpu"  # as the cpu route has it
+        self.had = 1.0
+        self._rule = Adam(**rates, decoupled=True, maximize=False, step=10, exact_root=exact)
+
+    def step(self, num_threads: int) -> None:
+        """Update every parameter once."""
+        update(self._rule, self._gradient, self._arrays, weight=self._gradient, num_threads=num_threads)
+
+    def ns(self, num_threads: int, sizes: Sizes) -> float:
+        """Nanoseconds to update one parameter; `had` learns what the threads had of their cores."""
+        begin, used = time.perf_counter(), time.process_time()
+        seconds = median_s(partial(self.step, num_threads), sizes)
+        self.had = (time.process_time() - used) / (time.perf_counter() - begin) / num_threads
+        return seconds / self.numel * 1e9
+
+
+def busy_memory(updates: Updates, copies: Copies, num_threads: int) -> float:
+    """Bytes a second of host memory while the processor updates and the link is busy both ways."""
+
+    def work() -> float:
+        count, begin = 0, time.perf_counter()
+        while count < 2 or time.perf_counter() - begin < BUSY_SECONDS:
+            updates.step(num_threads)
+            count += 1
+        return UPDATE_BYTES * updates.numel * count / (time.perf_counter() - begin)
+
+    turns: list[float] = []
+    with ThreadPoolExecutor(1, thread_name_prefix="zerostd-measure") as thread:
+        by_processor = thread.submit(work)
+        while not turns or not by_processor.done():
+            turns.append(max(copies.turn(copies.up, copies.down)))
+        return by_processor.result() + 2 * copies.num_bytes / median(turns)
+
+
+def resident_ns(device: torch.device, sizes: Sizes, free: int) -> float:
+    """Nanoseconds for a parameter that rests on the device: torch's fused AdamW in fp32, bf16 in and out."""
+    numel = within(sizes.parameters * RESIDENT_BYTES, free) // RESIDENT_BYTES
+    gradient = torch.full((numel,), 0.01, dtype=torch.bfloat16, device=device)
+    master = torch.nn.Parameter(torch.full((numel,), 0.5, device=device))
+    wide = torch.zeros(numel, device=device)
+    master.grad = wide
+    weight = torch.empty_like(gradient)
+    optimizer = torch.optim.AdamW([master], lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def work() -> None:
+        wide.copy_(gradient)
+        optimizer.step()
+        weight.copy_(master.detach())
+        finish(device)
+
+    return median_s(work, sizes) / numel * 1e9
+
+
+def matrix_rates(device: torch.device, sizes: Sizes, free: int) -> dict[str, float]:
+    """FLOP/s of large matrix products, by dtype; one that is too slow to be of use is left out."""
+    side = sizes.cpu_side if device.type == "cpu" else sizes.side
+    while 3 * 4 * side * side > free // 2 and side > SMALLEST_SIDE:
+        side //= 2
+    found = {dtype: _matrix_rate(device, dtype, side, sizes) for dtype in (torch.bfloat16, torch.float32)}
+    return {str(dtype).removeprefix("torch."): rate for dtype, rate in found.items() if rate is not None}
+
+
+def _matrix_rate(device: torch.device, dtype: torch.dtype, most: int, sizes: Sizes) -> float | None:
+    """Of the largest product that there is time for: some processors are a thousand times slower in bf16."""
+    side, rate = min(SMALLEST_SIDE, most), None
+    while side <= most:
+        seconds = median_s(_product(device, dtype, side), sizes)
+        if rate is None and seconds > sizes.seconds / 10:
+            return None
+        rate = 2 * side**3 / seconds
+        is_last = side == most or 8 * seconds * (1 + sizes.turns) > sizes.seconds * 2
+        if is_last:
+            break
+        side = min(most, 2 * side)
+    return rate
+
+
+def _product(device: torch.device, dtype: torch.dtype, side: int) -> Callable[[], None]:
+    own = torch.Generator(device).manual_seed(0)  # the user's draws stay as they are
+    left, right = (torch.randn(side, side, device=device, generator=own).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+
+    def work() -> None:
+        torch.mm(left, right, out=out)
+        finish(device)
+
+    return work

@@ -1,0 +1,89 @@
+"""How much is tried, and how it is timed: medians of short turns, with the clock or with the device's events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+
+import torch
+
+from zerostd.tiers.lanes import Lane
+
+__all__ = ["FULL", "Sizes", "Stamp", "finish", "median_s", "turns_of", "within"]
+
+T = TypeVar("T")
+
+PAGE = 4096
+SHARE = 8  # at most one part in so many of what is free is taken for one array
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is tried of each. These are for a profile that is kept; less memory or a slow part takes less."""
+
+    parameters: int = 64 << 20  # to update, on the processor and on the device: far more than caches hold
+    copy: int = 64 << 20  # bytes of one copy through the link
+    copies: int = 4  # in each direction
+    side: int = 8192  # of the matrices on a device
+    cpu_side: int = 1024  # of the matrices on the processor
+    disk: int = 1 << 30  # bytes of the file
+    wire: int = 64 << 20  # bytes of the longest buffer that is gathered and reduced
+    turns: int = 5  # that a median is taken of
+    seconds: float = 1.0  # for one number, after which no new turn begins
+    disk_seconds: float = 3.0  # for one direction of the disk, or both
+
+
+FULL = Sizes()
+
+
+def within(wanted: int, free: int) -> int:
+    """`wanted`, or less where little is free; whole pages, and at least one."""
+    return max(PAGE, min(wanted, free // SHARE) // PAGE * PAGE)
+
+
+def finish(device: torch.device) -> None:
+    """Hold the host until the device has done what was put in."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def turns_of(work: Callable[[], T], sizes: Sizes) -> list[T]:
+    """What `work` returned turn by turn, after one that is not counted, until there were enough or the time is up."""
+    work()
+    turns: list[T] = []
+    end = time.perf_counter() + sizes.seconds
+    while len(turns) < sizes.turns and (not turns or time.perf_counter() < end):
+        turns.append(work())
+    return turns
+
+
+def median_s(work: Callable[[], object], sizes: Sizes) -> float:
+    """Seconds that `work` takes: the median of its turns."""
+
+    def timed() -> float:
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+
+    return max(median(turns_of(timed, sizes)), 1e-9)
+
+
+class Stamp:
+    """A moment in a lane: an event of the device, or the clock where work is done as it is put in."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._time = time.perf_counter()
+        self._event: torch.Event | None = None
+        if lane.stream is not None:
+            self._event = torch.Event(lane.device, enable_timing=True, blocking=True)
+            self._event.record(lane.stream)
+
+    def since(self, other: Stamp) -> float:
+        """Seconds from the other moment to this one, which the host waits for."""
+        if self._event is None or other._event is None:
+            return max(self._time - other._time, 1e-9)
+        self._event.synchronize()
+        return max(other._event.elapsed_time(self._event) / 1e3, 1e-9)

@@ -1,0 +1,340 @@
+"""One forward, tried for what it costs each group: FLOPs, what it leaves for backward, and what it needs beside that.
+
+In: a module, its groups to be and a batch. Out: a Watch with the costs. The forward runs on a copy of the module whose
+tensors have shapes and no memory; a copy is thrown away, so nothing has to be put back. A forward that asks for values
+(`.item()`, `nonzero`) cannot run that way: it runs on the real parameters if there are any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from zerostd.parameters.blueprints import Blueprint
+from zerostd.policy import Precision
+
+__all__ = ["Cost", "Watch", "try_forward"]
+
+log = logging.getLogger(__name__)
+Make = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class Cost:
+    """What one batch costs in one group."""
+
+    flops: int = 0
+    kept: float = 0.0  # bytes
+    boundary: float = 0.0
+    largest: float = 0.0  # output of an operation
+    inside: float = 0.0  # saved in what torch.utils.checkpoint will recompute
+
+
+def try_forward(model: nn.Module, found: list[Blueprint], precision: Precision, batch: Any) -> Watch | None:
+    """The costs of `batch`, from a forward on tensors without memory or, if it needs values, on real ones."""
+    device = _device_of(model)
+    with _everything_kept(device):
+        try:
+            return _without_memory(model, found, precision, batch, device)
+        except Exception as error:
+            name, cause = type(model).__name__, error.__cause__ or error
+            leaves = [*model.parameters(), *model.buffers(), *tree_leaves(batch)]
+            if (why := _why_not_real(error, leaves)) is not None:
+                log.warning(
+                    "FLOPs and activations of %s stay unknown: %s (%s: %s)", name, why, type(cause).__name__, cause
+                )
+                return None
+            log.info("%s is run with values; without them it failed with %s: %s", name, type(cause).__name__, cause)
+            del cause  # it holds this frame, which holds the model
+        return _with_memory(model, found, precision, batch, device)
+
+
+class _CopyError(Exception):
+    """The model cannot be copied, so there is nothing to try."""
+
+
+def _why_not_real(reason: Exception, leaves: list[Any]) -> str | None:
+    """Why the real forward would not help either, or None if it may."""
+    if isinstance(reason, _CopyError):
+        return "copy.deepcopy of it fails, and it is tried on a copy only"
+    if "saved tensor hooks" in str(reason):
+        return "its forward uses torch.func, which does not allow to count what is saved"
+    if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
+        return "its forward needs values or fails; pass a model and a batch with memory"
+    return None
+
+
+def _without_memory(
+    model: nn.Module, found: list[Blueprint], precision: Precision, batch: Any, device: torch.device
+) -> Watch:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    dtypes = {id(m.parameter): m.dtype for blueprint in found for m in blueprint.members}
+    outside, inside = _casts(model, precision)
+
+    def shape_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        with fake:
+            if tensor.layout != torch.strided:
+                return fake.from_tensor(tensor)
+            dtype = dtype or dtypes.get(id(tensor), tensor.dtype)
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made.requires_grad_(tensor.requires_grad)
+
+    copied, twins = _copy(model, shape_of)
+    inputs = _map_tensors(lambda leaf: shape_of(leaf, inside if leaf.is_floating_point() else None), batch)
+    watch = Watch(found, twins, {})
+    with fake:
+        output = watch.run(copied, inputs)
+        if outside != inside:  # as the root will do
+            with watch:
+                _map_tensors(lambda leaf: leaf.to(outside) if leaf.dtype == inside else leaf, output)
+    return watch
+
+
+def _with_memory(
+    model: nn.Module, found: list[Blueprint], precision: Precision, batch: Any, device: torch.device
+) -> Watch:
+    """Runs in the model's own dtype; bytes of it are scaled to the dtype it will compute in."""
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+
+    copied, twins = _copy(model, own)
+    outside, inside = _casts(model, precision)
+    scale = {outside: inside.itemsize / outside.itemsize} if outside is not None and inside is not None else {}
+    watch = Watch(found, twins, scale)
+    try:
+        watch.run(copied, _map_tensors(lambda leaf: leaf.detach().to(device, copy=True), batch))
+    finally:
+        for storage, before in watch.overwritten.values():
+            storage.copy_(before)
+    return watch
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model lies; one without memory will go to the accelerator, if there is one."""
+    real = [p.device for p in model.parameters() if not p.is_meta]
+    return real[0] if real else torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def _casts(model: nn.Module, precision: Precision) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """The dtype the root takes and returns, and the one it computes in; None twice if they are not two."""
+    outside = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if precision.compute is None or len(outside) != 1 or outside == {precision.compute}:
+        return None, None
+    return outside.pop(), precision.compute
+
+
+def _map_tensors(function: Make, tree: Any) -> Any:
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def _copy(model: nn.Module, make: Make) -> tuple[nn.Module, dict[int, Any]]:
+    """A copy with `make(tensor)` for every tensor that a module holds, and what stands for what, by id."""
+    twins: dict[int, Any] = {}
+    for module in model.modules():
+        for leaf in tree_leaves(dict(vars(module))):
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in twins:
+                twins[id(leaf)] = make(leaf)
+    try:
+        return copy.deepcopy(model, twins), twins
+    except Exception as error:
+        raise _CopyError from error
+
+
+@contextlib.contextmanager
+def _everything_kept(device: torch.device) -> Iterator[None]:
+    """Random states as before, whatever forward draws; gradients on, whatever the caller said; nothing compiled."""
+    devices = [] if device.type == "cpu" else [device]
+    numbers = random.getstate()
+    numpy = sys.modules.get("numpy")
+    arrays = None if numpy is None else numpy.random.get_state()
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+    try:
+        draws = torch.random.fork_rng(devices, device_type=device.type)
+        with draws, eager, torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        random.setstate(numbers)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
+
+
+# -- counting --
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> int:
+    return 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3])
+
+
+def _recurrent_on_cpu(x: torch.Tensor, inner: torch.Tensor, outer: torch.Tensor, *_: Any, **__: Any) -> int:
+    return 2 * x.shape[0] * x.shape[1] * (inner.numel() + outer.numel())
+
+
+def _recurrent(x: torch.Tensor, weights: Sequence[torch.Tensor], *_: Any, **__: Any) -> int:
+    return 2 * x.shape[0] * x.shape[1] * sum(weight.numel() for weight in weights if weight.dim() == 2)
+
+
+# [Note: why not FlopCounterMode] These are its formulas, and it knows no groups; the hooks that it puts on every module
+# make a forward fail that calls torch.autograd.grad, as models of forces do.
+FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten.mkldnn_rnn_layer: _recurrent_on_cpu,
+    torch.ops.aten._cudnn_rnn: _recurrent,
+}
+
+
+@dataclass
+class _Frame:
+    """A module whose forward runs."""
+
+    index: int  # of its group
+    is_entry: bool  # to the group
+    hooks: saved_tensors_hooks | None = None  # ours, where somebody else's would see what is saved
+    inside: float = 0.0
+
+
+@dataclass
+class _Seen:
+    """Storages that were counted. Weak references, so that no address is used twice."""
+
+    kept: set[StorageWeakRef] = field(default_factory=set)
+    boundary: set[StorageWeakRef] = field(default_factory=set)
+    inside: set[StorageWeakRef] = field(default_factory=set)
+
+
+class Watch(TorchDispatchMode):
+    """Counts what a forward does, for the group whose module runs."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, found: list[Blueprint], twins: Mapping[int, Any], scale: Mapping[torch.dtype, float]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.costs = [Cost() for _ in found]
+        self.order: dict[int, None] = {}  # groups as they are first used
+        self.overwritten: dict[StorageWeakRef, tuple[Any, Any]] = {}  # parameters' storages: what they held before
+        self._groups = {twins[id(m)]: index for index, one in enumerate(found) for m in one.modules}
+        self._owners: dict[StorageWeakRef, int | None] = {}  # parameters by group; buffers have none
+        self._scale = scale
+        self._seen = _Seen()
+        self._frames = [_Frame(0, True)]
+        self._num_packed = 0
+        for index, one in enumerate(found):
+            self._owners |= {ref: index for m in one.members if (ref := _ref(twins[id(m.parameter)])) is not None}
+
+    def run(self, model: nn.Module, batch: Any) -> Any:
+        """Call `model`, a copy that is thrown away, and count."""
+        self._owners |= {ref: None for b in model.buffers() if (ref := _ref(b)) not in self._owners and ref is not None}
+        for module in model.modules():
+            index = self._groups.get(module)
+            module.register_forward_pre_hook(functools.partial(self._before, index), prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._after, always_call=True)
+        with self, saved_tensors_hooks(self._keep, _as_it_is):
+            self._probe = torch.empty(0, requires_grad=True)
+            try:
+                if isinstance(batch, Mapping):
+                    return model(**batch)
+                return model(*batch) if isinstance(batch, tuple) else model(batch)
+            finally:
+                self._groups.clear()  # the modules' hooks hold this, and they shall go with the copy
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        refs = [ref for leaf in tree_leaves((args, kwargs)) if (ref := _ref(leaf)) in self._owners]
+        for ref in refs:
+            if (index := self._owners[ref]) is not None:
+                self.order.setdefault(index)
+        if refs:
+            self._save_before_write(func, args, kwargs)
+        result = func(*args, **kwargs)
+        cost = self.costs[self._frames[-1].index]
+        if (formula := FORMULAS.get(getattr(func, "overloadpacket", func))) is not None:
+            cost.flops += formula(*args, **kwargs, out_val=result)
+        for leaf in tree_leaves(result):
+            if (ref := _ref(leaf)) is not None and ref not in self._owners:
+                cost.largest = max(cost.largest, self._size(leaf))
+        return result
+
+    def _save_before_write(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        arguments = enumerate(func._schema.arguments) if hasattr(func, "_schema") else ()
+        written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        for leaf in tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in written]):
+            if (ref := _ref(leaf)) is not None and self._owners.get(ref) is not None and ref not in self.overwritten:
+                self.overwritten[ref] = leaf.untyped_storage(), leaf.untyped_storage().clone()
+
+    def _size(self, tensor: torch.Tensor) -> float:
+        return tensor.untyped_storage().nbytes() * self._scale.get(tensor.dtype, 1.0)
+
+    def _before(self, index: int | None, module: nn.Module, args: Any, kwargs: Any) -> None:
+        is_entry = index is not None
+        frame = _Frame(self._frames[-1].index if index is None else index, is_entry)
+        self._frames.append(frame)
+        if is_entry:
+            self.order.setdefault(frame.index)
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and self._is_new(leaf, self._seen.boundary):
+                    self.costs[frame.index].boundary += self._size(leaf)
+        num_packed = self._num_packed
+        _ = self._probe * self._probe
+        if self._num_packed == num_packed:  # it was saved with other hooks: those of torch.utils.checkpoint
+            frame.hooks = saved_tensors_hooks(functools.partial(self._keep_inside, frame), _as_it_is)
+            frame.hooks.__enter__()
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        frame = self._frames.pop()
+        cost = self.costs[frame.index]
+        if frame.hooks is not None:
+            frame.hooks.__exit__()
+        if frame.is_entry or frame.index == 0:  # at the root, which holds many blocks, the largest one counts
+            cost.inside = max(cost.inside, frame.inside)
+        else:
+            self._frames[-1].inside += frame.inside
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._num_packed += 1
+        if self._is_new(tensor, self._seen.kept):
+            self.costs[self._frames[-1].index].kept += self._size(tensor)
+        return tensor.detach()  # itself would hold the graph that holds it
+
+    def _keep_inside(self, frame: _Frame, tensor: torch.Tensor) -> torch.Tensor:
+        self._num_packed += 1
+        if _ref(tensor) not in self._seen.kept and self._is_new(tensor, self._seen.inside):
+            frame.inside += self._size(tensor)
+        return tensor.detach()
+
+    def _is_new(self, tensor: torch.Tensor, seen: set[StorageWeakRef]) -> bool:
+        """Whether its storage is no parameter's or buffer's, and was not counted yet."""
+        ref = _ref(tensor)
+        if ref is None or ref in self._owners or ref in seen:
+            return False
+        seen.add(ref)
+        return True
+
+
+def _ref(leaf: Any) -> StorageWeakRef | None:
+    try:
+        return StorageWeakRef(leaf.untyped_storage()) if isinstance(leaf, torch.Tensor) else None
+    except (RuntimeError, NotImplementedError):  # sparse tensors have no storage to show
+        return None
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -1,0 +1,311 @@
+"""Models that do not exist here: a profile from a few numbers, or from a Hugging Face config.json on disk.
+
+All are transformers of one shape: embedding, equal blocks, head. What a sample of s tokens takes, with h the width of
+the residual stream, a that of all heads together and v the vocabulary:
+
+FLOPs      2 a token for each entry of a matrix, 4 s a for attention in each block and token (not halved where it is
+           causal), 2 h v a token for the head; lookups take none.
+kept       in bf16 by a token and block: inputs of both norms 4 h, of attention 2 h; queries, keys and values; the
+           output of flash attention 2 a; input of the feed-forward part 2 h, 4 bytes for each of its entries (8 if it
+           is gated); masks of two dropouts 2 h if there are any. With a = h and a feed-forward part of 4 h this is the
+           well-known 34 s h. Head: inputs of its norm and matrix; logits in bf16 and, for the loss, in fp32, 6 s v.
+boundary   the input of a block in bf16, 2 s h.
+peak       the largest output: of the feed-forward part in a block, the gradient of the fp32 logits in the head.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from zerostd.errors import PrepareError
+from zerostd.planning.model import GroupProfile, ModelProfile
+
+__all__ = ["from_config", "from_numbers", "parse_count"]
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+VOCABULARY = 50257  # of GPT-2 and GPT-3
+LEAST_UNTIED = 64000  # rows in embedding and head together, from which on they are taken for two matrices
+LONGEST = 4096  # tokens of a sample, if nobody says
+LAYERS = {  # published depths by number of parameters: GPT-2 and -3, MT-NLG, Megatron's 1T; below 100M our own
+    10**4: 1,
+    10**5: 2,
+    10**6: 4,
+    10**7: 6,
+    125 * 10**6: 12,
+    350 * 10**6: 24,
+    1300 * 10**6: 24,
+    2700 * 10**6: 32,
+    6700 * 10**6: 32,
+    13 * 10**9: 40,
+    175 * 10**9: 96,
+    530 * 10**9: 105,
+    10**12: 128,
+}
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One block: its parameters, and the widths that decide what it computes and keeps."""
+
+    numel: int
+    matrices: int  # entries of its matrices
+    hidden: int
+    attention: int  # queries of all heads together
+    keys: int  # of all heads together; values are as many
+    inner: int  # of the feed-forward part
+    is_gated: bool = False
+    drops: bool = True
+
+    def profile(self, name: str, sequence: int) -> GroupProfile:
+        kept = 8 * self.hidden + 2 * (self.attention + 2 * self.keys) + 2 * self.attention
+        kept += (8 if self.is_gated else 4) * self.inner + (2 * self.hidden if self.drops else 0)
+        return GroupProfile(
+            name,
+            trained=self.numel,
+            forward_flops=float(sequence * (2 * self.matrices + 4 * sequence * self.attention)),
+            kept_bytes=float(sequence * kept),
+            boundary_bytes=2.0 * sequence * self.hidden,
+            peak_bytes=2.0 * sequence * self.inner,
+        )
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """What is before and after the blocks. A tied head has no matrix of its own, but takes its FLOPs."""
+
+    embedding: int
+    head: int
+    vocabulary: int  # rows of the logits; 0: the model has none, and pools its first token
+
+
+def parse_count(value: int | str) -> int:
+    """A number of parameters from an integer or a text with a unit: 350M, 7.5B, 1T."""
+    remedy = "write it like '350M', '7.5B', '1T' or as an integer above 0"
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
+        if match is None or match.group(2).upper() not in UNITS:
+            raise PrepareError(f"{value!r} is not a number of parameters; {remedy}")
+        count = int(Decimal(re.sub("[_,]", "", match.group(1))) * UNITS[match.group(2).upper()])
+    elif isinstance(value, bool) or not isinstance(value, int):
+        raise PrepareError(f"{value!r} is not a number of parameters; {remedy}")
+    else:
+        count = value
+    if count < 1:
+        raise PrepareError(f"a model of {value!r} parameters cannot be; {remedy}")
+    return count
+
+
+def from_numbers(
+    numel: int | str,
+    *,
+    hidden: int | None = None,
+    layers: int | None = None,
+    vocabulary: int | None = None,
+    sequence: int = 1024,
+    samples: int | None = None,
+    name: str | None = None,
+) -> ModelProfile:
+    """A GPT of exactly `numel` parameters, in bf16 with the states of AdamW.
+
+    With `hidden` and `layers`, a block has 12 hidden^2 + 13 hidden parameters, and what is left belongs to embedding
+    and head: to the embedding alone where it is about one matrix (tied), to both where it is two. Without them a
+    published shape of about this size is taken, and the blocks are scaled so that the sum is right.
+
+    Args:
+        numel: Parameters: an integer, or a text such as "7.5B".
+        hidden: Width of the residual stream.
+        layers: Number of blocks.
+        vocabulary: Rows of the embedding. None: from what is left, or that of GPT-2.
+        sequence: Tokens in one sample.
+        samples: Sequences in one pass on one rank; None: not known.
+        name: Of the model; None: "gpt-" and its size.
+
+    Raises:
+        PrepareError: Numbers below 1, or blocks that are more than `numel`.
+    """
+    total = parse_count(numel)
+    _check(hidden=hidden, layers=layers, vocabulary=vocabulary, sequence=sequence, samples=samples)
+    if hidden is not None and layers is not None:
+        width, ends, sizes = _exact(total, hidden, layers, vocabulary)
+    else:
+        width, ends, sizes = _scaled(total, hidden, layers, vocabulary)
+    blocks = [_Block(size, max(0, size - 13 * width), width, width, width, 4 * width) for size in sizes]
+    return _assemble(name or f"gpt-{numel}", blocks, ends, sequence, samples)
+
+
+def _check(**given: int | None) -> None:
+    for what, value in given.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise PrepareError(f"{what}={value!r} must be a whole number, 1 or more")
+
+
+def _exact(total: int, hidden: int, layers: int, vocabulary: int | None) -> tuple[int, _Ends, list[int]]:
+    """Blocks as the numbers say; embedding and head are what is left."""
+    size = 12 * hidden**2 + 13 * hidden
+    rest = total - layers * size
+    if rest < 0:
+        raise PrepareError(
+            f"{layers} blocks of width {hidden} have {layers * size:,} parameters, more than the {total:,} of the "
+            "model: correct numel=, hidden= or layers=, or leave hidden and layers out"
+        )
+    rows = rest // hidden
+    is_tied = rows < (LEAST_UNTIED if vocabulary is None else 2 * vocabulary)
+    head = min(2 * hidden, rest) if is_tied else rest // 2
+    return hidden, _Ends(rest - head, head, vocabulary or max(1, rows if is_tied else rows // 2)), [size] * layers
+
+
+def _scaled(total: int, hidden: int | None, layers: int | None, vocabulary: int | None) -> tuple[int, _Ends, list[int]]:
+    """A published shape of about this size; the blocks make up the difference."""
+    if vocabulary is None:
+        vocabulary = VOCABULARY if total >= 10**8 else max(1, 5 * math.isqrt(total))
+    if layers is None and hidden is not None:
+        layers = max(1, round((total - vocabulary * hidden) / (12 * hidden**2)))
+    elif layers is None:
+        layers = LAYERS[min(LAYERS, key=lambda known: abs(math.log(known / total)))]
+    if hidden is None:  # 12 layers hidden^2 + vocabulary hidden = total
+        root = (math.sqrt(vocabulary**2 + 48 * layers * total) - vocabulary) / (24 * layers)
+        hidden = round(root / 64) * 64 if root >= 64 else max(1, int(root))
+    head = min(2 * hidden, total)
+    embedding = min(vocabulary * hidden, total - head)
+    share, more = divmod(total - embedding - head, layers)
+    return hidden, _Ends(embedding, head, vocabulary), [share + (index < more) for index in range(layers)]
+
+
+def _assemble(name: str, blocks: list[_Block], ends: _Ends, sequence: int, samples: int | None) -> ModelProfile:
+    hidden = blocks[0].hidden
+    stream = 2.0 * sequence * hidden  # one activation in bf16
+    if ends.vocabulary:
+        logits = float(sequence * ends.vocabulary)
+        head = GroupProfile("head", ends.head, 0, 2.0 * hidden * logits, 2 * stream + 6 * logits, stream, 4 * logits)
+    else:
+        head = GroupProfile("head", ends.head, 0, 2.0 * hidden**2, 4.0 * hidden, stream, 2.0 * hidden)
+    embedding = GroupProfile("embedding", ends.embedding, peak_bytes=stream)
+    middle = (block.profile(f"blocks.{index}", sequence) for index, block in enumerate(blocks))
+    return ModelProfile(name, (embedding, *middle, head), samples=samples)
+
+
+# -- config.json --
+
+
+def from_config(path: str | Path, *, sequence: int | None = None, samples: int | None = None) -> ModelProfile:
+    """The model that a Hugging Face config.json describes, by its fields, in bf16 with the states of AdamW.
+
+    Counts are exact for GPT-2, for Llama, Mistral, Qwen2 and Qwen3 (the causal language models, with their head), and
+    for BERT and RoBERTa (the encoder with its pooler).
+
+    Args:
+        path: The file, or the folder that holds it.
+        sequence: Tokens in one sample. None: as many as the model takes, at most 4096.
+        samples: Sequences in one pass on one rank; None: not known.
+
+    Raises:
+        PrepareError: No such file, a field that is missing, or a model_type that is not one of these.
+    """
+    _check(sequence=sequence, samples=samples)
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        data = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise PrepareError(f"{file} cannot be read as a config.json: {error}") from error
+    if not isinstance(data, dict):
+        raise PrepareError(f"{file} is not a config.json: it holds no fields")
+    kind = data.get("model_type")
+    if kind not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise PrepareError(
+            f"{file}: model_type {kind!r} is not known here ({known} are); give a function that builds the model as "
+            "`module:function` instead, or its size in numbers such as '7.5B'"
+        )
+    config = _Config(file, data)
+    block, ends = FAMILIES[kind](config)
+    longest = config.number("max_position_embeddings", "n_positions", otherwise=LONGEST)
+    learns_positions = kind in ("gpt2", "bert", "roberta")
+    if sequence is not None and learns_positions and sequence > longest:
+        raise PrepareError(
+            f"sequence={sequence} is longer than the {longest} positions of {file}; use at most {longest}"
+        )
+    layers = config.number("num_hidden_layers", "n_layer")
+    name = data.get("_name_or_path") or kind
+    return _assemble(name, [block] * layers, ends, sequence or min(longest, LONGEST), samples)
+
+
+@dataclass(frozen=True)
+class _Config:
+    """Fields of a config.json; an error names the one that is missing."""
+
+    file: Path
+    fields: Mapping[str, Any]
+
+    def number(self, *names: str, otherwise: int | None = None) -> int:
+        """The first of these fields that is there."""
+        for name in names:
+            value = self.fields.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise PrepareError(f"{self.file}: {name} is {value!r}, and must be a whole number above 0")
+            return value
+        if otherwise is None:
+            raise PrepareError(f"{self.file}: {' or '.join(names)} is missing; complete the file")
+        return otherwise
+
+    def flag(self, name: str, otherwise: bool) -> bool:
+        """A field that is true or false."""
+        return bool(self.fields.get(name, otherwise))
+
+
+def _gpt2(config: _Config) -> tuple[_Block, _Ends]:
+    h, v = config.number("n_embd", "hidden_size"), config.number("vocab_size")
+    inner = config.number("n_inner", otherwise=4 * h)
+    matrices = 4 * h * h + 2 * h * inner
+    numel = matrices + 4 * h + (inner + h) + 4 * h  # biases of attention and feed-forward part, two norms
+    embedding = (v + config.number("n_positions", "max_position_embeddings")) * h
+    head = 2 * h + (0 if config.flag("tie_word_embeddings", True) else v * h)
+    return _Block(numel, matrices, h, h, h, inner), _Ends(embedding, head, v)
+
+
+def _llama(config: _Config) -> tuple[_Block, _Ends]:
+    h, v, inner = (config.number(name) for name in ("hidden_size", "vocab_size", "intermediate_size"))
+    heads = config.number("num_attention_heads")
+    width = config.number("head_dim", otherwise=h // heads)
+    attention = heads * width
+    keys = config.number("num_key_value_heads", otherwise=heads) * width
+    matrices = 2 * h * attention + 2 * h * keys + 3 * h * inner
+    kind, vectors = config.fields["model_type"], 2 * h  # two norms
+    if kind == "qwen2":
+        vectors += attention + 2 * keys
+    elif config.flag("attention_bias", False):
+        vectors += attention + 2 * keys + h
+    if kind == "qwen3":
+        vectors += 2 * width  # norms of queries and keys
+    if config.flag("mlp_bias", False):
+        vectors += 2 * inner + h
+    block = _Block(matrices + vectors, matrices, h, attention, keys, inner, is_gated=True, drops=False)
+    head = h + (0 if config.flag("tie_word_embeddings", False) else v * h)
+    return block, _Ends(v * h, head, v)
+
+
+def _bert(config: _Config) -> tuple[_Block, _Ends]:
+    h, v, inner = (config.number(name) for name in ("hidden_size", "vocab_size", "intermediate_size"))
+    matrices = 4 * h * h + 2 * h * inner
+    numel = matrices + 4 * h + (inner + h) + 4 * h
+    rows = v + config.number("max_position_embeddings") + config.number("type_vocab_size", otherwise=2)
+    return _Block(numel, matrices, h, h, h, inner), _Ends(rows * h + 2 * h, h * h + h, 0)
+
+
+FAMILIES = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": _llama,
+    "qwen3": _llama,
+    "bert": _bert,
+    "roberta": _bert,
+}

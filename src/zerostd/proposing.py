@@ -1,0 +1,276 @@
+"""From a model and what the user left open to a plan: what is free, what everything would take, and if it does not fit
+on the device, what the machine can do and the planner's answer. All ranks get the same plan.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from zerostd.accounting import predict
+from zerostd.communication import Control, World
+from zerostd.errors import PrepareError
+from zerostd.measuring import load_or_measure
+from zerostd.measuring.identity import free_bytes
+from zerostd.measuring.model import state_widths
+from zerostd.parameters.blueprints import Blueprint
+from zerostd.parameters.homes import plan_flats
+from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Plan, Prediction, Task, make_plan
+from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, parse_bytes
+from zerostd.runtime import PREFETCH_DEPTH
+from zerostd.settings import NUM_BUSY_THREADS, Settings, check_placement, rules_for
+
+__all__ = ["decide", "find_limits", "homes_of", "plan_for", "propose"]
+
+MARGIN = 0.1  # of what is free that nobody plans with
+FOR_ACTIVATIONS = 0.4  # of the device, while nobody has said how large a batch is and no budget was given
+MOST_TRIES = 6
+WORTH_SPECULATING = 0.03  # of a step, for twice the host memory
+
+log = logging.getLogger("zerostd")
+
+Bytes = Mapping[Tier, Mapping[Kind, int]]
+
+
+def decide(settings: Settings, found: Sequence[Blueprint], control: Control, *, has_optimizer: bool) -> Settings:
+    """The settings with stage, placement and plan filled in. All ranks call it together."""
+    world = control.world
+    if settings.plan is None and settings.placement is not None:
+        return replace(settings, stage=Stage.PARAMETERS if settings.stage is None else settings.stage)
+    if settings.plan is None:
+        limits = find_limits(replace(settings.budget, disk_path=None), world, _held(found, world), control)
+        profile = profile_of(found, settings)
+        plan = fitting(settings, found, world, limits)
+        if plan is None:
+            limits = find_limits(settings.budget, world, _held(found, world), control)
+            machine = load_or_measure(world.device, disk_path=settings.budget.disk_path)
+            plan = propose(settings, found, world, limits, profile, machine, has_optimizer=has_optimizer)
+        plan = Plan.from_json(control.collect(plan.to_json())[0])
+        if world.rank == 0:
+            log.info("%s", plan.explain())
+        return settings.obeying(plan, _sizes(found))
+    if settings.plan.world_size != world.size:
+        raise PrepareError(
+            f"the plan is for {settings.plan.world_size} rank(s), and this is one of {world.size}: plan again for that"
+        )
+    obeying = settings.obeying(settings.plan, _sizes(found))
+    check_placement(obeying, obeying.decided[1], has_optimizer=has_optimizer)
+    return obeying
+
+
+def plan_for(
+    found: Sequence[Blueprint],
+    settings: Settings,
+    world: World,
+    profile: ModelProfile | None,
+    machine: MachineProfile | None,
+    *,
+    has_optimizer: bool,
+) -> Plan:
+    """A plan for a world that need not be here. Without a profile the batch is not known."""
+    free = dict(machine.free) if machine is not None else None
+    held = _held(found, world) if machine is None else 0
+    limits = find_limits(settings.budget, world, held, free=free, knows_activations=profile is not None)
+    if machine is None:
+        plan = fitting(settings, found, world, limits) if profile is None else None
+        if plan is not None:
+            return plan
+        machine = load_or_measure(world.device, disk_path=settings.budget.disk_path)
+    profile = profile or profile_of(found, settings)
+    return propose(settings, found, world, limits, profile, machine, has_optimizer=has_optimizer)
+
+
+def homes_of(plan: Plan | None, found: Sequence[Blueprint]) -> dict[str, Homes] | None:
+    """By name of group; None without a plan."""
+    if plan is None:
+        return None
+    return {one.name: plan.homes_of(one.name) if one.members else Homes() for one in found}
+
+
+def find_limits(
+    budget: Budget,
+    world: World,
+    held: int,
+    control: Control | None = None,
+    *,
+    free: Mapping[str, int] | None = None,
+    knows_activations: bool = False,
+) -> dict[Tier, int]:
+    """Bytes that each rank may use of each tier: the budget's, or what is free less a margin, on the rank that has
+    least. `held` bytes of the device are the model's own already; `free` is given for another machine."""
+    if free is None:
+        free = free_bytes(world.device, budget.disk_path)
+    limits: dict[Tier, int] = {}
+    ranks, is_host = world.local_size, world.device.type == "cpu"
+    if budget.device is not None:
+        limits[Tier.DEVICE] = parse_bytes(budget.device)
+    else:
+        share = (1.0 - MARGIN) * (1.0 if knows_activations else 1.0 - FOR_ACTIVATIONS)
+        limits[Tier.DEVICE] = int((free["device"] // (ranks if is_host else 1) + held) * share)
+    if budget.host is not None:
+        limits[Tier.HOST] = parse_bytes(budget.host) // ranks
+    elif not is_host:
+        limits[Tier.HOST] = int(free["host"] * (1.0 - MARGIN)) // ranks
+    if budget.disk_path is not None or (budget.disk is not None and "disk" in free):
+        on_disk = free.get("disk", 0) * (1.0 - MARGIN) if budget.disk is None else parse_bytes(budget.disk)
+        limits[Tier.DISK] = int(on_disk) // ranks
+    if control is None:
+        return limits
+    everywhere: list[dict[Tier, int]] = control.collect(limits)
+    return {tier: min(one[tier] for one in everywhere) for tier in limits}
+
+
+def fitting(settings: Settings, found: Sequence[Blueprint], world: World, limits: Mapping[Tier, int]) -> Plan | None:
+    """The plan with everything on the device, at the first stage at which it fits; None if at none."""
+    for stage in _stages(settings, world):
+        trial = replace(settings, stage=stage, placement=Placement())
+        rules = rules_for(trial, world)
+        counted = predict(plan_flats(found, rules), rules, prefetch_depth=PREFETCH_DEPTH)
+        if sum(counted.get(Tier.DEVICE, {}).values()) <= limits[Tier.DEVICE]:
+            homes = {one.name: Homes() for one in found}
+            note = "Everything fits on the device, so nothing has to move."
+            return Plan(homes, stage, world.size, predicted=Prediction(bytes=counted), limits=limits, notes=(note,))
+    return None
+
+
+def _stages(settings: Settings, world: World) -> list[Stage]:
+    """The user's, or those worth trying: gradients sharded, which sends no more than data parallel does, and then
+    parameters too, which are gathered once more."""
+    if settings.stage is not None:
+        return [settings.stage]
+    return [Stage.PARAMETERS] if world.size == 1 else [Stage.GRADIENTS, Stage.PARAMETERS]
+
+
+def propose(
+    settings: Settings,
+    found: Sequence[Blueprint],
+    world: World,
+    limits: Mapping[Tier, int],
+    profile: ModelProfile,
+    machine: MachineProfile,
+    *,
+    has_optimizer: bool = True,
+) -> Plan:
+    """The planner's answer, inside the limits by exact account."""
+    waits = settings.max_grad_norm is not None or settings.accumulate is None or settings.precision.scales_loss
+    places = {Kind.PARAMETERS} | ({Kind.GRADIENTS, Kind.OPTIMIZER_STATES} if has_optimizer else set())
+    plans, refused = [], []
+    for stage in _stages(settings, world):
+        task = Task(
+            model=profile,
+            machine=machine,
+            limits=limits,
+            stage=stage,
+            world_size=world.size,
+            accumulate=settings.accumulate or 1,
+            waits_for_norm=waits,
+            num_threads=threads_of(machine, world.local_size),
+            can_place=frozenset(places),
+        )
+        try:
+            plans.append(_inside(task, settings, found, world))
+        except PrepareError as error:
+            refused.append(error)
+            continue
+        if _may_speculate(settings, profile) and plans[-1].predicted.total(Tier.HOST):
+            plans += _speculating(replace(task, speculates=True), settings, found, world, plans[-1])
+    if not plans:
+        raise refused[-1]
+    best = min(plans, key=lambda plan: plan.predicted.step_s or _moved(plan))
+    return replace(best, notes=(*best.notes, *(str(error) for error in refused)))
+
+
+def threads_of(machine: MachineProfile, local_size: int) -> int:
+    """For updates on the processor of a machine, as `settings.num_threads` counts them here."""
+    cores = max(1, machine.processor.num_cores // local_size)
+    return cores if machine.link is None else max(1, cores - NUM_BUSY_THREADS)
+
+
+def _may_speculate(settings: Settings, profile: ModelProfile) -> bool:
+    knows = settings.accumulate is not None and settings.max_grad_norm is not None
+    return knows and not settings.precision.scales_loss and (profile.samples or profile.forward_s) is not None
+
+
+def _speculating(task: Task, settings: Settings, found: Sequence[Blueprint], world: World, without: Plan) -> list[Plan]:
+    """A plan that does, if it is worth its memory."""
+    try:
+        plan = _inside(task, settings, found, world)
+    except PrepareError:
+        return []
+    is_worth = (plan.predicted.step_s or 0.0) < (1.0 - WORTH_SPECULATING) * (without.predicted.step_s or 0.0)
+    return [plan] if is_worth else []
+
+
+def _moved(plan: Plan) -> float:
+    """Without a time: the most that a resource has to do."""
+    return max(plan.predicted.busy.values(), default=0.0)
+
+
+def _inside(task: Task, settings: Settings, found: Sequence[Blueprint], world: World) -> Plan:
+    """Plan, count exactly, and plan again with that much less until it fits."""
+    activations = task.model.activations()
+
+    def account(homes: Mapping[str, Homes]) -> Bytes:
+        given = {one.name: homes.get(one.name, Homes()) for one in found}
+        plan = Plan(given, task.stage, task.world_size, speculate=task.speculates)
+        rules = rules_for(settings.obeying(plan, _sizes(found)), world, given)
+        counted = predict(plan_flats(found, rules), rules, prefetch_depth=PREFETCH_DEPTH)
+        if activations:
+            counted.setdefault(Tier.DEVICE, {})[Kind.ACTIVATIONS] = activations
+        return counted
+
+    fixed = {Tier.DEVICE: activations}
+    for _ in range(MOST_TRIES):
+        task = replace(task, fixed=fixed)
+        plan = make_plan(task, account, _notes(task))
+        over = {tier: plan.predicted.total(tier) - task.limits.get(tier, 0) for tier in Tier}
+        if all(size <= 0 for size in over.values()):
+            return plan
+        fixed = {tier: fixed.get(tier, 0) + int(1.01 * max(0, size)) + 1 for tier, size in over.items()}
+        fixed = {tier: size for tier, size in fixed.items() if size > 1}
+    raise PrepareError(
+        f"no placement was found whose bytes stay inside the limits: the last one is {over} bytes over. Give the tier "
+        "that is over more, with Budget(...)"
+    )
+
+
+def _notes(task: Task) -> list[str]:
+    notes = []
+    if task.model.samples is None and task.model.forward_s is None:
+        notes.append("The batch is not known, so time to compute is not in the plan and activations are not either.")
+    if Tier.DISK not in task.limits:
+        notes.append("The disk is not used: name a directory with Budget(disk_path=...) to let it be.")
+    if task.waits_for_norm and task.accumulate == 1 and not task.speculates:
+        notes.append(
+            "Updates wait for the end of backward: gradients are clipped or scaled, or prepare was not told with "
+            "accumulate= how many passes make a step."
+        )
+    return notes
+
+
+def profile_of(found: Sequence[Blueprint], settings: Settings) -> ModelProfile:
+    """What is known of a model that has not been tried."""
+    members = [member for one in found for member in one.members]
+    groups = []
+    for one in found:
+        trained = sum(member.parameter.numel() for member in one.members if member.options is not None)
+        frozen = sum(member.parameter.numel() for member in one.members) - trained
+        groups.append(GroupProfile(one.name, trained, frozen))
+    widths: dict[str, Any] = state_widths(members, settings.precision, settings.states)
+    return ModelProfile("model", tuple(groups), **widths)
+
+
+def _sizes(found: Sequence[Blueprint]) -> dict[str, float]:
+    return {
+        one.name: float(sum(member.parameter.numel() for member in one.members if member.options is not None))
+        for one in found
+        if one.members
+    }
+
+
+def _held(found: Sequence[Blueprint], world: World) -> int:
+    """Bytes of parameters that are on the device already."""
+    on_device = [m.parameter for one in found for m in one.members if m.parameter.device == world.device]
+    return sum(parameter.numel() * parameter.element_size() for parameter in on_device)
