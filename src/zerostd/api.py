@@ -79,21 +79,18 @@ def prepare(
     Raises:
         PrepareError: Nothing was changed; the message says what to do.
     """
-    if plan is not None and not isinstance(plan, Plan):
-        plan = Plan.load(plan)
-    if plan is not None and (stage is not None or placement is not None):
-        raise PrepareError("plan= says what stage= and placement= would: leave them out, or the plan")
-    settings = Settings(
-        None if stage is None else Stage.parse(stage),
-        Precision.parse(precision),
-        placement,
-        budget or Budget(),
-        accumulate,
-        max_grad_norm,
-        groups,
-        plan,
+    settings = _settings(
+        model,
+        optimizer,
+        stage=stage,
+        placement=placement,
+        precision=precision,
+        accumulate=accumulate,
+        max_grad_norm=max_grad_norm,
+        budget=budget,
+        globs=groups,
+        plan=plan,
     )
-    settings = _check(model, optimizer, settings)
     check_budget(settings.budget)
     runtime = build(model, optimizer, settings, describe_optimizer(optimizer))
     object.__setattr__(model, MARK, runtime)
@@ -135,16 +132,16 @@ def plan(
     Raises:
         PrepareError: Nothing fits; the message says how many bytes are missing where.
     """
-    settings = Settings(
-        None if stage is None else Stage.parse(stage),
-        Precision.parse(precision),
-        None,
-        budget or Budget(),
-        accumulate,
-        max_grad_norm,
-        groups,
+    settings = _settings(
+        model,
+        optimizer,
+        stage=stage,
+        precision=precision,
+        accumulate=accumulate,
+        max_grad_norm=max_grad_norm,
+        budget=budget,
+        globs=groups,
     )
-    settings = _check(model, optimizer, settings)
     if machine is None:
         check_budget(settings.budget)
     device = device_of(model) if machine is None else torch.device("cpu" if machine.link is None else "cuda")
@@ -168,8 +165,16 @@ def apply_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
     return prepared
 
 
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> Settings:
-    """Refuse what cannot work before anything is looked at; the settings with what is known of the optimizer."""
+def _settings(model: nn.Module, optimizer: torch.optim.Optimizer | None, **told: Any) -> Settings:
+    """The options, checked before anything is looked at, with what is known of the optimizer."""
+    plan = told.get("plan")
+    if plan is not None and not isinstance(plan, Plan):
+        told["plan"] = plan = Plan.load(plan)
+    if plan is not None and (told["stage"] is not None or told["placement"] is not None):
+        raise PrepareError("plan= says what stage= and placement= would: leave them out, or the plan")
+    stage = None if told["stage"] is None else Stage.parse(told["stage"])
+    checked = {"stage": stage, "precision": Precision.parse(told["precision"]), "budget": told["budget"] or Budget()}
+    settings = Settings(**{"placement": None, **told, **checked})
     _check_numbers(settings.accumulate, settings.max_grad_norm)
     check_model(model)
     if optimizer is not None:

@@ -17,7 +17,8 @@ from zerostd.measuring.identity import free_bytes
 from zerostd.measuring.model import state_widths
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.homes import plan_flats
-from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Plan, Prediction, Task, make_plan
+from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Plan, Prediction, Task
+from zerostd.planning.planner import homes_by_group, model_state, plan_from, solve
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, parse_bytes
 from zerostd.runtime import PREFETCH_DEPTH
 from zerostd.settings import NUM_BUSY_THREADS, Settings, check_placement, rules_for
@@ -26,7 +27,7 @@ __all__ = ["decide", "find_limits", "homes_of", "plan_for", "propose"]
 
 MARGIN = 0.1  # of what is free that nobody plans with
 FOR_ACTIVATIONS = 0.4  # of the device, while nobody has said how large a batch is and no budget was given
-MOST_TRIES = 6
+MOST_TRIES = 12
 WORTH_SPECULATING = 0.03  # of a step, for twice the host memory
 
 log = logging.getLogger("zerostd")
@@ -111,8 +112,9 @@ def find_limits(
         limits[Tier.DEVICE] = int((free["device"] // (ranks if is_host else 1) + held) * share)
     if budget.host is not None:
         limits[Tier.HOST] = parse_bytes(budget.host) // ranks
-    elif not is_host:
-        limits[Tier.HOST] = int(free["host"] * (1.0 - MARGIN)) // ranks
+    else:  # where the device is the processor they share one memory
+        rest = int(free["host"] * (1.0 - MARGIN)) // ranks - (limits[Tier.DEVICE] - held if is_host else 0)
+        limits[Tier.HOST] = max(0, rest)
     if budget.disk_path is not None or (budget.disk is not None and "disk" in free):
         on_disk = free.get("disk", 0) * (1.0 - MARGIN) if budget.disk is None else parse_bytes(budget.disk)
         limits[Tier.DISK] = int(on_disk) // ranks
@@ -223,13 +225,16 @@ def _inside(task: Task, settings: Settings, found: Sequence[Blueprint], world: W
 
     fixed = {Tier.DEVICE: activations}
     for _ in range(MOST_TRIES):
-        task = replace(task, fixed=fixed)
-        plan = make_plan(task, account, _notes(task))
-        over = {tier: plan.predicted.total(tier) - task.limits.get(tier, 0) for tier in Tier}
-        if all(size <= 0 for size in over.values()):
-            return plan
-        fixed = {tier: fixed.get(tier, 0) + int(1.01 * max(0, size)) + 1 for tier, size in over.items()}
-        fixed = {tier: size for tier, size in fixed.items() if size > 1}
+        solution = solve(replace(task, fixed=fixed))
+        homes = homes_by_group(solution)
+        counted, assumed = account(homes), model_state(solution)
+        totals = {tier: sum(counted.get(tier, {}).values()) for tier in Tier}
+        if all(totals[tier] <= task.limits.get(tier, 0) for tier in Tier):
+            return plan_from(solution, homes, counted, _notes(task))
+        for tier in Tier:  # what the program does not know of, as far as it was seen
+            beside = totals[tier] - sum(assumed.get(tier, {}).values()) + fixed.get(tier, 0)
+            fixed[tier] = max(fixed.get(tier, 0), int(1.002 * beside) + 1)
+    over = {tier.value: size - task.limits.get(tier, 0) for tier, size in totals.items()}
     raise PrepareError(
         f"no placement was found whose bytes stay inside the limits: the last one is {over} bytes over. Give the tier "
         "that is over more, with Budget(...)"

@@ -37,7 +37,8 @@ ROOMS |= {
     "integrations": {PUBLIC},
     "horovod": {PUBLIC},
     "reporting": GROUND | {"monitoring", "planning.plan"},
-    "cli": GROUND | {"api", "planning", "reporting", "checkpointing", "tiers"},
+    "cli": GROUND | {"api", "planning", "measuring", "reporting", "checkpointing", "tiers"},
+    "__main__": {"cli"},
 }
 SAYS_DIST = "communication"  # the only room that may import torch.distributed
 STDLIB = sys.stdlib_module_names

@@ -11,10 +11,12 @@ import zerostd
 PUBLIC_NAMES = [
     "Budget",
     "CommunicationError",
+    "MachineProfile",
     "Memory",
     "MisuseError",
     "NotSupportedError",
     "Placement",
+    "Plan",
     "Precision",
     "PrepareError",
     "Stage",
@@ -24,8 +26,10 @@ PUBLIC_NAMES = [
     "empty_init",
     "full_state_dict",
     "gathered",
+    "measure_machine",
     "memory",
     "no_sync",
+    "plan",
     "prepare",
     "release",
 ]

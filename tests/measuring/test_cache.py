@@ -126,17 +126,26 @@ def test_other_hardware_is_measured_again(measured, monkeypatch):
     assert measured.count == 2
 
 
-def test_directory_is_measured_when_it_is_another(measured, tmp_path):
+def test_a_disk_is_measured_once_and_beside_the_rest(measured, tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     assert load().disk is None
     first = load(disk_path=str(tmp_path / "a"))
-    assert measured.count == 2 and first.disk is not None
+    assert measured.count == 1 and first.disk is not None and first.disk.path == str(tmp_path / "a")
     again = load(disk_path=str(tmp_path / "b" / ".." / "a"))
-    assert measured.count == 2 and again.disk == first.disk and again.free["disk"] > 0
-    assert load().disk is None and measured.count == 2  # none is asked for: the rest is as good
-    other = load(disk_path=str(tmp_path / "b"))
-    assert measured.count == 3 and other.disk is not None and other.disk.path == str(tmp_path / "b")
+    assert again.disk == first.disk and again.free["disk"] > 0
+    assert load().disk is None  # none is asked for: the rest is as good
+    other = load(disk_path=str(tmp_path / "b"))  # the same file system
+    assert other.disk is not None and other.disk == replace(first.disk, path=str(tmp_path / "b"))
+    assert measured.count == 1
+
+
+def test_another_disk_is_measured(measured, tmp_path):
+    if not os.path.isdir("/dev/shm") or os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:
+        pytest.skip("there is one file system only")
+    first, other = load(disk_path=str(tmp_path)), load(disk_path="/dev/shm")
+    assert first.disk is not None and other.disk is not None and first.disk.read != other.disk.read
+    assert measured.count == 1 and other.disk.path == "/dev/shm"
 
 
 def test_directory_that_is_gone_is_refused(measured, tmp_path):

@@ -93,4 +93,5 @@ def models(draw: st.DrawFn, most: int = 4) -> ModelProfile:
     groups = tuple(
         GroupProfile(f"g{i}", size, forward_flops=one) for i, (size, one) in enumerate(zip(sizes, flops, strict=True))
     )
-    return ModelProfile("drawn", groups, forward_s=forward_s, backward_s=draw(st.floats(1.0, 3.0)) * forward_s)
+    widths = draw(st.sampled_from([(2, 2, 12, 0), (4, 4, 8, 4)]))  # bf16 with masters; fp32, a master only when away
+    return ModelProfile("drawn", groups, *widths, forward_s=forward_s, backward_s=draw(st.floats(1.0, 3.0)) * forward_s)

@@ -16,10 +16,11 @@ import torch
 
 from zerostd.communication import Control, World
 from zerostd.errors import PrepareError
+from zerostd.measuring.disk import disk_rates
 from zerostd.measuring.identity import choose_device, folder_of, machine_name, versions
 from zerostd.measuring.machine import Progress, free_everywhere, from_first, measure_machine
 from zerostd.measuring.timing import FULL, Sizes
-from zerostd.planning.machine import MachineProfile
+from zerostd.planning.machine import DiskRates, MachineProfile
 
 __all__ = ["cache_file", "check_is_here", "load_or_measure", "load_profile"]
 
@@ -39,8 +40,9 @@ def load_or_measure(
 ) -> MachineProfile:
     """The profile that was kept of this machine, or else a new one, which is kept; `free` is that of now.
 
-    A kept profile is used if machine, versions, disk directory and number of ranks are those of now. A call that names
-    no directory, or one in a world of one, does without what was measured of them. All ranks call it together.
+    A kept profile is used if machine, versions and number of ranks are those of now; a directory on a disk that was not
+    measured is tried and added. A call that names no directory, or one in a world of one, does without what was
+    measured of them. All ranks call it together.
 
     Args:
         device: As in `measure_machine`, and so are `disk_path`, `on_progress` and `sizes`.
@@ -51,6 +53,9 @@ def load_or_measure(
     try:
         control = Control(world)
         kept = from_first(control, lambda: None if again else _read_kept(device, disk_path, world.size))
+        if kept is not None and disk_path is not None and not _is_on(kept.disk, disk_path):
+            found = kept
+            kept = from_first(control, lambda: _with_disk(found, disk_path, sizes))
         if kept is not None:
             free = free_everywhere(control, device, disk_path)
             return replace(kept, free=free, ranks_per_node=world.local_size)
@@ -107,11 +112,31 @@ def _read_kept(device: torch.device, disk_path: str | None, num_ranks: int) -> M
     if (kept.name, kept.device, kept.versions) != (name, device.type, now):
         log.warning("%s is of another machine or of other versions: the machine is measured again", path)
         return None
-    if disk_path is not None and (kept.disk is None or kept.disk.path != disk_path):
-        return None
     if num_ranks > 1 and [wire.ranks for wire in kept.wires] != [num_ranks]:
         return None
-    return replace(kept, disk=None if disk_path is None else kept.disk, wires=() if num_ranks == 1 else kept.wires)
+    disk = None
+    if kept.disk is not None and disk_path is not None and _is_on(kept.disk, disk_path):
+        disk = replace(kept.disk, path=disk_path)
+    return replace(kept, disk=disk, wires=() if num_ranks == 1 else kept.wires)
+
+
+def _is_on(disk: DiskRates | None, path: str) -> bool:
+    """Whether these are the rates of the file system that a directory is on."""
+    if disk is None:
+        return False
+    if disk.path == path:
+        return True
+    try:
+        return os.stat(disk.path).st_dev == os.stat(path).st_dev
+    except OSError:
+        return False
+
+
+def _with_disk(kept: MachineProfile, path: str, sizes: Sizes) -> MachineProfile:
+    """The same machine with another disk, which is tried and kept."""
+    profile = replace(kept, disk=disk_rates(path, sizes))
+    _keep(profile)
+    return profile
 
 
 def _keep(profile: MachineProfile) -> None:

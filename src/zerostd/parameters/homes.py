@@ -140,16 +140,16 @@ def demand(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> Counter[tuple[T
     """Bytes of model state this takes of each tier on this rank; buffers of fixed size are left out."""
     need: Counter[tuple[Tier, Kind]] = Counter()
     for plan in (plan for group in plans for plan in group):
-        need[plan.parameters, Kind.PARAMETERS] += padded(plan.rest_numel(rules) * plan.dtype.itemsize)
+        need[plan.parameters, Kind.PARAMETERS] += _taken(plan.parameters, plan.rest_numel(rules) * plan.dtype.itemsize)
         if not plan.is_trained:
             continue
         numel, dtype = plan.region.stop - plan.region.start, plan.gradient_dtype(rules)
         itemsize = max(4, dtype.itemsize) if rules.sums_gradients else dtype.itemsize
         keeps_whole = rules.size > 1 and not rules.shards(Kind.GRADIENTS)
         if not keeps_whole or rules.sums_gradients:
-            need[plan.gradients, Kind.GRADIENTS] += padded(numel * itemsize)
+            need[plan.gradients, Kind.GRADIENTS] += numel * itemsize
         if keeps_whole:  # for the wire; what this rank updates is a part of it, unless several passes are summed
-            need[Tier.DEVICE, Kind.GRADIENTS] += padded(plan.layout.numel * dtype.itemsize)
+            need[Tier.DEVICE, Kind.GRADIENTS] += plan.layout.numel * dtype.itemsize
         for portion in plan.portions:
             _add_portion(need, plan, portion, rules, itemsize)
     return need
@@ -162,10 +162,16 @@ def _add_portion(
     if not plan.shares_master(portion, rules):
         widths.append(plan.master_dtype.itemsize)
     copies = 2 if rules.speculates and portion.tier is Tier.HOST else 1
-    need[portion.tier, Kind.OPTIMIZER_STATES] += copies * sum(padded(portion.numel * width) for width in widths)
+    sizes = [_taken(portion.tier, portion.numel * width) for width in widths]
+    need[portion.tier, Kind.OPTIMIZER_STATES] += copies * sum(sizes)
     if rules.has_own_memory and portion.route is Route.CPU and plan.gradients is Tier.DEVICE:
         need[Tier.HOST, Kind.BUFFERS] += padded(portion.numel * itemsize)
     lands_on_gradient = plan.gradients is Tier.DEVICE and itemsize == plan.dtype.itemsize and not rules.speculates
     goes_up = rules.has_own_memory and plan.parameters is Tier.DEVICE and not lands_on_gradient
     if portion.route is Route.CPU and (goes_up or plan.parameters is Tier.DISK):  # new parameters, on their way
         need[Tier.HOST, Kind.BUFFERS] += padded(portion.numel * plan.dtype.itemsize)
+
+
+def _taken(tier: Tier, num_bytes: int) -> int:
+    """Bytes that a column takes: off the device whole pages of an arena."""
+    return num_bytes if tier is Tier.DEVICE else padded(num_bytes)

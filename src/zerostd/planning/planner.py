@@ -6,7 +6,7 @@ rounded, those nearest to a half last, and the states are placed again around th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zerostd.errors import PrepareError
@@ -17,13 +17,9 @@ from zerostd.planning.program import SLACK, Optimum, Shares, missing, optimise, 
 from zerostd.planning.simulation import Timeline, simulate
 from zerostd.policy import Homes, Kind, Route, Tier
 
-__all__ = ["Account", "Solution", "make_plan", "model_state", "solve"]
+__all__ = ["Solution", "homes_by_group", "make_plan", "model_state", "plan_from", "solve"]
 
 MOST_LOADS = 160  # groups that the program sees; neighbours of larger models are placed together
-
-Account = Callable[
-    [Mapping[str, Homes]], Mapping[Tier, Mapping[Kind, int]]
-]  # bytes of homes, as the runtime takes them
 
 
 @dataclass(frozen=True)
@@ -37,11 +33,20 @@ class Solution:
     timeline: Timeline
 
 
-def make_plan(task: Task, account: Account | None = None, notes: Sequence[str] = ()) -> Plan:
-    """The fastest plan that fits. `account` knows the bytes exactly; without it they are the closed form."""
+def make_plan(task: Task, notes: Sequence[str] = ()) -> Plan:
+    """The fastest plan that fits, its bytes by the closed form."""
     solution = solve(task)
-    homes = homes_by_group(solution)
-    counted = account(homes) if account is not None else model_state(solution)
+    return plan_from(solution, homes_by_group(solution), model_state(solution), notes)
+
+
+def plan_from(
+    solution: Solution,
+    homes: Mapping[str, Homes],
+    counted: Mapping[Tier, Mapping[Kind, int]],
+    notes: Sequence[str] = (),
+) -> Plan:
+    """A solution as a plan, with bytes that were counted for its homes."""
+    task = solution.task
     knows_time = task.model.samples is not None or task.model.forward_s is not None
     busy = work(task, solution.loads, solution.shares)
     predicted = Prediction(
@@ -198,23 +203,36 @@ def model_state(solution: Solution) -> dict[Tier, dict[Kind, int]]:
     def add(tier: Tier, kind: Kind, size: float) -> None:
         total[tier][kind] = total[tier].get(kind, 0.0) + size
 
-    copies = 2 if task.speculates else 1
     for load, share in zip(solution.loads, solution.shares, strict=True):
-        homes, states = _homes(share), load.updated * model.state_bytes
+        homes = _homes(share)
         add(homes.parameters, Kind.PARAMETERS, load.parameters)
         add(homes.gradients, Kind.GRADIENTS, load.gradients)
         add(Tier.DEVICE, Kind.GRADIENTS, load.pinned_gradients)
         for tier, route, part in homes.states:
-            away = 0.0 if tier is Tier.DEVICE else load.updated * model.master_bytes
-            add(tier, Kind.OPTIMIZER_STATES, (states + away) * part * (copies if tier is Tier.HOST else 1))
-            if route is Route.CPU and homes.gradients is Tier.DEVICE and task.machine.link is not None:
-                add(Tier.HOST, Kind.BUFFERS, load.updated * part * load.gradient_bytes)
+            copies = 2 if task.speculates and tier is Tier.HOST else 1
+            shares_master = tier is homes.parameters and tier is not Tier.DISK and copies == 1
+            width = model.state_bytes + (0 if shares_master else model.master_bytes)
+            add(tier, Kind.OPTIMIZER_STATES, load.updated * part * width * copies)
+            if route is Route.CPU:
+                add(Tier.HOST, Kind.BUFFERS, load.updated * part * _passing(task, load, homes))
     for tier, size in task.fixed.items():
-        add(tier, Kind.BUFFERS, size)
-    if model.activations():
-        add(Tier.DEVICE, Kind.ACTIVATIONS, model.activations())
-        add(Tier.DEVICE, Kind.BUFFERS, -min(model.activations(), task.fixed.get(Tier.DEVICE, 0)))
+        activations = model.activations() if tier is Tier.DEVICE else 0
+        add(tier, Kind.ACTIVATIONS, activations)
+        add(tier, Kind.BUFFERS, max(0, size - activations))
     return {tier: {kind: int(size) for kind, size in kinds.items() if size >= 1} for tier, kinds in total.items()}
+
+
+def _passing(task: Task, load: Load, homes: Homes) -> int:
+    """Bytes of host memory that a parameter updated by the processor takes: its gradient, its new value."""
+    gradient = weight = 0
+    if task.machine.link is not None and homes.gradients is Tier.DEVICE:
+        gradient = load.gradient_bytes
+    lands_on_gradient = gradient == task.model.parameter_bytes and not task.speculates
+    if homes.parameters is Tier.DISK or (
+        task.machine.link is not None and homes.parameters is Tier.DEVICE and not lands_on_gradient
+    ):
+        weight = task.model.parameter_bytes
+    return gradient + weight
 
 
 def _explain_missing(task: Task, found: Sequence[Load]) -> str:

@@ -38,6 +38,7 @@ class Shares:
 
 
 STATES = ("resident", "cpu", "streamed", "disk_cpu", "disk_streamed")
+PRODUCTS = ("weights_up", "mirror", "gradients_up", "weights_down", "master_device", "master_host")
 NAMES = tuple(field.name for field in fields(Shares))
 
 
@@ -101,11 +102,15 @@ class _Program:
         by_cpu = {made["cpu"]: 1.0, made["disk_cpu"]: 1.0}
         streamed = {made["streamed"]: 1.0, made["disk_streamed"]: 1.0}
         host = {made["gradients_host"]: 1.0}
-        found = {name: linear.variable(1.0) for name in ("weights_up", "mirror", "gradients_up", "weights_down")}
+        found = {name: linear.variable(1.0) for name in PRODUCTS}
         linear.at_least({found["weights_up"]: 1.0, **_scaled(by_cpu, -1), **off}, 0.0)
         linear.at_least({found["mirror"]: 1.0, **_scaled(by_cpu, -1), **host}, 0.0)
         linear.at_least({found["gradients_up"]: 1.0, **_scaled(streamed, -1), **_scaled(host, -1)}, -1.0)
         linear.at_least({found["weights_down"]: 1.0, **_scaled(streamed, -1), **_scaled(off, -1)}, -1.0)
+        linear.at_least({found["master_device"]: 1.0, made["resident"]: -1.0, **_scaled(off, -1)}, -1.0)
+        on_host = {made["cpu"]: 1.0, made["streamed"]: 1.0}
+        shared = {} if self.task.speculates else {made["parameters_host"]: 1.0}
+        linear.at_least({found["master_host"]: 1.0, **_scaled(on_host, -1), **shared}, 0.0)
         return found
 
     # Bytes
@@ -117,23 +122,25 @@ class _Program:
         constant = 0.0
         for load, share, extra in zip(self.loads, self.shares, self.extra, strict=True):
             states, gradients = load.updated * model.state_bytes, load.gradients
-            away = states + load.updated * model.master_bytes
+            master, weights = load.updated * model.master_bytes, load.updated * model.parameter_bytes
             if tier is Tier.DEVICE:
                 total[share["resident"]] = states
                 total[share["parameters_host"]] = total[share["parameters_disk"]] = -load.parameters
                 total[share["gradients_host"]] = -gradients
+                total[extra["master_device"]] = master
                 constant += load.parameters + gradients + load.pinned_gradients
             elif tier is Tier.HOST:
-                total[share["cpu"]] = total[share["streamed"]] = away * copies
+                total[share["cpu"]] = total[share["streamed"]] = states * copies
+                total[extra["master_host"]] = master * copies
+                total[share["parameters_disk"]] = weights  # on their way to the disk
                 total[share["parameters_host"]] = load.parameters
                 total[share["gradients_host"]] = gradients
                 if self.task.machine.link is not None:
                     lands_on_mirror = load.gradient_bytes == model.parameter_bytes and copies == 1
-                    weights = 0 if lands_on_mirror else model.parameter_bytes
                     total[extra["mirror"]] = load.updated * load.gradient_bytes
-                    total[extra["weights_up"]] = load.updated * weights
+                    total[extra["weights_up"]] = 0.0 if lands_on_mirror else weights
             else:
-                total[share["disk_cpu"]] = total[share["disk_streamed"]] = away
+                total[share["disk_cpu"]] = total[share["disk_streamed"]] = states + master
                 total[share["parameters_disk"]] = load.parameters
         if constant:
             total[self.linear.variable(1.0, 1.0)] = constant
@@ -291,7 +298,7 @@ def missing(task: Task, found: Sequence[Load]) -> dict[Tier, float]:
     """How many bytes each tier is short of, at the least in all, when there is no solution."""
     program = _Program(task, found)
     linear = program.linear
-    short = {tier: linear.variable() for tier in Tier if tier is Tier.DEVICE or tier in task.limits}
+    short = {tier: linear.variable() for tier in Tier}
     relaxed = Linear()
     relaxed._bounds, relaxed._equal = linear._bounds, linear._equal
     for terms, bound in linear._upper:

@@ -1,0 +1,37 @@
+"""The program `zerostd`. What is refused is one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from zerostd.cli.measure import measure
+from zerostd.cli.plan import plan
+from zerostd.errors import ZerostdError
+
+__all__ = ["app"]
+
+
+class _Verbs(TyperGroup):
+    """Runs a verb; errors of ours have said everything, so no traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ZerostdError as error:
+            typer.echo(f"zerostd: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=_Verbs,
+    help="Train PyTorch models that do not fit: what a machine can do, and what should rest where.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(plan)
+app.command()(measure)

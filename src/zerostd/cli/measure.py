@@ -1,0 +1,75 @@
+"""`zerostd measure`: what this machine can do, tried out now or taken from what was kept of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from zerostd.cli.tables import machine_table, show, write
+from zerostd.measuring import load_or_measure
+from zerostd.planning import MachineProfile
+
+__all__ = ["measure", "measured"]
+
+DiskPath = Annotated[str | None, typer.Option(metavar="DIR", help="The directory that a disk tier would use.")]
+Again = Annotated[bool, typer.Option("--again", help="Measure, whatever was kept of this machine.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the profile as JSON, and nothing else.")]
+Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Save the profile there too.")]
+
+
+def measure(disk_path: DiskPath = None, again: Again = False, as_json: Json = False, output: Output = None) -> None:
+    """Measure this machine: its link, processor, memory, matrix products, disk. Takes less than half a minute.
+
+    The profile is kept, and measured again when the machine or the versions change. Under torchrun the wires between
+    the ranks are measured too.
+    """
+    profile = measured(disk_path, again=again)
+    if not _is_first():
+        return
+    if output is not None:
+        write(output, profile.to_json())
+    if as_json:
+        typer.echo(profile.to_json(), nl=False)
+    else:
+        show(profile.name, machine_table(profile))
+
+
+def measured(disk_path: str | None = None, *, again: bool = False) -> MachineProfile:
+    """The profile of this machine, with a bar on stderr while it is measured."""
+    with _bar() as tell:
+        return load_or_measure(disk_path=disk_path, on_progress=tell, again=again)
+
+
+@contextmanager
+def _bar() -> Iterator[_Bar]:
+    """A bar that appears when something is told, on the first rank."""
+    columns = (BarColumn(bar_width=30), TextColumn("{task.description}"), TimeElapsedColumn())
+    bar = _Bar(Progress(*columns, console=Console(stderr=True), transient=True, disable=not _is_first()))
+    try:
+        yield bar
+    finally:
+        bar.progress.stop()
+
+
+class _Bar:
+    """What is measured now."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+
+    def __call__(self, what: str, done: float) -> None:
+        if not self.progress.task_ids:
+            self.progress.add_task(what, total=1.0)
+            self.progress.start()
+        self.progress.update(self.progress.task_ids[0], description=what, completed=done)
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"

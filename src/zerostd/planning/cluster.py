@@ -1,0 +1,331 @@
+"""Models on machines that need not be here: a plan from two profiles, many world sizes side by side, and the bytes that
+a rank holds and sends by closed form. A cluster is a machine profile, of one rank in one of its nodes, with its wires.
+
+Working memory is counted in large parts only: gathered groups and what gradients pass through. `zerostd.plan` counts a
+module's to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from zerostd.errors import PrepareError
+from zerostd.planning.costs import Task, loads
+from zerostd.planning.machine import MachineProfile, Processor
+from zerostd.planning.model import ModelProfile
+from zerostd.planning.plan import Plan, size_text
+from zerostd.planning.planner import make_plan
+from zerostd.policy import Budget, Kind, Stage, Tier, parse_bytes, shards
+
+__all__ = ["Row", "Use", "check_machine", "limits_of", "plan_on", "scaling", "sent_bytes", "state_bytes"]
+
+MARGIN = 0.1  # of what is free that nobody plans with
+FOR_ACTIVATIONS = 0.4  # of the device, while nobody has said how large a batch is and no budget was given
+NUM_BUSY_THREADS = 2  # cores of a rank that do not update
+NUM_GATHERED = 3  # groups that are whole at once: the one at work, the next, and in backward the one before
+NUM_STAGING = 2  # groups whose gradients are on their way
+WORTH_SPECULATING = 0.03  # of a step, for twice the host memory
+NOWHERE = MachineProfile("nowhere", "none", {}, 0.0, {}, Processor(1, {1: 1.0}, 1.0), None)  # for bytes alone
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a model is to be trained on a machine."""
+
+    world_size: int = 1
+    stage: Stage | None = None  # None: the one with the shortest step
+    accumulate: int | None = None  # passes in a step; None: one, and prepare is not told
+    clips: bool = False
+    scales_loss: bool = False
+    budget: Budget = field(default_factory=Budget)  # of the host and the disk that of a node, as in prepare
+
+    def __post_init__(self) -> None:
+        for what, value in (("world", self.world_size), ("accumulate", self.accumulate)):
+            if value is not None and value < 1:
+                raise PrepareError(f"{what}={value!r} must be a whole number, 1 or more")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One world size."""
+
+    world_size: int
+    stage: Stage | None = None
+    state: Mapping[Tier, int] = field(default_factory=dict)  # bytes of model state on one rank
+    sent: int = 0  # bytes that each rank sends in a step
+    step_s: float = 0.0
+    compute_s: float = 0.0  # of a step, if wires and offload took no time
+    samples_per_s: float = 0.0  # of all ranks together
+    efficiency: float = 0.0  # samples a second and rank, against those of the smallest world that fits
+    refused: str = ""  # why there is no plan; all numbers are 0 then
+
+
+def plan_on(model: ModelProfile, machine: MachineProfile, use: Use) -> Plan:
+    """The plan with the shortest step; PrepareError says what is missing if nothing fits."""
+    check_machine(machine)
+    knows_time = model.samples is not None or model.forward_s is not None
+    limits = limits_of(machine, use.world_size, use.budget, knows_activations=knows_time)
+    local = min(use.world_size, machine.ranks_per_node)
+    cores = max(1, machine.processor.num_cores // local)
+    task = Task(
+        model=model,
+        machine=_share(machine, local),
+        limits=limits,
+        world_size=use.world_size,
+        accumulate=use.accumulate or 1,
+        waits_for_norm=use.clips or use.scales_loss or use.accumulate is None,
+        num_threads=cores if machine.link is None else max(1, cores - NUM_BUSY_THREADS),
+    )
+    may_speculate = use.clips and use.accumulate is not None and not use.scales_loss and knows_time
+    plans, refused = list[Plan](), list[PrepareError]()
+    for stage in _stages(use):
+        try:
+            plans += _plans(replace(task, stage=stage), may_speculate=may_speculate)
+        except PrepareError as error:
+            refused.append(error)
+    if not plans:
+        raise refused[-1]
+    best = min(plans, key=lambda plan: plan.predicted.step_s or max(plan.predicted.busy.values(), default=0.0))
+    return replace(best, notes=(*_notes(task, use), *(str(error) for error in refused)))
+
+
+def _stages(use: Use) -> list[Stage]:
+    """The user's, or those worth trying, as in prepare."""
+    if use.stage is not None:
+        return [use.stage]
+    return [Stage.PARAMETERS] if use.world_size == 1 else [Stage.GRADIENTS, Stage.PARAMETERS]
+
+
+def _plans(task: Task, *, may_speculate: bool) -> Iterator[Plan]:
+    """The plan, and one that speculates if it is worth its memory."""
+    plan = _fitted(task)
+    yield plan
+    if not may_speculate or not plan.predicted.total(Tier.HOST):
+        return
+    try:
+        other = _fitted(replace(task, speculates=True))
+    except PrepareError:
+        return
+    if (other.predicted.step_s or 0.0) < (1.0 - WORTH_SPECULATING) * (plan.predicted.step_s or 0.0):
+        yield other
+
+
+def _fitted(task: Task) -> Plan:
+    """With room for activations and for working memory, which is more if parameters come from elsewhere."""
+    is_sharded = task.world_size > 1 and shards(task.stage, Kind.PARAMETERS)
+    for gathers in (is_sharded, True):
+        fixed = {Tier.DEVICE: task.model.activations() + _working(task, gathers=gathers)}
+        _check_least(task, fixed[Tier.DEVICE])
+        plan = make_plan(replace(task, fixed=fixed))
+        if gathers or all(homes.parameters is Tier.DEVICE for homes in plan.homes.values()):
+            break
+    return plan
+
+
+def _check_least(task: Task, fixed: int) -> None:
+    """Refuse without long thought where what must be on the device is too much for it."""
+    found, limit = loads(task), task.limits[Tier.DEVICE]
+    least = fixed + sum(load.pinned_gradients for load in found)
+    if not task.may_place(Kind.PARAMETERS):
+        least += sum(load.parameters for load in found)
+    if not task.may_place(Kind.GRADIENTS):
+        least += sum(load.gradients for load in found)
+    if least > limit:
+        raise PrepareError(
+            f"stage {task.stage.value} on {task.world_size} rank(s) does not fit: at least {size_text(least - limit)} "
+            f"of the device is missing, for {size_text(least)} must be there, {size_text(fixed)} of it activations and "
+            f"working memory, and {size_text(limit)} may be used. What would fit: a larger budget for the device, "
+            "fewer samples in a pass, recomputed activations, or stage 3 on more ranks"
+        )
+
+
+def _working(task: Task, *, gathers: bool) -> int:
+    """Bytes of the device beside model state and activations."""
+    found, total = loads(task), 0.0
+    if gathers:  # what is outside of the blocks, first and last, is there as long as forward lasts
+        sizes = [load.gathered for load in found]
+        ends, between = [*sizes[:1], *sizes[1:][-1:]], sizes[1:-1]
+        windows = [sum(between[start : start + NUM_GATHERED]) for start in range(len(between))]
+        total += sum(ends) + max(windows, default=0.0)
+    if task.world_size > 1:
+        largest = max((group.trained for group in task.model.groups), default=0) * task.model.gradient_bytes
+        staged = NUM_STAGING * largest if shards(task.stage, Kind.GRADIENTS) else 0
+        total += staged + largest / task.world_size
+    if task.model.gradient_bytes < 4:
+        total += 4 * max((load.updated for load in found), default=0.0)  # as the update reads it
+    return int(total)
+
+
+def _notes(task: Task, use: Use) -> Iterator[str]:
+    model, machine = task.model, task.machine
+    if model.samples is None and model.forward_s is None:
+        yield "The batch is not known, so time to compute is not in the plan and activations are not either."
+        if use.budget.device is None:
+            yield f"{FOR_ACTIVATIONS:.0%} of the device is left to activations."
+    if Tier.DISK not in task.limits:
+        yield "The disk is not used: it was not named, or the machine profile has none."
+    if task.world_size > 1 and not machine.wires:
+        yield "The machine profile has no wires, so time of collectives is not in the plan."
+    if use.accumulate is None and not (use.clips or use.scales_loss):
+        yield "Updates wait for the end of backward: prepare is not told with accumulate= how many passes make a step."
+
+
+# -- machines --
+
+
+def limits_of(
+    machine: MachineProfile, world_size: int, budget: Budget, *, knows_activations: bool = True
+) -> dict[Tier, int]:
+    """Bytes that one rank may use of each tier: its part of the budget, or of what is free less a margin."""
+    local, free = min(world_size, machine.ranks_per_node), machine.free
+    is_host, left = machine.link is None, 1.0 - MARGIN
+    limits = {}
+    if budget.device is not None:
+        limits[Tier.DEVICE] = parse_bytes(budget.device)
+    elif "device" in free:
+        part = left if knows_activations else left * (1.0 - FOR_ACTIVATIONS)
+        limits[Tier.DEVICE] = int(free["device"] // (local if is_host else 1) * part)
+    else:
+        raise PrepareError("machine profile: free.device is missing; complete it, or give a budget for the device")
+    if budget.host is not None:
+        limits[Tier.HOST] = parse_bytes(budget.host) // local
+    elif "host" in free:  # where the device is the processor they share one memory
+        limits[Tier.HOST] = max(0, int(free["host"] * left) // local - (limits[Tier.DEVICE] if is_host else 0))
+    if machine.disk is None and budget.disk is not None:
+        raise PrepareError(
+            f"a budget of {budget.disk} of the disk, but nothing is known of one: name a directory with --disk-path, "
+            "or describe `disk` in the machine profile"
+        )
+    if machine.disk is not None and (budget.disk is not None or "disk" in free):
+        limits[Tier.DISK] = (parse_bytes(budget.disk) if budget.disk is not None else int(free["disk"] * left)) // local
+    return limits
+
+
+def _share(machine: MachineProfile, local: int) -> MachineProfile:
+    """What one of several ranks of a node has of what they share. A link is a device's own."""
+    processor, disk = machine.processor, machine.disk
+    processor = replace(processor, memory=processor.memory / local)
+    if disk is not None:
+        disk = replace(disk, read=disk.read / local, write=disk.write / local, both=disk.both / local)
+    if machine.link is not None:
+        return replace(machine, processor=processor, disk=disk)
+    matrix = {dtype: rate / local for dtype, rate in machine.matrix.items()}
+    return replace(machine, processor=processor, disk=disk, matrix=matrix, resident_ns=machine.resident_ns * local)
+
+
+def check_machine(machine: MachineProfile) -> None:
+    """Refuse a profile, written by hand perhaps, with a field that no plan can be made of."""
+    for what, value in _needed(machine):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise PrepareError(f"machine profile: {what} is {value!r}, and must be a number above 0")
+
+
+def _needed(machine: MachineProfile) -> Iterator[tuple[str, Any]]:
+    """Fields that must be numbers above 0, by name."""
+    processor = machine.processor
+    yield from (("processor.num_cores", processor.num_cores), ("processor.memory", processor.memory))
+    yield from ((f"processor.update_ns.{threads}", ns) for threads, ns in processor.update_ns.items())
+    yield from (("ranks_per_node", machine.ranks_per_node), ("achieved", machine.achieved))
+    for name in ("matrix", "free"):
+        found = getattr(machine, name)
+        if not isinstance(found, Mapping) or not found:
+            raise PrepareError(f"machine profile: {name} is {found!r}, and must have fields")
+    yield from ((f"matrix.{dtype}", rate) for dtype, rate in machine.matrix.items())
+    yield from ((f"free.{tier}", size) for tier, size in machine.free.items() if size != 0)
+    for name, rates in (("link", ("up", "down", "both")), ("disk", ("read", "write", "both"))):
+        if (part := getattr(machine, name)) is not None:
+            yield from ((f"{name}.{rate}", getattr(part, rate)) for rate in rates)
+    for index, wire in enumerate(machine.wires):
+        yield from ((f"wires.{index}.ranks", wire.ranks), (f"wires.{index}.bandwidth", wire.bandwidth))
+        yield f"wires.{index}.latency", wire.latency or 1.0
+
+
+# -- closed forms --
+
+
+def state_bytes(model: ModelProfile, stage: Stage, world_size: int) -> float:
+    """Model state that one rank holds: 2 bytes for a parameter, 2 for its gradient and 12 for its states in bf16."""
+    found = loads(Task(replace(model, samples=None, forward_s=None), NOWHERE, {}, stage, world_size))
+    whole = sum(load.parameters + load.gradients + load.pinned_gradients for load in found)
+    return whole + model.state_bytes * sum(load.updated for load in found)
+
+
+def sent_bytes(model: ModelProfile, stage: Stage, world_size: int, passes: int = 1) -> int:
+    """What each rank sends in a step: at stage 3 every pass gathers parameters in forward and in backward, at 1 and 2
+    new ones are gathered once a step, at 0 gradients are reduced to everywhere, which is a reduce and a gather."""
+    gradients = model.trained * model.gradient_bytes * passes
+    if stage is Stage.DATA_PARALLEL:
+        gathered = gradients
+    elif shards(stage, Kind.PARAMETERS):
+        gathered = 2 * passes * model.numel * model.parameter_bytes
+    else:
+        gathered = model.trained * model.parameter_bytes
+    return (gathered + gradients) * (world_size - 1) // world_size
+
+
+# -- many worlds --
+
+
+def scaling(
+    model: ModelProfile,
+    machine: MachineProfile,
+    worlds: Sequence[int],
+    *,
+    use: Use | None = None,
+    samples_per_step: int | None = None,
+) -> list[Row]:
+    """A row for each world size, smallest first.
+
+    Args:
+        model: With `samples`, those of one pass on one rank, or with times.
+        machine: That of every rank.
+        worlds: Numbers of ranks.
+        use: As in `plan_on`, but for its world size.
+        samples_per_step: Of all ranks together: larger worlds make fewer passes. None: each rank makes the passes that
+            `use` says, and a step has more samples in a larger world.
+    """
+    check_machine(machine)
+    if model.samples is None:
+        raise PrepareError("scaling needs to know the samples of one pass on one rank: give them with --samples")
+    rows = []
+    for size in sorted(set(worlds)):
+        one = replace(use or Use(), world_size=size)
+        samples = size * model.samples * (one.accumulate or 1)
+        if samples_per_step is not None:
+            if samples_per_step < size:
+                refused = f"a step of {samples_per_step} samples has none for some of {size} ranks"
+                rows.append(Row(size, refused=refused))
+                continue
+            samples = samples_per_step
+            one = replace(one, accumulate=-(-samples // (size * model.samples)))
+        rows.append(_row(model, machine, one, samples))
+    fits = [row for row in rows if not row.refused]
+    if not fits:
+        return rows
+    perfect = fits[0].samples_per_s / fits[0].world_size
+    return [replace(row, efficiency=row.samples_per_s / row.world_size / perfect) for row in rows]
+
+
+def _row(model: ModelProfile, machine: MachineProfile, use: Use, samples: int) -> Row:
+    try:
+        plan = plan_on(model, machine, use)
+    except PrepareError as error:
+        return Row(use.world_size, refused=str(error))
+    passes, local = use.accumulate or 1, min(use.world_size, machine.ranks_per_node)
+    alone = Task(model, replace(_share(machine, local), wires=()), {}, plan.stage, use.world_size, passes)
+    held = {
+        tier: sum(size for kind, size in kinds.items() if kind not in (Kind.ACTIVATIONS, Kind.BUFFERS))
+        for tier, kinds in plan.predicted.bytes.items()
+    }
+    step_s = plan.predicted.step_s or 0.0
+    return Row(
+        use.world_size,
+        plan.stage,
+        {tier: size for tier, size in held.items() if size},
+        sent_bytes(model, plan.stage, use.world_size, passes),
+        step_s,
+        passes * sum(load.forward_s + load.backward_s for load in loads(alone)),
+        samples / step_s if step_s else 0.0,
+    )

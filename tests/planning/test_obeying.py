@@ -1,0 +1,235 @@
+"""prepare plans by itself, obeys plans, and takes the bytes it said it would."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerostd
+from planning.machines import LAPTOP
+from support.agreement import agree
+from support.compare import assert_bitwise
+from support.processes import doing
+from zerostd import Budget, Placement, Plan, PrepareError
+from zerostd.policy import Homes, Kind, Route, Tier
+
+WIDTH, DEPTH = 256, 8
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured once for all of these tests."""
+    monkeypatch.setenv("ZEROSTD_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def make(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(DEPTH))
+    )
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 3, rank: int = 0) -> dict[str, torch.Tensor]:
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(1000 * rank + step)
+        model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return zerostd.full_state_dict(model)
+
+
+def plan_of(model: nn.Module) -> Plan:
+    plan = model.__dict__["_zerostd"].settings.plan
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def off_by(plan: Plan, model: nn.Module) -> list[str]:
+    """Tiers whose peak is more than 5 % from the prediction, or above it by more than a page a column."""
+    peak, wrong = zerostd.memory(model).peak, []
+    for tier in Tier:
+        predicted, measured = plan.predicted.total(tier), sum(peak.get(tier.value, {}).values())
+        if abs(predicted - measured) > 0.05 * max(predicted, measured) + 1024:
+            wrong.append(f"{tier.value}: {predicted} predicted, {measured} at peak\n{plan.explain()}\n{peak}")
+    return wrong
+
+
+BUDGETS = {
+    "all": {},
+    "some on the host": {"device": "6MiB", "host": "100MiB"},
+    "most on the host": {"device": "3MiB", "host": "100MiB"},
+    "on disk": {"device": "6MiB", "host": "14MiB", "disk": "200MiB"},
+    "most on disk": {"device": "4MiB", "host": "16MiB", "disk": "200MiB"},
+}
+
+
+@pytest.mark.parametrize("clip", [None, 1.0], ids=["", "clip"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_budget_is_all_it_takes(name: str, precision: str, clip: float | None, tmp_path: Path) -> None:
+    """Nothing else is said: the plan stays inside, takes what it said, and the numbers are those of the device."""
+    budget = Budget(**BUDGETS[name], disk_path=str(tmp_path) if "disk" in BUDGETS[name] else None)
+    options = {"precision": precision, "accumulate": 1, "max_grad_norm": clip, "groups": ["*"]}
+    model = make()
+    model, optimizer = zerostd.prepare(model, adamw(model), budget=budget, **options)
+    state, plan = train(model, optimizer), plan_of(model)
+    assert not off_by(plan, model), off_by(plan, model)
+    limits = {tier: plan.limits[tier] for tier in plan.limits}
+    assert all(plan.predicted.total(tier) <= limits[tier] for tier in limits), plan.explain()
+    assert plan.predicted.total(Tier.HOST) > 0 if "host" in name else True
+    assert plan.predicted.total(Tier.DISK) > 0 if "disk" in name else True
+    other = make()
+    other, plain = zerostd.prepare(other, adamw(other), placement=Placement(), **options)
+    assert_bitwise(state, train(other, plain))
+
+
+def on_ranks(rank: int, size: int, folder: str) -> list[str]:
+    failures = []
+    for stage in (0, 1, 2, 3, None):
+        for name in ("all", "some on the host", "on disk"):
+            doing(f"stage {stage}, {name}")
+            if name != "all" and stage in (0, None):
+                continue
+            budget = Budget(**BUDGETS[name], disk_path=folder if "disk" in name else None)
+            model = make()
+            model, optimizer = zerostd.prepare(
+                model, adamw(model), stage=stage, precision="bf16", accumulate=1, budget=budget, groups=["*"]
+            )
+            plan = plan_of(model)
+            train(model, optimizer, rank=rank)
+            failures += [f"stage {stage}, {name}, rank {rank}: {text}" for text in off_by(plan, model)]
+            if stage is not None and plan.stage != stage:
+                failures.append(f"stage {stage} was asked for, and {plan.stage} planned")
+            failures += [plan.to_json()] if rank < 0 else []
+            zerostd.release(model)
+    return failures
+
+
+@pytest.mark.parametrize("size", [2])
+def test_predicted_bytes_on_ranks(ranks: Any, size: int, tmp_path: Path) -> None:
+    agree(ranks(size, on_ranks, size, str(tmp_path)))
+
+
+def plans_on_ranks(rank: int) -> list[str]:
+    """One rank has less: all obey what fits there."""
+    model = make()
+    device = "5MiB" if rank == 1 else "500MiB"
+    model, optimizer = zerostd.prepare(
+        model, adamw(model), precision="bf16", accumulate=1, budget=Budget(device=device, host="200MiB"), groups=["*"]
+    )
+    train(model, optimizer, rank=rank)
+    plan = plan_of(model)
+    return [plan.to_json(), str(plan.limits[Tier.DEVICE])]
+
+
+def test_all_ranks_obey_one_plan(ranks: Any) -> None:
+    (first, least), (second, _) = ranks(2, plans_on_ranks)
+    assert first == second and int(least) == 5 * MIB
+    assert Plan.from_json(first).predicted.total(Tier.HOST) > 0
+
+
+def test_a_plan_is_made_before_and_obeyed(tmp_path: Path) -> None:
+    model = make()
+    optimizer = adamw(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    options = {"precision": "bf16", "accumulate": 1, "groups": ["*"]}
+    plan = zerostd.plan(model, optimizer, budget=Budget(device="5MiB", host="100MiB"), **options)
+    assert_bitwise(model.state_dict(), before)
+    plan.save(tmp_path / "plan.json")
+    model, optimizer = zerostd.prepare(model, optimizer, plan=tmp_path / "plan.json", **options)
+    train(model, optimizer)
+    assert plan_of(model) == plan
+    for group in model.__dict__["_zerostd"].groups:
+        if not group.flats:
+            continue
+        homes = plan.homes_of(group.name)
+        for flat in group.flats:
+            assert flat.rest.tier is homes.parameters
+            assert [(s.portion.tier, s.portion.route) for s in flat.shelves] == [(t, r) for t, r, _ in homes.states]
+    assert not off_by(plan, model)
+
+
+def test_a_plan_by_hand_is_obeyed(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(
+        '{"homes": {"0": {}, "*": {"parameters": "host", "gradients": "host", "states": [["host", "cpu", 1.0]]}}}'
+    )
+    model = make()
+    model, optimizer = zerostd.prepare(model, adamw(model), plan=path, precision="bf16", groups=["*"])
+    expected = make()
+    expected, plain = zerostd.prepare(expected, adamw(expected), placement=Placement(), precision="bf16", groups=["*"])
+    assert_bitwise(train(model, optimizer), train(expected, plain))
+    tiers = {group.name: group.flats[0].rest.tier for group in model.__dict__["_zerostd"].groups if group.flats}
+    assert tiers == {"0": Tier.DEVICE, **{str(index): Tier.HOST for index in range(1, DEPTH)}}
+
+
+def test_the_plan_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = make()
+    with caplog.at_level(logging.INFO, logger="zerostd"):
+        zerostd.prepare(model, adamw(model), budget=Budget(device="6MiB", host="100MiB"), groups=["*"])
+    told = [record.message for record in caplog.records if record.name == "zerostd"]
+    assert len(told) == 1 and "device" in told[0] and "host" in told[0]
+
+
+def test_without_an_optimizer_only_parameters_move() -> None:
+    model = make()
+    model, optimizer = zerostd.prepare(
+        model, precision="bf16", budget=Budget(device="8MiB", host="100MiB"), groups=["*"]
+    )
+    assert optimizer is None
+    plan = plan_of(model)
+    states = {homes.states for homes in plan.homes.values()}
+    assert states == {((Tier.DEVICE, Route.RESIDENT, 1.0),)}
+    assert plan.predicted.bytes[Tier.HOST].get(Kind.OPTIMIZER_STATES, 0) == 0
+    assert plan.predicted.bytes[Tier.HOST][Kind.PARAMETERS] > 0
+
+
+def test_what_does_not_fit_is_refused_with_the_bytes_missing() -> None:
+    model = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(PrepareError, match=r"no placement fits .* missing. What would fit: Budget\(") as caught:
+        zerostd.prepare(model, adamw(model), budget=Budget(device="1MiB", host="1MiB"), groups=["*"])
+    assert "of the device" in str(caught.value) and "Budget(disk=..., disk_path=...)" in str(caught.value)
+    assert_bitwise(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("size", ["24 parsecs", "-5GiB", "GiB"])
+def test_a_size_that_is_none(size: str) -> None:
+    with pytest.raises(PrepareError, match="is not a size"):
+        Budget(device=size)
+
+
+def test_planning_for_another_machine_and_world() -> None:
+    with torch.device("meta"):
+        model = make()
+    batch = torch.empty(16, WIDTH, device="meta")
+    plan = zerostd.plan(model, adamw(model), machine=LAPTOP, world_size=64, batch=batch, stage=2, groups=["*"])
+    assert plan.world_size == 64 and plan.stage == 2 and plan.predicted.step_s is not None
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    assert plan.predicted.bytes[Tier.DEVICE][Kind.PARAMETERS] == pytest.approx(4 * numel, rel=0.05)
+    assert plan.predicted.bytes[Tier.DEVICE][Kind.OPTIMIZER_STATES] == pytest.approx(8 * numel / 64, rel=0.05)
+    assert plan.predicted.bytes[Tier.DEVICE][Kind.ACTIVATIONS] > 0
+    with pytest.raises(PrepareError, match="world_size=0"):
+        zerostd.plan(model, adamw(model), machine=LAPTOP, world_size=0)
+
+
+def test_homes_that_make_no_sense() -> None:
+    for states in (
+        ((Tier.HOST, Route.RESIDENT, 1.0),),
+        ((Tier.DEVICE, Route.CPU, 1.0),),
+        ((Tier.HOST, Route.CPU, 0.5),),
+    ):
+        with pytest.raises(PrepareError, match="of a plan"):
+            Homes(states=states)
+    with pytest.raises(PrepareError, match="gradients of a plan"):
+        Homes(gradients=Tier.DISK)
