@@ -3,7 +3,8 @@
 Every resource does one job at a time: of those that may begin the one that forward needs first, and it lets go of a job
 as soon as a more urgent one may begin. Jobs on different resources know nothing of each other. Backward goes from the
 last group to the first, each update may begin when backward has done with its group (after all of backward, if it waits
-for the norm), and forward begins with a group when its update is done everywhere.
+for the norm), and forward begins with a group when its update is done everywhere. What is updated on the device has its
+gradient there, what the processor updates has it on the host. No resource has more to do than a step is long.
 """
 
 from __future__ import annotations
@@ -20,38 +21,52 @@ ROUTES = ("resident", "cpu", "streamed", "disk_cpu", "disk_streamed")
 Work = dict[str, float]
 
 
-def update_seconds(task: Task, load: Load, share: Shares) -> Work:
-    """Of each resource, for the update of one group and to bring its parameters for the next forward."""
-    n, model, machine = load.updated, task.model, task.machine
-    states, weight, gradient = model.state_bytes, model.parameter_bytes, load.gradient_bytes
-    off = share.parameters_host + share.parameters_disk
-    by_cpu, streamed = share.cpu + share.disk_cpu, share.streamed + share.disk_streamed
-    up = n * (by_cpu * weight * (1 - off) + streamed * (states + gradient * share.gradients_host))
-    up += off * load.parameters
-    down = n * (by_cpu * gradient * (1 - share.gradients_host) + streamed * (states + weight * off))
-    down += n * gradient * share.gradients_host
-    disk = n * states * (share.disk_cpu + share.disk_streamed) + load.parameters * share.parameters_disk
-    memory = n * by_cpu * (gradient + weight + 2 * states) + up + down + 2 * disk
-    seconds = {"cpu": n * by_cpu * machine.processor.ns(task.num_threads) * 1e-9}
-    if machine.link is not None:
-        seconds |= {"up": up / machine.link.up, "down": down / machine.link.down}
-        seconds |= {"link": (up + down) / machine.link.both, "memory": memory / machine.processor.memory}
-    if machine.disk is not None:
-        seconds |= {"read": disk / machine.disk.read, "write": disk / machine.disk.write}
-        seconds["disk"] = disk / machine.disk.both
-    return seconds
-
-
-def again_seconds(task: Task, load: Load, share: Shares) -> Work:
-    """To bring a group's parameters once more, for backward."""
+def seconds_of(task: Task, moved: Work) -> Work:
+    """By resource, from bytes: up, down, to and from the disk, and read and written in host memory."""
     machine = task.machine
-    up, read = load.parameters * (share.parameters_host + share.parameters_disk), load.parameters * share.parameters_disk
     seconds: Work = {}
     if machine.link is not None:
-        seconds = {"up": up / machine.link.up, "link": up / machine.link.both, "memory": up / machine.processor.memory}
+        seconds = {"up": moved["up"] / machine.link.up, "down": moved["down"] / machine.link.down}
+        seconds["link"] = (moved["up"] + moved["down"]) / machine.link.both
+        seconds["memory"] = moved["memory"] / machine.processor.memory
     if machine.disk is not None:
-        seconds |= {"read": read / machine.disk.read, "disk": read / machine.disk.both}
+        seconds |= {"read": moved["read"] / machine.disk.read, "write": moved["write"] / machine.disk.write}
+        seconds["disk"] = moved["read"] / machine.disk.both
     return seconds
+
+
+def landing(load: Load, share: Shares) -> float:
+    """Bytes of a gradient that go to the host: all of it where it rests there, else what the processor reads."""
+    return load.updated * load.gradient_bytes * max(share.gradients_host, share.cpu + share.disk_cpu)
+
+
+def update_seconds(task: Task, load: Load, share: Shares, *, lands: bool = True) -> Work:
+    """For the update of one group and to bring its parameters for the next forward; with `lands` its gradient's way to
+    the host is part of it."""
+    n, model = load.updated, task.model
+    states, weight, gradient = model.state_bytes + model.master_bytes, model.parameter_bytes, load.gradient_bytes
+    off, landed = share.parameters_host + share.parameters_disk, share.gradients_host
+    by_cpu, streamed = share.cpu + share.disk_cpu, share.streamed + share.disk_streamed
+    up = n * (streamed * states + by_cpu * weight * (1 - off) + (1 - by_cpu) * gradient * landed)
+    up += off * load.parameters
+    down = n * (streamed * states + (1 - by_cpu) * weight * off)
+    down += landing(load, share) if lands else 0.0
+    disk = n * states * (share.disk_cpu + share.disk_streamed) + load.parameters * share.parameters_disk
+    memory = n * by_cpu * (gradient + weight + 2 * states) + up + down + 2 * disk
+    moved = {"up": up, "down": down, "read": disk, "write": disk, "memory": memory}
+    return {"cpu": n * by_cpu * task.machine.processor.ns(task.num_threads) * 1e-9, **seconds_of(task, moved)}
+
+
+def seconds_beside(task: Task, load: Load, share: Shares, *, is_last: bool) -> Work:
+    """For what is not part of an update: parameters for every backward, unless they are still there from forward, and
+    for forward in passes before the last one; sums on the host, that come up to be added to and go down again."""
+    passes = task.accumulate - 1
+    times = passes + (0 if is_last else passes + 1)
+    sums = passes * share.gradients_host * load.gradients
+    up = times * load.parameters * (share.parameters_host + share.parameters_disk) + sums
+    read = times * load.parameters * share.parameters_disk
+    moved = {"up": up, "down": sums, "read": read, "write": 0.0, "memory": up + sums}
+    return {"cpu": 0.0, **seconds_of(task, moved)}
 
 
 def done_at(releases: Sequence[float], works: Sequence[float]) -> list[float]:
@@ -75,38 +90,42 @@ def done_at(releases: Sequence[float], works: Sequence[float]) -> list[float]:
 
 def step_seconds(task: Task, loads: Sequence[Load], shares: Sequence[Shares], works: Sequence[Work] = ()) -> float:
     """One step, from a backward to the next; `works` are the updates' seconds, if somebody has them already."""
-    works = works or [update_seconds(task, load, share) for load, share in zip(loads, shares, strict=True)]
-    again = [again_seconds(task, load, share) for load, share in zip(loads[:-1], shares[:-1], strict=True)]
+    placed, last = list(zip(loads, shares, strict=True)), len(loads) - 1
+    works = works or [update_seconds(task, load, share) for load, share in placed]
     ends, now, brought = [0.0] * len(loads), 0.0, 0.0
     for group in reversed(range(len(loads))):
-        brought += again[group].get("up", 0.0) if group < len(again) else 0.0
-        now = max(now, brought) + loads[group].backward_s
+        load, share = placed[group]
+        if group < last and task.machine.link is not None:
+            brought += load.parameters * (share.parameters_host + share.parameters_disk) / task.machine.link.up
+        now = max(now, brought) + load.backward_s
         ends[group] = now
     releases = ends if task.is_early else [ends[0]] * len(loads)
     done = [done_at(releases, [work[resource] for work in works]) for resource in works[0]]
-    updated = sum(load.updated * share.resident for load, share in zip(loads, shares, strict=True))
+    updated = sum(load.updated * share.resident for load, share in placed)
     now = ends[0] + updated * task.machine.resident_ns * 1e-9
     for group, load in enumerate(loads):
         now = max(now, *(one[group] for one in done)) + load.forward_s
     now += (task.accumulate - 1) * sum(load.forward_s + load.backward_s for load in loads)
-    passes = 2 * task.accumulate - 1
-    return max(now, *(sum(w[r] for w in works) + passes * sum(a.get(r, 0.0) for a in again) for r in works[0]))
+    beside = [seconds_beside(task, *one, is_last=group == last) for group, one in enumerate(placed)]
+    return max(now, *(sum(work[resource] for work in [*works, *beside]) for resource in works[0]))
 
 
 def held_bytes(task: Task, load: Load, share: Shares) -> dict[Tier, float]:
     """Of one group in each tier."""
-    n, model = load.updated, task.model
-    states, copies = n * model.state_bytes, 2 if task.speculates else 1
+    n, model, copies = load.updated, task.model, 2 if task.speculates else 1
+    states, master, weight = n * model.state_bytes, n * model.master_bytes, n * model.parameter_bytes
     off, by_cpu = share.parameters_host + share.parameters_disk, share.cpu + share.disk_cpu
-    device = states * share.resident + load.parameters * (1 - off) + load.pinned_gradients
+    device = (states + master * off) * share.resident + load.parameters * (1 - off) + load.pinned_gradients
     device += load.gradients * (1 - share.gradients_host)
-    host = states * copies * (share.cpu + share.streamed) + load.parameters * share.parameters_host
-    host += load.gradients * share.gradients_host
+    shares_master = share.parameters_host if copies == 1 else 0.0
+    host = (states + master * (1 - shares_master)) * copies * (share.cpu + share.streamed)
+    host += load.parameters * share.parameters_host + load.gradients * share.gradients_host
+    host += weight * share.parameters_disk  # on their way to the disk
     if task.machine.link is not None:  # what the processor reads of a gradient, and where new parameters wait
         host += n * load.gradient_bytes * by_cpu * (1 - share.gradients_host)
-        lands_on_gradient = load.gradient_bytes == model.parameter_bytes and not task.speculates
-        host += 0 if lands_on_gradient else n * model.parameter_bytes * by_cpu * (1 - off)
-    disk = states * (share.disk_cpu + share.disk_streamed) + load.parameters * share.parameters_disk
+        lands_on_gradient = load.gradient_bytes == model.parameter_bytes and copies == 1
+        host += 0.0 if lands_on_gradient else weight * by_cpu * (1 - off)
+    disk = (states + master) * (share.disk_cpu + share.disk_streamed) + load.parameters * share.parameters_disk
     return {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk}
 
 

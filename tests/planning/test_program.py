@@ -18,12 +18,13 @@ from zerostd.planning.linear import Infeasible, Linear
 from zerostd.planning.program import SLACK, Optimum, Shares, _Program, missing, optimise
 from zerostd.policy import Kind, Stage, Tier
 
+FEW = 10_000  # bytes
 STATES_ONLY = frozenset({Kind.OPTIMIZER_STATES})
 parts = st.integers(0, 20).map(lambda place: place / 20)
 
 
-def agree(one: float, other: float, tolerance: float = 1e-5) -> bool:
-    return abs(one - other) <= tolerance * max(abs(one), abs(other)) + 1e-7
+def agree(one: float, other: float, least: float = 1e-7) -> bool:
+    return abs(one - other) <= 1e-5 * max(abs(one), abs(other)) + least
 
 
 # -- linear --
@@ -115,7 +116,7 @@ def test_frozen_parameters_rest_and_are_never_updated() -> None:
 
 
 def test_seconds_follow_flops_and_the_measured_total() -> None:
-    groups = tuple(replace(group, forward_flops=flops) for group, flops in zip(plain([5, 5]).groups, (1e9, 3e9)))
+    groups = tuple(replace(group, forward_flops=flops) for group, flops in zip(plain([5, 5]).groups, (1e9, 3e9), strict=True))
     model = ModelProfile("timed", groups, forward_s=0.4, backward_s=1.2)
     assert [(load.forward_s, load.backward_s) for load in loads(task_of(model))] == [
         pytest.approx((0.1, 0.3)),
@@ -200,7 +201,7 @@ def test_a_given_placement_costs_what_it_costs_by_hand(drawn: tuple[Task, list[S
     assert agree(step_s, step_seconds(task, found, shares))
     by_hand = [held_bytes(task, load, share) for load, share in zip(found, shares, strict=True)]
     for tier in Tier:
-        assert agree(held[tier], sum(one[tier] for one in by_hand), 1e-4)
+        assert agree(held[tier], sum(one[tier] for one in by_hand), FEW)
 
 
 @settings(max_examples=20, deadline=None)
@@ -212,10 +213,10 @@ def test_speculating_holds_two_copies_and_does_not_wait(model: ModelProfile, off
     found = loads(task)
     step_s, held = solved_with(task, found, shares)
     assert agree(step_s, step_seconds(replace(task, waits_for_norm=False), found, shares))
-    mirrors = 0 if off else sum(2 * load.updated * cut for load, cut in zip(found, cuts, strict=True))
-    gradients = 2 * model.trained if off else 0
-    weights = sum(2 * load.updated * cut for load, cut in zip(found, cuts, strict=True))
-    assert agree(held[Tier.HOST], 24 * model.trained + mirrors + weights + gradients, 1e-4)
+    by_cpu = sum(load.updated * cut for load, cut in zip(found, cuts, strict=True))
+    width = model.parameter_bytes
+    gradients = width * (model.trained if off else by_cpu)
+    assert agree(held[Tier.HOST], 24 * model.trained + gradients + width * by_cpu, FEW)
 
 
 # -- nothing better on a grid --
@@ -307,7 +308,7 @@ def test_the_shares_that_are_found_fit_and_take_as_long_as_is_said(task: Task) -
     assert step_seconds(task, found, optimum.shares) <= optimum.step_s * (1 + SLACK) + 1e-6
     for tier in Tier:
         held = sum(held_bytes(task, load, share)[tier] for load, share in zip(found, optimum.shares, strict=True))
-        assert agree(optimum.used[tier], held, 1e-4)
+        assert agree(optimum.used[tier], held, FEW)
 
 
 # -- prices --
@@ -417,8 +418,6 @@ def test_a_step_is_no_shorter_than_what_any_part_has_to_do(task: Task) -> None:
 
 # -- which of equal ones --
 
-FEW = 10_000  # bytes
-
 
 @settings(max_examples=30, deadline=None)
 @given(tight())
@@ -449,7 +448,7 @@ def test_of_equal_ones_the_front_is_nearest() -> None:
 
 
 def test_without_a_link_nothing_is_streamed() -> None:
-    limits = {Tier.DEVICE: 3 * 10**9, Tier.DISK: 40 * 10**9}
+    limits = {Tier.DEVICE: 5 * 10**9, Tier.DISK: 40 * 10**9}
     model = plain([10**8] * 5, 0.5, parameter_bytes=4, gradient_bytes=4, dtype="float32")
     task = task_of(model, limits, machine=LAPTOP, num_threads=2)
     optimum = solved(task)
@@ -481,4 +480,6 @@ def test_what_is_missing_is_enough_and_no_less_is(task: Task, part: float, has_d
 def test_what_is_missing_by_hand() -> None:
     """Nothing may be placed, so all 16 bytes of a parameter are on the device."""
     task = task_of(gpt(512, 2), {Tier.DEVICE: 10**8}, can_place=frozenset())
-    assert missing(task, loads(task)) == {Tier.DEVICE: pytest.approx(16 * task.model.trained - 10**8)}
+    short = missing(task, loads(task))
+    assert short.pop(Tier.DEVICE) == pytest.approx(16 * task.model.trained - 10**8)
+    assert not any(short.values())

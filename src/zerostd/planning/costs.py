@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zerostd.planning.machine import MachineProfile, Wire
+from zerostd.planning.machine import DiskRates, MachineProfile, Wire
 from zerostd.planning.model import GroupProfile, ModelProfile
 from zerostd.policy import Kind, Stage, Tier, shards
 
@@ -33,6 +33,24 @@ class Task:
     num_threads: int = 1  # for updates on the processor
     fixed: Mapping[Tier, int] = field(default_factory=dict)  # bytes of working memory, whatever is placed where
     can_place: frozenset[Kind] = frozenset({Kind.OPTIMIZER_STATES, Kind.GRADIENTS, Kind.PARAMETERS})
+
+    @property
+    def ranks_beside(self) -> int:
+        """Ranks that share one node's memory, cores and disk."""
+        return max(1, min(self.world_size, self.machine.ranks_per_node))
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes/s of host memory for one rank."""
+        return self.machine.processor.memory / self.ranks_beside
+
+    @property
+    def disk(self) -> DiskRates | None:
+        """What one rank gets of the disk."""
+        disk, ranks = self.machine.disk, self.ranks_beside
+        if disk is None or ranks == 1:
+            return disk
+        return DiskRates(disk.path, disk.read / ranks, disk.write / ranks, disk.both / ranks)
 
     @property
     def is_early(self) -> bool:

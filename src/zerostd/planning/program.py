@@ -174,15 +174,16 @@ class _Program:
         read = {share["disk_cpu"]: states, share["disk_streamed"]: states, share["parameters_disk"]: load.parameters}
         memory = _sum(_scaled(cpu, in_memory / max(n, 1)), up, down, _scaled(read, 2))
         ns = machine.processor.ns(self.task.num_threads)
-        work = {"cpu": _scaled(cpu, ns * 1e-9), "memory": _scaled(memory, 1 / machine.processor.memory)}
+        work = {"cpu": _scaled(cpu, ns * 1e-9), "memory": _scaled(memory, 1 / self.task.memory_rate)}
         if machine.link is not None:
             work |= {"up": _scaled(up, 1 / machine.link.up), "down": _scaled(down, 1 / machine.link.down)}
             work["link"] = _scaled(_sum(up, down), 1 / machine.link.both)
         else:
             work["memory"] = {}
-        if machine.disk is not None:
-            work |= {"read": _scaled(read, 1 / machine.disk.read), "write": _scaled(read, 1 / machine.disk.write)}
-            work["disk"] = _scaled(read, 1 / machine.disk.both)
+        disk = self.task.disk
+        if disk is not None:
+            work |= {"read": _scaled(read, 1 / disk.read), "write": _scaled(read, 1 / disk.write)}
+            work["disk"] = _scaled(read, 1 / disk.both)
         return work
 
     def _again(self, index: int) -> dict[str, dict[int, float]]:
@@ -193,11 +194,12 @@ class _Program:
         if machine.link is not None:
             work["up"] = _scaled(up, 1 / machine.link.up)
             work["link"] = _scaled(up, 1 / machine.link.both)
-            work["memory"] = _scaled(up, 1 / machine.processor.memory)
-        if machine.disk is not None:
+            work["memory"] = _scaled(up, 1 / self.task.memory_rate)
+        disk = self.task.disk
+        if disk is not None:
             read = {share["parameters_disk"]: load.parameters}
-            work["read"] = _scaled(read, 1 / machine.disk.read)
-            work["disk"] = _scaled(read, 1 / machine.disk.both)
+            work["read"] = _scaled(read, 1 / disk.read)
+            work["disk"] = _scaled(read, 1 / disk.both)
         return work
 
     # Time

@@ -47,13 +47,13 @@ class _Steps:
         self.task, self.loads, self.shares = task, found, shares
         self.now = 0.0
         machine = task.machine
-        self.rates = {"memory": machine.processor.memory}
+        self.rates = {"memory": task.memory_rate}
         if machine.link is not None:
             self.rates |= {"up": machine.link.up, "down": machine.link.down, "link": machine.link.both}
         else:
             self.rates.pop("memory")
-        if machine.disk is not None:
-            self.rates |= {"read": machine.disk.both, "write": machine.disk.both}
+        if task.disk is not None:
+            self.rates |= {"read": task.disk.both, "write": task.disk.both}
         self.waiting: dict[str, list[tuple[int, _Flow]]] = {"cpu": [], "streamed": [], "disk": [], "land": []}
         self.running: dict[str, _Flow] = {}
         self.unfinished = [0] * len(found)  # jobs of each group's update
