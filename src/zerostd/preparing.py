@@ -20,7 +20,7 @@ from zerostd.parameters.blueprints import Blueprint, Member, blueprints, describ
 from zerostd.parameters.building import Ground, make_group
 from zerostd.parameters.checking import describe_model, optimizer_options
 from zerostd.parameters.deferred import draw_seeds, is_deferred, make_real
-from zerostd.parameters.homes import FlatPlan, demand, plan_flats
+from zerostd.parameters.homes import FlatPlan, Rules, demand, demand_of, plan_flats
 from zerostd.parameters.hosting import Staging
 from zerostd.policy import Budget, Kind, Precision, Tier, parse_bytes
 from zerostd.proposing import decide, homes_of
@@ -55,6 +55,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
         need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans, rules)
         ledger = Ledger()
         stores = _make_stores(need, settings.budget, world, ledger)
+        _reserve(stores, plans, rules)
     except BaseException:
         world.close()
         raise
@@ -84,16 +85,25 @@ def _make_stores(need: Counter[tuple[Tier, Kind]], budget: Budget, world: World,
         limit = None if budget.disk is None else parse_bytes(budget.disk)
         disk = Disk(budget.disk_path, ledger, limit=limit)
     stores = Stores(world.device, host, disk, ledger)
-    try:
-        if disk is not None:
+    if disk is not None:
+        try:
             check_disk(on_disk, disk.path, limit)
-        for (tier, kind), num_bytes in need.items():
-            if tier is not Tier.DEVICE and kind in (Kind.OPTIMIZER_STATES, Kind.PARAMETERS):
-                stores.reserve(tier, kind, num_bytes)
+        except BaseException:
+            stores.close()
+            raise
+    return stores
+
+
+def _reserve(stores: Stores, plans: list[list[FlatPlan]], rules: Rules) -> None:
+    """Take the arenas of all flats, before the first one is built."""
+    try:
+        for plan in (plan for group in plans for plan in group):
+            for (tier, kind), num_bytes in demand_of(plan, rules).items():
+                if kind in (Kind.OPTIMIZER_STATES, Kind.PARAMETERS):
+                    stores.reserve(plan.owner, tier, kind, num_bytes)
     except BaseException:
         stores.close()
         raise
-    return stores
 
 
 def _parts(need: Counter[tuple[Tier, Kind]], tier: Tier) -> str:

@@ -402,7 +402,7 @@ def test_kill_in_the_middle_of_a_step_leaves_nothing(tmp_path):
     """
     done = subprocess.run(python(code, tmp_path), capture_output=True, text=True, env=environment(), timeout=60)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert done.stdout == "0 2\n"  # one step, with two files open there
+    assert done.stdout == "0 4\n"  # one step, with four files open there: parameters and states of two groups
     assert os.listdir(tmp_path) == []
 
 

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from zerostd.cli.tables import machine_table, show, write
 from zerostd.measuring import load_or_measure
 from zerostd.planning import MachineProfile
+from zerostd.tiers.limits import check_disk
 
 __all__ = ["measure", "measured"]
 
@@ -43,15 +44,18 @@ def measure(disk_path: DiskPath = None, again: Again = False, as_json: Json = Fa
 
 def measured(disk_path: str | None = None, *, again: bool = False) -> MachineProfile:
     """The profile of this machine, with a bar on stderr while it is measured."""
+    if disk_path is not None:
+        check_disk(0, disk_path)  # before anything takes its time
     with _bar() as tell:
         return load_or_measure(disk_path=disk_path, on_progress=tell, again=again)
 
 
 @contextmanager
 def _bar() -> Iterator[_Bar]:
-    """A bar that appears when something is told, on the first rank."""
-    columns = (BarColumn(bar_width=30), TextColumn("{task.description}"), TimeElapsedColumn())
-    bar = _Bar(Progress(*columns, console=Console(stderr=True), transient=True, disable=not _is_first()))
+    """A bar that appears when something is told, on a terminal and on the first rank."""
+    columns, console = (BarColumn(bar_width=30), TextColumn("{task.description}"), TimeElapsedColumn()), _console()
+    is_seen = console.is_terminal and _is_first()
+    bar = _Bar(Progress(*columns, console=console, transient=True, disable=not is_seen))
     try:
         yield bar
     finally:
@@ -69,6 +73,10 @@ class _Bar:
             self.progress.add_task(what, total=1.0)
             self.progress.start()
         self.progress.update(self.progress.task_ids[0], description=what, completed=done)
+
+
+def _console() -> Console:
+    return Console(stderr=True)
 
 
 def _is_first() -> bool:

@@ -15,12 +15,12 @@ from rich.console import Console
 from zerostd import api
 from zerostd.cli.measure import measured
 from zerostd.cli.sources import SEQUENCE, Batch, Made, Source, budget_of, counts_of
-from zerostd.cli.tables import rows_json, scaling_table, show, state_rows, state_table, write
+from zerostd.cli.tables import count_text, rows_json, scaling_table, show, state_rows, state_table, write
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_profile
 from zerostd.measuring.model import profile_model
 from zerostd.planning import MachineProfile, ModelProfile, Plan
-from zerostd.planning.cluster import Use, check_machine, plan_on, scaling
+from zerostd.planning.cluster import NO_WIRES, Use, check_machine, plan_on, scaling
 from zerostd.policy import Precision, Stage
 
 __all__ = ["plan"]
@@ -148,7 +148,7 @@ def _show_plan(job: _Job, shown: _Shown) -> None:
         model, machine = _only_model(job), _machine(job)
         with _status("planning"):
             made = plan_on(model, machine, job.use)
-        title = f"{model.name}: {model.numel / 1e9:.4g} B parameters on {machine.name}"
+        title = f"{model.name}: {count_text(model.numel)} on {machine.name}"
     if shown.output is not None:
         write(shown.output, made.to_json())
     typer.echo(made.to_json() if shown.as_json else f"{title}\n\n{made.explain()}\n", nl=False)
@@ -176,7 +176,9 @@ def _plan_module(job: _Job, made: Made) -> tuple[str, Plan]:
         )
     numel = sum(parameter.numel() for parameter in made.model.parameters())
     where = "this machine" if machine is None else machine.name
-    return f"{type(made.model).__name__}: {numel / 1e9:.4g} B parameters on {where}", found
+    if found.world_size > 1 and found.predicted.step_s is not None and not (machine is not None and machine.wires):
+        found = replace(found, notes=(*found.notes, NO_WIRES))
+    return f"{type(made.model).__name__}: {count_text(numel)} on {where}", found
 
 
 def _show_scaling(job: _Job, shown: _Shown) -> None:
@@ -195,7 +197,7 @@ def _show_scaling(job: _Job, shown: _Shown) -> None:
     if shown.as_json:
         typer.echo(rows_json(rows, sequence), nl=False)
         return
-    title = f"{model.name}: {model.numel / 1e9:.4g} B parameters on {machine.name}; predicted"
+    title = f"{model.name}: {count_text(model.numel)} on {machine.name}; predicted, not measured"
     show(title, scaling_table(rows, sequence))
     for row in rows:
         if row.refused:

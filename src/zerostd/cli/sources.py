@@ -122,9 +122,10 @@ def _in_precision(model: ModelProfile, precision: Precision) -> ModelProfile:
 
 
 def _find(name: str) -> Callable[[], Any]:
-    module_name, colon, path = name.partition(":")
-    if not colon or not module_name or not path:
+    module_name, *rest = name.split(":")
+    if len(rest) != 1 or not module_name or not rest[0]:
         raise PrepareError(f"{name!r} is not module:function, such as 'train:make_model'")
+    path = rest[0]
     with _told(f"the module {module_name!r}"):
         spec = None
         with contextlib.suppress(ModuleNotFoundError):  # of a package it should lie in
@@ -189,10 +190,10 @@ def _words(value: Any) -> str:
 def budget_of(text: str | None, disk_path: str | None) -> Budget:
     """From 'device=24GiB,host=96GiB,disk=200GiB'."""
     tiers, sizes = [tier.value for tier in Tier], dict[str, str]()
-    for part in (text or "").split(",") if text is not None else ():
-        tier, equals, size = (word.strip() for word in part.partition("="))
-        if not equals:
+    for part in [] if text is None else text.split(","):
+        if part.count("=") != 1:
             raise PrepareError(f"--budget {text!r}: {part!r} is not tier=size, such as device=24GiB")
+        tier, size = (word.strip() for word in part.split("="))
         if tier not in tiers:
             raise PrepareError(f"--budget {text!r}: {tier!r} is not a tier; use {', '.join(tiers)}")
         if tier in sizes:

@@ -21,7 +21,7 @@ from zerostd.planning.cluster import Row, state_bytes
 from zerostd.planning.plan import size_text
 from zerostd.policy import Stage, Tier
 
-__all__ = ["machine_table", "rows_json", "scaling_table", "show", "state_rows", "state_table", "write"]
+__all__ = ["count_text", "machine_table", "rows_json", "scaling_table", "show", "state_rows", "state_table", "write"]
 
 WIDTH = 120  # where the output is no terminal
 DEGREES = (1, 4, 16, 64, 256, 1024)
@@ -35,6 +35,14 @@ def show(title: str, table: Table) -> None:
     if not console.is_terminal:
         console = Console(width=WIDTH)
     console.print(table)
+
+
+def count_text(count: int) -> str:
+    """A number of parameters with its unit."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit} parameters"
+    return f"{count} parameters"
 
 
 def write(path: Path, text: str) -> None:

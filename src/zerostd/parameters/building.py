@@ -57,7 +57,7 @@ def _make_flat(plan: FlatPlan, ground: Ground, value_of: ValueOf) -> Flat:
     is_sharded = rules.shards(Kind.PARAMETERS)
     rest: Column | None = None
     if is_sharded or plan.parameters is not Tier.DEVICE:
-        rest = ground.stores.column(plan.parameters, Kind.PARAMETERS, plan.rest_numel(rules), dtype)
+        rest = ground.stores.column(plan.owner, plan.parameters, Kind.PARAMETERS, plan.rest_numel(rules), dtype)
     flat.settle(rules.rank, rest, is_sharded=is_sharded)
     if plan.is_trained:
         flat.gradient = _make_gradient(plan, ground)
@@ -68,7 +68,7 @@ def _make_shelf(plan: FlatPlan, portion: Portion, ground: Ground) -> Shelf:
     rules, states = ground.rules, plan.columns(portion, ground.rules)
 
     def column(dtype: torch.dtype) -> Column:
-        return ground.stores.column(portion.tier, Kind.OPTIMIZER_STATES, portion.numel, dtype)
+        return ground.stores.column(plan.owner, portion.tier, Kind.OPTIMIZER_STATES, portion.numel, dtype)
 
     shares = plan.shares_master(portion, rules)
     columns = {} if shares else {MASTER: column(plan.master_dtype)}

@@ -17,7 +17,7 @@ from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, shards
 from zerostd.sharding import Layout, Portion, assign_tiers, cut_by_shares, cut_portions, make_layout
 from zerostd.tiers.column import padded
 
-__all__ = ["FlatPlan", "Rules", "demand", "plan_flats"]
+__all__ = ["FlatPlan", "Rules", "demand", "demand_of", "plan_flats"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,11 @@ class FlatPlan:
     parameters: Tier
     gradients: Tier
     portions: tuple[Portion, ...]  # of the region; empty if frozen
+
+    @property
+    def owner(self) -> str:
+        """A name for what it has in the tiers: that of its first parameter."""
+        return self.members[0].name
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,18 +145,25 @@ def demand(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> Counter[tuple[T
     """Bytes of model state this takes of each tier on this rank; buffers of fixed size are left out."""
     need: Counter[tuple[Tier, Kind]] = Counter()
     for plan in (plan for group in plans for plan in group):
-        need[plan.parameters, Kind.PARAMETERS] += _taken(plan.parameters, plan.rest_numel(rules) * plan.dtype.itemsize)
-        if not plan.is_trained:
-            continue
-        numel, dtype = plan.region.stop - plan.region.start, plan.gradient_dtype(rules)
-        itemsize = max(4, dtype.itemsize) if rules.sums_gradients else dtype.itemsize
-        keeps_whole = rules.size > 1 and not rules.shards(Kind.GRADIENTS)
-        if not keeps_whole or rules.sums_gradients:
-            need[plan.gradients, Kind.GRADIENTS] += numel * itemsize
-        if keeps_whole:  # for the wire; what this rank updates is a part of it, unless several passes are summed
-            need[Tier.DEVICE, Kind.GRADIENTS] += plan.layout.numel * dtype.itemsize
-        for portion in plan.portions:
-            _add_portion(need, plan, portion, rules, itemsize)
+        need.update(demand_of(plan, rules))
+    return need
+
+
+def demand_of(plan: FlatPlan, rules: Rules) -> Counter[tuple[Tier, Kind]]:
+    """The same of one flat."""
+    need: Counter[tuple[Tier, Kind]] = Counter()
+    need[plan.parameters, Kind.PARAMETERS] += _taken(plan.parameters, plan.rest_numel(rules) * plan.dtype.itemsize)
+    if not plan.is_trained:
+        return need
+    numel, dtype = plan.region.stop - plan.region.start, plan.gradient_dtype(rules)
+    itemsize = max(4, dtype.itemsize) if rules.sums_gradients else dtype.itemsize
+    keeps_whole = rules.size > 1 and not rules.shards(Kind.GRADIENTS)
+    if not keeps_whole or rules.sums_gradients:
+        need[plan.gradients, Kind.GRADIENTS] += numel * itemsize
+    if keeps_whole:  # for the wire; what this rank updates is a part of it, unless several passes are summed
+        need[Tier.DEVICE, Kind.GRADIENTS] += plan.layout.numel * dtype.itemsize
+    for portion in plan.portions:
+        _add_portion(need, plan, portion, rules, itemsize)
     return need
 
 

@@ -27,6 +27,7 @@ NUM_BUSY_THREADS = 2  # cores of a rank that do not update
 NUM_GATHERED = 3  # groups that are whole at once: the one at work, the next, and in backward the one before
 NUM_STAGING = 2  # groups whose gradients are on their way
 WORTH_SPECULATING = 0.03  # of a step, for twice the host memory
+NO_WIRES = "The machine profile has no wires, so time of collectives is not in the plan."
 NOWHERE = MachineProfile("nowhere", "none", {}, 0.0, {}, Processor(1, {1: 1.0}, 1.0), None)  # for bytes alone
 
 
@@ -167,7 +168,7 @@ def _notes(task: Task, use: Use) -> Iterator[str]:
     if Tier.DISK not in task.limits:
         yield "The disk is not used: it was not named, or the machine profile has none."
     if task.world_size > 1 and not machine.wires:
-        yield "The machine profile has no wires, so time of collectives is not in the plan."
+        yield NO_WIRES
     if use.accumulate is None and not (use.clips or use.scales_loss):
         yield "Updates wait for the end of backward: prepare is not told with accumulate= how many passes make a step."
 

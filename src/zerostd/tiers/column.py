@@ -70,8 +70,17 @@ class Column:
         return self.disk.write(self.extent, self.offset + start * self.dtype.itemsize, source)
 
 
+@dataclass(eq=False)
+class _Arena:
+    """Memory or a file, and how much of it columns have."""
+
+    memory: torch.Tensor | Extent
+    used: int = 0
+
+
 class Stores:
-    """The tiers of one prepared model: makes columns and buffers in them, from arenas of the exact size."""
+    """The tiers of one prepared model: makes columns in them, from arenas of the exact size. Each owner (a name) has
+    arenas of its own, so that what it has can be given back when it moves."""
 
     disk: Disk | None
 
@@ -80,33 +89,45 @@ class Stores:
         self.host = host
         self.disk = disk
         self.ledger = ledger
-        self._arenas: dict[tuple[Tier, Kind], torch.Tensor | Extent] = {}
-        self._used: dict[tuple[Tier, Kind], int] = {}
+        self._arenas: dict[tuple[str, Tier, Kind], _Arena] = {}
+        self._on_device: dict[str, list[tuple[Kind, int]]] = {}
         self.stop_users: list[Callable[[], None]] = []  # threads that must have stopped before anything is given back
 
-    def reserve(self, tier: Tier, kind: Kind, num_bytes: int) -> None:
-        """Allocate the arena that columns of one kind will be cut from."""
-        if num_bytes == 0:
+    def reserve(self, owner: str, tier: Tier, kind: Kind, num_bytes: int) -> None:
+        """Allocate the arena that an owner's columns of one kind will be cut from."""
+        if num_bytes == 0 or tier is Tier.DEVICE:
             return
         if tier is Tier.HOST:
-            self._arenas[tier, kind] = self.host.allocate(num_bytes, kind)
+            self._arenas[owner, tier, kind] = _Arena(self.host.allocate(num_bytes, kind))
         else:
             assert self.disk is not None
-            self._arenas[tier, kind] = self.disk.allocate(num_bytes, kind)
-        self._used[tier, kind] = 0
+            self._arenas[owner, tier, kind] = _Arena(self.disk.allocate(num_bytes, kind))
 
-    def column(self, tier: Tier, kind: Kind, numel: int, dtype: torch.dtype) -> Column:
-        """Numbers in a tier, zero at first. On host and disk they come from the arena reserved for the kind."""
+    def column(self, owner: str, tier: Tier, kind: Kind, numel: int, dtype: torch.dtype) -> Column:
+        """Numbers in a tier, zero at first. On host and disk they come from the arena reserved for owner and kind."""
         if tier is Tier.DEVICE:
             tensor = torch.zeros(numel, dtype=dtype, device=self.device)
             self.ledger.enter(kind, tensor.nbytes)
+            self._on_device.setdefault(owner, []).append((kind, tensor.nbytes))
             return Column(numel, dtype, tier, tensor)
-        start = self._used[tier, kind]
-        self._used[tier, kind] = start + padded(numel * dtype.itemsize)
-        arena = self._arenas[tier, kind]
-        if isinstance(arena, Extent):
-            return Column(numel, dtype, tier, None, self.disk, arena, start)
-        return Column(numel, dtype, tier, arena[start : start + numel * dtype.itemsize].view(dtype))
+        arena = self._arenas[owner, tier, kind]
+        start = arena.used
+        arena.used = start + padded(numel * dtype.itemsize)
+        if isinstance(arena.memory, Extent):
+            return Column(numel, dtype, tier, None, self.disk, arena.memory, start)
+        return Column(numel, dtype, tier, arena.memory[start : start + numel * dtype.itemsize].view(dtype))
+
+    def free(self, owner: str) -> None:
+        """Give back all that an owner has; its columns must not be used any more."""
+        for kind, num_bytes in self._on_device.pop(owner, ()):
+            self.ledger.leave(kind, num_bytes)
+        for key in [key for key in self._arenas if key[0] == owner]:
+            memory = self._arenas.pop(key).memory
+            if isinstance(memory, Extent):
+                assert self.disk is not None
+                self.disk.free(memory)
+            else:
+                self.host.free(memory)
 
     def close_aside(self) -> None:
         """The same from any thread, also from one that it waits for: the collector runs everywhere."""
