@@ -19,11 +19,10 @@ from zerostd.communication import Wires, World
 from zerostd.errors import MisuseError, PrepareError
 from zerostd.measuring.model import profile_model
 from zerostd.monitoring import Memory
+from zerostd.moving import begin_early, make_routes
 from zerostd.optimizers.adopting import Adoption
-from zerostd.optimizers.early import Early
 from zerostd.optimizers.elementwise import check_elementwise, find_states
 from zerostd.optimizers.optimizer import ZeroOptimizer
-from zerostd.optimizers.routes import Routes
 from zerostd.optimizers.states import put_states
 from zerostd.optimizers.update import Updater
 from zerostd.parameters import Flat, Group, GroupState
@@ -35,7 +34,6 @@ from zerostd.preparing import build, device_of
 from zerostd.proposing import plan_for
 from zerostd.runtime import Runtime
 from zerostd.settings import Settings, check_budget, check_placement
-from zerostd.tiers.debug import DEBUG
 
 __all__ = ["apply_to_device", "full_state_dict", "gathered", "memory", "no_sync", "plan", "prepare", "release"]
 
@@ -196,12 +194,10 @@ def _check_numbers(accumulate: int | None, max_grad_norm: float | None) -> None:
 
 
 def _make_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
-    settings, (_, placement) = runtime.settings, runtime.settings.decided
+    settings = runtime.settings
     earlier: dict[Any, dict[str, Any]] = {parameter: dict(states) for parameter, states in inner.state.items()}
     inner.state.clear()
-    roads, routes = runtime.roads, None
-    if any(group.is_updated_later for group in runtime.groups):
-        routes = Routes(inner, runtime.groups, roads.stores, roads.lanes, num_threads=roads.num_threads)
+    routes = make_routes(runtime, inner)
     updater = Updater(inner, runtime.groups, runtime.world.device, runtime.ledger, routes)
     updater.states = dict(settings.states)
     if earlier:
@@ -214,13 +210,8 @@ def _make_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptim
         max_grad_norm=settings.max_grad_norm,
         loss_scale=runtime.loss_scale,
     )
-    knows_the_end = routes is not None and settings.accumulate is not None and runtime.loss_scale is None
-    waits = DEBUG.is_serial or optimizer.counts_in_groups
-    if knows_the_end and not waits and (settings.max_grad_norm is None or placement.speculate):
-        is_on_trial = settings.max_grad_norm is not None
-        optimizer.early = Early(updater, runtime.gradients, runtime, optimizer.terms, is_on_trial=is_on_trial)
-        runtime.backward.on_ready = optimizer.early.ready
     runtime.optimizer = optimizer
+    begin_early(runtime, optimizer)
     return optimizer
 
 

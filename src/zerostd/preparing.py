@@ -141,7 +141,7 @@ def _build(
                 flat.hide()
             group.state = GroupState.RELEASED
     inbound = Inbound(ground.stores, ground.lanes, largest_on_disk=largest_on_disk(plans, ground.rules))
-    roads = Roads(ground.stores, ground.lanes, inbound, num_threads(world))
+    roads = Roads(ground, inbound, num_threads(world), tuple(found))
     runtime = Runtime(model, groups, wires, control, roads, settings=settings, original_dtypes=dtypes)
     runtime.backward.passes.wanted = settings.accumulate
     _place_buffers(model, device, seed)

@@ -23,7 +23,7 @@ from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, parse_by
 from zerostd.runtime import PREFETCH_DEPTH
 from zerostd.settings import NUM_BUSY_THREADS, Settings, check_placement, rules_for
 
-__all__ = ["decide", "find_limits", "homes_of", "plan_for", "propose"]
+__all__ = ["decide", "find_limits", "homes_of", "plan_for", "propose", "sizes_of"]
 
 MARGIN = 0.1  # of what is free that nobody plans with
 FOR_ACTIVATIONS = 0.4  # of the device, while nobody has said how large a batch is and no budget was given
@@ -51,12 +51,12 @@ def decide(settings: Settings, found: Sequence[Blueprint], control: Control, *, 
         plan = Plan.from_json(control.collect(plan.to_json())[0])
         if world.rank == 0:
             log.info("%s", plan.explain())
-        return settings.obeying(plan, _sizes(found))
+        return settings.obeying(plan, sizes_of(found))
     if settings.plan.world_size != world.size:
         raise PrepareError(
             f"the plan is for {settings.plan.world_size} rank(s), and this is one of {world.size}: plan again for that"
         )
-    obeying = settings.obeying(settings.plan, _sizes(found))
+    obeying = settings.obeying(settings.plan, sizes_of(found))
     check_placement(obeying, obeying.decided[1], has_optimizer=has_optimizer)
     return obeying
 
@@ -217,7 +217,7 @@ def _inside(task: Task, settings: Settings, found: Sequence[Blueprint], world: W
     def account(homes: Mapping[str, Homes]) -> Bytes:
         given = {one.name: homes.get(one.name, Homes()) for one in found}
         plan = Plan(given, task.stage, task.world_size, speculate=task.speculates)
-        rules = rules_for(settings.obeying(plan, _sizes(found)), world, given)
+        rules = rules_for(settings.obeying(plan, sizes_of(found)), world, given)
         counted = predict(plan_flats(found, rules), rules, prefetch_depth=PREFETCH_DEPTH)
         if activations:
             counted.setdefault(Tier.DEVICE, {})[Kind.ACTIVATIONS] = activations
@@ -267,7 +267,8 @@ def profile_of(found: Sequence[Blueprint], settings: Settings) -> ModelProfile:
     return ModelProfile("model", tuple(groups), **widths)
 
 
-def _sizes(found: Sequence[Blueprint]) -> dict[str, float]:
+def sizes_of(found: Sequence[Blueprint]) -> dict[str, float]:
+    """Trained parameters by name of group."""
     return {
         one.name: float(sum(member.parameter.numel() for member in one.members if member.options is not None))
         for one in found

@@ -18,6 +18,8 @@ from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.scaling import LossScale, scale_gradient
 from zerostd.parameters import GradientHandle, Group
+from zerostd.parameters.blueprints import Blueprint
+from zerostd.parameters.building import Ground
 from zerostd.scheduling.backward import Backward
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.guards import Guards
@@ -38,10 +40,20 @@ OnTensor = Callable[[torch.Tensor], torch.Tensor]
 class Roads:
     """The tiers of one prepared model and the ways between them."""
 
-    stores: Stores
-    lanes: Lanes
+    ground: Ground
     inbound: Inbound
     num_threads: int  # for updates on the processor
+    found: tuple[Blueprint, ...]  # of the groups, in their order
+
+    @property
+    def stores(self) -> Stores:
+        """Where bytes rest."""
+        return self.ground.stores
+
+    @property
+    def lanes(self) -> Lanes:
+        """Queues of work on the device."""
+        return self.ground.lanes
 
 
 class Runtime:

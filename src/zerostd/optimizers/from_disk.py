@@ -62,6 +62,17 @@ class FromDisk(OnCpu):
             }
             self._slots.append(_Slot(room))
 
+    def close(self) -> None:
+        """End the thread and give its memory back."""
+        super().close()
+        self.settle()
+        for slot in self._slots:
+            for memory in slot.columns.values():
+                self.stores.host.free(memory)
+        self._slots = []
+        if self.streamed is not None:
+            self.streamed.close()
+
     def launch(self, order: Order) -> Transfer:
         """Start the update of a run; done when the new parameters are where they rest."""
         run, held = order.run, order.flat.gradient

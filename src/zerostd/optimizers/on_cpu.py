@@ -66,6 +66,13 @@ class OnCpu:
         self.worker = Worker(name, stores.device)
         self._weights: dict[Shelf, torch.Tensor] = {}
 
+    def close(self) -> None:
+        """End the thread and give its memory back."""
+        self.worker.stop()
+        for memory in self._weights.values():
+            self.stores.host.free(memory)
+        self._weights.clear()
+
     def launch(self, order: Order) -> Transfer:
         """Start the update of a run; done when the new parameters are where they rest."""
         flat, run = order.flat, order.run

@@ -89,7 +89,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
-        self.counts_in_groups = updater.routes is not None and writes_options(updater.inner)
+        self.counts_in_groups = self.counts_in_groups_with(updater.routes)
         self._num_threads = thread_budget(world.local_size) if world.device.type == "cpu" else 1
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):  # once a step, not once a group
             setattr(self, hooks, getattr(self.inner, hooks))
@@ -131,6 +131,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._updater.keep_counters()
         self._schedule.stepped()
         return loss
+
+    def counts_in_groups_with(self, routes: object | None) -> bool:
+        """Whether a step by these routes must be complete before param_groups are read again."""
+        return routes is not None and writes_options(self.inner)
 
     def check_whole(self, call: str) -> None:
         """Refuse `call` on states of which an update has failed, or has done a part."""

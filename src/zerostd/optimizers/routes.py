@@ -84,6 +84,12 @@ class Routes:
         memory.copy_(factor.reshape(()), non_blocking=True)
         return HostNumber(memory, mark_here(self.device))
 
+    def close(self) -> None:
+        """End the threads and give their memory back; nothing may be under way."""
+        for route in self._made:
+            route.close()
+        self.stores.host.free(self._numbers)
+
     def drain(self) -> None:
         """Return when every update so far is done; raise if one failed."""
         for route in self._made:

@@ -6,7 +6,7 @@ again. 16-bit runs also carry `master`, the fp32 truth behind the rounded parame
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -18,23 +18,26 @@ from zerostd.errors import MisuseError
 from zerostd.optimizers.runs import Run, Runs
 from zerostd.optimizers.scaling import LossScale
 from zerostd.optimizers.update import Updater
+from zerostd.parameters import Flat
 from zerostd.parameters.shelf import MASTER
 from zerostd.policy import Route
 from zerostd.sharding import Piece
 
-__all__ = ["load_states", "put_states", "save_states"]
+__all__ = ["carry_states", "load_states", "put_states", "save_states"]
 
 
 Place = tuple[Runs, Run, Piece]
 
 
-def _places(updater: Updater) -> dict[nn.Parameter, list[Place]]:
+def _places(many: Iterable[Runs]) -> dict[nn.Parameter, list[Place]]:
     """Where the states of each parameter are, in the order of its elements: one place, or one for each portion."""
     found: dict[nn.Parameter, list[Place]] = {}
-    for flat, runs in updater.runs.items():
+    for runs in many:
         for run in runs.runs:
             for piece in run.pieces:
-                found.setdefault(flat.parameters[piece.index], []).append((runs, run, piece))
+                found.setdefault(runs.flat.parameters[piece.index], []).append((runs, run, piece))
+    for places in found.values():
+        places.sort(key=lambda place: place[2].start)
     return found
 
 
@@ -53,7 +56,7 @@ def save_states(updater: Updater, world: World, loss_scale: LossScale | None) ->
     numbers = {parameter: number for number, parameter in enumerate(updater.parameters())}
     states: dict[int, dict[str, Any]] = {}
     intervals: dict[int, tuple[int, int]] = {}
-    for parameter, places in _places(updater).items():
+    for parameter, places in _places(updater.runs.values()).items():
         number = numbers[parameter]
         intervals[number] = _interval(places)
         found = _joined([_read(runs, run, piece) for runs, run, piece in places])
@@ -108,7 +111,7 @@ def load_states(updater: Updater, world: World, loss_scale: LossScale | None, st
     if sizes != wanted:
         raise MisuseError(f"param_groups have {sizes} parameters in the state and {wanted} in this optimizer")
     saved = {p: state_dict["state"].get(number, {}) for number, p in enumerate(updater.parameters())}
-    for parameter, places in _places(updater).items():
+    for parameter, places in _places(updater.runs.values()).items():
         start, stop = _interval(places)
         for key, value in saved[parameter].items():
             if isinstance(value, torch.Tensor) and value.dim() and value.numel() != stop - start:
@@ -127,12 +130,17 @@ def load_states(updater: Updater, world: World, loss_scale: LossScale | None, st
 @torch.no_grad()
 def put_states(updater: Updater, saved: dict[nn.Parameter, dict[str, Any]]) -> None:
     """Fill the runs with states by parameter, each either whole or just this rank's interval of it."""
-    for flat, runs in updater.runs.items():
-        runs.cut([_label(saved.get(parameter, {})) for parameter in flat.parameters])
-        for run in runs.runs:
-            run.singles = None
     updater.inner.state.clear()
-    for parameter, places in _places(updater).items():
+    for flat, runs in updater.runs.items():
+        _fill(updater, runs, saved)
+        flat.publish()
+
+
+def _fill(updater: Updater, runs: Runs, saved: dict[nn.Parameter, dict[str, Any]]) -> None:
+    runs.cut([_label(saved.get(parameter, {})) for parameter in runs.flat.parameters])
+    for run in runs.runs:
+        run.singles = None
+    for parameter, places in _places([runs]).items():
         first = _interval(places)[0]
         for _, run, piece in places:
             for key, value in saved.get(parameter, {}).items():
@@ -142,8 +150,29 @@ def put_states(updater: Updater, saved: dict[nn.Parameter, dict[str, Any]]) -> N
                     _put(updater, run, key, flat_value[piece.start - skip : piece.stop - skip], _part(run, piece))
                 else:
                     _put_single(updater, run, key, value)
-    for flat in updater.runs:
-        flat.publish()
+
+
+@torch.no_grad()
+def carry_states(updater: Updater, flat: Flat, move: Callable[[], None]) -> None:
+    """The states of one flat through `move`, which changes where they rest."""
+    saved = {}
+    for parameter, places in _places([updater.runs[flat]]).items():
+        found = _joined([_read(runs, run, piece) for runs, run, piece in places])
+        found.pop(MASTER, None)  # goes with the flat
+        saved[parameter] = {key: _apart(value) for key, value in found.items()}
+    for run in updater.runs[flat].runs:
+        if run.tensor is not None:
+            updater.inner.state.pop(run.tensor, None)
+    move()
+    updater.runs[flat] = updater.make_runs(flat)
+    _fill(updater, updater.runs[flat], saved)
+
+
+def _apart(value: Any) -> Any:
+    """A copy that does not go with the memory it was in: long ones on the host."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to("cpu", copy=True) if value.dim() else value.clone()
 
 
 def _label(states: dict[str, Any]) -> Hashable:

@@ -83,6 +83,7 @@ class Streamed:
         self.tile_numel = tile_numel
         self.lanes = lanes
         self.device = device
+        self.ledger = ledger
         self._turn = 0
         self._slots: list[_Slot] = []
         for _ in range(NUM_SLOTS):
@@ -90,6 +91,14 @@ class Streamed:
             *room, gradient, landing = (torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
             self._slots.append(_Slot(dict(zip(columns, room, strict=True)), gradient, landing))
             ledger.enter(Kind.BUFFERS, sum(sizes))
+
+    def close(self) -> None:
+        """End the thread and give the slots back."""
+        self.worker.stop()
+        for slot in self._slots:
+            sizes = [memory.nbytes for memory in (*slot.columns.values(), slot.gradient, slot.landing)]
+            self.ledger.leave(Kind.BUFFERS, sum(sizes))
+        self._slots = []
 
     def launch(self, order: Order) -> Transfer:
         """Start the update of a run on the host; done when the new parameters are where they rest."""

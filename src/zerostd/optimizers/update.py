@@ -55,18 +55,34 @@ class Updater:
         self.ledger = ledger
         self.routes = routes
         self.user_groups = inner.param_groups
-        options = {p: i for i, group in enumerate(self.user_groups) for p in group["params"]}
         flats = [flat for group in groups for flat in group.trainable]
-        self.runs = {flat: Runs(flat, [options.get(p) for p in flat.parameters], inner.state) for flat in flats}
-        sizes = [sum(_resident_numel(flat) for flat in group.trainable) for group in groups]
-        gradients = [flat.gradient for flat in flats if flat.gradient is not None]
-        needs_cast = any(gradient.dtype.itemsize < 4 or gradient.keeper is not None for gradient in gradients)
-        self.scratch = torch.empty(max(sizes, default=0) if needs_cast else 0, dtype=torch.float32, device=device)
-        ledger.enter(Kind.BUFFERS, self.scratch.nbytes)
+        self.runs = {flat: self.make_runs(flat) for flat in flats}
+        self.scratch = torch.empty(0, dtype=torch.float32, device=device)
+        self.take_scratch(groups)
         self.num_elements = sum(flat.region.stop - flat.region.start for flat in flats)  # updated by this rank
         self.states: dict[str, torch.dtype] = {}  # long states the optimizer will make, as far as known
         self._has_claimed = False
         self._num_counted = self._num_booked = 0  # entries and bytes of states in the ledger
+
+    def make_runs(self, flat: Flat) -> Runs:
+        """The runs of a flat as it is now, without states."""
+        options = {p: i for i, group in enumerate(self.user_groups) for p in group["params"]}
+        return Runs(flat, [options.get(p) for p in flat.parameters], self.inner.state)
+
+    def take_scratch(self, groups: tuple[Group, ...]) -> None:
+        """Room for the gradients of the largest group's resident part, as the update reads them."""
+        sizes = [sum(_resident_numel(flat) for flat in group.trainable) for group in groups]
+        gradients = [flat.gradient for group in groups for flat in group.trainable if flat.gradient is not None]
+        needs_cast = any(gradient.dtype.itemsize < 4 or gradient.keeper is not None for gradient in gradients)
+        self.ledger.leave(Kind.BUFFERS, self.scratch.nbytes)
+        self.scratch = self.scratch.new_empty(max(sizes, default=0) if needs_cast else 0)
+        self.ledger.enter(Kind.BUFFERS, self.scratch.nbytes)
+
+    def moved(self, groups: tuple[Group, ...], routes: Routes | None) -> None:
+        """States rest elsewhere now, and there are other routes to them."""
+        self.routes, self._has_claimed, self._num_counted = routes, False, -1
+        self.take_scratch(groups)
+        self._count()
 
     def update(self, group: Group, terms: Terms, scope: Scope = Scope.ALL, *, is_complete: bool = False) -> None:
         """Start the update of the runs of `group` that have gradients; `is_complete` says that all have."""

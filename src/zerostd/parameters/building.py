@@ -16,14 +16,14 @@ from zerostd.parameters.blueprints import Blueprint, Member
 from zerostd.parameters.flat import Flat
 from zerostd.parameters.gradient import Gradient
 from zerostd.parameters.group import Group
-from zerostd.parameters.homes import FlatPlan, Rules
+from zerostd.parameters.homes import FlatPlan, Rules, demand_of
 from zerostd.parameters.hosting import Keeper, Mirror, Staging
 from zerostd.parameters.shelf import MASTER, Shelf
 from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding import Portion
 from zerostd.tiers import Column, Lanes, Stores
 
-__all__ = ["Ground", "make_group"]
+__all__ = ["Ground", "make_group", "move_flat"]
 
 ValueOf = Callable[[Member], torch.Tensor]
 
@@ -62,6 +62,26 @@ def _make_flat(plan: FlatPlan, ground: Ground, value_of: ValueOf) -> Flat:
     if plan.is_trained:
         flat.gradient = _make_gradient(plan, ground)
     return flat
+
+
+def move_flat(flat: Flat, plan: FlatPlan, ground: Ground) -> None:
+    """Let masters, room for states and gradients be where `plan` says from now on, which differs in nothing else.
+    Masters keep their values; states are the caller's, and no gradient may be wanted."""
+    masters = [shelf.read_master().to("cpu", copy=True) for shelf in flat.shelves]
+    region = torch.cat(masters) if masters else torch.empty(0)
+    del masters
+    if flat.gradient is not None:
+        flat.gradient.close()
+    ground.stores.free(plan.owner, Kind.OPTIMIZER_STATES)
+    for (tier, kind), num_bytes in demand_of(plan, ground.rules).items():
+        if kind is Kind.OPTIMIZER_STATES:
+            ground.stores.reserve(plan.owner, tier, kind, num_bytes)
+    flat.shelves = tuple(_make_shelf(plan, portion, ground) for portion in plan.portions)
+    flat.share_masters()
+    for shelf in flat.shelves:
+        if not shelf.holds_parameters:
+            shelf.master.write(slice(0, shelf.portion.numel), region[shelf.portion.start : shelf.portion.stop])
+    flat.gradient = _make_gradient(plan, ground)
 
 
 def _make_shelf(plan: FlatPlan, portion: Portion, ground: Ground) -> Shelf:

@@ -109,6 +109,10 @@ class Flat:
             rest.write(slice(0, rest.numel), self.full[self.layout.shard(rank)] if is_sharded else self.full)
             self.rest = rest
             self.ledger.enter(Kind.BUFFERS, self.full.nbytes)
+        self.share_masters()
+
+    def share_masters(self) -> None:
+        """Shelves whose master is the parameter itself get it."""
         for shelf in self.shelves:
             if shelf.holds_parameters:
                 tensor = self.updated(shelf)

@@ -193,6 +193,22 @@ class Gradient:
         if self.mirror is not None:
             self.mirror.is_current = False
 
+    def close(self) -> None:
+        """Give all memory back; nothing that rests here is wanted any more."""
+        self.settled()
+        held = [self.sum if self.sum is not None else self.rest] if self.whole is None or self.sum is not None else []
+        for tensor in (tensor for tensor in held if tensor is not None):
+            if self.host is not None:
+                self.host.free(tensor)
+            else:
+                self.ledger.leave(Kind.GRADIENTS, tensor.nbytes)
+        for tensor in (tensor for tensor in (self.whole, self.unsynced) if tensor is not None):
+            self.ledger.leave(Kind.GRADIENTS, tensor.nbytes)
+        if self.mirror is not None:
+            self.mirror.close()
+        self.rest = self.sum = self.whole = self.unsynced = None
+        self._views.clear()
+
     def settled(self) -> torch.Tensor:
         """The gradient where it rests, when it is there: holds the host if it rests there."""
         if self.keeper is not None:

@@ -14,7 +14,7 @@ import torch
 
 from zerostd.monitoring import Ledger
 from zerostd.policy import Kind
-from zerostd.tiers import Done, Lanes, Transfer, mark_here
+from zerostd.tiers import Done, Lanes, Transfer, mark_here, synchronize
 from zerostd.tiers.debug import DEBUG
 from zerostd.tiers.host import Host
 
@@ -55,6 +55,13 @@ class Mirror:
                 copy.copy_(gradient[part], non_blocking=True)
             self.arrived = self.lanes.gradients.mark()
         self.is_current = True
+
+    def close(self) -> None:
+        """Give the host's memory back."""
+        synchronize(self.arrived)
+        for copy in self.copies:
+            self.host.free(copy)
+        self.copies = []
 
     def copy_of(self, start: int) -> torch.Tensor:
         """The copy of the part that begins at `start` of the region."""

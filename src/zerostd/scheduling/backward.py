@@ -174,6 +174,10 @@ class Backward:
             group.place = place
         self._order_is_learnt = True
 
+    def learn_again(self) -> None:
+        """Groups move in another way now: the next pass shows in which order."""
+        self._order_is_learnt = False
+
     def settle(self) -> None:
         """Return when all gradients have landed."""
         self.reducer.settle()

@@ -69,6 +69,11 @@ class Hooks:
             hook = functools.partial(_arrived, weakref.ref(self.backward), index)
             add(slot.parameter.register_post_accumulate_grad_hook(hook))
 
+    def renew(self) -> None:
+        """Groups move in another way now, so other hooks are wanted."""
+        self.remove()
+        self.install()
+
     def remove(self) -> None:
         """Leave the modules as they were."""
         for removable in self._removables:

@@ -90,7 +90,7 @@ class Stores:
         self.disk = disk
         self.ledger = ledger
         self._arenas: dict[tuple[str, Tier, Kind], _Arena] = {}
-        self._on_device: dict[str, list[tuple[Kind, int]]] = {}
+        self._on_device: dict[tuple[str, Kind], list[int]] = {}
         self.stop_users: list[Callable[[], None]] = []  # threads that must have stopped before anything is given back
 
     def reserve(self, owner: str, tier: Tier, kind: Kind, num_bytes: int) -> None:
@@ -108,7 +108,7 @@ class Stores:
         if tier is Tier.DEVICE:
             tensor = torch.zeros(numel, dtype=dtype, device=self.device)
             self.ledger.enter(kind, tensor.nbytes)
-            self._on_device.setdefault(owner, []).append((kind, tensor.nbytes))
+            self._on_device.setdefault((owner, kind), []).append(tensor.nbytes)
             return Column(numel, dtype, tier, tensor)
         arena = self._arenas[owner, tier, kind]
         start = arena.used
@@ -117,11 +117,11 @@ class Stores:
             return Column(numel, dtype, tier, None, self.disk, arena.memory, start)
         return Column(numel, dtype, tier, arena.memory[start : start + numel * dtype.itemsize].view(dtype))
 
-    def free(self, owner: str) -> None:
-        """Give back all that an owner has; its columns must not be used any more."""
-        for kind, num_bytes in self._on_device.pop(owner, ()):
+    def free(self, owner: str, kind: Kind) -> None:
+        """Give back what an owner has of one kind; these columns must not be used any more."""
+        for num_bytes in self._on_device.pop((owner, kind), ()):
             self.ledger.leave(kind, num_bytes)
-        for key in [key for key in self._arenas if key[0] == owner]:
+        for key in [key for key in self._arenas if key[0] == owner and key[2] is kind]:
             memory = self._arenas.pop(key).memory
             if isinstance(memory, Extent):
                 assert self.disk is not None

@@ -1,0 +1,155 @@
+"""Groups move to other homes between steps: same numbers, the bytes of the new plan, nothing left of the old one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerostd
+from planning.test_obeying import DEPTH, WIDTH, make, train
+from support.agreement import agree
+from support.compare import assert_bitwise
+from support.processes import doing
+from zerostd import Budget, MisuseError, Plan
+from zerostd.accounting import predict
+from zerostd.moving import move
+from zerostd.parameters.homes import plan_flats
+from zerostd.policy import Homes, Route, Stage, Tier
+from zerostd.proposing import homes_of
+from zerostd.runtime import PREFETCH_DEPTH
+from zerostd.settings import rules_for
+
+DEVICE = Homes()
+HOST = Homes(states=((Tier.HOST, Route.CPU, 1.0),))
+GRADIENTS = Homes(gradients=Tier.HOST, states=((Tier.HOST, Route.CPU, 1.0),))
+DISK = Homes(states=((Tier.DISK, Route.CPU, 1.0),))
+ALL = Homes(states=((Tier.DEVICE, Route.RESIDENT, 0.3), (Tier.HOST, Route.CPU, 0.4), (Tier.DISK, Route.CPU, 0.3)))
+FRONT = {str(index): DEVICE if index < DEPTH // 2 else HOST for index in range(DEPTH)}
+PLANS = {
+    "device": {"*": DEVICE},
+    "host": {"*": HOST},
+    "gradients": {"*": GRADIENTS},
+    "disk": {"*": DISK},
+    "all tiers": {"*": ALL},
+    "front": {**FRONT, "*": DEVICE},
+}
+RULES = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-4),
+}
+
+
+def prepared(plan: str, path: str, rule: str = "adamw", **options: Any) -> tuple[nn.Module, Any]:
+    model = make()
+    size = options.pop("world_size", 1)
+    given = Plan(PLANS[plan], world_size=size, stage=options.pop("stage", Stage.PARAMETERS))
+    return zerostd.prepare(
+        model, RULES[rule](model), plan=given, budget=Budget(disk_path=path), groups=["*"], **options
+    )
+
+
+def predicted(model: nn.Module) -> dict[tuple[str, str], int]:
+    """Bytes off the device by the account, of the plan that is obeyed now."""
+    runtime = model.__dict__["_zerostd"]
+    rules = rules_for(runtime.settings, runtime.world, homes_of(runtime.settings.plan, runtime.roads.found))
+    counted = predict(plan_flats(runtime.roads.found, rules), rules, prefetch_depth=PREFETCH_DEPTH)
+    return {(tier.value, kind.value): size for tier, kinds in counted.items() for kind, size in kinds.items()}
+
+
+def wrong_bytes(model: nn.Module) -> list[str]:
+    now, wanted = zerostd.memory(model).now, predicted(model)
+    keys = [(tier, kind) for tier in now for kind in now[tier] if (tier, kind) != ("device", "buffers")]
+    return [
+        f"{tier} {kind}: {now[tier][kind]} held, {wanted.get((tier, kind), 0)} by account"
+        for tier, kind in {*keys, *wanted} - {("device", "buffers")}
+        if abs(now.get(tier, {}).get(kind, 0) - wanted.get((tier, kind), 0)) > 0.02 * wanted.get((tier, kind), 0) + 64
+    ]
+
+
+WAY = ("host", "disk", "all tiers", "gradients", "front", "host", "device", "all tiers", "disk", "front", "gradients")
+
+
+@pytest.mark.parametrize("accumulate", [None, 1], ids=["", "early"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_training_goes_on_bit_by_bit(precision: str, accumulate: int | None, tmp_path: Path) -> None:
+    options = {"precision": precision, "accumulate": accumulate}
+    model, optimizer = prepared("device", str(tmp_path), **options)
+    other, plain = prepared("device", str(tmp_path), **options)
+    assert_bitwise(train(model, optimizer, 2), train(other, plain, 2), "before")
+    for name in WAY:
+        assert move(model.__dict__["_zerostd"], Plan(PLANS[name]))
+        assert_bitwise(train(model, optimizer, 2), train(other, plain, 2), name)
+        assert not wrong_bytes(model), name + "\n".join(wrong_bytes(model))
+    mine, theirs = optimizer.state_dict()["state"], plain.state_dict()["state"]
+    for number, states in theirs.items():
+        found = {key: torch.as_tensor(value) for key, value in mine[number].items()}
+        assert_bitwise(found, {key: torch.as_tensor(value) for key, value in states.items()})
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_optimizer_moves_and_back(rule: str, tmp_path: Path) -> None:
+    model, optimizer = prepared("device", str(tmp_path), rule, precision="bf16", accumulate=1, max_grad_norm=0.5)
+    other, plain = prepared("device", str(tmp_path), rule, precision="bf16", accumulate=1, max_grad_norm=0.5)
+    for name in ("all tiers", "host", "device", "disk", "front"):
+        move(model.__dict__["_zerostd"], Plan(PLANS[name]))
+        assert_bitwise(train(model, optimizer, 2), train(other, plain, 2), name)
+        assert not wrong_bytes(model), "\n".join(wrong_bytes(model))
+
+
+def test_before_the_first_step(tmp_path: Path) -> None:
+    model, optimizer = prepared("device", str(tmp_path), precision="bf16")
+    move(model.__dict__["_zerostd"], Plan(PLANS["host"]))
+    other, plain = prepared("device", str(tmp_path), precision="bf16")
+    assert_bitwise(train(model, optimizer), train(other, plain))
+
+
+def test_what_is_as_it_should_be_stays(tmp_path: Path) -> None:
+    model, optimizer = prepared("front", str(tmp_path), precision="bf16")
+    train(model, optimizer)
+    assert move(model.__dict__["_zerostd"], Plan(PLANS["front"])) == []
+    moved = move(model.__dict__["_zerostd"], Plan(PLANS["host"]))
+    assert moved == [str(index) for index in range(DEPTH // 2)]
+    train(model, optimizer)
+
+
+def test_not_with_gradients_and_not_parameters(tmp_path: Path) -> None:
+    model, optimizer = prepared("host", str(tmp_path), precision="bf16")
+    runtime = model.__dict__["_zerostd"]
+    model(torch.ones(2, WIDTH)).sum().backward()
+    with pytest.raises(MisuseError, match=r"zero_grad\(\)"):
+        move(runtime, Plan(PLANS["device"]))
+    optimizer.zero_grad()
+    with pytest.raises(MisuseError, match="only states and gradients move"):
+        move(runtime, Plan({"*": Homes(parameters=Tier.HOST)}))
+    train(model, optimizer)
+    assert not wrong_bytes(model)
+
+
+def on_ranks(rank: int, folder: str) -> list[str]:
+    failures = []
+    for stage in (Stage.OPTIMIZER_STATES, Stage.GRADIENTS, Stage.PARAMETERS):
+        doing(f"stage {stage}")
+        options: dict[str, Any] = {"precision": "bf16", "accumulate": 1, "world_size": 2, "stage": stage}
+        model, optimizer = prepared("device", folder, **options)
+        other, plain = prepared("device", folder, **options)
+        for name in ("host", "all tiers", "device"):
+            move(model.__dict__["_zerostd"], Plan(PLANS[name], world_size=2, stage=stage))
+            state, expected = train(model, optimizer, 2, rank), train(other, plain, 2, rank)
+            failures += [
+                f"stage {stage}, {name}: {key} differs"
+                for key in expected
+                if not torch.equal(state[key], expected[key])
+            ]
+            failures += [f"stage {stage}, {name}: {text}" for text in wrong_bytes(model)]
+        zerostd.release(model)
+        zerostd.release(other)
+    return failures
+
+
+def test_on_two_ranks(ranks: Any, tmp_path: Path) -> None:
+    agree(ranks(2, on_ranks, str(tmp_path)))
