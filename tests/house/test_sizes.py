@@ -18,6 +18,7 @@ LONG_FUNCTIONS: dict[str, str] = {}  # "room/file.py::Class.method": reason
 WIDE_FUNCTIONS: dict[str, str] = {  # "room/file.py::Class.method": reason
     "api.py::prepare": "the front door: one keyword per policy, all of them optional",
     "api.py::plan": "the same keywords as prepare",
+    "cli/plan.py::plan": "one parameter for each option of the command line",
 }
 WIDE_CLASSES: dict[str, str] = {}  # "room/file.py::Class": reason
 

@@ -205,15 +205,12 @@ def limits_of(
 
 
 def _share(machine: MachineProfile, local: int) -> MachineProfile:
-    """What one of several ranks of a node has of what they share. A link is a device's own."""
-    processor, disk = machine.processor, machine.disk
-    processor = replace(processor, memory=processor.memory / local)
-    if disk is not None:
-        disk = replace(disk, read=disk.read / local, write=disk.write / local, both=disk.both / local)
+    """What one of several ranks of a node has where the device is the processor; a device is a rank's own, and memory
+    and disk are shared out by the task."""
     if machine.link is not None:
-        return replace(machine, processor=processor, disk=disk)
+        return machine
     matrix = {dtype: rate / local for dtype, rate in machine.matrix.items()}
-    return replace(machine, processor=processor, disk=disk, matrix=matrix, resident_ns=machine.resident_ns * local)
+    return replace(machine, matrix=matrix, resident_ns=machine.resident_ns * local)
 
 
 def check_machine(machine: MachineProfile) -> None:

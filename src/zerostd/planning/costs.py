@@ -81,6 +81,8 @@ class Load:
     gathered: float  # bytes of the whole group
     forward_s: float
     backward_s: float
+    compute_s: float  # of arithmetic in both passes
+    wire_s: float  # of collectives in both passes
     gradient_bytes: int  # of one parameter, as it crosses the link
     members: tuple[int, ...]  # indices of the model's groups
 
@@ -119,6 +121,8 @@ def _load(task: Task, index: int, group: GroupProfile, forward_s: float, wire: W
         gathered=gathered,
         forward_s=max(forward_s, in_forward),
         backward_s=max(backward_s, in_backward),
+        compute_s=forward_s + backward_s,
+        wire_s=in_forward + in_backward,
         gradient_bytes=resting,
         members=(index,),
     )
@@ -192,6 +196,8 @@ def _join(some: Sequence[Load]) -> Load:
         gathered=max(load.gathered for load in some),
         forward_s=sum(load.forward_s for load in some),
         backward_s=sum(load.backward_s for load in some),
+        compute_s=sum(load.compute_s for load in some),
+        wire_s=sum(load.wire_s for load in some),
         gradient_bytes=some[0].gradient_bytes,
         members=tuple(index for load in some for index in load.members),
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +17,7 @@ from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier
 __all__ = ["Plan", "Prediction", "size_text"]
 
 VERSION = 1
+FIELDS = ("version", "stage", "world_size", "speculate", "adaptive", "homes", "limits", "notes", "predicted")
 WORDS = {
     "up": "the link to the device",
     "down": "the link from the device",
@@ -26,6 +27,7 @@ WORDS = {
     "read": "reading from disk",
     "write": "writing to disk",
     "disk": "the disk, reading and writing at once",
+    "wire": "the wires between the ranks",
     "compute": "the device's arithmetic",
 }
 
@@ -125,6 +127,8 @@ class Plan:
         """The counterpart of to_json. Of a plan written by hand only `homes` must be there."""
         try:
             data = json.loads(text)
+            _check_known(data, FIELDS, "a plan")
+            _check_known(data.get("predicted", {}), ("step_s", "compute_s", "bytes", "busy", "prices"), "a prediction")
             if data.get("version", VERSION) != VERSION:
                 raise ValueError(f"version {data['version']!r}, and this zerostd reads {VERSION}")
             predicted = data.get("predicted", {})
@@ -185,10 +189,14 @@ def _homes_to_data(homes: Homes) -> dict[str, Any]:
     }
 
 
-def _homes_from_data(data: Mapping[str, Any]) -> Homes:
-    unknown = set(data) - {"parameters", "gradients", "states"}
+def _check_known(data: Mapping[str, Any], known: Sequence[str], what: str) -> None:
+    unknown = sorted(set(data) - set(known))
     if unknown:
-        raise ValueError(f"homes have no {sorted(unknown)[0]!r}")
+        raise ValueError(f"{what} has no {unknown[0]!r}, but {', '.join(known)}")
+
+
+def _homes_from_data(data: Mapping[str, Any]) -> Homes:
+    _check_known(data, ("parameters", "gradients", "states"), "a group")
     states = data.get("states", [["device", "resident", 1.0]])
     return Homes(
         Tier(data.get("parameters", "device")),
@@ -223,7 +231,7 @@ def _sentences(plan: Plan) -> list[str]:
             + (f"; next is {WORDS.get(rest[0], rest[0])} with {busy[rest[0]] / predicted.step_s:.0%}." if rest else ".")
         )
         for tier in Tier:
-            gain = predicted.prices.get(tier, 0.0) * 2**30
+            gain = min(predicted.prices.get(tier, 0.0) * 2**30, predicted.step_s - (predicted.compute_s or 0.0))
             if tier in plan.limits:
                 worth = f"would save {gain * 1e3:.2g} ms a step" if gain > 1e-6 else "would change nothing"
                 lines.append(f"One more GiB of the {tier.value} {worth}.")

@@ -49,6 +49,7 @@ def plan_from(
     task = solution.task
     knows_time = task.model.samples is not None or task.model.forward_s is not None
     busy = work(task, solution.loads, solution.shares)
+    busy["wire"] = task.accumulate * sum(load.wire_s for load in solution.loads)
     predicted = Prediction(
         step_s=solution.timeline.step_s if knows_time else None,
         compute_s=solution.timeline.compute_s if knows_time else None,

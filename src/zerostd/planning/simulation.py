@@ -47,7 +47,7 @@ class _Steps:
         self.task, self.loads, self.shares = task, found, shares
         self.now = 0.0
         machine = task.machine
-        self.rates = {"memory": task.memory_rate}
+        self.rates = {"memory": task.memory_rate, "cpu": 1.0}
         if machine.link is not None:
             self.rates |= {"up": machine.link.up, "down": machine.link.down, "link": machine.link.both}
         else:
@@ -89,19 +89,21 @@ class _Steps:
         gradient = load.gradient_bytes
         on_host, off = share.gradients_host > 0.5, _is_off(share)
         ns = machine.processor.ns(self.task.num_threads)
-        by_cpu = {"up": 0.0 if off else weight, "down": 0.0 if on_host else gradient}
+        by_cpu: dict[str, float] = {"cpu": ns * 1e-9}  # seconds of the processor
+        by_cpu |= {"up": 0.0 if off else weight, "down": 0.0 if on_host else gradient}
         by_cpu["memory"] = gradient + weight + 2 * states + by_cpu["up"] + by_cpu["down"]
         streamed = {"up": states + (gradient if on_host else 0), "down": states + (weight if off else 0)}
         streamed["memory"] = streamed["up"] + streamed["down"]
-        for name, part, takes, most in (
-            ("cpu", share.cpu, by_cpu, 1e9 / ns),
-            ("streamed", share.streamed, streamed, 1e15),
-            ("disk", share.disk_cpu, {**by_cpu, "read": states, "write": states}, 1e9 / ns),
-            ("disk", share.disk_streamed, {**streamed, "read": states, "write": states}, 1e15),
+        for name, part, takes in (
+            ("cpu", share.cpu, by_cpu),
+            ("streamed", share.streamed, streamed),
+            ("disk", share.disk_cpu, {**by_cpu, "read": states, "write": states}),
+            ("disk", share.disk_streamed, {**streamed, "read": states, "write": states}),
         ):
             if part * load.updated > 0.5:
-                takes = {**takes, "link": takes.get("up", 0) + takes.get("down", 0)}
-                yield name, _Flow(part * load.updated, most, takes, index)
+                through = takes.get("read", 0) + takes.get("write", 0)  # disk and memory
+                takes = {**takes, "link": takes["up"] + takes["down"], "memory": takes["memory"] + through}
+                yield name, _Flow(part * load.updated, 1e15, takes, index)
 
     def _start(self) -> None:
         for name, jobs in self.waiting.items():
@@ -183,7 +185,7 @@ class _Steps:
 def simulate(task: Task, found: Sequence[Load], shares: Sequence[Shares]) -> Timeline:
     """One step in the steady state, for whole placements of parameters and gradients."""
     steps = _Steps(task, found, shares)
-    compute = task.accumulate * sum(load.forward_s + load.backward_s for load in found)
+    compute = task.accumulate * sum(load.compute_s for load in found)
     resident = sum(
         load.updated * share.resident * task.machine.resident_ns * 1e-9
         for load, share in zip(found, shares, strict=True)
