@@ -23,15 +23,15 @@ Work = dict[str, float]
 
 def seconds_of(task: Task, moved: Work) -> Work:
     """By resource, from bytes: up, down, to and from the disk, and read and written in host memory."""
-    machine = task.machine
+    link, disk = task.machine.link, task.disk
     seconds: Work = {}
-    if machine.link is not None:
-        seconds = {"up": moved["up"] / machine.link.up, "down": moved["down"] / machine.link.down}
-        seconds["link"] = (moved["up"] + moved["down"]) / machine.link.both
-        seconds["memory"] = moved["memory"] / machine.processor.memory
-    if machine.disk is not None:
-        seconds |= {"read": moved["read"] / machine.disk.read, "write": moved["write"] / machine.disk.write}
-        seconds["disk"] = moved["read"] / machine.disk.both
+    if link is not None:
+        seconds = {"up": moved["up"] / link.up, "down": moved["down"] / link.down}
+        seconds["link"] = (moved["up"] + moved["down"]) / link.both
+        seconds["memory"] = moved["memory"] / task.memory_rate
+    if disk is not None:
+        seconds |= {"read": moved["read"] / disk.read, "write": moved["write"] / disk.write}
+        seconds["disk"] = moved["read"] / disk.both
     return seconds
 
 
@@ -123,8 +123,8 @@ def held_bytes(task: Task, load: Load, share: Shares) -> dict[Tier, float]:
     host += weight * share.parameters_disk  # on their way to the disk
     if task.machine.link is not None:  # what the processor reads of a gradient, and where new parameters wait
         host += n * load.gradient_bytes * by_cpu * (1 - share.gradients_host)
-        lands_on_gradient = load.gradient_bytes == model.parameter_bytes and copies == 1
-        host += 0.0 if lands_on_gradient else weight * by_cpu * (1 - off)
+        lands_on_copy = load.gradient_bytes == model.parameter_bytes and copies == 1 and not share.gradients_host
+        host += 0.0 if lands_on_copy else weight * by_cpu * (1 - off)
     disk = (states + master) * (share.disk_cpu + share.disk_streamed) + load.parameters * share.parameters_disk
     return {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk}
 

@@ -95,3 +95,20 @@ def models(draw: st.DrawFn, most: int = 4) -> ModelProfile:
     )
     widths = draw(st.sampled_from([(2, 2, 12, 0), (4, 4, 8, 4)]))  # bf16 with masters; fp32, a master only when away
     return ModelProfile("drawn", groups, *widths, forward_s=forward_s, backward_s=draw(st.floats(1.0, 3.0)) * forward_s)
+
+
+@st.composite
+def tight(draw: st.DrawFn) -> Task:
+    """All kinds may be placed, and the device is too small for all of them."""
+    model = draw(models(5))
+    limits = {Tier.DEVICE: int(model.trained * draw(st.floats(1.0, 17.0))), Tier.HOST: 40 * model.trained}
+    if draw(st.booleans()):
+        limits = {**limits, Tier.HOST: int(model.trained * draw(st.floats(5.0, 17.0))), Tier.DISK: 20 * model.trained}
+    return task_of(
+        model,
+        limits,
+        machine=draw(machines()),
+        waits_for_norm=draw(st.booleans()),
+        accumulate=draw(st.integers(1, 2)),
+        num_threads=1,
+    )

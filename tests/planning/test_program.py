@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from planning.by_hand import ROUTES, fits, grid, held_bytes, step_seconds, update_seconds
-from planning.machines import EVERYTHING, H200, LAPTOP, gpt, machines, models, plain, task_of
+from planning.machines import EVERYTHING, H200, LAPTOP, gpt, machines, models, plain, task_of, tight
 from zerostd.planning import Link, MachineProfile, ModelProfile, Task, Wire
 from zerostd.planning.costs import Load, loads, merged, wire_of
 from zerostd.planning.linear import Infeasible, Linear
@@ -116,7 +116,9 @@ def test_frozen_parameters_rest_and_are_never_updated() -> None:
 
 
 def test_seconds_follow_flops_and_the_measured_total() -> None:
-    groups = tuple(replace(group, forward_flops=flops) for group, flops in zip(plain([5, 5]).groups, (1e9, 3e9), strict=True))
+    groups = tuple(
+        replace(group, forward_flops=flops) for group, flops in zip(plain([5, 5]).groups, (1e9, 3e9), strict=True)
+    )
     model = ModelProfile("timed", groups, forward_s=0.4, backward_s=1.2)
     assert [(load.forward_s, load.backward_s) for load in loads(task_of(model))] == [
         pytest.approx((0.1, 0.3)),
@@ -347,23 +349,6 @@ def test_a_price_by_hand() -> None:
 
 
 # -- monotone --
-
-
-@st.composite
-def tight(draw: st.DrawFn) -> Task:
-    """All kinds may be placed, and the device is too small for all of them."""
-    model = draw(models(5))
-    limits = {Tier.DEVICE: int(model.trained * draw(st.floats(1.0, 17.0))), Tier.HOST: 40 * model.trained}
-    if draw(st.booleans()):
-        limits = {**limits, Tier.HOST: int(model.trained * draw(st.floats(5.0, 17.0))), Tier.DISK: 20 * model.trained}
-    return task_of(
-        model,
-        limits,
-        machine=draw(machines()),
-        waits_for_norm=draw(st.booleans()),
-        accumulate=draw(st.integers(1, 2)),
-        num_threads=1,
-    )
 
 
 def assert_no_longer(one: Task, other: Task) -> None:

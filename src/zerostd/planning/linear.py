@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy
@@ -10,6 +10,8 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 __all__ = ["Infeasible", "Linear", "Outcome"]
+
+MOST_SECONDS = 10.0  # for whole numbers; the best found by then is taken
 
 Terms = Mapping[int, float]
 
@@ -63,17 +65,29 @@ class Linear:
         """From now on a variable has this value."""
         self._bounds[index] = (value, value)
 
-    def minimise(self, cost: Terms) -> Outcome:
-        """The best point, or Infeasible."""
+    def minimise(self, cost: Terms, whole: Collection[int] = ()) -> Outcome:
+        """The best point, or Infeasible. Variables in `whole` take whole numbers, and then nothing has a price."""
         size = len(self._bounds)
         objective = numpy.zeros(size)
         for index, factor in cost.items():
             objective[index] += factor
         upper, upper_bounds = _matrix(self._upper, size)
         equal, equal_bounds = _matrix(self._equal, size)
-        found = linprog(objective, upper, upper_bounds, equal, equal_bounds, bounds=self._bounds, method="highs")
-        if not found.success:
+        found = linprog(
+            objective,
+            upper,
+            upper_bounds,
+            equal,
+            equal_bounds,
+            bounds=self._bounds,
+            method="highs",
+            integrality=[int(index in whole) for index in range(size)] if whole else None,
+            options={"time_limit": MOST_SECONDS} if whole else None,
+        )
+        if found.x is None:
             raise Infeasible(found.message)
+        if whole:
+            return Outcome([float(value) for value in found.x], float(found.fun), {})
         marginals = found.ineqlin.marginals
         prices = {name: max(0.0, -float(marginals[row])) for name, row in self._names.items()}
         return Outcome([float(value) for value in found.x], float(found.fun), prices)

@@ -13,7 +13,7 @@ from zerostd.errors import PrepareError
 from zerostd.planning.costs import Load, Task, loads, merged
 from zerostd.planning.linear import Infeasible
 from zerostd.planning.plan import Plan, Prediction, size_text
-from zerostd.planning.program import SLACK, Optimum, Shares, missing, optimise, work
+from zerostd.planning.program import SLACK, Optimum, Shares, missing, optimise, optimise_whole, work
 from zerostd.planning.simulation import Timeline, simulate
 from zerostd.policy import Homes, Kind, Route, Tier
 
@@ -110,7 +110,11 @@ def _settle(task: Task, found: Sequence[Load], relaxed: Optimum) -> tuple[list[S
         except Infeasible:
             if not _move_one(task, found, relaxed.shares, fixed):
                 break
-    raise PrepareError(_explain_missing(task, found))
+    try:
+        fixed = [_rounded(share) for share in optimise_whole(task, found)]
+        return fixed, optimise(task, found, fixed=fixed)
+    except Infeasible:
+        raise PrepareError(_explain_missing(task, found)) from None
 
 
 def _rounded(share: Shares) -> Shares:
@@ -186,7 +190,7 @@ def _homes(share: Shares) -> Homes:
         (Tier.DISK, Route.CPU, share.disk_cpu),
         (Tier.DISK, Route.STREAMED, share.disk_streamed),
     ]
-    kept = [(tier, route, part) for tier, route, part in parts if part > 1e-6]
+    kept = [(tier, route, part) for tier, route, part in parts if part > 1e-4]
     total = sum(part for _, _, part in kept)
     parameters = Tier.HOST if share.parameters_host else Tier.DISK if share.parameters_disk else Tier.DEVICE
     return Homes(

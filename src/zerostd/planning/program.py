@@ -17,7 +17,7 @@ from zerostd.planning.costs import Load, Task
 from zerostd.planning.linear import Infeasible, Linear, Outcome
 from zerostd.policy import Kind, Tier
 
-__all__ = ["SLACK", "Infeasible", "Optimum", "Shares", "missing", "optimise", "work"]
+__all__ = ["SLACK", "Infeasible", "Optimum", "Shares", "missing", "optimise", "optimise_whole", "work"]
 
 GIGA = 1e9
 SLACK = 0.01  # a step that much longer is worth fewer bytes on disk and host
@@ -38,7 +38,7 @@ class Shares:
 
 
 STATES = ("resident", "cpu", "streamed", "disk_cpu", "disk_streamed")
-PRODUCTS = ("weights_up", "mirror", "gradients_up", "weights_down", "master_device", "master_host")
+PRODUCTS = ("weights_up", "mirror", "gradients_up", "weights_down", "master_device", "master_host", "weights_held")
 NAMES = tuple(field.name for field in fields(Shares))
 
 
@@ -100,17 +100,19 @@ class _Program:
         made, linear = self.shares[index], self.linear
         off = {made["parameters_host"]: 1.0, made["parameters_disk"]: 1.0}
         by_cpu = {made["cpu"]: 1.0, made["disk_cpu"]: 1.0}
-        streamed = {made["streamed"]: 1.0, made["disk_streamed"]: 1.0}
         host = {made["gradients_host"]: 1.0}
         found = {name: linear.variable(1.0) for name in PRODUCTS}
         linear.at_least({found["weights_up"]: 1.0, **_scaled(by_cpu, -1), **off}, 0.0)
         linear.at_least({found["mirror"]: 1.0, **_scaled(by_cpu, -1), **host}, 0.0)
-        linear.at_least({found["gradients_up"]: 1.0, **_scaled(streamed, -1), **_scaled(host, -1)}, -1.0)
-        linear.at_least({found["weights_down"]: 1.0, **_scaled(streamed, -1), **_scaled(off, -1)}, -1.0)
+        linear.at_least({found["gradients_up"]: 1.0, **by_cpu, **_scaled(host, -1)}, 0.0)
+        linear.at_least({found["weights_down"]: 1.0, **by_cpu, **_scaled(off, -1)}, 0.0)
         linear.at_least({found["master_device"]: 1.0, made["resident"]: -1.0, **_scaled(off, -1)}, -1.0)
         on_host = {made["cpu"]: 1.0, made["streamed"]: 1.0}
         shared = {} if self.task.speculates else {made["parameters_host"]: 1.0}
         linear.at_least({found["master_host"]: 1.0, **_scaled(on_host, -1), **shared}, 0.0)
+        fits = self.loads[index].gradient_bytes == self.task.model.parameter_bytes and not self.task.speculates
+        landing = {found["mirror"]: 1.0} if fits else {}  # new parameters take the place of the gradient's copy
+        linear.at_least({found["weights_held"]: 1.0, found["weights_up"]: -1.0, **landing}, 0.0)
         return found
 
     # Bytes
@@ -136,9 +138,8 @@ class _Program:
                 total[share["parameters_host"]] = load.parameters
                 total[share["gradients_host"]] = gradients
                 if self.task.machine.link is not None:
-                    lands_on_mirror = load.gradient_bytes == model.parameter_bytes and copies == 1
                     total[extra["mirror"]] = load.updated * load.gradient_bytes
-                    total[extra["weights_up"]] = 0.0 if lands_on_mirror else weights
+                    total[extra["weights_held"]] = weights
             else:
                 total[share["disk_cpu"]] = total[share["disk_streamed"]] = states + master
                 total[share["parameters_disk"]] = load.parameters
@@ -202,6 +203,19 @@ class _Program:
             work["disk"] = _scaled(read, 1 / disk.both)
         return work
 
+    def _sums(self) -> dict[str, dict[int, float]]:
+        """Seconds for sums of gradients on the host to come up, be added to and go down again."""
+        machine = self.task.machine
+        moved = {share["gradients_host"]: load.gradients for load, share in zip(self.loads, self.shares, strict=True)}
+        if machine.link is None:
+            return {}
+        return {
+            "up": _scaled(moved, 1 / machine.link.up),
+            "down": _scaled(moved, 1 / machine.link.down),
+            "link": _scaled(moved, 2 / machine.link.both),
+            "memory": _scaled(moved, 2 / self.task.memory_rate),
+        }
+
     # Time
 
     def _sequence(self) -> None:
@@ -244,11 +258,13 @@ class _Program:
             for resource, terms in self._again(index).items():
                 again[resource] = _sum(again.get(resource, {}), terms)
             if "up" in again:  # what backward needs is there when it comes to it; the last group stays from forward
-                linear.at_most({**again["up"], self.end[index + 1]: -1.0}, 0.0)
+                linear.at_most({**again["up"], self.end[index]: -1.0}, -self.loads[index].backward_s)
+        last, sums = self._again(len(self.loads) - 1), self._sums()
         for resource, so_far in before.items():
             backward = _scaled(again.get(resource, {}), passes)
-            forward = _scaled(again.get(resource, {}), passes - 1)
-            self.totals[resource] = _sum({so_far: 1.0}, backward, forward)
+            forward = _scaled(_sum(again.get(resource, {}), last.get(resource, {})), passes - 1)
+            more = _scaled(sums.get(resource, {}), passes - 1)
+            self.totals[resource] = _sum({so_far: 1.0}, backward, forward, more)
             linear.at_most({**self.totals[resource], self.step: -1.0}, 0.0)
 
 
@@ -294,6 +310,15 @@ def _optimum(program: _Program, first: Outcome, outcome: Outcome) -> Optimum:
         used={tier: outcome.of(program.bytes[tier]) * GIGA for tier in Tier},
         busy={resource: outcome.of(terms) for resource, terms in program.totals.items()},
     )
+
+
+def optimise_whole(task: Task, found: Sequence[Load]) -> list[Shares]:
+    """The best placement with parameters and gradients of every group in one place, by branch and bound: slower, and
+    finds a way where there is one. Raises Infeasible."""
+    program = _Program(task, found)
+    whole = {made[name] for made in program.shares for name in NAMES if name not in STATES}
+    outcome = program.linear.minimise({program.step: 1.0}, whole)
+    return _optimum(program, outcome, outcome).shares
 
 
 def missing(task: Task, found: Sequence[Load]) -> dict[Tier, float]:

@@ -17,7 +17,7 @@ from zerostd.planning.program import Shares
 __all__ = ["Timeline", "simulate"]
 
 NUM_STEPS = 3  # the last one is taken: what a step leaves to the next is the same by then
-AHEAD = 2  # groups that are brought before they are needed
+AHEAD = 1  # groups that are brought before they are needed
 EPSILON = 1e-12
 
 
@@ -54,7 +54,13 @@ class _Steps:
             self.rates.pop("memory")
         if task.disk is not None:
             self.rates |= {"read": task.disk.both, "write": task.disk.both}
-        self.waiting: dict[str, list[tuple[int, _Flow]]] = {"cpu": [], "streamed": [], "disk": [], "land": []}
+        self.waiting: dict[str, list[tuple[int, _Flow]]] = {
+            "cpu": [],
+            "streamed": [],
+            "disk": [],
+            "land": [],
+            "resident": [],
+        }
         self.running: dict[str, _Flow] = {}
         self.unfinished = [0] * len(found)  # jobs of each group's update
         self.present = [not _is_off(share) for share in shares]
@@ -64,14 +70,17 @@ class _Steps:
 
     # Jobs
 
-    def land(self, group: int, *, ask: bool) -> None:
-        """A group's gradient is there, on the device or on its way to the host; with `ask` its update follows."""
+    def land(self, group: int, *, ask: bool, adds: bool) -> None:
+        """A group's gradient is there, on the device or on its way to the host; with `ask` its update follows. With
+        `adds` it is added to what rests there, which comes up for that."""
         load = self.loads[group]
         if self.shares[group].gradients_host <= 0.5:
             if ask:
                 self.ask(group)
             return
         takes = {"down": 1.0, "link": 1.0, "memory": 1.0}
+        if adds:
+            takes = {"up": 1.0, "down": 1.0, "link": 2.0, "memory": 2.0}
         place = -group if ask else group  # the last group's comes first
         self.waiting["land"].append((place, _Flow(load.updated * load.gradient_bytes, 1e15, takes, group)))
         self.unfinished[group] += 1
@@ -94,7 +103,10 @@ class _Steps:
         by_cpu["memory"] = gradient + weight + 2 * states + by_cpu["up"] + by_cpu["down"]
         streamed = {"up": states + (gradient if on_host else 0), "down": states + (weight if off else 0)}
         streamed["memory"] = streamed["up"] + streamed["down"]
+        by_device = {"up": float(gradient if on_host else 0), "down": float(weight if off else 0)}
+        by_device["memory"] = by_device["up"] + by_device["down"]
         for name, part, takes in (
+            ("resident", share.resident if by_device["memory"] else 0.0, by_device),
             ("cpu", share.cpu, by_cpu),
             ("streamed", share.streamed, streamed),
             ("disk", share.disk_cpu, {**by_cpu, "read": states, "write": states}),
@@ -195,7 +207,7 @@ def simulate(task: Task, found: Sequence[Load], shares: Sequence[Shares]) -> Tim
         begun, steps.waits = steps.now, {}
         for number in range(task.accumulate):
             _forward(steps, first=number == 0)
-            _backward(steps, last=number == task.accumulate - 1)
+            _backward(steps, last=number == task.accumulate - 1, adds=number > 0)
         steps.run(resident)
         if not task.is_early:
             for group in range(len(found)):
@@ -212,13 +224,13 @@ def _forward(steps: _Steps, *, first: bool) -> None:
         _let_go(steps, group, keep=group == len(steps.loads) - 1)
 
 
-def _backward(steps: _Steps, *, last: bool) -> None:
+def _backward(steps: _Steps, *, last: bool, adds: bool) -> None:
     for group in reversed(range(len(steps.loads))):
         _bring_ahead(steps, range(group, max(-1, group - AHEAD - 1), -1))
         steps.wait_for(group, "parameters")
         steps.run(steps.loads[group].backward_s)
         _let_go(steps, group, keep=False)
-        steps.land(group, ask=last and steps.task.is_early)
+        steps.land(group, ask=last and steps.task.is_early, adds=adds)
 
 
 def _bring_ahead(steps: _Steps, groups: range) -> None:
