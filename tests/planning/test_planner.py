@@ -293,3 +293,19 @@ def test_model_state_is_that_of_the_papers_table(billions: float, size: int) -> 
         assert held == pytest.approx(exact, rel=1e-8)
         unit = 10.0 ** -len(printed.partition(".")[2])
         assert abs(held - float(printed)) < unit
+
+
+def test_what_twice_the_samples_would_buy() -> None:
+    """Where updates hold up the step, samples are nearly free; where the device computes all the time, they are not."""
+    model = gpt(2048, 24, 0.1)
+    tight = make_plan(task_of(model, {Tier.DEVICE: 5 * model.trained, Tier.HOST: 20 * model.trained}))
+    roomy = make_plan(task_of(model))
+    gains = [float(plan.notes[-1].split(" train ")[1].split()[0]) for plan in (tight, roomy)]
+    assert 1.5 < gains[0] <= 2.0 and 1.0 <= gains[1] < 1.2
+    kept = replace(model, samples=8, activation_bytes=model.trained)
+    full = task_of(kept, {Tier.DEVICE: int(5.2 * model.trained), Tier.HOST: model.trained})
+    with pytest.raises(PrepareError):
+        make_plan(full)
+    little = {Tier.DEVICE: 17 * model.trained + 1000}
+    plan = make_plan(task_of(kept, little, fixed={Tier.DEVICE: model.trained}))
+    assert plan.notes[-1] == "Twice the samples in a pass would not fit."

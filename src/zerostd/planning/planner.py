@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from zerostd.errors import PrepareError
 from zerostd.planning.costs import Load, Task, loads, merged
@@ -64,8 +65,25 @@ def plan_from(
         speculate=task.speculates and any(share.resident < 1 for share in solution.shares),
         predicted=predicted,
         limits=dict(task.limits),
-        notes=tuple(notes),
+        notes=(*notes, _twice_the_samples(solution)) if knows_time else tuple(notes),
     )
+
+
+def _twice_the_samples(solution: Solution) -> str:
+    """What they would buy, in words."""
+    task, model = solution.task, solution.task.model
+    more: dict[str, Any] = {
+        name: 2 * value
+        for name in ("samples", "forward_s", "backward_s", "activation_bytes")
+        if (value := getattr(model, name)) is not None
+    }
+    fixed = {**task.fixed, Tier.DEVICE: task.fixed.get(Tier.DEVICE, 0) + model.activations()}
+    try:
+        other = solve(replace(task, model=replace(model, **more), fixed=fixed))
+    except PrepareError:
+        return "Twice the samples in a pass would not fit."
+    gain = 2 * solution.timeline.step_s / max(other.timeline.step_s, 1e-12)
+    return f"Twice the samples in a pass would train {gain:.2f} times as many of them in a second."
 
 
 def solve(task: Task) -> Solution:
