@@ -149,7 +149,7 @@ def test_seconds_are_only_predicted_where_they_can_be_known() -> None:
     model = replace(gpt(1024, 8), samples=None)
     plan = make_plan(task_of(model, {Tier.DEVICE: 6 * model.trained, Tier.HOST: 100 * GIB}), notes=["so it is"])
     assert plan.predicted.step_s is None and plan.predicted.compute_s is None
-    assert plan.notes == ("so it is",)
+    assert plan.notes[0] == "so it is"
     known = make_plan(task_of(gpt(1024, 8, 0.2)))
     assert known.predicted.step_s is not None and known.predicted.compute_s <= known.predicted.step_s
 
@@ -300,7 +300,7 @@ def test_what_twice_the_samples_would_buy() -> None:
     model = gpt(2048, 24, 0.1)
     tight = make_plan(task_of(model, {Tier.DEVICE: 5 * model.trained, Tier.HOST: 20 * model.trained}))
     roomy = make_plan(task_of(model))
-    gains = [float(plan.notes[-1].split(" train ")[1].split()[0]) for plan in (tight, roomy)]
+    gains = [float(plan.notes[0].split(" train ")[1].split()[0]) for plan in (tight, roomy)]
     assert 1.5 < gains[0] <= 2.0 and 1.0 <= gains[1] < 1.2
     kept = replace(model, samples=8, activation_bytes=model.trained)
     full = task_of(kept, {Tier.DEVICE: int(5.2 * model.trained), Tier.HOST: model.trained})
@@ -308,4 +308,4 @@ def test_what_twice_the_samples_would_buy() -> None:
         make_plan(full)
     little = {Tier.DEVICE: 17 * model.trained + 1000}
     plan = make_plan(task_of(kept, little, fixed={Tier.DEVICE: model.trained}))
-    assert plan.notes[-1] == "Twice the samples in a pass would not fit."
+    assert plan.notes[0] == "Twice the samples in a pass would not fit."

@@ -65,7 +65,7 @@ def plan_from(
         speculate=task.speculates and any(share.resident < 1 for share in solution.shares),
         predicted=predicted,
         limits=dict(task.limits),
-        notes=(*notes, _twice_the_samples(solution)) if knows_time else tuple(notes),
+        notes=(_twice_the_samples(solution), *notes) if knows_time else tuple(notes),
     )
 
 
