@@ -6,7 +6,6 @@ as they do: gathered groups, buffers that gradients and states pass through. Act
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from zerostd.optimizers import from_disk, routes, streamed
@@ -19,8 +18,6 @@ from zerostd.sharding.portions import UNIT
 from zerostd.tiers import inbound
 
 __all__ = ["host_buffers", "largest_on_disk", "predict"]
-
-Bytes = Counter[tuple[Tier, Kind]]
 
 
 def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules, *, prefetch_depth: int) -> dict[Tier, dict[Kind, int]]:

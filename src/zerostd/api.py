@@ -19,7 +19,6 @@ from zerostd.communication import Wires, World
 from zerostd.errors import MisuseError, PrepareError
 from zerostd.measuring.model import profile_model
 from zerostd.monitoring import Memory
-from zerostd.moving import begin_early, make_routes
 from zerostd.optimizers.adopting import Adoption
 from zerostd.optimizers.elementwise import check_elementwise, find_states
 from zerostd.optimizers.optimizer import ZeroOptimizer
@@ -30,7 +29,7 @@ from zerostd.parameters.blueprints import blueprints
 from zerostd.parameters.checking import MARK, check_model, check_optimizer, describe_optimizer, optimizer_options
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
-from zerostd.preparing import build, device_of
+from zerostd.preparing import begin_early, build, device_of, make_routes
 from zerostd.proposing import plan_for
 from zerostd.runtime import Runtime
 from zerostd.settings import Settings, check_budget, check_placement

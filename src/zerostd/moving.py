@@ -9,45 +9,18 @@ from dataclasses import replace
 import torch
 
 from zerostd.errors import MisuseError
-from zerostd.optimizers.early import Early
-from zerostd.optimizers.optimizer import ZeroOptimizer
-from zerostd.optimizers.routes import Routes
 from zerostd.optimizers.states import carry_states
 from zerostd.parameters import Flat
 from zerostd.parameters.building import move_flat
 from zerostd.parameters.homes import FlatPlan, plan_flats
 from zerostd.planning import Plan
-from zerostd.policy import Tier, parse_bytes
+from zerostd.policy import Tier
+from zerostd.preparing import begin_early, make_routes, open_disk
 from zerostd.proposing import homes_of, sizes_of
 from zerostd.runtime import Runtime
 from zerostd.settings import check_world, rules_for
-from zerostd.tiers.debug import DEBUG
-from zerostd.tiers.disk import Disk
 
-__all__ = ["begin_early", "make_routes", "move"]
-
-
-def make_routes(runtime: Runtime, inner: torch.optim.Optimizer) -> Routes | None:
-    """The routes to states off the device; None if there are none there."""
-    if not any(group.is_updated_later for group in runtime.groups):
-        return None
-    roads = runtime.roads
-    return Routes(inner, runtime.groups, roads.stores, roads.lanes, num_threads=roads.num_threads)
-
-
-def begin_early(runtime: Runtime, optimizer: ZeroOptimizer) -> None:
-    """Let updates begin inside backward, if it is known which is the last pass of a step and nothing else is waited
-    for."""
-    settings, (_, placement) = runtime.settings, runtime.settings.decided
-    updater = optimizer._updater
-    optimizer.early, runtime.backward.on_ready = None, None
-    optimizer.counts_in_groups = optimizer.counts_in_groups_with(updater.routes)
-    knows_the_end = updater.routes is not None and settings.accumulate is not None and runtime.loss_scale is None
-    waits = DEBUG.is_serial or optimizer.counts_in_groups
-    if knows_the_end and not waits and (settings.max_grad_norm is None or placement.speculate):
-        is_on_trial = settings.max_grad_norm is not None
-        optimizer.early = Early(updater, runtime.gradients, runtime, optimizer.terms, is_on_trial=is_on_trial)
-        runtime.backward.on_ready = optimizer.early.ready
+__all__ = ["move"]
 
 
 @torch.no_grad()
@@ -67,7 +40,7 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
         (group, flat, wanted)
         for group, flats in zip(runtime.groups, plans, strict=True)
         for flat, wanted in zip(group.flats, flats, strict=True)
-        if not _is_as(flat, wanted)
+        if not _is_as(flat, wanted, speculates=plan.speculate)
     ]
     for _, flat, wanted in changed:
         if flat.rest.tier is not wanted.parameters:
@@ -84,8 +57,7 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
         updater.routes.close()
     ground = replace(runtime.roads.ground, rules=rules)
     if ground.stores.disk is None and any(_is_on_disk(wanted) for _, _, wanted in changed):
-        limit = None if settings.budget.disk is None else parse_bytes(settings.budget.disk)
-        ground.stores.disk = Disk(settings.budget.disk_path, ground.ledger, limit=limit)
+        ground.stores.disk = open_disk(settings.budget, ground.ledger)
     for _, flat, wanted in sorted(changed, key=lambda one: _on_device(one[2]) - _on_device_now(one[1])):
         carry_states(updater, flat, lambda flat=flat, wanted=wanted: move_flat(flat, wanted, ground))  # type: ignore[misc]
     runtime.roads = replace(runtime.roads, ground=ground)
@@ -97,7 +69,7 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
     return list(dict.fromkeys(group.name for group, _, _ in changed))
 
 
-def _is_as(flat: Flat, wanted: FlatPlan) -> bool:
+def _is_as(flat: Flat, wanted: FlatPlan, *, speculates: bool) -> bool:
     """Whether a flat is as a plan wants it."""
     if flat.gradient is None:
         return flat.rest.tier is wanted.parameters
@@ -106,7 +78,7 @@ def _is_as(flat: Flat, wanted: FlatPlan) -> bool:
         flat.rest.tier is wanted.parameters
         and on_host == (wanted.gradients is Tier.HOST)
         and tuple(shelf.portion for shelf in flat.shelves) == wanted.portions
-        and all(bool(shelf.spare) == (shelf.portion.tier is Tier.HOST) for shelf in flat.shelves if shelf.spare)
+        and all(bool(shelf.spare) == (speculates and shelf.portion.tier is Tier.HOST) for shelf in flat.shelves)
     )
 
 

@@ -15,6 +15,9 @@ from zerostd.accounting import host_buffers, largest_on_disk
 from zerostd.communication import Control, Wires, World
 from zerostd.errors import PrepareError
 from zerostd.monitoring import Ledger
+from zerostd.optimizers.early import Early
+from zerostd.optimizers.optimizer import ZeroOptimizer
+from zerostd.optimizers.routes import Routes
 from zerostd.parameters import GroupState
 from zerostd.parameters.blueprints import Blueprint, Member, blueprints, describe_groups
 from zerostd.parameters.building import Ground, make_group
@@ -27,11 +30,12 @@ from zerostd.proposing import decide, homes_of
 from zerostd.runtime import Roads, Runtime
 from zerostd.settings import Settings, check_world, num_threads, rules_for
 from zerostd.tiers import Inbound, Lanes, Stores
+from zerostd.tiers.debug import DEBUG
 from zerostd.tiers.disk import Disk
 from zerostd.tiers.host import Host
 from zerostd.tiers.limits import check_disk, check_host
 
-__all__ = ["build", "device_of"]
+__all__ = ["begin_early", "build", "device_of", "make_routes", "open_disk"]
 
 
 def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, lines: list[str]) -> Runtime:
@@ -83,7 +87,7 @@ def _make_stores(need: Counter[tuple[Tier, Kind]], budget: Budget, world: World,
     disk = None
     if on_disk:
         limit = None if budget.disk is None else parse_bytes(budget.disk)
-        disk = Disk(budget.disk_path, ledger, limit=limit)
+        disk = open_disk(budget, ledger)
     stores = Stores(world.device, host, disk, ledger)
     if disk is not None:
         try:
@@ -178,3 +182,31 @@ def _casts(dtypes: dict[nn.Parameter, torch.dtype], precision: Precision) -> tup
     if precision.compute is None or outside == {precision.compute} or len(outside) != 1:
         return None
     return outside.pop(), precision.compute
+
+
+def make_routes(runtime: Runtime, inner: torch.optim.Optimizer) -> Routes | None:
+    """The routes to states off the device; None if there are none there."""
+    if not any(group.is_updated_later for group in runtime.groups):
+        return None
+    roads = runtime.roads
+    return Routes(inner, runtime.groups, roads.stores, roads.lanes, num_threads=roads.num_threads)
+
+
+def begin_early(runtime: Runtime, optimizer: ZeroOptimizer) -> None:
+    """Let updates begin inside backward, if it is known which is the last pass of a step and nothing else is waited
+    for."""
+    settings, (_, placement) = runtime.settings, runtime.settings.decided
+    updater = optimizer._updater
+    optimizer.early, runtime.backward.on_ready = None, None
+    optimizer.counts_in_groups = optimizer.counts_in_groups_with(updater.routes)
+    knows_the_end = updater.routes is not None and settings.accumulate is not None and runtime.loss_scale is None
+    waits = DEBUG.is_serial or optimizer.counts_in_groups
+    if knows_the_end and not waits and (settings.max_grad_norm is None or placement.speculate):
+        is_on_trial = settings.max_grad_norm is not None
+        optimizer.early = Early(updater, runtime.gradients, runtime, optimizer.terms, is_on_trial=is_on_trial)
+        runtime.backward.on_ready = optimizer.early.ready
+
+
+def open_disk(budget: Budget, ledger: Ledger) -> Disk:
+    """The disk that a budget names."""
+    return Disk(budget.disk_path, ledger, limit=None if budget.disk is None else parse_bytes(budget.disk))

@@ -18,17 +18,15 @@ from zerostd.measuring.model import state_widths
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.homes import plan_flats
 from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Plan, Prediction, Task
+from zerostd.planning.costs import FOR_ACTIVATIONS, MARGIN, WORTH_SPECULATING, stages_of, threads_of
 from zerostd.planning.planner import homes_by_group, model_state, plan_from, solve
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, parse_bytes
 from zerostd.runtime import PREFETCH_DEPTH
-from zerostd.settings import NUM_BUSY_THREADS, Settings, check_placement, rules_for
+from zerostd.settings import Settings, check_placement, rules_for
 
 __all__ = ["decide", "find_limits", "homes_of", "plan_for", "propose", "sizes_of"]
 
-MARGIN = 0.1  # of what is free that nobody plans with
-FOR_ACTIVATIONS = 0.4  # of the device, while nobody has said how large a batch is and no budget was given
 MOST_TRIES = 12
-WORTH_SPECULATING = 0.03  # of a step, for twice the host memory
 
 log = logging.getLogger("zerostd")
 
@@ -126,7 +124,7 @@ def find_limits(
 
 def fitting(settings: Settings, found: Sequence[Blueprint], world: World, limits: Mapping[Tier, int]) -> Plan | None:
     """The plan with everything on the device, at the first stage at which it fits; None if at none."""
-    for stage in _stages(settings, world):
+    for stage in stages_of(settings.stage, world.size):
         trial = replace(settings, stage=stage, placement=Placement())
         rules = rules_for(trial, world)
         counted = predict(plan_flats(found, rules), rules, prefetch_depth=PREFETCH_DEPTH)
@@ -135,14 +133,6 @@ def fitting(settings: Settings, found: Sequence[Blueprint], world: World, limits
             note = "Everything fits on the device, so nothing has to move."
             return Plan(homes, stage, world.size, predicted=Prediction(bytes=counted), limits=limits, notes=(note,))
     return None
-
-
-def _stages(settings: Settings, world: World) -> list[Stage]:
-    """The user's, or those worth trying: gradients sharded, which sends no more than data parallel does, and then
-    parameters too, which are gathered once more."""
-    if settings.stage is not None:
-        return [settings.stage]
-    return [Stage.PARAMETERS] if world.size == 1 else [Stage.GRADIENTS, Stage.PARAMETERS]
 
 
 def propose(
@@ -159,7 +149,7 @@ def propose(
     waits = settings.max_grad_norm is not None or settings.accumulate is None or settings.precision.scales_loss
     places = {Kind.PARAMETERS} | ({Kind.GRADIENTS, Kind.OPTIMIZER_STATES} if has_optimizer else set())
     plans, refused = [], []
-    for stage in _stages(settings, world):
+    for stage in stages_of(settings.stage, world.size):
         task = Task(
             model=profile,
             machine=machine,
@@ -182,12 +172,6 @@ def propose(
         raise refused[-1]
     best = min(plans, key=lambda plan: plan.predicted.step_s or _moved(plan))
     return replace(best, notes=(*best.notes, *(str(error) for error in refused)))
-
-
-def threads_of(machine: MachineProfile, local_size: int) -> int:
-    """For updates on the processor of a machine, as `settings.num_threads` counts them here."""
-    cores = max(1, machine.processor.num_cores // local_size)
-    return cores if machine.link is None else max(1, cores - NUM_BUSY_THREADS)
 
 
 def _may_speculate(settings: Settings, profile: ModelProfile) -> bool:

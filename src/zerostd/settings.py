@@ -12,13 +12,12 @@ from zerostd.communication.world import thread_budget
 from zerostd.errors import NotSupportedError, PrepareError
 from zerostd.parameters.homes import Rules
 from zerostd.planning import Plan
+from zerostd.planning.costs import NUM_BUSY_THREADS
 from zerostd.policy import Budget, Homes, Kind, Placement, Precision, Stage, Tier, parse_bytes
 from zerostd.sharding import default_cpu_share
 from zerostd.tiers.limits import check_disk, check_host
 
-__all__ = ["NUM_BUSY_THREADS", "Settings", "check_budget", "check_placement", "check_world", "num_threads", "rules_for"]
-
-NUM_BUSY_THREADS = 2  # cores left to the loop and the autograd engine while the processor updates beside them
+__all__ = ["Settings", "check_budget", "check_placement", "check_world", "num_threads", "rules_for"]
 
 
 @dataclass(frozen=True)

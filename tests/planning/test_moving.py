@@ -117,6 +117,16 @@ def test_what_is_as_it_should_be_stays(tmp_path: Path) -> None:
     train(model, optimizer)
 
 
+def test_a_second_copy_of_the_states_comes_and_goes(tmp_path: Path) -> None:
+    options = {"precision": "bf16", "accumulate": 1, "max_grad_norm": 1e6}
+    model, optimizer = prepared("host", str(tmp_path), **options)
+    other, plain = prepared("host", str(tmp_path), **options)
+    for speculate in (True, False):
+        assert len(move(model.__dict__["_zerostd"], Plan(PLANS["host"], speculate=speculate))) == DEPTH
+        assert_bitwise(train(model, optimizer, 4), train(other, plain, 4))
+        assert not wrong_bytes(model), "\n".join(wrong_bytes(model))
+
+
 def test_not_with_gradients_and_not_parameters(tmp_path: Path) -> None:
     model, optimizer = prepared("host", str(tmp_path), precision="bf16")
     runtime = model.__dict__["_zerostd"]

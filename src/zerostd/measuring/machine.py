@@ -23,6 +23,7 @@ from zerostd.measuring.rates import UPDATE_BYTES, Copies, Updates, busy_memory, 
 from zerostd.measuring.timing import FULL, Sizes, finish
 from zerostd.measuring.wire import wire_rates
 from zerostd.monitoring.ledger import Ledger
+from zerostd.planning.costs import NUM_BUSY_THREADS
 from zerostd.planning.machine import DiskRates, Link, MachineProfile, Processor
 from zerostd.tiers.host import Host
 
@@ -33,7 +34,6 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-NUM_BUSY_THREADS = 2  # cores that training leaves to its loop while the processor updates beside a device
 QUIET = 0.75  # of all cores, that updates on all of them have where nothing else runs
 PARTS = {  # in their order, with seconds that each takes at most or so
     "copies between host and device": 2.0,

@@ -12,7 +12,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zerostd.errors import PrepareError
-from zerostd.planning.costs import Task, loads
+from zerostd.planning.costs import (
+    FOR_ACTIVATIONS,
+    MARGIN,
+    WORTH_SPECULATING,
+    Task,
+    loads,
+    stages_of,
+    threads_of,
+)
 from zerostd.planning.machine import MachineProfile, Processor
 from zerostd.planning.model import ModelProfile
 from zerostd.planning.plan import Plan, size_text
@@ -21,12 +29,8 @@ from zerostd.policy import Budget, Kind, Stage, Tier, parse_bytes, shards
 
 __all__ = ["Row", "Use", "check_machine", "limits_of", "plan_on", "scaling", "sent_bytes", "state_bytes"]
 
-MARGIN = 0.1  # of what is free that nobody plans with
-FOR_ACTIVATIONS = 0.4  # of the device, while nobody has said how large a batch is and no budget was given
-NUM_BUSY_THREADS = 2  # cores of a rank that do not update
 NUM_GATHERED = 3  # groups that are whole at once: the one at work, the next, and in backward the one before
 NUM_STAGING = 2  # groups whose gradients are on their way
-WORTH_SPECULATING = 0.03  # of a step, for twice the host memory
 NO_WIRES = "The machine profile has no wires, so time of collectives is not in the plan."
 NOWHERE = MachineProfile("nowhere", "none", {}, 0.0, {}, Processor(1, {1: 1.0}, 1.0), None)  # for bytes alone
 
@@ -69,7 +73,6 @@ def plan_on(model: ModelProfile, machine: MachineProfile, use: Use) -> Plan:
     knows_time = model.samples is not None or model.forward_s is not None
     limits = limits_of(machine, use.world_size, use.budget, knows_activations=knows_time)
     local = min(use.world_size, machine.ranks_per_node)
-    cores = max(1, machine.processor.num_cores // local)
     task = Task(
         model=model,
         machine=_share(machine, local),
@@ -77,11 +80,11 @@ def plan_on(model: ModelProfile, machine: MachineProfile, use: Use) -> Plan:
         world_size=use.world_size,
         accumulate=use.accumulate or 1,
         waits_for_norm=use.clips or use.scales_loss or use.accumulate is None,
-        num_threads=cores if machine.link is None else max(1, cores - NUM_BUSY_THREADS),
+        num_threads=threads_of(machine, local),
     )
     may_speculate = use.clips and use.accumulate is not None and not use.scales_loss and knows_time
     plans, refused = list[Plan](), list[PrepareError]()
-    for stage in _stages(use):
+    for stage in stages_of(use.stage, use.world_size):
         try:
             plans += _plans(replace(task, stage=stage), may_speculate=may_speculate)
         except PrepareError as error:
@@ -90,13 +93,6 @@ def plan_on(model: ModelProfile, machine: MachineProfile, use: Use) -> Plan:
         raise refused[-1]
     best = min(plans, key=lambda plan: plan.predicted.step_s or max(plan.predicted.busy.values(), default=0.0))
     return replace(best, notes=(*_notes(task, use), *(str(error) for error in refused)))
-
-
-def _stages(use: Use) -> list[Stage]:
-    """The user's, or those worth trying, as in prepare."""
-    if use.stage is not None:
-        return [use.stage]
-    return [Stage.PARAMETERS] if use.world_size == 1 else [Stage.GRADIENTS, Stage.PARAMETERS]
 
 
 def _plans(task: Task, *, may_speculate: bool) -> Iterator[Plan]:

@@ -13,9 +13,25 @@ from zerostd.planning.machine import DiskRates, MachineProfile, Wire
 from zerostd.planning.model import GroupProfile, ModelProfile
 from zerostd.policy import Kind, Stage, Tier, shards
 
-__all__ = ["Load", "Task", "loads", "merged", "wire_of"]
+__all__ = [
+    "FOR_ACTIVATIONS",
+    "MARGIN",
+    "NUM_BUSY_THREADS",
+    "WORTH_SPECULATING",
+    "Load",
+    "Task",
+    "loads",
+    "merged",
+    "stages_of",
+    "threads_of",
+    "wire_of",
+]
 
 MIN_WIRE_BANDWIDTH = 1e6
+MARGIN = 0.1  # of what is free that nobody plans with
+FOR_ACTIVATIONS = 0.4  # of the device, while nobody has said how large a batch is and no budget was given
+WORTH_SPECULATING = 0.03  # of a step, for twice the host memory
+NUM_BUSY_THREADS = 2  # cores left to the loop and the autograd engine while the processor updates beside them
 
 
 @dataclass(frozen=True)
@@ -85,6 +101,20 @@ class Load:
     wire_s: float  # of collectives in both passes
     gradient_bytes: int  # of one parameter, as it crosses the link
     members: tuple[int, ...]  # indices of the model's groups
+
+
+def threads_of(machine: MachineProfile, local_size: int) -> int:
+    """For updates on the processor, by one of the ranks of a node."""
+    cores = max(1, machine.processor.num_cores // local_size)
+    return cores if machine.link is None else max(1, cores - NUM_BUSY_THREADS)
+
+
+def stages_of(stage: Stage | None, world_size: int) -> list[Stage]:
+    """The user's, or those worth trying: gradients sharded, which sends no more than data parallel does, and then
+    parameters too, which are gathered once more."""
+    if stage is not None:
+        return [stage]
+    return [Stage.PARAMETERS] if world_size == 1 else [Stage.GRADIENTS, Stage.PARAMETERS]
 
 
 def loads(task: Task) -> list[Load]:
