@@ -249,17 +249,19 @@ def test_end_of_the_process_waits_for_writes(tmp_path):
 
 
 def test_dropped_disk_gives_back_threads_and_files(tmp_path, ledger, host):
-    def count() -> tuple[int, int]:
-        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+    before = set(threading.enumerate())  # one of another test may end meanwhile
 
-    before = count()
+    def opened() -> list[str]:
+        links = [f"/proc/self/fd/{entry}" for entry in os.listdir("/proc/self/fd")]
+        return [where for where in map(os.readlink, filter(os.path.islink, links)) if where.startswith(str(tmp_path))]
+
     for _ in range(3):
         disk = Disk(str(tmp_path), ledger)
         transfer = disk.write(disk.allocate(4096, Kind.PARAMETERS), 0, host.allocate(4096, Kind.BUFFERS))
-        assert count()[0] == before[0] + 4
+        assert len(set(threading.enumerate()) - before) == 4 and opened()
         del disk
         gc.collect()
-        assert transfer.is_done() and count() == before
+        assert transfer.is_done() and not set(threading.enumerate()) - before and not opened()
 
 
 def test_idle_threads_keep_no_memory(disk, host):
