@@ -49,6 +49,7 @@ class Task:
     num_threads: int = 1  # for updates on the processor
     fixed: Mapping[Tier, int] = field(default_factory=dict)  # bytes of working memory, whatever is placed where
     can_place: frozenset[Kind] = frozenset({Kind.OPTIMIZER_STATES, Kind.GRADIENTS, Kind.PARAMETERS})
+    rests: Mapping[str, Tier] | None = None  # by group: where parameters are and stay; None: they are placed too
 
     @property
     def ranks_beside(self) -> int:
@@ -76,7 +77,9 @@ class Task:
 
     def may_place(self, kind: Kind) -> bool:
         """Whether a kind may rest off the device: what is whole on every rank may not."""
-        if kind not in self.can_place or (self.speculates and kind is Kind.PARAMETERS):
+        if kind not in self.can_place:
+            return False
+        if kind is Kind.PARAMETERS and (self.speculates or self.rests is not None):
             return False
         return self.world_size == 1 or kind is Kind.OPTIMIZER_STATES or shards(self.stage, kind)
 
@@ -101,6 +104,7 @@ class Load:
     wire_s: float  # of collectives in both passes
     gradient_bytes: int  # of one parameter, as it crosses the link
     members: tuple[int, ...]  # indices of the model's groups
+    rests: Tier | None = None  # where its parameters stay; None: they are placed too
 
 
 def threads_of(machine: MachineProfile, local_size: int) -> int:
@@ -155,6 +159,7 @@ def _load(task: Task, index: int, group: GroupProfile, forward_s: float, wire: W
         wire_s=in_forward + in_backward,
         gradient_bytes=resting,
         members=(index,),
+        rests=None if task.rests is None else task.rests.get(group.name, Tier.DEVICE),
     )
 
 
@@ -199,7 +204,8 @@ def _wire_seconds(task: Task, gathered: float, gradients: float, wire: Wire | No
 
 
 def merged(found: Sequence[Load], most: int) -> list[Load]:
-    """Neighbours joined until there are at most `most` of them, of about the same size."""
+    """Neighbours joined until there are about `most` of them, of about the same size. Those whose parameters stay in
+    different places are not."""
     if len(found) <= most:
         return list(found)
     weights = [load.updated + load.parameters + 1.0 for load in found]
@@ -207,7 +213,8 @@ def merged(found: Sequence[Load], most: int) -> list[Load]:
     joined: list[Load] = []
     current: list[Load] = []
     for load, weight in zip(found, weights, strict=True):
-        if current and filled + weight / 2 > target * (len(joined) + 1):
+        is_full = filled + weight / 2 > target * (len(joined) + 1)
+        if current and (is_full or current[-1].rests is not load.rests):
             joined.append(_join(current))
             current = []
         current.append(load)
@@ -230,4 +237,5 @@ def _join(some: Sequence[Load]) -> Load:
         wire_s=sum(load.wire_s for load in some),
         gradient_bytes=some[0].gradient_bytes,
         members=tuple(index for load in some for index in load.members),
+        rests=some[0].rests,
     )

@@ -18,8 +18,12 @@ from zerostd.planning.program import SLACK, Optimum, Shares, missing, optimise, 
 from zerostd.planning.simulation import Timeline, simulate
 from zerostd.policy import Homes, Kind, Route, Tier
 
-__all__ = ["Solution", "homes_by_group", "make_plan", "model_state", "plan_from", "solve"]
+__all__ = ["Solution", "evaluate", "homes_by_group", "make_plan", "model_state", "plan_from", "solve"]
 
+PARTS = (0.4, 0.5, 0.6, 0.7, 0.85)  # of states on the host by the processor, tried in the simulation
+TOLERANCE = 1e-5
+MOST_MOVES = 8  # of single groups, before all are looked at together
+WORTH_MOVING = 0.05  # of a step: what a plan must bring to move anything where all fits on the device
 MOST_LOADS = 160  # groups that the program sees; neighbours of larger models are placed together
 
 
@@ -104,25 +108,88 @@ def solve(task: Task) -> Solution:
         for one, given in zip(optimum.shares, fixed, strict=True)
     ]
     choices = [shares, _even(found, shares)]
+    if task.machine.link is not None:
+        choices += [_alike(shares, part) for part in PARTS]
     if _fits_on_device(task, found):
-        choices.append([Shares() for _ in found])
-    timelines = [simulate(task, found, choice) for choice in choices]
-    good = min(timeline.step_s for timeline in timelines) * (1 + SLACK)
-    off = [sum(load.updated * (1 - share.resident) for load, share in zip(found, c, strict=True)) for c in choices]
-    best = min((i for i in range(len(choices)) if timelines[i].step_s <= good), key=lambda i: off[i])
-    return Solution(task, found, choices[best], optimum, timelines[best])
+        choices.append([_all_resident(load) for load in found])
+    made = [Solution(task, found, choice, optimum, simulate(task, found, choice)) for choice in choices]
+    made = [one for one in made if _fits(one)] or made[:1]
+    shortest = min(one.timeline.step_s for one in made)
+    at_home = next((one for one in made if one.shares is choices[-1] and _fits_on_device(task, found)), None)
+    if at_home is not None and at_home.timeline.step_s <= shortest * (1 + WORTH_MOVING):
+        return at_home
+    return min((one for one in made if one.timeline.step_s <= shortest * (1 + SLACK)), key=_bytes_off)
+
+
+def evaluate(task: Task, homes: Mapping[str, Homes]) -> Solution:
+    """What given homes cost. Groups that are placed as one must have the same."""
+    found = merged(loads(task), MOST_LOADS)
+    names = [group.name for group in task.model.groups]
+    shares = [_shares(homes[names[load.members[0]]]) for load in found]
+    timeline = simulate(task, found, shares)
+    return Solution(task, found, shares, Optimum(timeline.step_s, shares, {}, {}, {}), timeline)
+
+
+def _shares(homes: Homes) -> Shares:
+    """The counterpart of _homes."""
+    names = {
+        (Tier.DEVICE, Route.RESIDENT): "resident",
+        (Tier.HOST, Route.CPU): "cpu",
+        (Tier.HOST, Route.STREAMED): "streamed",
+        (Tier.DISK, Route.CPU): "disk_cpu",
+        (Tier.DISK, Route.STREAMED): "disk_streamed",
+    }
+    parts = {names[tier, route]: part for tier, route, part in homes.states}
+    return Shares(
+        **{"resident": 0.0, **parts},
+        parameters_host=float(homes.parameters is Tier.HOST),
+        parameters_disk=float(homes.parameters is Tier.DISK),
+        gradients_host=float(homes.gradients is Tier.HOST),
+    )
+
+
+def _all_resident(load: Load) -> Shares:
+    """Everything on the device that may be."""
+    return Shares(parameters_host=float(load.rests is Tier.HOST), parameters_disk=float(load.rests is Tier.DISK))
+
+
+def _fits(solution: Solution) -> bool:
+    limits = solution.task.limits
+    held = {tier: sum(kinds.values()) for tier, kinds in model_state(solution).items()}
+    return all(size <= limits.get(tier, 0) * (1 + TOLERANCE) + 1 for tier, size in held.items())
+
+
+def _bytes_off(solution: Solution) -> float:
+    """What is not on the device."""
+    return sum(
+        load.updated * solution.task.model.state_bytes * (1 - share.resident)
+        + load.parameters * (share.parameters_host + share.parameters_disk)
+        + load.gradients * share.gradients_host
+        for load, share in zip(solution.loads, solution.shares, strict=True)
+    )
+
+
+def _alike(shares: Sequence[Shares], part: float) -> list[Shares]:
+    """The same part by the processor in all groups, whatever the program says: it sees no harm in giving it all of some
+    groups and none of others, and then it has nothing to do for half of backward."""
+    made = []
+    for share in shares:
+        on_host = 0.0 if share.parameters_disk else share.cpu + share.streamed
+        made.append(replace(share, cpu=on_host * part, streamed=on_host * (1 - part)) if on_host else share)
+    return made
 
 
 def _fits_on_device(task: Task, found: Sequence[Load]) -> bool:
     states = sum(load.updated for load in found) * task.model.state_bytes
-    rest = sum(load.parameters + load.gradients + load.pinned_gradients for load in found)
+    rest = sum(load.gradients + load.pinned_gradients for load in found)
+    rest += sum(load.parameters for load in found if load.rests in (None, Tier.DEVICE))
     return states + rest + task.fixed.get(Tier.DEVICE, 0) <= task.limits.get(Tier.DEVICE, 0)
 
 
 def _settle(task: Task, found: Sequence[Load], relaxed: Optimum) -> tuple[list[Shares], Optimum]:
     """Round parameters and gradients to whole groups; what does not fit goes off the device, the nearest first."""
     fixed = [_rounded(share) for share in relaxed.shares]
-    for _ in range(2 * len(found) + 1):
+    for _ in range(MOST_MOVES):
         try:
             return fixed, optimise(task, found, fixed=fixed)
         except Infeasible:
@@ -158,7 +225,8 @@ def _move_one(task: Task, found: Sequence[Load], wanted: Sequence[Shares], fixed
         if task.may_place(Kind.PARAMETERS) and load.parameters and not is_off:
             home = "parameters_host" if Tier.HOST in task.limits else "parameters_disk"
             options.append((want.parameters_host + want.parameters_disk, home))
-        if have.parameters_host and Tier.DISK in task.limits and task.machine.disk is not None:
+        may_go_on = task.may_place(Kind.PARAMETERS) and Tier.DISK in task.limits and task.machine.disk is not None
+        if have.parameters_host and may_go_on:
             options.append((want.parameters_disk - 2.0, "parameters_disk"))
         for share, name in options:
             key = (share + 1e-9 * index, index, name)

@@ -89,6 +89,9 @@ class _Program:
             "gradients_host": task.may_place(Kind.GRADIENTS) and has_host and load.gradients > 0,
         }
         made = {name: linear.variable(1.0 if may[name] else 0.0) for name in NAMES}
+        if load.rests is not None:
+            for name, tier in (("parameters_host", Tier.HOST), ("parameters_disk", Tier.DISK)):
+                linear.fix(made[name], float(load.rests is tier))
         linear.equals({made[name]: 1.0 for name in STATES}, 1.0)
         linear.at_most({made["parameters_host"]: 1.0, made["parameters_disk"]: 1.0}, 1.0)
         streamed = {made["streamed"]: 1.0, made["disk_streamed"]: 1.0}

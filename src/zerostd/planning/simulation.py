@@ -29,6 +29,7 @@ class _Flow:
     most: float  # per second, with nothing beside it
     takes: dict[str, float]  # bytes of up, down and memory for one unit
     group: int
+    asks: bool = False  # for the group's update, when done
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Timeline:
     step_s: float = 0.0
     compute_s: float = 0.0  # of it the device computes
     waits: dict[str, float] = field(default_factory=dict)  # seconds the device waits, by what for
+    busy: dict[str, float] = field(default_factory=dict)  # seconds that each worker has something to do
 
 
 class _Steps:
@@ -66,25 +68,40 @@ class _Steps:
         self.present = [not _is_off(share) for share in shares]
         self.wanted: list[int] = []  # groups to bring, in order
         self.waits: dict[str, float] = {}
-        self.asks_when_landed = False
+        self.busy: dict[str, float] = {}
 
     # Jobs
 
-    def land(self, group: int, *, ask: bool, adds: bool) -> None:
-        """A group's gradient is there, on the device or on its way to the host; with `ask` its update follows. With
-        `adds` it is added to what rests there, which comes up for that."""
-        load = self.loads[group]
-        if self.shares[group].gradients_host <= 0.5:
+    def land(self, group: int, *, last: bool, adds: bool) -> None:
+        """A group's gradient is there, on the device or on its way to the host; in the last pass its update follows.
+        With `adds` it is added to what rests there, which comes up for that."""
+        load, share, ask = self.loads[group], self.shares[group], last and self.task.is_early
+        rests = share.gradients_host > 0.5
+        read = share.cpu + share.disk_cpu if last and self._lands_before() else 0.0
+        part = 1.0 if rests else read  # else what the processor reads goes down as part of the update
+        if not part:
             if ask:
                 self.ask(group)
             return
-        takes = {"down": 1.0, "link": 1.0, "memory": 1.0}
-        if adds:
-            takes = {"up": 1.0, "down": 1.0, "link": 2.0, "memory": 2.0}
-        place = -group if ask else group  # the last group's comes first
-        self.waiting["land"].append((place, _Flow(load.updated * load.gradient_bytes, 1e15, takes, group)))
+        ways = 2.0 if adds and rests else 1.0
+        takes = {"up": ways - 1.0, "down": 1.0, "link": ways, "memory": ways}
+        flow = _Flow(part * load.updated * load.gradient_bytes, 1e15, takes, group, ask)
+        self.waiting["land"].append((-group, flow))  # the last group's comes first
         self.unfinished[group] += 1
-        self.asks_when_landed = ask
+
+    def _lands_before(self) -> bool:
+        """Whether gradients are on the host before their update may begin."""
+        return not self.task.is_early and self.task.machine.link is not None
+
+    def ask_when_landed(self, group: int) -> None:
+        """The update of a group may begin as soon as its gradient is there."""
+        landing = [flow for _, flow in self.waiting["land"] if flow.group == group]
+        if "land" in self.running and self.running["land"].group == group:
+            landing.insert(0, self.running["land"])
+        if landing:
+            landing[-1].asks = True
+        else:
+            self.ask(group)
 
     def ask(self, group: int) -> None:
         """The update of a group may begin."""
@@ -99,7 +116,7 @@ class _Steps:
         on_host, off = share.gradients_host > 0.5, _is_off(share)
         ns = machine.processor.ns(self.task.num_threads)
         by_cpu: dict[str, float] = {"cpu": ns * 1e-9}  # seconds of the processor
-        by_cpu |= {"up": 0.0 if off else weight, "down": 0.0 if on_host else gradient}
+        by_cpu |= {"up": 0.0 if off else weight, "down": 0.0 if on_host or self._lands_before() else gradient}
         by_cpu["memory"] = gradient + weight + 2 * states + by_cpu["up"] + by_cpu["down"]
         streamed = {"up": states + (gradient if on_host else 0), "down": states + (weight if off else 0)}
         streamed["memory"] = streamed["up"] + streamed["down"]
@@ -184,12 +201,13 @@ class _Steps:
         self.now += step
         for name, flow in list(self.running.items()):
             flow.left -= speeds[name] * step
+            self.busy[name] = self.busy.get(name, 0.0) + step
             if ends[name] <= step * (1 + 1e-12) + EPSILON:
                 del self.running[name]
                 if name == "bring":
                     self.present[flow.group] = True
                     continue
-                if name == "land" and self.asks_when_landed:
+                if flow.asks:
                     self.ask(flow.group)
                 self.unfinished[flow.group] -= 1
 
@@ -204,15 +222,15 @@ def simulate(task: Task, found: Sequence[Load], shares: Sequence[Shares]) -> Tim
     )
     begun = 0.0
     for _ in range(NUM_STEPS):
-        begun, steps.waits = steps.now, {}
+        begun, steps.waits, steps.busy = steps.now, {}, {}
         for number in range(task.accumulate):
             _forward(steps, first=number == 0)
             _backward(steps, last=number == task.accumulate - 1, adds=number > 0)
         steps.run(resident)
         if not task.is_early:
             for group in range(len(found)):
-                steps.ask(group)
-    return Timeline(steps.now - begun, compute + resident, dict(steps.waits))
+                steps.ask_when_landed(group)
+    return Timeline(steps.now - begun, compute + resident, steps.waits, steps.busy)
 
 
 def _forward(steps: _Steps, *, first: bool) -> None:
@@ -230,7 +248,7 @@ def _backward(steps: _Steps, *, last: bool, adds: bool) -> None:
         steps.wait_for(group, "parameters")
         steps.run(steps.loads[group].backward_s)
         _let_go(steps, group, keep=False)
-        steps.land(group, ask=last and steps.task.is_early, adds=adds)
+        steps.land(group, last=last, adds=adds)
 
 
 def _bring_ahead(steps: _Steps, groups: range) -> None:
