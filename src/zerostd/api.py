@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostd.adapting import adapt
 from zerostd.communication import Wires, World
 from zerostd.errors import MisuseError, PrepareError
 from zerostd.measuring.model import profile_model
@@ -118,7 +119,8 @@ def plan(
         optimizer: As for prepare. None: only parameters are placed.
         budget: What may be used of each tier. None: what is free, less a margin.
         batch: What one forward takes, for time and activations: a tensor, a tuple of arguments or a dict of keywords.
-            Values do not matter, so tensors on the meta device will do. None: the plan is about model state only.
+            A real model takes a few passes of a real batch, and is as before then; of tensors on the meta device, and
+            for another machine, it is counted. None: the plan is about model state only.
         world_size: Ranks to plan for. None: those there are.
         machine: The machine to plan for. None: this one, measured once and kept.
         stage: As for prepare, and so are the rest.
@@ -146,7 +148,8 @@ def plan(
     world = World.pretend(device, world_size, machine.ranks_per_node if machine is not None else None)
     profile = None
     if batch is not None:
-        profile = profile_model(model, optimizer, precision=settings.precision, groups=groups, batch=batch)
+        told: dict[str, Any] = {"precision": settings.precision, "groups": groups, "batch": batch}
+        profile = profile_model(model, optimizer, **told, probe=machine is None)
     return plan_for(found, settings, world, profile, machine, has_optimizer=optimizer is not None)
 
 
@@ -211,6 +214,7 @@ def _make_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptim
     )
     runtime.optimizer = optimizer
     begin_early(runtime, optimizer)
+    adapt(runtime)
     return optimizer
 
 

@@ -4,6 +4,7 @@ on the device, what the machine can do and the planner's answer. All ranks get t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,14 +20,16 @@ from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.homes import plan_flats
 from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Plan, Prediction, Task
 from zerostd.planning.costs import FOR_ACTIVATIONS, MARGIN, WORTH_SPECULATING, stages_of, threads_of
-from zerostd.planning.planner import homes_by_group, model_state, plan_from, solve
+from zerostd.planning.planner import evaluate, homes_by_group, model_state, plan_from, solve
+from zerostd.planning.refitting import Seen, refit
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, parse_bytes
 from zerostd.runtime import PREFETCH_DEPTH
 from zerostd.settings import Settings, check_placement, rules_for
 
-__all__ = ["decide", "find_limits", "homes_of", "plan_for", "propose", "sizes_of"]
+__all__ = ["decide", "find_limits", "homes_of", "plan_for", "propose", "revise", "sizes_of"]
 
 MOST_TRIES = 12
+WORTH_A_DISK = 0.02  # of all bytes and of a step: less is not worth the buffers and threads of a disk
 
 log = logging.getLogger("zerostd")
 
@@ -146,21 +149,9 @@ def propose(
     has_optimizer: bool = True,
 ) -> Plan:
     """The planner's answer, inside the limits by exact account."""
-    waits = settings.max_grad_norm is not None or settings.accumulate is None or settings.precision.scales_loss
-    places = {Kind.PARAMETERS} | ({Kind.GRADIENTS, Kind.OPTIMIZER_STATES} if has_optimizer else set())
     plans, refused = [], []
     for stage in stages_of(settings.stage, world.size):
-        task = Task(
-            model=profile,
-            machine=machine,
-            limits=limits,
-            stage=stage,
-            world_size=world.size,
-            accumulate=settings.accumulate or 1,
-            waits_for_norm=waits,
-            num_threads=threads_of(machine, world.local_size),
-            can_place=frozenset(places),
-        )
+        task = _task(settings, world, limits, profile, machine, stage, has_optimizer=has_optimizer)
         try:
             plans.append(_inside(task, settings, found, world))
         except PrepareError as error:
@@ -172,6 +163,57 @@ def propose(
         raise refused[-1]
     best = min(plans, key=lambda plan: plan.predicted.step_s or _moved(plan))
     return replace(best, notes=(*best.notes, *(str(error) for error in refused)))
+
+
+def _task(
+    settings: Settings,
+    world: World,
+    limits: Mapping[Tier, int],
+    profile: ModelProfile,
+    machine: MachineProfile,
+    stage: Stage,
+    *,
+    has_optimizer: bool,
+) -> Task:
+    places = {Kind.PARAMETERS} | ({Kind.GRADIENTS, Kind.OPTIMIZER_STATES} if has_optimizer else set())
+    return Task(
+        model=profile,
+        machine=machine,
+        limits=limits,
+        stage=stage,
+        world_size=world.size,
+        accumulate=settings.accumulate or 1,
+        waits_for_norm=settings.max_grad_norm is not None
+        or settings.accumulate is None
+        or settings.precision.scales_loss,
+        num_threads=threads_of(machine, world.local_size),
+        can_place=frozenset(places),
+    )
+
+
+def revise(
+    settings: Settings,
+    found: Sequence[Blueprint],
+    world: World,
+    limits: Mapping[Tier, int],
+    machine: MachineProfile,
+    seen: Seen,
+) -> tuple[Plan, Plan]:
+    """The plan that is obeyed now with what it costs as steps were seen, and the best one with parameters where they
+    are. The first may not fit into the limits; raises PrepareError if nothing does."""
+    plan, (stage, _) = settings.plan, settings.decided
+    assert plan is not None
+    homes = homes_of(plan, found) or {}
+    task = _task(settings, world, limits, profile_of(found, settings), machine, stage, has_optimizer=True)
+    task = replace(
+        task,
+        accumulate=settings.accumulate or seen.num_passes,
+        rests={name: one.parameters for name, one in homes.items()},
+        speculates=plan.speculate,
+    )
+    task = refit(task, homes, seen)
+    counted = _account(task, settings, found, world, homes)
+    return plan_from(evaluate(task, homes), homes, counted), _inside(task, settings, found, world)
 
 
 def _may_speculate(settings: Settings, profile: ModelProfile) -> bool:
@@ -195,23 +237,25 @@ def _moved(plan: Plan) -> float:
 
 
 def _inside(task: Task, settings: Settings, found: Sequence[Blueprint], world: World) -> Plan:
+    """The best plan that fits by exact account. A disk for next to nothing is left out, if it fits without."""
+    plan = _closing_in(task, settings, found, world)
+    on_disk, everything = plan.predicted.total(Tier.DISK), sum(plan.predicted.total(tier) for tier in Tier)
+    if 0 < on_disk < WORTH_A_DISK * everything:
+        without: dict[Tier, int] = {tier: limit for tier, limit in task.limits.items() if tier is not Tier.DISK}
+        with contextlib.suppress(PrepareError):
+            other = replace(_closing_in(replace(task, limits=without), settings, found, world), limits=task.limits)
+            if (other.predicted.step_s or 0.0) <= (1 + WORTH_A_DISK) * (plan.predicted.step_s or 0.0):
+                return other
+    return plan
+
+
+def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], world: World) -> Plan:
     """Plan, count exactly, and plan again with that much less until it fits."""
-    activations = task.model.activations()
-
-    def account(homes: Mapping[str, Homes]) -> Bytes:
-        given = {one.name: homes.get(one.name, Homes()) for one in found}
-        plan = Plan(given, task.stage, task.world_size, speculate=task.speculates)
-        rules = rules_for(settings.obeying(plan, sizes_of(found)), world, given)
-        counted = predict(plan_flats(found, rules), rules, prefetch_depth=PREFETCH_DEPTH)
-        if activations:
-            counted.setdefault(Tier.DEVICE, {})[Kind.ACTIVATIONS] = activations
-        return counted
-
-    fixed = {Tier.DEVICE: activations}
+    fixed = {Tier.DEVICE: task.model.activations()}
     for _ in range(MOST_TRIES):
         solution = solve(replace(task, fixed=fixed))
         homes = homes_by_group(solution)
-        counted, assumed = account(homes), model_state(solution)
+        counted, assumed = _account(task, settings, found, world, homes), model_state(solution)
         totals = {tier: sum(counted.get(tier, {}).values()) for tier in Tier}
         if all(totals[tier] <= task.limits.get(tier, 0) for tier in Tier):
             return plan_from(solution, homes, counted, _notes(task))
@@ -223,6 +267,19 @@ def _inside(task: Task, settings: Settings, found: Sequence[Blueprint], world: W
         f"no placement was found whose bytes stay inside the limits: the last one is {over} bytes over. Give the tier "
         "that is over more, with Budget(...)"
     )
+
+
+def _account(
+    task: Task, settings: Settings, found: Sequence[Blueprint], world: World, homes: Mapping[str, Homes]
+) -> Bytes:
+    """Exact bytes of given homes, with the activations that the task knows of."""
+    given = {one.name: homes.get(one.name, Homes()) for one in found}
+    plan = Plan(given, task.stage, task.world_size, speculate=task.speculates)
+    rules = rules_for(settings.obeying(plan, sizes_of(found)), world, given)
+    counted = predict(plan_flats(found, rules), rules, prefetch_depth=PREFETCH_DEPTH)
+    if activations := task.model.activations():
+        counted.setdefault(Tier.DEVICE, {})[Kind.ACTIVATIONS] = activations
+    return counted
 
 
 def _notes(task: Task) -> list[str]:

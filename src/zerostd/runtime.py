@@ -13,6 +13,7 @@ from torch import nn
 from zerostd.communication import Control, Wires, World
 from zerostd.errors import MisuseError
 from zerostd.monitoring import Ledger
+from zerostd.monitoring.watch import Doing
 from zerostd.optimizers.adopting import Adoption
 from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.optimizer import ZeroOptimizer
@@ -60,7 +61,6 @@ class Runtime:
     """One prepared model. Also the `Schedule` its optimizer sees."""
 
     model: nn.Module
-    groups: tuple[Group, ...]
     original_dtypes: dict[nn.Parameter, torch.dtype]  # what release and full_state_dict give back
     frozen: list[tuple[str, nn.Parameter]]
     optimizer: ZeroOptimizer | None
@@ -78,7 +78,6 @@ class Runtime:
         original_dtypes: dict[nn.Parameter, torch.dtype],
     ) -> None:
         self.model = model
-        self.groups = tuple(groups)
         self.roads = roads
         self.optimizer = None
         self.adoption: Adoption | None = None
@@ -86,14 +85,20 @@ class Runtime:
         self.frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self.settings = settings
         self.loss_scale = LossScale() if settings.precision.scales_loss else None
-        self.gatherer = Gatherer(self.groups, wires, control, roads.inbound, prefetch_depth=PREFETCH_DEPTH)
+        self.gatherer = Gatherer(tuple(groups), wires, control, roads.inbound, prefetch_depth=PREFETCH_DEPTH)
         self.gradients = Gradients(self.groups, wires, self.loss_scale)
         self.backward = Backward(self._slots(), self.gatherer, Reducer(wires, control, wires.ledger), control)
         self.gradients.settle = self.backward.settle
         self.backward.on_begin = self.gradients.forget_norms
         self.guards = Guards(model, self.gatherer)
         self.guards.finish_updates = self.finish_updates
+        self.on_forward: Callable[[], None] = _nothing  # before each forward of training
         self._buffers_moved = True  # rank 0's buffers have to go to all before the next forward
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """In the order of the model."""
+        return self.gatherer.groups
 
     @property
     def wires(self) -> Wires:
@@ -154,7 +159,10 @@ class Runtime:
         return leave
 
     def _before_forward(self, model: nn.Module) -> None:
-        """DDP's rule for buffers: after a forward that may have changed them, all ranks take rank 0's."""
+        """Whoever looks after the plan comes first. Then DDP's rule for buffers: after a forward that may have changed
+        them, all ranks take rank 0's."""
+        if model.training and torch.is_grad_enabled():
+            self.on_forward()
         if self._buffers_moved and self.world.size > 1:
             self.wires.broadcast(list(model.buffers()))
         self._buffers_moved = model.training and torch.is_grad_enabled() and self.backward.is_syncing
@@ -176,6 +184,7 @@ class Runtime:
     def stepped(self) -> None:
         """A step was taken."""
         self.backward.passes.step()
+        self.gatherer.watch.mark(Doing.OUTSIDE)
 
     def finish_updates(self) -> None:
         """Return when updates that go on after the step are done."""
@@ -183,7 +192,8 @@ class Runtime:
             self.optimizer.synchronize()
 
     def check_step(self) -> None:
-        """Raise if a step now would lose gradients."""
+        """A step begins; raise if it would lose gradients."""
+        self.gatherer.watch.mark(Doing.STEP)
         if self.backward.has_unsynced:
             raise MisuseError(
                 "optimizer.step() after backward passes under zerostd.no_sync that no later pass has reduced: run "
@@ -201,3 +211,7 @@ class Runtime:
                     f"{name!r} was frozen when the model was prepared and trains now, but has no optimizer state: set "
                     "requires_grad before zerostd.prepare, and freeze by lr=0 or requires_grad_(False) afterwards"
                 )
+
+
+def _nothing() -> None:
+    return None

@@ -29,7 +29,15 @@ ROOMS: dict[str, set[str]] = {
     "planning": GROUND | {"sharding"},
 }
 ROOMS["measuring"] = set(ROOMS) - {"scheduling", "checkpointing"}
-for front in ("accounting", "settings", "runtime", "proposing", "preparing", "moving"):  # these put the parts together
+for front in (
+    "accounting",
+    "settings",
+    "runtime",
+    "proposing",
+    "preparing",
+    "moving",
+    "adapting",
+):  # these put the parts together
     ROOMS[front] = set(ROOMS)
 ROOMS["api"] = set(ROOMS)
 ROOMS["__init__"] = set(ROOMS)

@@ -18,9 +18,10 @@ from zerostd.measuring.disk import disk_rates
 from zerostd.measuring.identity import choose_device, free_bytes, machine_name, num_cores
 from zerostd.measuring.machine import _check_quiet, thread_counts
 from zerostd.measuring.rates import UPDATE_BYTES, Copies, Updates, busy_memory, link_rates, matrix_rates, resident_ns
-from zerostd.measuring.timing import Stamp, median_s, turns_of, within
+from zerostd.measuring.timing import median_s, turns_of, within
 from zerostd.measuring.wire import fit
 from zerostd.monitoring import Ledger
+from zerostd.monitoring.watch import Stamp
 from zerostd.planning.machine import MachineProfile
 from zerostd.tiers.host import Host, pss
 from zerostd.tiers.lanes import Lane
@@ -253,9 +254,9 @@ def test_slow_products_end_in_time_and_may_be_left_out():
 
 def test_stamps_measure_what_lies_between():
     lane = Lane(CPU)
-    begin = Stamp(lane)
+    begin = Stamp(lane.device, lane.stream)
     time.sleep(0.02)
-    assert 0.02 <= Stamp(lane).since(begin) < 1.0
+    assert 0.02 <= Stamp(lane.device, lane.stream).since(begin) < 1.0
 
 
 # Ranks

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from zerostd.errors import PrepareError
+from zerostd.measuring.probe import probe_passes
 from zerostd.measuring.trial import Cost, try_forward
 from zerostd.optimizers.elementwise import check_elementwise, find_states
 from zerostd.parameters.blueprints import Blueprint, Member, blueprints
@@ -35,6 +36,7 @@ def profile_model(
     batch: Any = None,
     samples: int | None = None,
     recomputes: bool = False,
+    probe: bool = False,
 ) -> ModelProfile:
     """What `model` needs; the model, the optimizer and the random states stay as they are.
 
@@ -55,6 +57,7 @@ def profile_model(
             nothing is run, and costs of a sample are 0.
         samples: In one pass on one rank, if it is not the number in `batch`.
         recomputes: The blocks will be recomputed in backward, and keep only their inputs.
+        probe: Run a few passes for real, if model and batch are, and take time and memory from them.
 
     Returns:
         Groups in the order in which forward first needs them (without a batch: in the model's order), those without
@@ -77,11 +80,16 @@ def profile_model(
     order = list(dict.fromkeys([*(tried.order if tried is not None else ()), *range(len(found))]))
     profiles = [_profile(found[index], costs[index], num_samples) for index in order]
     profiles = [one for one in profiles if one != GroupProfile(one.name, 0)]
+    probed = probe_passes(model, found, checked, batch) if probe and tried is not None else None
     return ModelProfile(
         type(model).__name__,
         tuple(profiles),
         samples=(samples or num_samples) if tried is not None else None,
         recomputes=recomputes,
+        recomputed=sum(cost.recomputed for cost in costs) / max(1, sum(cost.flops for cost in costs)),
+        forward_s=None if probed is None else probed.forward_s,
+        backward_s=None if probed is None else probed.backward_s,
+        activation_bytes=None if probed is None else probed.activation_bytes,
         **state_widths([member for blueprint in found for member in blueprint.members], checked, states),
     )
 

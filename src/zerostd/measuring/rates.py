@@ -14,7 +14,8 @@ from statistics import median
 import torch
 
 from zerostd.kernels import Adam, update
-from zerostd.measuring.timing import Sizes, Stamp, finish, median_s, turns_of, within
+from zerostd.measuring.timing import Sizes, finish, median_s, turns_of, within
+from zerostd.monitoring.watch import Stamp
 from zerostd.planning.machine import Link
 from zerostd.policy import Kind
 from zerostd.tiers.host import Host
@@ -43,19 +44,19 @@ class Copies:
 
     def turn(self, *lanes: Lane) -> list[float]:
         """Copy everything in each of `lanes`; seconds by lane from their common beginning."""
-        begins = [Stamp(lane) for lane in lanes]
+        begins = [Stamp(lane.device, lane.stream) for lane in lanes]
         for start in range(0, self.num_bytes, self.step):
             for lane in lanes:
                 self._copy(lane, start, self.step)
-        ends = [Stamp(lane) for lane in lanes]
+        ends = [Stamp(lane.device, lane.stream) for lane in lanes]
         return [end.since(begins[0]) for end in ends]
 
     def latency(self) -> float:
         """Seconds of a copy that is too small to take time."""
-        begin = Stamp(self.up)
+        begin = Stamp(self.up.device, self.up.stream)
         for number in range(NUM_TINY):
             self._copy(self.up, number * TINY_BYTES % self.num_bytes, TINY_BYTES)
-        return Stamp(self.up).since(begin) / NUM_TINY
+        return Stamp(self.up.device, self.up.stream).since(begin) / NUM_TINY
 
     def _copy(self, lane: Lane, start: int, num_bytes: int) -> None:
         place = slice(start, start + num_bytes)

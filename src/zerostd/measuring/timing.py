@@ -10,9 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from zerostd.tiers.lanes import Lane
-
-__all__ = ["FULL", "Sizes", "Stamp", "finish", "median_s", "turns_of", "within"]
+__all__ = ["FULL", "Sizes", "finish", "median_s", "turns_of", "within"]
 
 T = TypeVar("T")
 
@@ -69,21 +67,3 @@ def median_s(work: Callable[[], object], sizes: Sizes) -> float:
         return time.perf_counter() - begin
 
     return max(median(turns_of(timed, sizes)), 1e-9)
-
-
-class Stamp:
-    """A moment in a lane: an event of the device, or the clock where work is done as it is put in."""
-
-    def __init__(self, lane: Lane) -> None:
-        self._time = time.perf_counter()
-        self._event: torch.Event | None = None
-        if lane.stream is not None:
-            self._event = torch.Event(lane.device, enable_timing=True, blocking=True)
-            self._event.record(lane.stream)
-
-    def since(self, other: Stamp) -> float:
-        """Seconds from the other moment to this one, which the host waits for."""
-        if self._event is None or other._event is None:
-            return max(self._time - other._time, 1e-9)
-        self._event.synchronize()
-        return max(other._event.elapsed_time(self._event) / 1e3, 1e-9)

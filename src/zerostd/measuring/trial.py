@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.policy import Precision
 
-__all__ = ["Cost", "Watch", "try_forward"]
+__all__ = ["Cost", "Watch", "call", "casts_of", "copy_of", "everything_kept", "map_tensors", "try_forward"]
 
 log = logging.getLogger(__name__)
 Make = Callable[[torch.Tensor], torch.Tensor]
@@ -40,16 +40,17 @@ class Cost:
     """What one batch costs in one group."""
 
     flops: int = 0
+    recomputed: int = 0  # of these, in what torch.utils.checkpoint will recompute
     kept: float = 0.0  # bytes
     boundary: float = 0.0
     largest: float = 0.0  # output of an operation
-    inside: float = 0.0  # saved in what torch.utils.checkpoint will recompute
+    inside: float = 0.0  # saved in what will be recomputed
 
 
 def try_forward(model: nn.Module, found: list[Blueprint], precision: Precision, batch: Any) -> Watch | None:
     """The costs of `batch`, from a forward on tensors without memory or, if it needs values, on real ones."""
     device = _device_of(model)
-    with _everything_kept(device):
+    with everything_kept(device):
         try:
             return _without_memory(model, found, precision, batch, device)
         except Exception as error:
@@ -85,7 +86,7 @@ def _without_memory(
 ) -> Watch:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     dtypes = {id(m.parameter): m.dtype for blueprint in found for m in blueprint.members}
-    outside, inside = _casts(model, precision)
+    outside, inside = casts_of(model, precision)
 
     def shape_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         with fake:
@@ -97,14 +98,14 @@ def _without_memory(
             return nn.Parameter(made, requires_grad=tensor.requires_grad)
         return made.requires_grad_(tensor.requires_grad)
 
-    copied, twins = _copy(model, shape_of)
-    inputs = _map_tensors(lambda leaf: shape_of(leaf, inside if leaf.is_floating_point() else None), batch)
+    copied, twins = copy_of(model, shape_of)
+    inputs = map_tensors(lambda leaf: shape_of(leaf, inside if leaf.is_floating_point() else None), batch)
     watch = Watch(found, twins, {})
     with fake:
         output = watch.run(copied, inputs)
         if outside != inside:  # as the root will do
             with watch:
-                _map_tensors(lambda leaf: leaf.to(outside) if leaf.dtype == inside else leaf, output)
+                map_tensors(lambda leaf: leaf.to(outside) if leaf.dtype == inside else leaf, output)
     return watch
 
 
@@ -116,12 +117,12 @@ def _with_memory(
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
-    copied, twins = _copy(model, own)
-    outside, inside = _casts(model, precision)
+    copied, twins = copy_of(model, own)
+    outside, inside = casts_of(model, precision)
     scale = {outside: inside.itemsize / outside.itemsize} if outside is not None and inside is not None else {}
     watch = Watch(found, twins, scale)
     try:
-        watch.run(copied, _map_tensors(lambda leaf: leaf.detach().to(device, copy=True), batch))
+        watch.run(copied, map_tensors(lambda leaf: leaf.detach().to(device, copy=True), batch))
     finally:
         for storage, before in watch.overwritten.values():
             storage.copy_(before)
@@ -134,7 +135,7 @@ def _device_of(model: nn.Module) -> torch.device:
     return real[0] if real else torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
-def _casts(model: nn.Module, precision: Precision) -> tuple[torch.dtype | None, torch.dtype | None]:
+def casts_of(model: nn.Module, precision: Precision) -> tuple[torch.dtype | None, torch.dtype | None]:
     """The dtype the root takes and returns, and the one it computes in; None twice if they are not two."""
     outside = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if precision.compute is None or len(outside) != 1 or outside == {precision.compute}:
@@ -142,11 +143,18 @@ def _casts(model: nn.Module, precision: Precision) -> tuple[torch.dtype | None, 
     return outside.pop(), precision.compute
 
 
-def _map_tensors(function: Make, tree: Any) -> Any:
+def call(model: nn.Module, batch: Any) -> Any:
+    """Forward with a batch as users give it: keywords, a tuple of arguments, or the only one."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def map_tensors(function: Make, tree: Any) -> Any:
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-def _copy(model: nn.Module, make: Make) -> tuple[nn.Module, dict[int, Any]]:
+def copy_of(model: nn.Module, make: Make) -> tuple[nn.Module, dict[int, Any]]:
     """A copy with `make(tensor)` for every tensor that a module holds, and what stands for what, by id."""
     twins: dict[int, Any] = {}
     for module in model.modules():
@@ -160,7 +168,7 @@ def _copy(model: nn.Module, make: Make) -> tuple[nn.Module, dict[int, Any]]:
 
 
 @contextlib.contextmanager
-def _everything_kept(device: torch.device) -> Iterator[None]:
+def everything_kept(device: torch.device) -> Iterator[None]:
     """Random states as before, whatever forward draws; gradients on, whatever the caller said; nothing compiled."""
     devices = [] if device.type == "cpu" else [device]
     numbers = random.getstate()
@@ -250,9 +258,7 @@ class Watch(TorchDispatchMode):
         with self, saved_tensors_hooks(self._keep, _as_it_is):
             self._probe = torch.empty(0, requires_grad=True)
             try:
-                if isinstance(batch, Mapping):
-                    return model(**batch)
-                return model(*batch) if isinstance(batch, tuple) else model(batch)
+                return call(model, batch)
             finally:
                 self._groups.clear()  # the modules' hooks hold this, and they shall go with the copy
 
@@ -267,7 +273,9 @@ class Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         cost = self.costs[self._frames[-1].index]
         if (formula := FORMULAS.get(getattr(func, "overloadpacket", func))) is not None:
-            cost.flops += formula(*args, **kwargs, out_val=result)
+            flops = formula(*args, **kwargs, out_val=result)
+            cost.flops += flops
+            cost.recomputed += flops if any(frame.hooks is not None for frame in self._frames) else 0
         for leaf in tree_leaves(result):
             if (ref := _ref(leaf)) is not None and ref not in self._owners:
                 cost.largest = max(cost.largest, self._size(leaf))

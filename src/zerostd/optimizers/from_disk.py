@@ -6,6 +6,7 @@ so neighbouring runs may share one: what is on its way out is written before it 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,6 +97,7 @@ class FromDisk(OnCpu):
         if not is_streamed:
             synchronize(job.ready)
         factor = 1.0 if is_streamed else job.order.terms.host_factor()
+        begun = time.perf_counter()
         run, shelf = job.run, job.run.shelf
         starts = list(range(run.part.start // UNIT * UNIT, run.part.stop, TILE_NUMEL))
         end = min(shelf.portion.numel, -(-run.part.stop // UNIT) * UNIT)
@@ -118,6 +120,7 @@ class FromDisk(OnCpu):
             slot.writes += [column.start_write(tile.start, rooms[name]) for name, column in shelf.columns.items()]
             self.send(job, here)
         self.end(job, singles)
+        self.busy_s += time.perf_counter() - begun
 
     def _read(self, shelf: Shelf, tile: slice, slot: _Slot) -> None:
         slot.settle()

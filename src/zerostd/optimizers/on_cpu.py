@@ -9,6 +9,7 @@ Optimizers that the kernels do not have run as the user's own object, on the pro
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -64,6 +65,7 @@ class OnCpu:
         self.lanes = lanes
         self.num_threads = num_threads
         self.worker = Worker(name, stores.device)
+        self.busy_s = 0.0  # that the thread has worked, in all
         self._weights: dict[Shelf, torch.Tensor] = {}
 
     def close(self) -> None:
@@ -156,12 +158,14 @@ class OnCpu:
     def _do(self, job: Job, tile: slice) -> None:
         synchronize(job.ready)
         factor = job.order.terms.host_factor()
+        begun = time.perf_counter()
         source = cut(_cut(job.order.source, job.run.part), tile)
         target = cut(_cut(job.order.target, job.run.part), tile) if job.order.on_trial else source
         singles = self.update(job, source, target, tile, factor)
         self.send(job, tile)
         if tile.stop == job.run.numel:
             self.end(job, singles)
+        self.busy_s += time.perf_counter() - begun
 
     def update(self, job: Job, source: Tensors, target: Tensors, tile: slice, factor: float) -> dict[str, Any] | None:
         """One tile of a run by the kernel, or by the user's optimizer; the latter returns its states of one value."""

@@ -99,6 +99,11 @@ class Routes:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
+    def busy(self) -> dict[str, float]:
+        """Seconds that each route's thread has worked since it was made."""
+        routes = {"cpu": self.cpu, "streamed": self.streamed, "disk": self.disk}
+        return {name: route.busy_s for name, route in routes.items() if route is not None}
+
     def check(self) -> None:
         """Raise if a thread has failed."""
         for route in self._made:

@@ -10,6 +10,7 @@ arithmetic is the user's optimizer on the device, as for resident states: the sa
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -84,6 +85,7 @@ class Streamed:
         self.lanes = lanes
         self.device = device
         self.ledger = ledger
+        self.busy_s = 0.0  # that the thread has worked or waited for slots, in all
         self._turn = 0
         self._slots: list[_Slot] = []
         for _ in range(NUM_SLOTS):
@@ -113,6 +115,7 @@ class Streamed:
     # In the thread
 
     def _do(self, job: _Job, part: slice) -> None:
+        begun = time.perf_counter()
         order, run, shelf = job.order, job.order.run, job.order.run.shelf
         if part.start == 0:
             job.after, job.before = shelf.landed, run.singles
@@ -128,6 +131,7 @@ class Streamed:
         singles, job.relay.mark, shelf.landed = self.update(tile, order, job.before, job.after)
         if part.stop == run.numel:
             order.keep(singles)
+        self.busy_s += time.perf_counter() - begun
 
     def update(
         self, tile: Tile, order: Order, singles: Singles | None, after: Transfer

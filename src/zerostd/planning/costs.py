@@ -141,7 +141,7 @@ def _load(task: Task, index: int, group: GroupProfile, forward_s: float, wire: W
         gradients, pinned = 0.0, whole + (updated * 4 if sums else 0.0)
     gathered = (group.trained + group.frozen) * model.parameter_bytes
     gather_s, reduce_s = _wire_seconds(task, gathered, whole, wire)
-    backward_s = forward_s * (3.0 if model.recomputes else 2.0)
+    backward_s = forward_s * (3.0 if model.recomputes else 2.0 + model.recomputed)
     if model.backward_s is not None and model.forward_s:
         backward_s = forward_s * model.backward_s / model.forward_s
     in_forward = gather_s if task.stage > Stage.DATA_PARALLEL else 0.0

@@ -37,6 +37,7 @@ class ModelProfile:
     dtype: str = "bfloat16"  # of the matrix products
     samples: int | None = None  # in one pass on one rank; None: not known, so neither is the time to compute
     recomputes: bool = False  # blocks keep only their inputs
+    recomputed: float = 0.0  # of forward, by the model itself: what it keeps is in the groups already
     forward_s: float | None = None  # of one pass, if measured
     backward_s: float | None = None
     activation_bytes: int | None = None  # on the device at most, beside model state, if measured

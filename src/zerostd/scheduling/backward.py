@@ -20,6 +20,7 @@ from torch import nn
 from zerostd.communication import Control
 from zerostd.compat import at_end_of_backward, in_backward
 from zerostd.errors import MisuseError
+from zerostd.monitoring.watch import Doing
 from zerostd.parameters import GradientHandle, Group
 from zerostd.scheduling.gathering import Gatherer, Phase
 from zerostd.scheduling.reducing import Arrivals, Reducer, Slot
@@ -60,6 +61,7 @@ class Backward:
         self.passes.check(updates_early=self.on_ready is not None)
         self.on_begin()
         self.is_running = True
+        self.gatherer.watch.mark(Doing.BACKWARD)
         at_end_of_backward(self.end)
         self.control.begin_backward()
         self.gatherer.begin(Phase.BACKWARD)
@@ -73,6 +75,7 @@ class Backward:
         self.reducer.settle()
         self.gatherer.release_all()
         self._pass, self.is_running = Pass(), False
+        self.gatherer.watch.mark(Doing.OUTSIDE)
 
     def arrived(self, slot: Slot, parameter: nn.Parameter) -> None:
         """Autograd has put a gradient into `parameter.grad`, or added one to its handle."""
@@ -144,6 +147,7 @@ class Backward:
         self._used.update(slot.parameter for slot in arrived)
         complete = self._pass.complete
         self._pass, self.is_running = Pass(), False
+        self.gatherer.watch.mark(Doing.OUTSIDE)
         self.passes.count()
         if self.control.world.size > 1:
             if not self.is_syncing:
@@ -208,6 +212,7 @@ class Passes:
         self.wanted: int | None = None  # passes in a step, if the user has said so
         self.num_done = 0
         self.num_before = 1  # in the step before
+        self.num_steps = 0
 
     @property
     def is_last(self) -> bool:
@@ -231,6 +236,7 @@ class Passes:
         """A step was taken."""
         self.num_before = max(1, self.num_done)
         self.num_done = 0
+        self.num_steps += 1
 
 
 def _nothing() -> None:

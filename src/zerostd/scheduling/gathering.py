@@ -13,6 +13,7 @@ import enum
 from zerostd.communication import Control, Wires
 from zerostd.communication.wires import Pending
 from zerostd.errors import MisuseError
+from zerostd.monitoring.watch import Doing, Watch
 from zerostd.parameters import Flat, Group, GroupState
 from zerostd.tiers import Inbound
 
@@ -40,6 +41,7 @@ class Gatherer:
         self.wires = wires
         self.inbound = inbound
         self.control = control
+        self.watch = Watch(wires.world.device)
         self.prefetch_depth = prefetch_depth
         self.sequence = []
         self._next: dict[tuple[Phase, Group | None], Group] = {}
@@ -89,14 +91,19 @@ class Gatherer:
 
     def complete(self, group: Group) -> None:
         """Return when the group's parameters are updated."""
+        if not group.updates:
+            return
+        doing = self.watch.mark(Doing.WAITING)
         for update in group.updates:
             update.wait()
         group.updates.clear()
+        self.watch.mark(doing)
 
     def finish(self, group: Group) -> None:
         """Wait for a gather that was started; nothing to do for a gathered group."""
         if group.state is not GroupState.GATHERING:
             return
+        doing = self.watch.mark(Doing.WAITING)
         self.complete(group)
         with self.control.explain(f"the gather of group {group.name!r}"):
             for pending in group.pending:
@@ -105,6 +112,7 @@ class Gatherer:
         for flat in group.flats:
             flat.show()
         group.state = GroupState.GATHERED
+        self.watch.mark(doing)
 
     def release(self, group: Group) -> None:
         """Give a sharded group's memory back; one that rests gathered or that someone holds stays."""

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zerostd.compat import no_dynamo
+from zerostd.monitoring.watch import Doing
 from zerostd.parameters import Group
 from zerostd.scheduling.backward import Backward
 from zerostd.scheduling.gathering import Gatherer, Phase
@@ -47,22 +48,15 @@ class Hooks:
         self.rules = rules
         self._removables: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
+        self._knows_groups = False  # whether groups have hooks
+        self._of_root = [group for group in gatherer.groups if root in group.modules]
         self._active: list[Group] = []  # groups whose forward runs now, innermost last
         self._recomputed: Group | None = None  # by activation checkpointing, in the backward that runs now
 
     def install(self) -> None:
         """Register everything."""
         add = self._removables.append
-        groups = self.gatherer.groups
-        moves = any(group.gives_back or group.is_in_slices or group.is_updated_later for group in groups)
-        if moves:
-            for group in self.gatherer.groups:
-                for module in group.modules:
-                    before = functools.partial(self._before_group, group)
-                    after = functools.partial(self._after_group, group)
-                    add(module.register_forward_pre_hook(no_dynamo(before), prepend=True, with_kwargs=True))
-                    add(module.register_forward_hook(no_dynamo(after), always_call=True))
-            self._watch()
+        self.renew()
         add(self.root.register_forward_pre_hook(no_dynamo(self._before_root), prepend=True, with_kwargs=True))
         add(self.root.register_forward_hook(no_dynamo(self._after_root), always_call=True))
         for index, slot in enumerate(self.backward.slots):
@@ -70,9 +64,21 @@ class Hooks:
             add(slot.parameter.register_post_accumulate_grad_hook(hook))
 
     def renew(self) -> None:
-        """Groups move in another way now, so other hooks are wanted."""
-        self.remove()
-        self.install()
+        """Give hooks to groups, if they have none and something moves now. May be called inside the root's own hook,
+        so that one and what is called by it stay as they are."""
+        groups = self.gatherer.groups
+        if self._knows_groups or not any(g.gives_back or g.is_in_slices or g.is_updated_later for g in groups):
+            return
+        self._knows_groups = True
+        for group in groups:
+            for module in [module for module in group.modules if module is not self.root]:
+                before = functools.partial(self._before_group, group)
+                after = functools.partial(self._after_group, group)
+                self._removables.append(
+                    module.register_forward_pre_hook(no_dynamo(before), prepend=True, with_kwargs=True)
+                )
+                self._removables.append(module.register_forward_hook(no_dynamo(after), always_call=True))
+        self._watch()
 
     def remove(self) -> None:
         """Leave the modules as they were."""
@@ -82,6 +88,7 @@ class Hooks:
             module._parameters = dict(module._parameters)
         self._removables.clear()
         self._watched.clear()
+        self._knows_groups = False
 
     def _watch(self) -> None:
         owners = {p: group for group in self.gatherer.groups for flat in group.flats for p in flat.parameters}
@@ -104,16 +111,24 @@ class Hooks:
         self.backward.abandon()
         if not self.backward.is_running:
             self.rules.before(module)
+            self.gatherer.watch.mark(Doing.FORWARD if torch.is_grad_enabled() else Doing.OUTSIDE)
             self.gatherer.begin(Phase.FORWARD)
         cast = self.rules.on_input
-        if cast is None:
-            return None
-        return map_tensors(args, cast), map_tensors(kwargs, cast)
+        if cast is not None:
+            args, kwargs = map_tensors(args, cast), map_tensors(kwargs, cast)
+        if self._knows_groups:
+            for group in self._of_root:
+                self._before_group(group, module, args, kwargs)
+        return None if cast is None else (args, kwargs)
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._knows_groups:
+            for group in self._of_root:
+                self._after_group(group, module, args, output)
         self._active.clear()
         if not self.backward.is_running:
             self.gatherer.release_all()
+            self.gatherer.watch.mark(Doing.OUTSIDE)
         if output is None:
             return None
         if self.rules.on_output is not None:

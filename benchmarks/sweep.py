@@ -1,0 +1,398 @@
+"""One process of planning.py: trains a case by a plan or by placements, one after another, and says what each took.
+
+    python benchmarks/sweep.py '{"case": ..., "disk_path": ...}'
+
+An entry is a line of JSON on its input: `{"plan": null}` plans first, `{"plan": "..."}` obeys one, `{"placement": ...}`
+takes Placement's options. The answer is a line with RESULT in front. What a placement would take of the device is
+counted before it is tried; one that is far over the budget is refused, as prepare refuses others. After an error of any
+other kind the process ends, for nobody knows what it left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from gpt import GPT, draw
+from peers import ADAMW, Batch, Job
+
+import zerostd
+from offload import DEVICE, RESULT, HostPeak, Record, System, cell, describe, elapsed, make_model, mark, synchronize
+from zerostd.accounting import predict
+from zerostd.communication import World
+from zerostd.measuring import load_or_measure
+from zerostd.optimizers.elementwise import find_states
+from zerostd.parameters.blueprints import Blueprint, blueprints
+from zerostd.parameters.checking import optimizer_options
+from zerostd.parameters.homes import plan_flats
+from zerostd.preparing import device_of
+from zerostd.proposing import sizes_of
+from zerostd.runtime import PREFETCH_DEPTH
+from zerostd.settings import Settings, rules_for
+
+GIB = 2**30
+TIERS = ("device", "host", "disk")
+PRECISION = "bf16"
+FAR_OVER = 1.1  # of the budget: what is predicted to need more of the device is not tried
+LEFT_BEHIND = 4 * GIB  # on the device, or on the host, after a placement: with more, the next has a process of its own
+SHARES = (1.0, 0.5, 0.75, 0.25)  # of the states on the host; the order is that of trying
+PARTS = (0.5, 0.8, 0.65, 0.3, 1.0)  # of those, that the processor updates
+KEPT: list[Any] = []  # what is not taken down: it goes with the process, which is faster
+
+Bytes = dict[str, dict[str, int]]  # by tier and kind
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job, and what it may use of each tier in GiB; None: what is free. Without `disk` none is used."""
+
+    job: Job
+    device: float | None = None
+    host: float | None = None
+    disk: bool = False
+
+    @property
+    def label(self) -> str:
+        caps = [f"{tier} {size:g} GiB" for tier, size in (("device", self.device), ("host", self.host)) if size]
+        return ", ".join([describe(self.job), *caps, *["disk"] * self.disk])
+
+    def budget(self, disk_path: str) -> zerostd.Budget:
+        device, host = (None if size is None else int(size * GIB) for size in (self.device, self.host))
+        return zerostd.Budget(device=device, host=host, disk_path=disk_path if self.disk else None)
+
+    @property
+    def options(self) -> Record:
+        """What plan and prepare are both told."""
+        return {
+            "precision": PRECISION,
+            "accumulate": self.job.accumulate,
+            "max_grad_norm": self.job.clip or None,
+        }
+
+
+def case_from(data: Record) -> Case:
+    return Case(**{**data, "job": Job(**data["job"])})
+
+
+def grid(clips: bool) -> list[Record]:
+    """Options of every placement of a sweep."""
+    found: list[Record] = [{}, {"gradients": "host"}]
+    for part in PARTS:
+        for share in SHARES:
+            states = "host" if share == 1.0 else {"device": 1.0 - share, "host": share}
+            for gradients in ("device", "host"):
+                for parameters in ("device", "host") if share == 1.0 else ("device",):
+                    for speculates in (False, True) if clips and parameters == "device" else (False,):
+                        found.append({"optimizer_states": states, "cpu_share": part, "gradients": gradients,
+                                      "parameters": parameters, "speculate": speculates})  # fmt: skip
+    return found
+
+
+def words(placement: Record) -> str:
+    """A placement in few words: what is off the device, how much of the states the processor updates."""
+    said = []
+    for kind in ("optimizer_states", "gradients", "parameters"):
+        home = placement.get(kind, "device")
+        shares = {home: 1.0} if isinstance(home, str) else home
+        off = [f"{tier} {part:.0%}" for tier, part in shares.items() if tier != "device"]
+        said += [f"{kind.removeprefix('optimizer_')} {' '.join(off)}"] if off else []
+    if said and placement.get("cpu_share") is not None:
+        said.append(f"processor {placement['cpu_share']:.0%}")
+    return ", ".join([*said, *["speculating"] * bool(placement.get("speculate"))]) or "all on device"
+
+
+# the process
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    case, disk_path = case_from(given["case"]), given["disk_path"]
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this process is the one to go
+    host = HostPeak(daemon=True)
+    held = host.look()
+    host.start()
+    torch.optim.AdamW([torch.zeros(1)])  # the first one in a process imports torch's compiler, which takes seconds
+    for line in sys.stdin:
+        found = attempt(case, json.loads(line), disk_path, host)
+        if not found["ends"]:
+            found["left_bytes"] = left_behind(host.look() - held)
+            found["ends"] = max(found["left_bytes"].values()) > LEFT_BEHIND
+        print(RESULT + json.dumps(found), flush=True)
+        if found["ends"]:
+            break
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def attempt(case: Case, entry: Record, disk_path: str, host: HostPeak) -> Record:
+    """What came of one entry. `ends`: the next one needs a process of its own."""
+    try:
+        found = measure(case, entry, disk_path, host)
+    except zerostd.PrepareError as error:
+        found = {"error": f"refused: {error}", "refused": True, "ends": False}
+    except Exception as error:
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}", "ends": True}
+    if not found["ends"]:
+        gc.collect()
+        synchronize()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+    return found
+
+
+def left_behind(on_host: int) -> Record:
+    return {"host": on_host, "device": torch.cuda.memory_allocated() if DEVICE == "cuda" else 0}
+
+
+def measure(case: Case, entry: Record, disk_path: str, host: HostPeak) -> Record:
+    """Build the model, plan if asked to, prepare, train, and take it down if the entry says `releases`."""
+    job, budget = case.job, case.budget(disk_path)
+    data = torch.Generator(DEVICE).manual_seed(1)
+    batches = [[draw(data, job.micro, job.seq) for _ in range(job.accumulate)] for _ in range(job.warm + job.steps)]
+    host.peak_bytes = 0
+    before = host.look()
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    model = make_model(job, System("zerostd"))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    synchronize()
+    found: Record = {"size": sum(parameter.numel() for parameter in model.parameters()), "ends": False}
+    decided = decide(case, entry, model, optimizer, batches[0][0], budget)
+    how = decided.pop("how")
+    begin = time.perf_counter()
+    _, prepared = zerostd.prepare(model, optimizer, budget=budget, **case.options, **how)
+    synchronize()
+    found["prepare_s"] = time.perf_counter() - begin
+    if DEVICE == "cuda":
+        found["prepare_device_bytes"] = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    found |= train(job, model, prepared, batches)
+    found |= peaks(zerostd.memory(model).peak, decided)
+    found["fits"] = fits(case, found)
+    host.look()
+    found["host_growth_bytes"] = host.peak_bytes - before
+    if entry.get("releases"):
+        take_down(model, found)
+    else:
+        KEPT.append((model, prepared))
+        found["ends"] = True
+    return {**decided, **found}
+
+
+def decide(
+    case: Case, entry: Record, model: GPT, optimizer: torch.optim.Optimizer, batch: Batch, budget: zerostd.Budget
+) -> Record:
+    """What prepare is told (`how`), and what is predicted of it."""
+    found = blueprints(model, optimizer_options(model, optimizer), zerostd.Precision.parse(PRECISION), None)
+    if "placement" in entry:
+        placement = zerostd.Placement(**entry["placement"])
+        counted = count(case, found, placement, model, optimizer)
+        counted.setdefault("device", {})["activations"] = entry["activations"]
+        needed = sum(counted["device"].values())
+        if case.device is not None and needed > FAR_OVER * case.device * GIB:
+            raise zerostd.PrepareError(f"{needed / GIB:.3f} GiB of the device are predicted, so it was not tried")
+        return {"how": {"placement": placement, "stage": 3}, "placement": entry["placement"], "predicted": counted}
+    made: Record = {}
+    if entry["plan"] is None:
+        begin = time.perf_counter()
+        machine = load_or_measure(device_of(model), disk_path=budget.disk_path)
+        made["machine_s"] = time.perf_counter() - begin  # long if nobody has measured it before
+        begin = time.perf_counter()
+        plan = zerostd.plan(model, optimizer, batch=batch, budget=budget, **case.options)
+        made["planned_s"] = time.perf_counter() - begin
+        made |= {"profile": asdict(machine), "explain": plan.explain(), "compute_s": plan.predicted.compute_s}
+    else:
+        plan = zerostd.Plan.from_json(entry["plan"])
+    plan = replace(plan, adaptive=False)
+    placement = plan.placement(sizes_of(found))
+    return {
+        **made,
+        "how": {"plan": plan},
+        "plan": plan.to_json(),
+        "placement": asdict(placement),
+        "predicted": plain(plan.predicted.bytes),
+        "predicted_s": plan.predicted.step_s,
+    }
+
+
+def count(
+    case: Case,
+    found: Sequence[Blueprint],
+    placement: zerostd.Placement,
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+) -> Bytes:
+    """Bytes that a placement will take, without activations."""
+    settings = Settings(
+        stage=zerostd.Stage.PARAMETERS,
+        placement=placement,
+        budget=zerostd.Budget(),
+        globs=None,
+        states=find_states(optimizer),
+        **{**case.options, "precision": zerostd.Precision.parse(PRECISION)},
+    )
+    rules = rules_for(settings, World.pretend(device_of(model), 1, 1))
+    return plain(predict(plan_flats(found, rules), rules, prefetch_depth=PREFETCH_DEPTH))
+
+
+def plain(counted: Any) -> Bytes:
+    """Bytes by tier and kind, with names for keys."""
+    return {tier.value: {kind.value: size for kind, size in kinds.items()} for tier, kinds in counted.items()}
+
+
+def train(job: Job, model: Any, optimizer: Any, batches: Sequence[Sequence[Batch]]) -> Record:
+    """Train on all batches; times are of those after the first `warm`."""
+    losses, norms, marks = [], [], []
+    for index, parts in enumerate(batches):
+        if index == job.warm:
+            optimizer.synchronize()
+            synchronize()
+            begin = time.perf_counter()
+        marks.append(mark())
+        for batch in parts:
+            loss = model(*batch)
+            (loss / job.accumulate).backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        norms += [] if optimizer.grad_norm is None else [optimizer.grad_norm]
+    marks.append(mark())
+    optimizer.synchronize()
+    synchronize()
+    step_s = (time.perf_counter() - begin) / job.steps
+    times = elapsed(marks)[job.warm :]
+    early = optimizer.early
+    return {
+        "step_s": step_s,
+        "median_s": median(times),
+        "times": times,
+        "losses": [loss.item() for loss in losses],
+        "norms": [norm.item() for norm in norms],
+        "trials": [early.num_tried, early.num_kept] if early is not None and early.is_on_trial else None,
+    }
+
+
+def peaks(ledger: Bytes, decided: Record) -> Record:
+    """Predicted and measured bytes of each tier. Where the processor is the device, activations are in neither."""
+    predicted = {tier: dict(decided["predicted"].get(tier, {})) for tier in TIERS}
+    measured = {tier: sum(ledger.get(tier, {}).values()) for tier in TIERS}
+    found: Record = {"ledger": ledger, "activations": predicted["device"].get("activations", 0)}
+    if DEVICE == "cuda":
+        measured["device"] = torch.cuda.max_memory_allocated()
+        found["reserved_bytes"] = torch.cuda.max_memory_reserved()
+    else:
+        predicted["device"].pop("activations", None)
+    totals = {tier: sum(kinds.values()) for tier, kinds in predicted.items()}
+    return {**found, "predicted_bytes": totals, "measured_bytes": measured}
+
+
+def fits(case: Case, found: Record) -> bool:
+    """Whether it stayed inside the device's budget; of the other tiers prepare has seen to that."""
+    beside = 0 if DEVICE == "cuda" else found["activations"]
+    return case.device is None or found["measured_bytes"]["device"] + beside <= case.device * GIB
+
+
+def take_down(model: GPT, found: Record) -> None:
+    """Undo prepare. What goes wrong with it is told, and the process ends."""
+    begin = time.perf_counter()
+    try:
+        zerostd.release(model)
+    except Exception as error:
+        traceback.print_exc()
+        found |= {"ends": True, "release_error": f"{type(error).__name__}: {error}"}
+    found["release_s"] = time.perf_counter() - begin
+
+
+# the report
+
+
+def off(predicted: float | None, measured: float) -> float | None:
+    """Error of a prediction as a share of what was measured; None where there is nothing to compare."""
+    return predicted / measured - 1.0 if predicted and measured else None
+
+
+def bytes_off(tier: str) -> Callable[[Record], float | None]:
+    return lambda record: off(record["predicted_bytes"][tier], record["measured_bytes"][tier])
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:+.1f}"
+
+
+def worst(records: Sequence[Record], error_of: Callable[[Record], float | None]) -> str:
+    errors = [error for record in records if (error := error_of(record)) is not None]
+    return f"{percent(max(errors, key=abs))} %" if errors else "-"
+
+
+def report_sweep(records: Sequence[Record]) -> list[str]:
+    """A section for each case."""
+    found: dict[Case, list[Record]] = {}
+    for record in records:
+        found.setdefault(case_from(record["case"]), []).append(record)
+    return [line for case, mine in found.items() for line in [*section(case, mine), ""]][:-1]
+
+
+def section(case: Case, records: Sequence[Record]) -> list[str]:
+    """All placements by their time, and where the plan is among them."""
+    good = sorted((one for one in records if "error" not in one), key=lambda one: one["step_s"])
+    num_grid, num_tried = records[0]["num_grid"], sum(not is_plan(one) for one in records)
+    lines = [f"## {case.label}", "", f"{case.job.steps} steps after {case.job.warm} to warm up.", *compare(good)]
+    lines += [f"{num_tried} placements of {num_grid} were looked at; {num_grid - num_tried} were not, for time."]
+    lines += [f"Worst errors in bytes: {', '.join(f'{tier} {worst(good, bytes_off(tier))}' for tier in TIERS)}.", ""]
+    best = next((one["step_s"] for one in good if not is_plan(one) and one["fits"]), None)
+    lines += ["| placement | step s | / best | step to step s | device GiB | host GiB | fits |"]
+    lines += ["|---|--:|--:|--:|--:|--:|---|"]
+    for one in good:
+        mine = f"**{one['entry']}**: " if is_plan(one) else ""
+        ratio = f"{one['step_s'] / best:.3f}" if best else "-"
+        sizes = [f"{one['measured_bytes'][tier] / GIB:.3f}" for tier in ("device", "host")]
+        cells = [f"{one['step_s']:.4f}", ratio, f"{one['median_s']:.4f}", *sizes, "yes" if one["fits"] else "no"]
+        lines.append(f"| {mine}{told(one)} | " + " | ".join(cells) + " |")
+    lines += [f"| {told(one)} | {cell(one['error'])} |" + " |" * 5 for one in records if "error" in one]
+    return lines
+
+
+def is_plan(record: Record) -> bool:
+    return str(record["entry"]).startswith("plan")
+
+
+def told(record: Record) -> str:
+    """The placement of a record in words, with what became of its trials."""
+    if record["placement"] is None:
+        return "the plan"
+    trials = record.get("trials")
+    return words(record["placement"]) + (f" ({trials[1]} of {trials[0]} trials kept)" if trials else "")
+
+
+def compare(good: Sequence[Record]) -> list[str]:
+    """The plan's rank among what fits, and its ratio to the best of it, by both times."""
+    plans = [one for one in good if is_plan(one)]
+    others = [one for one in good if not is_plan(one) and one["fits"]]
+    if not plans or not others:
+        return ["There is nothing to compare: no plan, or no placement that fits, was measured."]
+    lines = []
+    for name, key in (("measured", "step_s"), ("from step to step", "median_s")):
+        mine = [one[key] for one in plans]
+        seconds, best = sum(mine) / len(mine), min(one[key] for one in others)
+        rank = 1 + sum(one[key] < seconds for one in others)
+        each = " and ".join(f"{one:.4f}" for one in mine)
+        lines += [f"The plan takes {seconds:.4f} s {name} ({each}): {seconds / best:.3f} of the best other placement"]
+        lines[-1] += f" that fits ({best:.4f} s), number {rank} of {len(others) + 1}."
+    return [*lines, *["The plan is over the device's budget."] * (not all(one["fits"] for one in plans))]
+
+
+if __name__ == "__main__":
+    main()

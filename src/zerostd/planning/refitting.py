@@ -1,0 +1,69 @@
+"""A task whose rates are those that were seen: steps under a plan show how fast each worker really is.
+
+What a worker was seen to take is held against what it takes in the simulation of the same plan, and the rate it leans
+on is changed by that ratio. What it shares with others is in the simulation too, so it is not counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from zerostd.planning.costs import Task
+from zerostd.planning.machine import MachineProfile
+from zerostd.planning.planner import evaluate
+from zerostd.policy import Homes
+
+__all__ = ["Seen", "refit"]
+
+MOST_ROUNDS = 8
+CLOSE = 0.02  # of what a worker was seen to take
+LEAST_SECONDS = 1e-4  # of a worker in a step, for its rate to be told
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What steps were seen to take, on the rank that took longest."""
+
+    step_s: float
+    forward_s: float  # of one pass with all else that the loop does, which hides updates as well; without waiting
+    backward_s: float
+    num_passes: int = 1  # in a step
+    busy: Mapping[str, float] = field(default_factory=dict)  # seconds of each worker in a step: cpu, streamed, disk
+    activation_bytes: int | None = None  # on the device beside model state, at most; None: not known
+
+
+def refit(task: Task, homes: Mapping[str, Homes], seen: Seen) -> Task:
+    """The task with compute and rates as they were seen under a plan with these homes."""
+    model = replace(task.model, forward_s=seen.forward_s, backward_s=seen.backward_s)
+    if seen.activation_bytes is not None:
+        model = replace(model, activation_bytes=seen.activation_bytes)
+    task = replace(task, model=model)
+    for _ in range(MOST_ROUNDS):
+        expected = evaluate(task, homes).timeline.busy
+        ratios = {
+            worker: seconds / expected[worker]
+            for worker, seconds in seen.busy.items()
+            if seconds > LEAST_SECONDS and expected.get(worker, 0.0) > LEAST_SECONDS
+        }
+        if all(abs(ratio - 1.0) < CLOSE for ratio in ratios.values()):
+            break
+        task = replace(task, machine=_slower(task.machine, ratios))
+    return task
+
+
+def _slower(machine: MachineProfile, by: Mapping[str, float]) -> MachineProfile:
+    """The machine with each worker's rates divided by a ratio. The processor is as fast as its cores or its memory
+    let it be; which of the two it was cannot be seen, so both are changed."""
+    cpu, streamed, disk = by.get("cpu", 1.0), by.get("streamed", 1.0), by.get("disk", 1.0)
+    processor = replace(
+        machine.processor,
+        update_ns={threads: ns * cpu for threads, ns in machine.processor.update_ns.items()},
+        memory=machine.processor.memory / cpu,
+    )
+    link, rates = machine.link, machine.disk
+    if link is not None:
+        link = replace(link, up=link.up / streamed, down=link.down / streamed, both=link.both / streamed)
+    if rates is not None:
+        rates = replace(rates, read=rates.read / disk, write=rates.write / disk, both=rates.both / disk)
+    return replace(machine, processor=processor, link=link, disk=rates)
