@@ -229,6 +229,8 @@ class Adapter:
             plan = Plan.from_json(text)
             moved = move(self.runtime, plan)
             self.revisions.append(Revision(self._step, reason, tuple(moved), plan))
+            if world.device.type != "cpu":
+                torch.accelerator.empty_cache()  # what was given up is there for others
         self._begun = time.perf_counter()
 
     def _propose(self, reason: str, found: _Found, machine: MachineProfile) -> str:

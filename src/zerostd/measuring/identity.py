@@ -67,11 +67,13 @@ def folder_of(disk_path: str | None) -> str | None:
 
 
 def _free_device(device: torch.device) -> int:
-    """What nobody holds, and what torch holds and does not use."""
+    """What nobody holds, as far as this process may have it, and what torch holds and does not use."""
     module = torch.get_device_module(device)
     ask = module.mem_get_info if hasattr(module, "mem_get_info") else torch.accelerator.get_memory_info
-    unused = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
-    return int(ask(device)[0]) + unused
+    (free, total), reserved = ask(device), torch.accelerator.memory_reserved(device)
+    if hasattr(module, "get_per_process_memory_fraction"):
+        free = min(free, int(module.get_per_process_memory_fraction(device) * total) - reserved)
+    return max(0, free) + reserved - torch.accelerator.memory_allocated(device)
 
 
 def _processor() -> str:

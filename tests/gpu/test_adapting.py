@@ -1,0 +1,175 @@
+"""Plans that follow what happens: another process takes the device's memory, a batch does not fit, cores are busy."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerostd
+from zerostd import Plan
+from zerostd.adapting import EVERY, NUM_FIRST, NUM_WATCHED, Adapter
+from zerostd.measuring.identity import free_bytes
+from zerostd.measuring.model import profile_model
+from zerostd.policy import Homes, Kind, Route, Tier
+
+pytestmark = pytest.mark.gpu
+
+WIDTH, DEPTH = 2048, 16  # 67 million parameters, 1 GiB with their states
+MIB, GIB = 2**20, 2**30
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Measured once for all of these tests, and nothing left of others on the device."""
+    monkeypatch.setenv("ZEROSTD_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def prepared(**options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))).to(DEVICE, torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return zerostd.prepare(model, optimizer, precision="bf16", accumulate=1, groups=["*"], **options)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, rows: int = 64) -> None:
+    for _ in range(steps):
+        model(torch.ones(rows, WIDTH, device=DEVICE, dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def adapter_of(model: nn.Module) -> Adapter:
+    adapter = getattr(model.__dict__["_zerostd"].on_forward, "__self__", None)
+    assert isinstance(adapter, Adapter)
+    return adapter
+
+
+def held(model: nn.Module, tier: str) -> int:
+    return zerostd.memory(model).now.get(tier, {}).get("optimizer_states", 0)
+
+
+@contextmanager
+def another_process(num_bytes: int) -> Iterator[None]:
+    """That holds so much of the device."""
+    take = f"import torch; x = torch.empty({num_bytes}, dtype=torch.uint8, device='cuda')"
+    code = f"{take}; print('has', flush=True); input()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdin is not None
+    assert process.stdout.readline() == "has\n"
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            process.stdin.close()
+        process.wait(60)
+
+
+def test_memory_that_another_process_takes_is_left_to_it() -> None:
+    model, optimizer = prepared()
+    train(model, optimizer, EVERY + 1)
+    assert adapter_of(model).revisions == [] and held(model, "host") == 0
+    torch.cuda.empty_cache()
+    with another_process(100 * MIB):  # with what its driver takes
+        pass
+    taken = free_bytes(DEVICE, None)["device"] - 700 * MIB
+    before = torch.cuda.memory_allocated()
+    with another_process(taken):
+        train(model, optimizer, 4 * EVERY)
+    (revision,) = adapter_of(model).revisions
+    assert "memory was taken by others" in revision.reason
+    assert held(model, "host") > 100 * MIB
+    assert torch.cuda.memory_allocated() < before - 50 * MIB
+
+
+def test_a_batch_that_does_not_fit_makes_room_for_the_next() -> None:
+    model, optimizer = prepared()
+    train(model, optimizer, 2)
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(1.4 * GIB / total)
+    rows = 700 * MIB // (2 * WIDTH * DEPTH)  # activations beside 1.1 GiB
+    with pytest.raises(torch.OutOfMemoryError):
+        train(model, optimizer, 1, rows)
+    optimizer.zero_grad()
+    gc.collect()
+    for _ in range(8):  # a loop that tries again
+        try:
+            train(model, optimizer, 1, rows)
+        except torch.OutOfMemoryError:
+            optimizer.zero_grad()
+            gc.collect()
+        else:
+            break
+    else:
+        pytest.fail(f"no room was made: {adapter_of(model).revisions}\n{zerostd.memory(model)}")
+    assert adapter_of(model).revisions[0].reason == "the device ran out of memory"
+    assert held(model, "host") > 0
+    train(model, optimizer, 3, rows)
+
+
+def test_a_processor_that_others_use_gets_less_to_do() -> None:
+    """Every core is busy with something else: the device takes over what the processor was to update."""
+    homes = Homes(states=((Tier.HOST, Route.CPU, 0.9), (Tier.HOST, Route.STREAMED, 0.1)))
+    limits = {Tier.DEVICE: 700 * MIB, Tier.HOST: 8 * GIB}
+    burn = "import torch; torch.set_num_threads(1); x = torch.rand(4096, 4096)\nwhile True: x.copy_(x + 1)"
+    others = [subprocess.Popen([sys.executable, "-c", burn]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        model, optimizer = prepared(plan=Plan({"*": homes}, limits=limits))
+        train(model, optimizer, 3 * EVERY)
+        adapter = adapter_of(model)
+        assert adapter._seen is not None and adapter._seen.busy["cpu"] > 0
+        assert len(adapter.revisions) == 1, (adapter._seen, adapter.revisions)
+        assert adapter.revisions[0].step == NUM_FIRST + NUM_WATCHED
+        parts = {route: part for _, route, part in adapter.revisions[0].plan.homes_of("8").states}
+        assert parts.get(Route.CPU, 0.0) < 0.85
+    finally:
+        for other in others:
+            other.kill()
+
+
+def test_what_a_plan_leaves_for_activations_is_used_once_they_are_known() -> None:
+    torch.cuda.set_per_process_memory_fraction(1.9 * GIB / torch.cuda.mem_get_info()[1])
+    model, optimizer = prepared()
+    assert held(model, "host") > 0, "half of the device is kept for activations"
+    train(model, optimizer, 2 * EVERY)
+    (revision,) = adapter_of(model).revisions
+    assert revision.reason == "after the first steps"
+    assert held(model, "host") == 0
+    assert revision.plan.predicted.bytes[Tier.DEVICE][Kind.ACTIVATIONS] > 0
+
+
+def test_a_probe_knows_what_passes_take_and_hold() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8))).to(DEVICE)
+    before = torch.cuda.memory_allocated()
+    profile = profile_model(model, precision="fp32", batch=torch.randn(4096, 1024, device=DEVICE), probe=True)
+    kept = 8 * 2 * 4096 * 1024 * 4  # the input of every linear and every GELU
+    assert profile.activation_bytes is not None and 0.9 * kept < profile.activation_bytes < 1.3 * kept + 64 * MIB
+    assert profile.forward_s is not None and profile.backward_s is not None
+    assert profile.forward_s < profile.backward_s < 4 * profile.forward_s
+    assert torch.cuda.memory_allocated() - before < 64 * MIB
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_adapting_costs_nothing_that_can_be_seen(tmp_path: Path) -> None:
+    """The same steps with and without somebody looking: no host synchronization in between looks."""
+    model, optimizer = prepared()
+    train(model, optimizer, NUM_FIRST)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train(model, optimizer, EVERY // 2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
