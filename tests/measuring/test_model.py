@@ -226,7 +226,6 @@ def test_checkpointed_blocks_keep_their_inputs_and_need_the_rest_once() -> None:
         needed = profile.groups[1].peak_bytes - plain.groups[1].peak_bytes
         assert 0.6 * plain.groups[1].kept_bytes < needed <= plain.groups[1].kept_bytes
         assert total(profile, "forward_flops") == total(plain, "forward_flops")
-    assert profile_model(GPT(), groups=BLOCKS, batch=tokens, recomputes=True).recomputes
 
 
 class Backwards(nn.Module):

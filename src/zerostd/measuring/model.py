@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -35,7 +36,6 @@ def profile_model(
     groups: Sequence[str] | None = None,
     batch: Any = None,
     samples: int | None = None,
-    recomputes: bool = False,
     probe: bool = False,
 ) -> ModelProfile:
     """What `model` needs; the model, the optimizer and the random states stay as they are.
@@ -56,7 +56,6 @@ def profile_model(
             first tensor is the number of samples. Values do not matter, so tensors on the meta device will do. None:
             nothing is run, and costs of a sample are 0.
         samples: In one pass on one rank, if it is not the number in `batch`.
-        recomputes: The blocks will be recomputed in backward, and keep only their inputs.
         probe: Run a few passes for real, if model and batch are, and take time and memory from them.
 
     Returns:
@@ -67,11 +66,7 @@ def profile_model(
         PrepareError: What prepare would refuse. A real forward that fails raises its own error.
     """
     check_model(model)
-    states = ASSUMED_STATES
-    if optimizer is not None:
-        check_optimizer(model, optimizer)
-        check_elementwise(optimizer)
-        states = find_states(optimizer)
+    states = _states_of(model, optimizer)
     checked = Precision.parse(precision)
     found = blueprints(model, optimizer_options(model, optimizer), checked, groups)
     num_samples = _check_samples(batch, samples)
@@ -81,17 +76,23 @@ def profile_model(
     profiles = [_profile(found[index], costs[index], num_samples) for index in order]
     profiles = [one for one in profiles if one != GroupProfile(one.name, 0)]
     probed = probe_passes(model, found, checked, batch) if probe and tried is not None else None
+    seconds_and_bytes: dict[str, Any] = {} if probed is None else asdict(probed)
     return ModelProfile(
         type(model).__name__,
         tuple(profiles),
         samples=(samples or num_samples) if tried is not None else None,
-        recomputes=recomputes,
         recomputed=sum(cost.recomputed for cost in costs) / max(1, sum(cost.flops for cost in costs)),
-        forward_s=None if probed is None else probed.forward_s,
-        backward_s=None if probed is None else probed.backward_s,
-        activation_bytes=None if probed is None else probed.activation_bytes,
+        **seconds_and_bytes,
         **state_widths([member for blueprint in found for member in blueprint.members], checked, states),
     )
+
+
+def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Mapping[str, torch.dtype]:
+    if optimizer is None:
+        return ASSUMED_STATES
+    check_optimizer(model, optimizer)
+    check_elementwise(optimizer)
+    return find_states(optimizer)
 
 
 def _profile(blueprint: Blueprint, cost: Cost, num_samples: int) -> GroupProfile:
