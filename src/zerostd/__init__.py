@@ -3,8 +3,21 @@
 model, optimizer = zerostd.prepare(model, torch.optim.AdamW(model.parameters()), stage=3, precision="bf16")
 """
 
-from zerostd.api import apply_to_device, full_state_dict, gathered, memory, no_sync, plan, prepare, release
+from zerostd.api import (
+    apply_to_device,
+    full_state_dict,
+    gathered,
+    latest,
+    load,
+    memory,
+    no_sync,
+    plan,
+    prepare,
+    release,
+    save,
+)
 from zerostd.errors import (
+    CheckpointError,
     CommunicationError,
     MisuseError,
     NotSupportedError,
@@ -22,6 +35,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Budget",
+    "CheckpointError",
     "CommunicationError",
     "MachineProfile",
     "Memory",
@@ -38,10 +52,13 @@ __all__ = [
     "empty_init",
     "full_state_dict",
     "gathered",
+    "latest",
+    "load",
     "measure_machine",
     "memory",
     "no_sync",
     "plan",
     "prepare",
     "release",
+    "save",
 ]

@@ -9,33 +9,48 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from zerostd.adapting import adapt
-from zerostd.communication import Wires, World
-from zerostd.errors import MisuseError, PrepareError
+from zerostd.checkpointing import latest as newest
+from zerostd.communication import World
+from zerostd.errors import CheckpointError, MisuseError, PrepareError
+from zerostd.loading import load_checkpoint
 from zerostd.measuring.model import profile_model
 from zerostd.monitoring import Memory
 from zerostd.optimizers.adopting import Adoption
-from zerostd.optimizers.elementwise import check_elementwise, find_states
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import put_states
 from zerostd.optimizers.update import Updater
-from zerostd.parameters import Flat, Group, GroupState
+from zerostd.parameters import GroupState
 from zerostd.parameters.blueprints import blueprints
-from zerostd.parameters.checking import MARK, check_model, check_optimizer, describe_optimizer, optimizer_options
+from zerostd.parameters.checking import MARK, check_model, describe_optimizer, optimizer_options
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
 from zerostd.preparing import begin_early, build, device_of, make_routes
 from zerostd.proposing import plan_for
 from zerostd.runtime import Runtime
-from zerostd.settings import Settings, check_budget, check_placement
+from zerostd.saving import save_checkpoint
+from zerostd.settings import check_budget, make_settings
+from zerostd.whole import full_values
 
-__all__ = ["apply_to_device", "full_state_dict", "gathered", "memory", "no_sync", "plan", "prepare", "release"]
+__all__ = [
+    "apply_to_device",
+    "full_state_dict",
+    "gathered",
+    "latest",
+    "load",
+    "memory",
+    "no_sync",
+    "plan",
+    "prepare",
+    "release",
+    "save",
+]
 
 
 def prepare(
@@ -77,7 +92,7 @@ def prepare(
     Raises:
         PrepareError: Nothing was changed; the message says what to do.
     """
-    settings = _settings(
+    settings = make_settings(
         model,
         optimizer,
         stage=stage,
@@ -131,7 +146,7 @@ def plan(
     Raises:
         PrepareError: Nothing fits; the message says how many bytes are missing where.
     """
-    settings = _settings(
+    settings = make_settings(
         model,
         optimizer,
         stage=stage,
@@ -163,36 +178,6 @@ def apply_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
         model = model.to(device)
     prepared, _ = prepare(model)
     return prepared
-
-
-def _settings(model: nn.Module, optimizer: torch.optim.Optimizer | None, **told: Any) -> Settings:
-    """The options, checked before anything is looked at, with what is known of the optimizer."""
-    plan = told.get("plan")
-    if plan is not None and not isinstance(plan, Plan):
-        told["plan"] = plan = Plan.load(plan)
-    if plan is not None and (told["stage"] is not None or told["placement"] is not None):
-        raise PrepareError("plan= says what stage= and placement= would: leave them out, or the plan")
-    stage = None if told["stage"] is None else Stage.parse(told["stage"])
-    checked = {"stage": stage, "precision": Precision.parse(told["precision"]), "budget": told["budget"] or Budget()}
-    settings = Settings(**{"placement": None, **told, **checked})
-    _check_numbers(settings.accumulate, settings.max_grad_norm)
-    check_model(model)
-    if optimizer is not None:
-        check_optimizer(model, optimizer)
-        check_elementwise(optimizer)
-        settings = replace(settings, states=find_states(optimizer))
-    elif settings.max_grad_norm is not None:
-        raise PrepareError(f"max_grad_norm={settings.max_grad_norm} needs the optimizer: pass it to prepare")
-    if settings.placement is not None:
-        check_placement(settings, settings.placement, has_optimizer=optimizer is not None)
-    return settings
-
-
-def _check_numbers(accumulate: int | None, max_grad_norm: float | None) -> None:
-    if accumulate is not None and (isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1):
-        raise PrepareError(f"accumulate={accumulate!r} must be a whole number of backward passes, 1 or more")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise PrepareError(f"max_grad_norm={max_grad_norm!r} must be positive; leave it out for no clipping")
 
 
 def _make_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
@@ -295,7 +280,7 @@ def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, A
     keep = rank is None or rank == runtime.world.rank
     values: dict[torch.Tensor, torch.Tensor] = {}
     for group in runtime.groups:
-        for parameter, value in _full_values(runtime, group):
+        for parameter, value in full_values(runtime, group):
             if keep:
                 values[parameter] = value.to("cpu", copy=True)
     if not keep:
@@ -311,28 +296,64 @@ def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, A
     return state
 
 
-def _full_values(runtime: Runtime, group: Group) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Every parameter of a group in its original dtype; one flat at a time is whole."""
-    runtime.finish_updates()
-    runtime.gatherer.complete(group)
-    runtime.gatherer.finish(group)
-    for flat in group.flats:
-        full = _exact(flat, runtime.wires)
-        for parameter, interval in zip(flat.parameters, flat.layout.intervals, strict=True):
-            part = full[interval.offset : interval.end].view(interval.shape)
-            yield parameter, part.to(runtime.original_dtypes[parameter])
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Any = None,
+    *,
+    keep: int | None = None,
+) -> None:
+    """Write a checkpoint: the directory `path`, which is there whole or not at all, whatever happens meanwhile.
+
+    Collective: every rank must call it, between a step and the next backward. Each writes what it holds from where it
+    rests; no rank gathers anything.
+
+    Args:
+        path: A directory that is not there yet, such as 'checkpoints/step-1000'.
+        model: The module that prepare was called on.
+        optimizer: What prepare returned. None: parameters and buffers only.
+        extra: What else there is: numbers, text, lists, dicts, tensors, such as {'scheduler': scheduler.state_dict()}.
+            Rank 0's is kept.
+        keep: Afterwards remove older checkpoints beside this one, but not the so many newest.
+
+    Raises:
+        CheckpointError: It could not be written, on any rank; nothing is left of it.
+    """
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise CheckpointError(f"keep={keep!r} must be a whole number of checkpoints, 1 or more")
+    runtime = _runtime_of(model, "save")
+    save_checkpoint(runtime, _prepared(optimizer, "save"), Path(path), extra, keep)
 
 
-def _exact(flat: Flat, wires: Wires) -> torch.Tensor:
-    """All of a flat at the precision it is kept in."""
-    mine = flat.exact()
-    if mine.numel() == flat.layout.numel:
-        return mine
-    if not flat.is_sharded and mine.dtype == flat.full.dtype:
-        return flat.full
-    full = torch.empty(flat.layout.numel, dtype=mine.dtype, device=mine.device)
-    wires.gather(full, mine).wait()
-    return full
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    """Go on from a checkpoint; returns its `extra`.
+
+    Collective. By as many ranks as saved it training goes on bit by bit, random states included; any other number of
+    ranks, stage or placement loads it too. Each rank reads what it will hold.
+
+    Args:
+        path: Of the checkpoint.
+        model: The module that prepare was called on.
+        optimizer: What prepare returned. None: parameters and buffers only.
+
+    Raises:
+        CheckpointError: It is damaged or of another model; nothing was changed, on no rank.
+    """
+    return load_checkpoint(_runtime_of(model, "load"), _prepared(optimizer, "load"), Path(path))
+
+
+def latest(parent: str | os.PathLike[str]) -> str | None:
+    """The path of the newest complete checkpoint in the directory `parent`; None if there is none. What is skipped is
+    logged, with the reason."""
+    found = newest(Path(parent))
+    return None if found is None else str(found)
+
+
+def _prepared(optimizer: torch.optim.Optimizer | None, call: str) -> ZeroOptimizer | None:
+    if optimizer is not None and not isinstance(optimizer, ZeroOptimizer):
+        raise MisuseError(f"zerostd.{call} needs the optimizer that zerostd.prepare returned, not the one it was given")
+    return optimizer
 
 
 @torch.no_grad()
@@ -343,7 +364,7 @@ def release(model: nn.Module) -> nn.Module:
     runtime.hooks.remove()
     runtime.guards.remove()
     for group in runtime.groups:
-        for parameter, value in _full_values(runtime, group):
+        for parameter, value in full_values(runtime, group):
             parameter.data = value.clone()
             parameter.grad = None
     if runtime.adoption is not None:

@@ -4,11 +4,20 @@ ZerostdError
 ├── PrepareError (ValueError)        a model, optimizer or option that prepare refuses; nothing was changed
 │   └── NotSupportedError            an option that this version cannot honour
 ├── MisuseError (RuntimeError)       a call on a prepared model that would do the wrong thing silently
+├── CheckpointError (ValueError)     a checkpoint that is damaged, not complete or of another model; nothing was changed
 ├── CommunicationError (RuntimeError) ranks that disagree, or one that did not come in time
 └── StorageError (RuntimeError)      a transfer between tiers, or the work behind it, failed
 """
 
-__all__ = ["CommunicationError", "MisuseError", "NotSupportedError", "PrepareError", "StorageError", "ZerostdError"]
+__all__ = [
+    "CheckpointError",
+    "CommunicationError",
+    "MisuseError",
+    "NotSupportedError",
+    "PrepareError",
+    "StorageError",
+    "ZerostdError",
+]
 
 
 class ZerostdError(Exception):
@@ -25,6 +34,10 @@ class NotSupportedError(PrepareError):
 
 class MisuseError(ZerostdError, RuntimeError):
     """A call on a prepared model that cannot do what it says; the message names the call that can."""
+
+
+class CheckpointError(ZerostdError, ValueError):
+    """A checkpoint that cannot be written or read as asked; the message names file, tensor and reason."""
 
 
 class CommunicationError(ZerostdError, RuntimeError):

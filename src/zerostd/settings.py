@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from zerostd.communication import World
 from zerostd.communication.world import thread_budget
 from zerostd.errors import NotSupportedError, PrepareError
+from zerostd.optimizers.elementwise import check_elementwise, find_states
+from zerostd.parameters.checking import check_model, check_optimizer
 from zerostd.parameters.homes import Rules
 from zerostd.planning import Plan
 from zerostd.planning.costs import NUM_BUSY_THREADS
@@ -17,7 +21,15 @@ from zerostd.policy import Budget, Homes, Kind, Placement, Precision, Stage, Tie
 from zerostd.sharding import default_cpu_share
 from zerostd.tiers.limits import check_disk, check_host
 
-__all__ = ["Settings", "check_budget", "check_placement", "check_world", "num_threads", "rules_for"]
+__all__ = [
+    "Settings",
+    "check_budget",
+    "check_placement",
+    "check_world",
+    "make_settings",
+    "num_threads",
+    "rules_for",
+]
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,36 @@ class Settings:
         """Stage and placement, once they are known."""
         assert self.stage is not None and self.placement is not None
         return self.stage, self.placement
+
+
+def make_settings(model: nn.Module, optimizer: torch.optim.Optimizer | None, **told: Any) -> Settings:
+    """The options, checked before anything is looked at, with what is known of the optimizer."""
+    plan = told.get("plan")
+    if plan is not None and not isinstance(plan, Plan):
+        told["plan"] = plan = Plan.load(plan)
+    if plan is not None and (told["stage"] is not None or told["placement"] is not None):
+        raise PrepareError("plan= says what stage= and placement= would: leave them out, or the plan")
+    stage = None if told["stage"] is None else Stage.parse(told["stage"])
+    checked = {"stage": stage, "precision": Precision.parse(told["precision"]), "budget": told["budget"] or Budget()}
+    settings = Settings(**{"placement": None, **told, **checked})
+    _check_numbers(settings.accumulate, settings.max_grad_norm)
+    check_model(model)
+    if optimizer is not None:
+        check_optimizer(model, optimizer)
+        check_elementwise(optimizer)
+        settings = replace(settings, states=find_states(optimizer))
+    elif settings.max_grad_norm is not None:
+        raise PrepareError(f"max_grad_norm={settings.max_grad_norm} needs the optimizer: pass it to prepare")
+    if settings.placement is not None:
+        check_placement(settings, settings.placement, has_optimizer=optimizer is not None)
+    return settings
+
+
+def _check_numbers(accumulate: int | None, max_grad_norm: float | None) -> None:
+    if accumulate is not None and (isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1):
+        raise PrepareError(f"accumulate={accumulate!r} must be a whole number of backward passes, 1 or more")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise PrepareError(f"max_grad_norm={max_grad_norm!r} must be positive; leave it out for no clipping")
 
 
 def check_placement(settings: Settings, placement: Placement, *, has_optimizer: bool) -> None:

@@ -29,15 +29,8 @@ ROOMS: dict[str, set[str]] = {
     "planning": GROUND | {"sharding"},
 }
 ROOMS["measuring"] = set(ROOMS) - {"scheduling", "checkpointing"}
-for front in (
-    "accounting",
-    "settings",
-    "runtime",
-    "proposing",
-    "preparing",
-    "moving",
-    "adapting",
-):  # these put the parts together
+FRONT = "accounting settings runtime proposing preparing moving adapting whole saving loading"  # put the parts together
+for front in FRONT.split():
     ROOMS[front] = set(ROOMS)
 ROOMS["api"] = set(ROOMS)
 ROOMS["__init__"] = set(ROOMS)

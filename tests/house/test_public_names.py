@@ -10,6 +10,7 @@ import zerostd
 
 PUBLIC_NAMES = [
     "Budget",
+    "CheckpointError",
     "CommunicationError",
     "MachineProfile",
     "Memory",
@@ -26,12 +27,15 @@ PUBLIC_NAMES = [
     "empty_init",
     "full_state_dict",
     "gathered",
+    "latest",
+    "load",
     "measure_machine",
     "memory",
     "no_sync",
     "plan",
     "prepare",
     "release",
+    "save",
 ]
 
 

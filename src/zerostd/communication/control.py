@@ -27,6 +27,7 @@ class Control:
     def __init__(self, world: World) -> None:
         self.world = world
         self.num_backwards = 0
+        self.num_meetings = 0
         self.num_flags = 0  # parameters that ranks agree about
         self._key = "zerostd" if world.channels is None else f"zerostd/{world.channels.control.group_name}"
 
@@ -67,14 +68,30 @@ class Control:
             f"ranks were given different {what}: {_first_difference(everyone[0], everyone[other], other)}"
         )
 
-    def collect(self, value: Any) -> list[Any]:
+    def collect(self, value: Any, what: str = "an exchange between ranks") -> list[Any]:
         """Everyone's value, by rank."""
         if self.world.channels is None:
             return [value]
         out: list[Any] = [None] * self.world.size
-        with self.explain("an exchange between ranks"):
+        with self.explain(what):
             dist.all_gather_object(out, value, group=self.world.channels.control)
         return out
+
+    def meet(self, what: str, value: Any) -> list[Any]:
+        """The same for a call that all ranks must make: one that does not is named."""
+        self.num_meetings += 1
+        if self.world.channels is not None:
+            self.world.channels.store.set(f"{self._key}/met/{self.world.rank}", str(self.num_meetings))
+        return self.collect(value, what)
+
+    def bring(self, value: Any, what: str) -> list[Any]:
+        """Everyone's value on rank 0, nothing on the others."""
+        if self.world.channels is None:
+            return [value]
+        out: list[Any] | None = [None] * self.world.size if self.world.rank == 0 else None
+        with self.explain(what):
+            dist.gather_object(value, out, group=self.world.channels.control, group_dst=0)
+        return out or []
 
     def _raise_for_order(self, sequence: list[str]) -> None:
         """All ranks are here: say where their orders part."""
@@ -98,18 +115,24 @@ class Control:
 
     def _story(self, what: str, error: BaseException) -> str:
         behind = []
-        assert self.world.channels is not None
         for rank in range(self.world.size):
-            key = f"{self._key}/{rank}"
             with contextlib.suppress(Exception):
-                done = int(self.world.channels.store.get(key)) if self.world.channels.store.check([key]) else 0
+                done, met = self._count(f"{rank}"), self._count(f"met/{rank}")
                 if done < self.num_backwards:
                     behind.append(f"rank {rank} has begun {done} backward passes, this rank {self.num_backwards}")
+                elif met < self.num_meetings:
+                    behind.append(f"rank {rank} has not come to it")
         who = "; ".join(behind) or "no rank is behind in its count of backward passes, so one of them has failed"
         return (
             f"rank {self.world.rank} gave up waiting in {what} (time limit {self.world.timeout_s:g} s): {who}. Every "
             f"rank must run the same forwards, backwards and steps. Cause: {str(error).strip().splitlines()[0][:200]}"
         )
+
+    def _count(self, name: str) -> int:
+        """What a rank left word of."""
+        assert self.world.channels is not None
+        store, key = self.world.channels.store, f"{self._key}/{name}"
+        return int(store.get(key)) if store.check([key]) else 0
 
 
 def _first_difference(mine: list[str], theirs: list[str], other: int) -> str:

@@ -23,7 +23,7 @@ from zerostd.parameters.shelf import MASTER
 from zerostd.policy import Route
 from zerostd.sharding import Piece
 
-__all__ = ["carry_states", "load_states", "put_states", "save_states"]
+__all__ = ["carry_states", "fill_flat", "load_states", "put_states", "save_states"]
 
 
 Place = tuple[Runs, Run, Piece]
@@ -132,11 +132,12 @@ def put_states(updater: Updater, saved: dict[nn.Parameter, dict[str, Any]]) -> N
     """Fill the runs with states by parameter, each either whole or just this rank's interval of it."""
     updater.inner.state.clear()
     for flat, runs in updater.runs.items():
-        _fill(updater, runs, saved)
+        fill_flat(updater, runs, saved)
         flat.publish()
 
 
-def _fill(updater: Updater, runs: Runs, saved: dict[nn.Parameter, dict[str, Any]]) -> None:
+def fill_flat(updater: Updater, runs: Runs, saved: dict[nn.Parameter, dict[str, Any]]) -> None:
+    """Fill the runs of one flat, which have no states yet."""
     runs.cut([_label(saved.get(parameter, {})) for parameter in runs.flat.parameters])
     for run in runs.runs:
         run.singles = None
@@ -165,7 +166,7 @@ def carry_states(updater: Updater, flat: Flat, move: Callable[[], None]) -> None
             updater.inner.state.pop(run.tensor, None)
     move()
     updater.runs[flat] = updater.make_runs(flat)
-    _fill(updater, updater.runs[flat], saved)
+    fill_flat(updater, updater.runs[flat], saved)
 
 
 def _apart(value: Any) -> Any:

@@ -1,0 +1,91 @@
+"""What an optimizer keeps, as records of intervals and as states of one value, by name of parameter; and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostd.optimizers.runs import Run
+from zerostd.optimizers.states import fill_flat
+from zerostd.optimizers.update import Updater
+from zerostd.parameters import Flat
+from zerostd.parameters.records import Record, owned_pieces
+from zerostd.parameters.shelf import MASTER
+from zerostd.policy import Tier
+from zerostd.tiers import Column
+
+__all__ = ["put_flat", "single_states", "state_records", "wanted_states"]
+
+
+def state_records(updater: Updater, rank: int) -> Iterator[Record]:
+    """Long states of the parameters that this rank keeps."""
+    for flat, runs in updater.runs.items():
+        for run in runs.runs:
+            columns = _columns(updater, run)
+            for piece, low, high in owned_pieces(flat, rank):
+                interval = flat.layout.intervals[piece.index]
+                start = max(piece.offset + low, run.region.start)
+                stop = min(piece.offset + high, run.region.stop)
+                if start >= stop:
+                    continue
+                inside = piece.start + start - piece.offset
+                for name, (column, base) in columns.items():
+                    place = base + start - run.region.start
+                    yield Record(
+                        "state", interval.name, interval.shape, inside, inside + stop - start, column, place, name
+                    )
+
+
+def _columns(updater: Updater, run: Run) -> dict[str, tuple[Column, int]]:
+    """The long states of a run, and where in them it begins."""
+    run.settle()
+    if run.tensor is None:
+        named = run.shelf.columns.items() if run.singles is not None else ()
+        return {name: (column, run.part.start) for name, column in named if name != MASTER}
+    found = {}
+    for name, value in updater.inner.state.get(run.tensor, {}).items():
+        if isinstance(value, torch.Tensor) and value.shape == run.tensor.shape:
+            found[name] = (Column(value.numel(), value.dtype, Tier.DEVICE, value), 0)
+    return found
+
+
+def single_states(updater: Updater, rank: int) -> dict[str, dict[str, Any]]:
+    """States of one value, such as counts of steps, by parameter, as far as this rank keeps any of it."""
+    found: dict[str, dict[str, Any]] = {}
+    for flat, runs in updater.runs.items():
+        kept = {piece.index for piece, _, _ in owned_pieces(flat, rank)}
+        for run in runs.runs:
+            run.settle()
+            states = updater.inner.state.get(run.tensor, {}) if run.tensor is not None else run.singles or {}
+            numel = run.numel
+            single = {
+                key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+                for key, value in states.items()
+                if not (isinstance(value, torch.Tensor) and value.dim() and value.numel() == numel)
+            }
+            if single:
+                found |= {flat.layout.intervals[p.index].name: single for p in run.pieces if p.index in kept}
+    return found
+
+
+def wanted_states(flat: Flat) -> list[tuple[nn.Parameter, str, int, int]]:
+    """The elements of each parameter that this rank updates: parameter, name, start, stop."""
+    return [
+        (flat.parameters[piece.index], flat.layout.intervals[piece.index].name, piece.start, piece.stop)
+        for piece in flat.layout.pieces(flat.region)
+    ]
+
+
+@torch.no_grad()
+def put_flat(updater: Updater, flat: Flat, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Take states by name of parameter over into one flat; long ones are this rank's interval of it. What there was
+    before is forgotten."""
+    by_parameter = {parameter: dict(saved.get(name, {})) for parameter, name, _, _ in wanted_states(flat)}
+    for run in updater.runs[flat].runs:
+        if run.tensor is not None:
+            updater.inner.state.pop(run.tensor, None)
+    updater.runs[flat] = updater.make_runs(flat)
+    fill_flat(updater, updater.runs[flat], by_parameter)

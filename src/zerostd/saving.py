@@ -1,0 +1,161 @@
+"""save and load of a prepared model: what it is made of, to a checkpoint and back.
+
+save   updates are done -> records of values and states from their homes -> files -> manifest
+load   manifest -> everything checked, on all ranks -> group by group to where it rests -> parameters renewed
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostd.checkpointing.values import dtype_name, encode
+from zerostd.checkpointing.writing import Facts, write
+from zerostd.errors import CheckpointError, MisuseError
+from zerostd.optimizers.optimizer import ZeroOptimizer
+from zerostd.optimizers.records import single_states, state_records
+from zerostd.parameters import Flat
+from zerostd.parameters.records import Record, tensor_record, value_records
+from zerostd.runtime import Runtime
+
+__all__ = ["buffers_of", "check_call", "describe_optimizer", "flats_of", "save_checkpoint"]
+
+
+@torch.no_grad()
+def save_checkpoint(
+    runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path, extra: Any, keep: int | None
+) -> None:
+    """All ranks call it."""
+    check_call(runtime, optimizer, "save")
+    tensors: list[torch.Tensor] = []
+
+    def keep_tensor(tensor: torch.Tensor) -> int:
+        tensors.append(tensor)
+        return len(tensors) - 1
+
+    encoded = encode(extra, keep_tensor, "extra")
+    groups, singles = None, {}
+    if optimizer is not None:
+        groups = describe_optimizer(runtime, optimizer)
+        found = single_states(optimizer._updater, runtime.world.rank)
+        singles = {name: encode(states, _no_tensor, f"the states of {name!r}") for name, states in found.items()}
+    facts = Facts(
+        version=_version(),
+        step=runtime.backward.passes.num_steps,
+        stage=runtime.settings.decided[0].value,
+        random=_other_generators(),
+        originals=_originals(runtime),
+        names=_other_names(runtime.model),
+        optimizer=groups,
+        singles=singles,
+        loss_scale=None if runtime.loss_scale is None else asdict(runtime.loss_scale),
+        extra=encoded,
+    )
+    records = [*_records(runtime, optimizer)]
+    if runtime.world.rank == 0:
+        records += [tensor_record("buffer", name, buffer) for name, buffer in buffers_of(runtime.model)]
+        records += [tensor_record("extra", str(number), tensor) for number, tensor in enumerate(tensors)]
+    write(path, [one for one in records if one.stop > one.start], facts, runtime.gatherer.control, keep)
+
+
+def check_call(runtime: Runtime, optimizer: ZeroOptimizer | None, call: str) -> None:
+    """Nothing may be under way."""
+    if optimizer is not None and optimizer is not runtime.optimizer:
+        raise MisuseError(f"zerostd.{call}: the optimizer is not the one that prepare returned for this model")
+    if runtime.backward.passes.num_done:
+        raise MisuseError(
+            f"zerostd.{call} after {runtime.backward.passes.num_done} backward pass(es) of a step that is not "
+            "complete: call it between optimizer.step() and the next backward"
+        )
+    runtime.settle()
+    if runtime.optimizer is not None:
+        runtime.optimizer.check_whole(f"zerostd.{call}()")
+        runtime.optimizer.synchronize()
+
+
+def _records(runtime: Runtime, optimizer: ZeroOptimizer | None) -> Iterator[Record]:
+    rank, device = runtime.world.rank, runtime.world.device
+    for group in runtime.groups:
+        runtime.gatherer.complete(group)
+        for flat in group.flats:
+            yield from value_records(flat, rank)
+    if optimizer is not None:
+        yield from state_records(optimizer._updater, rank)
+    yield tensor_record("random", f"{rank}/torch", torch.get_rng_state())
+    if device.type != "cpu":
+        yield tensor_record("random", f"{rank}/device", torch.get_device_module(device).get_rng_state(device))
+
+
+def describe_optimizer(runtime: Runtime, optimizer: ZeroOptimizer) -> dict[str, Any]:
+    """Its class, and its groups with options and names of parameters."""
+    names = {
+        p: i.name for flat in flats_of(runtime) for p, i in zip(flat.parameters, flat.layout.intervals, strict=True)
+    }
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key != "params"}
+        encoded = encode(options, _no_tensor, f"param_groups[{number}]")
+        groups.append({"options": encoded, "parameters": [names[p] for p in group["params"]]})
+    return {"class": type(optimizer.inner).__name__, "groups": groups}
+
+
+def flats_of(runtime: Runtime) -> list[Flat]:
+    """All of them, in order."""
+    return [flat for group in runtime.groups for flat in group.flats]
+
+
+def _no_tensor(tensor: torch.Tensor) -> int:
+    raise CheckpointError(
+        f"a tensor of shape {tuple(tensor.shape)} among options or states of one value has no place in a checkpoint"
+    )
+
+
+def _originals(runtime: Runtime) -> dict[str, str]:
+    return {
+        interval.name: dtype_name(runtime.original_dtypes[parameter])
+        for flat in flats_of(runtime)
+        for parameter, interval in zip(flat.parameters, flat.layout.intervals, strict=True)
+    }
+
+
+def _other_names(model: nn.Module) -> dict[str, list[str]]:
+    """All names of parameters that have several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return {found[0]: found for found in names.values() if len(found) > 1}
+
+
+def buffers_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Those that a state_dict has."""
+    found = []
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found.append((f"{prefix}.{name}".lstrip("."), buffer))
+    return found
+
+
+def _other_generators() -> dict[str, Any]:
+    """Python's and, if anybody uses it, numpy's."""
+    found: dict[str, Any] = {"python": random.getstate()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, place, has_gauss, gauss = numpy.random.get_state()
+        found["numpy"] = (kind, keys.tolist(), int(place), int(has_gauss), float(gauss))
+    encoded: dict[str, Any] = encode(found, _no_tensor, "the state of a generator")
+    return encoded
+
+
+def _version() -> str:
+    try:
+        return metadata.version("zerostd")
+    except metadata.PackageNotFoundError:
+        return "unknown"
