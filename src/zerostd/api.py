@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zerostd.adapting import adapt
+from zerostd.checkpointing import Saving
 from zerostd.checkpointing import latest as newest
 from zerostd.communication import World
 from zerostd.errors import CheckpointError, MisuseError, PrepareError
@@ -303,7 +304,8 @@ def save(
     extra: Any = None,
     *,
     keep: int | None = None,
-) -> None:
+    wait: bool = True,
+) -> Saving:
     """Write a checkpoint: the directory `path`, which is there whole or not at all, whatever happens meanwhile.
 
     Collective: every rank must call it, between a step and the next backward. Each writes what it holds from where it
@@ -316,6 +318,11 @@ def save(
         extra: What else there is: numbers, text, lists, dicts, tensors, such as {'scheduler': scheduler.state_dict()}.
             Rank 0's is kept.
         keep: Afterwards remove older checkpoints beside this one, but not the so many newest.
+        wait: Return when it is there. False: training goes on while it is written, and the next update of a group waits
+            until that group is; it is complete when `wait()` of what is returned has returned, or some step later.
+
+    Returns:
+        The checkpoint on its way, with `wait()`; every rank must call that, or none.
 
     Raises:
         CheckpointError: It could not be written, on any rank; nothing is left of it.
@@ -323,7 +330,11 @@ def save(
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise CheckpointError(f"keep={keep!r} must be a whole number of checkpoints, 1 or more")
     runtime = _runtime_of(model, "save")
-    save_checkpoint(runtime, _prepared(optimizer, "save"), Path(path), extra, keep)
+    saving = save_checkpoint(runtime, _prepared(optimizer, "save"), Path(path), extra, keep)
+    if wait:
+        runtime.saving = None
+        saving.wait()
+    return saving
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:

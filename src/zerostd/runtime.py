@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from zerostd.checkpointing.writing import Saving
 from zerostd.communication import Control, Wires, World
 from zerostd.errors import MisuseError
 from zerostd.monitoring import Ledger
@@ -62,7 +63,6 @@ class Runtime:
 
     model: nn.Module
     original_dtypes: dict[nn.Parameter, torch.dtype]  # what release and full_state_dict give back
-    frozen: list[tuple[str, nn.Parameter]]
     optimizer: ZeroOptimizer | None
     settings: Settings  # with everything that was left open decided
 
@@ -82,7 +82,6 @@ class Runtime:
         self.optimizer = None
         self.adoption: Adoption | None = None
         self.original_dtypes = original_dtypes
-        self.frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self.settings = settings
         self.loss_scale = LossScale() if settings.precision.scales_loss else None
         self.gatherer = Gatherer(tuple(groups), wires, control, roads.inbound, prefetch_depth=PREFETCH_DEPTH)
@@ -92,6 +91,7 @@ class Runtime:
         self.backward.on_begin = self.gradients.forget_norms
         self.guards = Guards(model, self.gatherer)
         self.guards.finish_updates = self.finish_updates
+        self.saving: Saving | None = None  # a checkpoint on its way
         self.on_forward: Callable[[], None] = _nothing  # before each forward of training
         self._buffers_moved = True  # rank 0's buffers have to go to all before the next forward
 
@@ -184,12 +184,17 @@ class Runtime:
     def stepped(self) -> None:
         """A step was taken."""
         self.backward.passes.step()
+        if self.saving is not None:
+            self.saving.poll()
+            self.saving = None if self.saving.is_finished else self.saving
         self.gatherer.watch.mark(Doing.OUTSIDE)
 
     def finish_updates(self) -> None:
         """Return when updates that go on after the step are done."""
         if self.optimizer is not None:
             self.optimizer.synchronize()
+        for group in self.groups:
+            group.kept.wait()
 
     def check_step(self) -> None:
         """A step begins; raise if it would lose gradients."""
@@ -205,12 +210,7 @@ class Runtime:
                     f"the gradient of {slot.handle.of!r} was replaced by a tensor: a prepared model keeps gradients "
                     "sharded, so what is assigned to p.grad would be ignored. Change the loss instead"
                 )
-        for name, parameter in self.frozen:
-            if parameter.requires_grad:
-                raise MisuseError(
-                    f"{name!r} was frozen when the model was prepared and trains now, but has no optimizer state: set "
-                    "requires_grad before zerostd.prepare, and freeze by lr=0 or requires_grad_(False) afterwards"
-                )
+        self.guards.check_frozen()
 
 
 def _nothing() -> None:

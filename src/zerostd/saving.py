@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zerostd.checkpointing.values import dtype_name, encode
-from zerostd.checkpointing.writing import Facts, write
+from zerostd.checkpointing.writing import Facts, Saving
 from zerostd.errors import CheckpointError, MisuseError
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.records import single_states, state_records
@@ -32,8 +32,8 @@ __all__ = ["buffers_of", "check_call", "describe_optimizer", "flats_of", "save_c
 @torch.no_grad()
 def save_checkpoint(
     runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path, extra: Any, keep: int | None
-) -> None:
-    """All ranks call it."""
+) -> Saving:
+    """Begin to save. All ranks call it."""
     check_call(runtime, optimizer, "save")
     tensors: list[torch.Tensor] = []
 
@@ -63,7 +63,13 @@ def save_checkpoint(
     if runtime.world.rank == 0:
         records += [tensor_record("buffer", name, buffer) for name, buffer in buffers_of(runtime.model)]
         records += [tensor_record("extra", str(number), tensor) for number, tensor in enumerate(tensors)]
-    write(path, [one for one in records if one.stop > one.start], facts, runtime.gatherer.control, keep)
+    if runtime.saving is not None:
+        runtime.saving.wait()  # one at a time
+    saving = Saving(path, [one for one in records if one.stop > one.start], facts, runtime.gatherer.control, keep=keep)
+    for group in runtime.groups:
+        group.kept = saving.kept(group.name)
+    runtime.saving = saving
+    return saving
 
 
 def check_call(runtime: Runtime, optimizer: ZeroOptimizer | None, call: str) -> None:
@@ -83,12 +89,12 @@ def check_call(runtime: Runtime, optimizer: ZeroOptimizer | None, call: str) -> 
 
 def _records(runtime: Runtime, optimizer: ZeroOptimizer | None) -> Iterator[Record]:
     rank, device = runtime.world.rank, runtime.world.device
-    for group in runtime.groups:
+    for group in runtime.update_order():
         runtime.gatherer.complete(group)
         for flat in group.flats:
-            yield from value_records(flat, rank)
-    if optimizer is not None:
-        yield from state_records(optimizer._updater, rank)
+            yield from value_records(flat, rank, group.name)
+            if optimizer is not None and flat in optimizer._updater.runs:
+                yield from state_records(optimizer._updater, flat, rank, group.name)
     yield tensor_record("random", f"{rank}/torch", torch.get_rng_state())
     if device.type != "cpu":
         yield tensor_record("random", f"{rank}/device", torch.get_device_module(device).get_rng_state(device))

@@ -3,5 +3,6 @@
 from zerostd.checkpointing.directory import latest
 from zerostd.checkpointing.manifest import Manifest
 from zerostd.checkpointing.reading import Checkpoint
+from zerostd.checkpointing.writing import Saving
 
-__all__ = ["Checkpoint", "Manifest", "latest"]
+__all__ = ["Checkpoint", "Manifest", "Saving", "latest"]

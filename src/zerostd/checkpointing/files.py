@@ -11,7 +11,8 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from zerostd.checkpointing.manifest import BLOCK
+from zerostd.checkpointing.manifest import BLOCK, num_blocks
 from zerostd.checkpointing.values import DTYPES
 from zerostd.errors import CheckpointError
 
@@ -45,6 +46,7 @@ CODES = {
 DTYPE_BY_CODE = {code: DTYPES[name] for name, code in CODES.items()}
 
 Read = Callable[[int, int], torch.Tensor]  # elements [low, high), in memory
+OnWritten = Callable[[str, int], None]  # key and bytes of a source
 
 
 @dataclass(frozen=True)
@@ -66,18 +68,16 @@ class Written:
     crc32: dict[str, tuple[int, ...]]
 
 
-def write_file(path: Path, sources: Sequence[Source], on_bytes: Callable[[int], None] | None = None) -> Written:
-    """Write a new file and sync it to disk. `on_bytes` is told what was written."""
+def write_file(path: Path, sources: Sequence[Source], on_written: OnWritten | None = None) -> Written:
+    """Write a new file and sync it to disk. `on_written` is told of each source, in their order."""
     header, offsets, end = _header(sources)
-    sums: dict[str, tuple[int, ...]] = {}
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             _write_all(fd, memoryview(header), 0)
             with ThreadPoolExecutor(NUM_THREADS, "zerostd checkpoint") as pool:
                 try:
-                    for key, found in _write_blocks(pool, fd, sources, offsets, on_bytes):
-                        sums[key] = found
+                    sums = _write_blocks(pool, fd, sources, offsets, on_written)
                 except BaseException:
                     pool.shutdown(cancel_futures=True)
                     raise
@@ -104,37 +104,29 @@ def _header(sources: Sequence[Source]) -> tuple[bytes, list[int], int]:
 
 
 def _write_blocks(
-    pool: ThreadPoolExecutor,
-    fd: int,
-    sources: Sequence[Source],
-    offsets: Sequence[int],
-    on_bytes: Callable[[int], None] | None,
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+    pool: ThreadPoolExecutor, fd: int, sources: Sequence[Source], offsets: Sequence[int], on_written: OnWritten | None
+) -> dict[str, tuple[int, ...]]:
     """Sources in order, their blocks in several threads, a bounded number at a time."""
-    waiting: list[tuple[str, list[Future[int]], int]] = []
+    sums: dict[str, list[int]] = {source.key: [] for source in sources}
+    waiting: deque[tuple[Source, Future[int]]] = deque()
+
+    def collect() -> None:
+        source, block = waiting.popleft()
+        sums[source.key].append(block.result())
+        num_bytes = source.numel * source.dtype.itemsize
+        if on_written is not None and len(sums[source.key]) == num_blocks(num_bytes):
+            on_written(source.key, num_bytes)
+
     for source, offset in zip(sources, offsets, strict=True):
         step = BLOCK // source.dtype.itemsize
-        starts = range(0, source.numel, step)
-        blocks = []
-        for low in starts:
-            high = min(source.numel, low + step)
-            blocks.append(pool.submit(_write_block, fd, source.read, low, high, offset + low * source.dtype.itemsize))
-            while sum(not one.done() for one in blocks) > 2 * NUM_THREADS:
-                next(one for one in blocks if not one.done()).result()
-        waiting.append((source.key, blocks, source.numel * source.dtype.itemsize))
-        while len(waiting) > 64:
-            yield _collected(*waiting.pop(0), on_bytes)
-    for one in waiting:
-        yield _collected(*one, on_bytes)
-
-
-def _collected(
-    key: str, blocks: list[Future[int]], num_bytes: int, on_bytes: Callable[[int], None] | None
-) -> tuple[str, tuple[int, ...]]:
-    found = tuple(one.result() for one in blocks)
-    if on_bytes is not None:
-        on_bytes(num_bytes)
-    return key, found
+        for low in range(0, source.numel, step):
+            high, place = min(source.numel, low + step), offset + low * source.dtype.itemsize
+            waiting.append((source, pool.submit(_write_block, fd, source.read, low, high, place)))
+            if len(waiting) > 2 * NUM_THREADS:
+                collect()
+    while waiting:
+        collect()
+    return {key: tuple(found) for key, found in sums.items()}
 
 
 def _write_block(fd: int, read: Read, low: int, high: int, offset: int) -> int:

@@ -1,12 +1,22 @@
-"""All ranks write one checkpoint: each its own file, rank 0 the manifest, and then it is there."""
+"""All ranks write one checkpoint: each its own file, in a thread, rank 0 the manifest, and then it is there.
+
+begin    the directory, which rank 0 makes and all hear of
+thread   this rank's file, group by group: what a group's update waits for
+finish   all ranks have written: the manifest
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from zerostd.checkpointing.directory import Draft, keep_newest
 from zerostd.checkpointing.files import Source, write_file
@@ -16,8 +26,12 @@ from zerostd.checkpointing.values import dtype_name
 from zerostd.communication import Control
 from zerostd.errors import CheckpointError
 from zerostd.parameters.records import Record
+from zerostd.policy import Tier
+from zerostd.tiers import Done, Lane, Transfer, Work, mark_here
 
-__all__ = ["Facts", "write"]
+__all__ = ["Facts", "Saving"]
+
+log = logging.getLogger("zerostd")
 
 
 @dataclass(frozen=True)
@@ -48,39 +62,120 @@ class _Piece:
     part: Part
 
 
-def write(target: Path, records: Sequence[Record], facts: Facts, control: Control, keep: int | None) -> None:
-    """Write a checkpoint. All ranks call it, and all raise if one could not do its part."""
-    draft: Draft | None = None
-    try:
-        if control.world.rank == 0:
-            draft = Draft(target)
-        begun: Any = str(draft.folder) if draft is not None else None
-    except CheckpointError as error:
-        begun = error
-    folder = _first_or_raise(control.meet("zerostd.save()", begun))
-    done: Any = None
-    failed: CheckpointError | None = None
-    try:
-        done = _write_mine(Path(folder), records, control)
-    except CheckpointError as why:
-        failed = why
-    brought = control.bring((done, facts.random, facts.singles, failed), "the end of zerostd.save()")
-    result: Any = None
-    if draft is not None:
-        result = _finish(draft, brought, facts, keep)
-    _first_or_raise(control.collect(result, "the end of zerostd.save()"))
+class _Aside:
+    """Reads what rests on the device in a lane of its own, as it is when this is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._lane, self._ready = Lane(device), mark_here(device)
+
+    def reader(self, record: Record) -> Callable[[int, int], torch.Tensor]:
+        """Of a part of the record, in host memory."""
+        if self._lane.stream is None or record.column.tier is not Tier.DEVICE:
+            return record.read
+
+        def read(low: int, high: int) -> torch.Tensor:
+            with self._lane.after(self._ready):
+                return record.read(low, high).to("cpu")
+
+        return read
 
 
-def _write_mine(folder: Path, records: Sequence[Record], control: Control) -> tuple[list[_Piece], str, int]:
+class Saving:
+    """A checkpoint on its way. It is there when all ranks have seen it finished: in `wait`, or in one of the steps that
+    go on meanwhile. Made by all ranks together."""
+
+    def __init__(
+        self, target: Path, records: Sequence[Record], facts: Facts, control: Control, *, keep: int | None = None
+    ) -> None:
+        self.target = target
+        self.error: CheckpointError | None = None  # what became of it, if it failed
+        self.is_finished = False
+        self._facts, self._control, self._keep = facts, control, keep
+        self._draft: Draft | None = None
+        self._done: Any = None
+        self._failed: CheckpointError | None = None
+        self._kept: dict[str, Work] = {one.group: Work() for one in records}
+        self._aside = _Aside(control.world.device)
+        begun: Any = None
+        try:
+            if control.world.rank == 0:
+                self._draft = Draft(target)
+                begun = str(self._draft.folder)
+        except CheckpointError as error:
+            begun = error
+        folder = Path(_first_or_raise(control.meet("zerostd.save()", begun)))
+        self._thread = threading.Thread(target=self._write, args=(folder, records), name="zerostd save")
+        self._thread.start()
+
+    def kept(self, group: str) -> Transfer:
+        """When what a group had is written, and may change."""
+        return self._kept.get(group, Done())
+
+    def poll(self) -> None:
+        """Finish it if all ranks have written. All ranks call it at the same points."""
+        if self.is_finished:
+            return
+        if all(self._control.collect(not self._thread.is_alive(), "a step after zerostd.save()")):
+            self._finish()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is there. All ranks call it. Raises CheckpointError if it could not be written."""
+        self._thread.join()
+        if not self.is_finished:
+            self._finish()
+        if self.error is not None:
+            raise CheckpointError(str(self.error)) from self.error
+
+    def _write(self, folder: Path, records: Sequence[Record]) -> None:
+        try:
+            self._done = _write_mine(folder, records, self._control, self._kept, self._aside)
+        except CheckpointError as error:
+            self._failed = error
+        except BaseException as error:
+            self._failed = CheckpointError(f"{type(error).__name__}: {error}")
+        finally:
+            for work in self._kept.values():
+                if not work.is_done():
+                    work.finish()  # what was to be kept is lost, and training goes on
+        if self._control.world.size == 1:
+            self._finish()
+
+    def _finish(self) -> None:
+        """All ranks have written, or failed."""
+        facts, end = self._facts, "the end of zerostd.save()"
+        brought = self._control.bring((self._done, facts.random, facts.singles, self._failed), end)
+        result: Any = None
+        if self._draft is not None:
+            result = _commit(self._draft, brought, facts, self._keep)
+        try:
+            _first_or_raise(self._control.collect(result, end))
+        except CheckpointError as error:
+            self.error = error
+            log.error("the checkpoint %s was not saved: %s", self.target, error)
+        self.is_finished, self._done = True, None
+
+
+def _write_mine(
+    folder: Path, records: Sequence[Record], control: Control, kept: Mapping[str, Work], aside: _Aside
+) -> tuple[list[_Piece], str, int]:
     world = control.world
     name = f"rank-{world.rank:05d}-of-{world.size:05d}.safetensors"
     sources = [
-        Source(str(number), one.dtype, (one.stop - one.start,), one.stop - one.start, one.read)
+        Source(str(number), one.dtype, (one.stop - one.start,), one.stop - one.start, aside.reader(one))
         for number, one in enumerate(records)
     ]
+    left = Counter(one.group for one in records)
+    groups = {source.key: one.group for one, source in zip(records, sources, strict=True)}
     total = sum(source.numel * source.dtype.itemsize for source in sources)
     with Progress("saving", total, is_shown=world.rank == 0) as progress:
-        written = write_file(folder / name, sources, progress.add)
+
+        def on_written(key: str, num_bytes: int) -> None:
+            progress.add(num_bytes)
+            left[groups[key]] -= 1
+            if not left[groups[key]]:
+                kept[groups[key]].finish()
+
+        written = write_file(folder / name, sources, on_written)
     pieces = [
         _Piece(
             one.kind,
@@ -95,7 +190,7 @@ def _write_mine(folder: Path, records: Sequence[Record], control: Control) -> tu
     return pieces, name, written.num_bytes
 
 
-def _finish(draft: Draft, brought: list[Any], facts: Facts, keep: int | None) -> CheckpointError | str:
+def _commit(draft: Draft, brought: list[Any], facts: Facts, keep: int | None) -> CheckpointError | str:
     """Rank 0: the manifest, if all have written."""
     failed = [(rank, error) for rank, (_, _, _, error) in enumerate(brought) if error is not None]
     try:

@@ -143,10 +143,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._gradients.check_taken(call)
 
     def synchronize(self) -> None:
-        """Return when every update so far is done, also those that go on after step(). For timing; nothing else needs
-        it."""
+        """Return when every update so far is done, also those that go on after step(), and a save has read all it
+        needs. For timing; nothing else needs it."""
         if self._updater.routes is not None:
             self._updater.routes.drain()
+        for group in self._schedule.update_order():
+            group.kept.wait()
 
     def _update(self, factor: torch.Tensor | None) -> None:
         """Every group, those that the last backward has not updated already."""

@@ -20,23 +20,20 @@ from zerostd.tiers import Column
 __all__ = ["put_flat", "single_states", "state_records", "wanted_states"]
 
 
-def state_records(updater: Updater, rank: int) -> Iterator[Record]:
-    """Long states of the parameters that this rank keeps."""
-    for flat, runs in updater.runs.items():
-        for run in runs.runs:
-            columns = _columns(updater, run)
-            for piece, low, high in owned_pieces(flat, rank):
-                interval = flat.layout.intervals[piece.index]
-                start = max(piece.offset + low, run.region.start)
-                stop = min(piece.offset + high, run.region.stop)
-                if start >= stop:
-                    continue
-                inside = piece.start + start - piece.offset
-                for name, (column, base) in columns.items():
-                    place = base + start - run.region.start
-                    yield Record(
-                        "state", interval.name, interval.shape, inside, inside + stop - start, column, place, name
-                    )
+def state_records(updater: Updater, flat: Flat, rank: int, group: str) -> Iterator[Record]:
+    """Long states of a trained flat's parameters, as far as this rank keeps them."""
+    for run in updater.runs[flat].runs:
+        columns = _columns(updater, run)
+        for piece, low, high in owned_pieces(flat, rank):
+            interval = flat.layout.intervals[piece.index]
+            start, stop = max(piece.offset + low, run.region.start), min(piece.offset + high, run.region.stop)
+            if start >= stop:
+                continue
+            first = piece.start + start - piece.offset
+            last = first + stop - start
+            for name, (column, base) in columns.items():
+                place = base + start - run.region.start
+                yield Record("state", interval.name, interval.shape, first, last, column, place, name, group)
 
 
 def _columns(updater: Updater, run: Run) -> dict[str, tuple[Column, int]]:

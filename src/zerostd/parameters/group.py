@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import nn
 
 from zerostd.parameters.flat import Flat
+from zerostd.tiers import Done, Transfer
 
 __all__ = ["Group", "GroupState", "Waitable"]
 
@@ -63,6 +64,7 @@ class Group:
             None  # forwards whose inputs get gradients and have not yet; None: no sign
         )
         self.num_pins = 0  # users who hold it gathered
+        self.kept: Transfer = Done()  # somebody reads its masters and states: until then they must stay as they are
 
     @property
     def trainable(self) -> list[Flat]:

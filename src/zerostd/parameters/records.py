@@ -30,6 +30,7 @@ class Record:
     column: Column
     offset: int
     state: str = ""
+    group: str = ""  # whose update changes it
 
     @property
     def dtype(self) -> torch.dtype:
@@ -42,10 +43,10 @@ class Record:
 
 
 def tensor_record(kind: str, of: str, tensor: torch.Tensor) -> Record:
-    """A whole tensor that is in memory."""
-    flat = tensor.detach().contiguous().view(-1)
-    tier = Tier.HOST if tensor.device.type == "cpu" else Tier.DEVICE
-    return Record(kind, of, tuple(tensor.shape), 0, flat.numel(), Column(flat.numel(), flat.dtype, tier, flat), 0)
+    """A whole tensor as it is now."""
+    flat = tensor.detach().to("cpu", copy=True).contiguous().view(-1)
+    column = Column(flat.numel(), flat.dtype, Tier.HOST, flat)
+    return Record(kind, of, tuple(tensor.shape), 0, flat.numel(), column, 0)
 
 
 def owned_pieces(flat: Flat, rank: int) -> Iterator[tuple[Piece, int, int]]:
@@ -58,23 +59,24 @@ def owned_pieces(flat: Flat, rank: int) -> Iterator[tuple[Piece, int, int]]:
             yield piece, low - place, high - place
 
 
-def value_records(flat: Flat, rank: int) -> Iterator[Record]:
+def value_records(flat: Flat, rank: int, group: str) -> Iterator[Record]:
     """The values of a flat's parameters at the precision they are kept in."""
     intervals = flat.layout.intervals
+
+    def record(piece: Piece, start: int, stop: int, column: Column, offset: int) -> Record:
+        interval = intervals[piece.index]
+        return Record("parameter", interval.name, interval.shape, start, stop, column, offset, group=group)
+
     if not flat.shelves:
         mine = flat.layout.shard(rank)
         begin = mine.start if flat.is_sharded else 0
         for piece in flat.layout.pieces(mine):
-            interval = intervals[piece.index]
-            place = mine.start + piece.offset - begin
-            yield Record("parameter", interval.name, interval.shape, piece.start, piece.stop, flat.rest, place)
+            yield record(piece, piece.start, piece.stop, flat.rest, mine.start + piece.offset - begin)
         return
     for piece, low, high in owned_pieces(flat, rank):
-        interval = intervals[piece.index]
         for shelf in flat.shelves:
             found = shelf.overlap(piece.offset + low, piece.offset + high)
             if found is not None:
                 here, there = found
-                start = piece.start + low + there.start
-                stop = piece.start + low + there.stop
-                yield Record("parameter", interval.name, interval.shape, start, stop, shelf.master, here.start)
+                start, stop = piece.start + low + there.start, piece.start + low + there.stop
+                yield record(piece, start, stop, shelf.master, here.start)

@@ -42,6 +42,7 @@ class Guards:
             for flat in group.flats
             for index, parameter in enumerate(flat.parameters)
         }
+        self._frozen = [(name, p) for name, p in root.named_parameters() if not p.requires_grad]
         self._removables: list[RemovableHandle] = []
         self._loading: dict[str, Group] = {}
         self._depth = 0
@@ -65,6 +66,15 @@ class Guards:
         for removable in self._removables:
             removable.remove()
         self._removables.clear()
+
+    def check_frozen(self) -> None:
+        """Raise if a parameter that was frozen trains now."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise MisuseError(
+                    f"{name!r} was frozen when the model was prepared and trains now, but has no optimizer state: set "
+                    "requires_grad before zerostd.prepare, and freeze by lr=0 or requires_grad_(False) afterwards"
+                )
 
     def _apply(
         self, module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
