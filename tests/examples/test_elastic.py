@@ -1,0 +1,80 @@
+"""torchrun's elastic restart, end to end: two ranks train, one is killed, the other goes on alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(port: int, folder: Path, log: Path) -> subprocess.Popen[bytes]:
+    launcher = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
+    patience = ["--rdzv-conf", "join_timeout=60,last_call_timeout=2"]
+    script = ["examples/elastic.py", "--folder", str(folder), "--steps", "200", "--pause", "0.02"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open(log, "wb") as file:
+        command = [sys.executable, *launcher, *meeting, *patience, *script]
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+
+
+def wait_for(text: str, logs: list[Path], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not any(text in log.read_text(errors="replace") for log in logs):
+        if time.monotonic() > end:
+            said = "\n".join(log.read_text(errors="replace")[-3000:] for log in logs)
+            pytest.fail(f"nobody said {text!r} in {seconds:g} s:\n{said}")
+        time.sleep(0.1)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """A launcher with its workers, which have sessions of their own."""
+    for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        one.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_one_of_two_ranks_is_killed_and_the_other_goes_on(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    logs = [tmp_path / "first.log", tmp_path / "second.log"]
+    folder = tmp_path / "checkpoints"
+    first = start(port, folder, logs[0])
+    processes = [first]
+    try:
+        wait_for_port(port)
+        processes.append(start(port, folder, logs[1]))
+        wait_for("step 40: loss", logs, 120)
+        kill(processes[1])
+        assert first.wait(180) == 0, logs[0].read_text(errors="replace")[-5000:]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                kill(process)
+    said = logs[0].read_text(errors="replace") + logs[1].read_text(errors="replace")
+    assert "step 0: 2 rank(s), from the beginning" in said
+    (again,) = [line for line in said.splitlines() if "1 rank(s), from" in line]
+    assert 40 <= int(again.split()[1].rstrip(":")) < 200 and "step-0" in again
+    assert float(said.split("accuracy ")[1].split()[0]) > 95
+    assert sorted(one.name for one in folder.iterdir()) == ["step-000190", "step-000200"]
+
+
+def wait_for_port(port: int) -> None:
+    """Until the first launcher listens: the one that does so is the one that must live."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with socket.socket() as one:
+            if one.connect_ex(("localhost", port)) == 0:
+                return
+        time.sleep(0.1)
+    pytest.fail(f"nobody listens on {port}")
