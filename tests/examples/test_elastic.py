@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def start(port: int, folder: Path, log: Path) -> subprocess.Popen[bytes]:
     launcher = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
-    patience = ["--rdzv-conf", "join_timeout=60,last_call_timeout=2"]
+    patience = ["--rdzv-conf", "join_timeout=120,last_call_timeout=20"]
     script = ["examples/elastic.py", "--folder", str(folder), "--steps", "200", "--pause", "0.02"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(log, "wb") as file:
