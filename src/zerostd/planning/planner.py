@@ -276,7 +276,7 @@ def _homes(share: Shares) -> Homes:
         (Tier.DISK, Route.CPU, share.disk_cpu),
         (Tier.DISK, Route.STREAMED, share.disk_streamed),
     ]
-    kept = [(tier, route, part) for tier, route, part in parts if part > 1e-4]
+    kept = [(tier, route, part) for tier, route, part in parts if part > 5e-6]
     total = sum(part for _, _, part in kept)
     parameters = Tier.HOST if share.parameters_host else Tier.DISK if share.parameters_disk else Tier.DEVICE
     return Homes(
