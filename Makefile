@@ -2,6 +2,7 @@
 #   make demo      train a small model on two ranks
 #   make test      lint, then the tests that need no GPU; PYTEST_ARGS="-k sharding" for some of them
 #   make lint      ruff and mypy
+#   make kills     kill a training 60 times, and see that nothing is lost (minutes)
 #   make native    build the native library again, beside the sources
 #   make sanitize  run the native operations under the address, undefined behaviour and thread sanitizers
 #   make clean     remove what was built; .venv stays, and is brought up to date by the next target
@@ -13,7 +14,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: demo test lint native sanitize clean
+.PHONY: demo test lint kills native sanitize clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m torch.distributed.run --nproc-per-node 2 examples/digits.py
@@ -25,6 +26,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+kills: $(INSTALLED)
+	$(BIN)/python benchmarks/kills.py --write
 
 native: $(BIN)/python
 	$(PIP_INSTALL) --no-deps -e .

@@ -16,6 +16,7 @@ from zerostd.api import (
     release,
     save,
 )
+from zerostd.checkpointing.merging import merge
 from zerostd.errors import (
     CheckpointError,
     CommunicationError,
@@ -56,6 +57,7 @@ __all__ = [
     "load",
     "measure_machine",
     "memory",
+    "merge",
     "no_sync",
     "plan",
     "prepare",

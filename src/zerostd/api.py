@@ -18,8 +18,10 @@ from torch import nn
 from zerostd.adapting import adapt
 from zerostd.checkpointing import Saving
 from zerostd.checkpointing import latest as newest
+from zerostd.checkpointing.ordinary import is_ordinary
 from zerostd.communication import World
 from zerostd.errors import CheckpointError, MisuseError, PrepareError
+from zerostd.importing import load_ordinary
 from zerostd.loading import load_checkpoint
 from zerostd.measuring.model import profile_model
 from zerostd.monitoring import Memory
@@ -338,20 +340,24 @@ def save(
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    """Go on from a checkpoint; returns its `extra`.
+    """Go on from a checkpoint, and return its `extra`; or take the values of an ordinary model.
 
     Collective. By as many ranks as saved it training goes on bit by bit, random states included; any other number of
     ranks, stage or placement loads it too. Each rank reads what it will hold.
 
     Args:
-        path: Of the checkpoint.
+        path: Of the checkpoint; or of a Hugging Face directory, a safetensors file or the file of a state_dict. These
+            have no states: leave the optimizer out. dtypes become those that are kept, and the log says which.
         model: The module that prepare was called on.
         optimizer: What prepare returned. None: parameters and buffers only.
 
     Raises:
         CheckpointError: It is damaged or of another model; nothing was changed, on no rank.
     """
-    return load_checkpoint(_runtime_of(model, "load"), _prepared(optimizer, "load"), Path(path))
+    runtime, prepared = _runtime_of(model, "load"), _prepared(optimizer, "load")
+    if is_ordinary(Path(path)):
+        return load_ordinary(runtime, prepared, Path(path))
+    return load_checkpoint(runtime, prepared, Path(path))
 
 
 def latest(parent: str | os.PathLike[str]) -> str | None:

@@ -7,58 +7,106 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zerostd.checkpointing import Checkpoint, Manifest
+from zerostd.checkpointing.directory import clear_leftovers
 from zerostd.checkpointing.manifest import TensorEntry
 from zerostd.checkpointing.progress import Progress
 from zerostd.checkpointing.values import decode
-from zerostd.errors import CheckpointError
+from zerostd.errors import CheckpointError, MisuseError
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.records import put_flat, wanted_states
+from zerostd.optimizers.update import Updater
 from zerostd.parameters import Flat
+from zerostd.parameters.shelf import MASTER
+from zerostd.policy import Tier
 from zerostd.runtime import Runtime
 from zerostd.saving import buffers_of, check_call, describe_optimizer, flats_of
+from zerostd.tiers import Column
 
-__all__ = ["load_checkpoint"]
+__all__ = ["load_checkpoint", "value_places"]
 
 Wanted = tuple[TensorEntry, int, int]
+Target = tuple[TensorEntry, int, Column, slice]  # from which element on, and where to
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What is no long tensor, ready to be taken over."""
+
+    extra: Any
+    options: list[dict[str, Any]]  # of the optimizer's groups
+    singles: dict[str, dict[str, Any]]  # states of one value, by parameter
+    generators: list[Callable[[], object]]  # put a random state back
 
 
 @torch.no_grad()
 def load_checkpoint(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) -> Any:
     """All ranks call it. Returns what `extra` was. Nothing is changed unless everything is in order on all ranks."""
     check_call(runtime, optimizer, "load")
-    control = runtime.gatherer.control
+    if any(group.num_pins for group in runtime.groups):
+        raise MisuseError("zerostd.load inside zerostd.gathered(): leave the context first")
+    runtime.finish_updates()
     checkpoint: Checkpoint | None = None
+    found: _Found | None = None
+    cause: Exception | None = None
     try:
         try:
+            if runtime.world.rank == 0:
+                clear_leftovers(path.parent)
             checkpoint = Checkpoint(path)
-            _check_fits(runtime, optimizer, checkpoint.manifest)
-            wanted = [*_wanted(runtime, optimizer, checkpoint.manifest)]
-            sizes = [(high - low) * getattr(torch, entry.dtype).itemsize for entry, low, high in wanted]
-            with Progress("checking", sum(sizes), is_shown=runtime.world.rank == 0) as progress:
-                checkpoint.verify(wanted, progress.add)
-            extra = _extra(checkpoint)
-            failed = None
-        except CheckpointError as error:
-            failed = str(error)
-        everyone = control.meet("zerostd.load()", failed)
+            found = _checked(runtime, optimizer, checkpoint)
+        except Exception as error:
+            cause = error
+        everyone = runtime.gatherer.control.meet("zerostd.load()", None if cause is None else _said(cause))
         wrong = [(rank, text) for rank, text in enumerate(everyone) if text is not None]
         if wrong:
             where = f"rank {wrong[0][0]}: " if runtime.world.size > 1 else ""
-            raise CheckpointError(f"{where}{wrong[0][1]}. Nothing was changed")
-        assert checkpoint is not None
-        _apply(runtime, optimizer, checkpoint)
-        return extra
+            raise CheckpointError(f"{where}{wrong[0][1]}. Nothing was changed") from cause
+        assert checkpoint is not None and found is not None
+        _apply(runtime, optimizer, checkpoint, found)
+        return found.extra
     finally:
         if checkpoint is not None:
             checkpoint.close()
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _checked(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkpoint) -> _Found:
+    """Everything that can go wrong goes wrong here, where nothing is changed yet."""
+    manifest = checkpoint.manifest
+    _check_fits(runtime, optimizer, manifest)
+    wanted = [*_wanted(runtime, optimizer, manifest)]
+    sizes = [(high - low) * getattr(torch, entry.dtype).itemsize for entry, low, high in wanted]
+    with Progress("checking", sum(sizes), is_shown=runtime.world.rank == 0) as progress:
+        checkpoint.verify(wanted, progress.add)
+    options, singles = [], {}
+    if optimizer is not None and manifest.optimizer is not None:
+        options = [_named(group["options"]) for group in manifest.optimizer["groups"]]
+        singles = {name: _named(one) for name, one in manifest.optimizer["singles"].items()}
+    try:
+        generators = [*_generators(runtime, checkpoint)]
+    except Exception as error:  # what setstate raises is nowhere said
+        raise CheckpointError(f"the checkpoint has a random state that is none: {error!s:.200}") from error
+    return _Found(_extra(checkpoint), options, singles, generators)
+
+
+def _named(data: Any) -> dict[str, Any]:
+    """Options or states by name."""
+    found = decode(data, _nothing_there)
+    if not isinstance(found, dict) or not all(isinstance(name, str) and name != "params" for name in found):
+        raise CheckpointError(f"options or states of one value are {str(found)[:80]}")
+    return found
 
 
 def _check_fits(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifest) -> None:
@@ -80,6 +128,9 @@ def _check_fits(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Man
         ]
     if optimizer is not None:
         problems += _optimizer_problems(runtime, optimizer, manifest)
+    if runtime.loss_scale is not None and manifest.loss_scale is not None:
+        absent = [one.name for one in fields(runtime.loss_scale) if one.name not in manifest.loss_scale]
+        problems += [f"its loss_scale has no {name!r}" for name in absent]
     if problems:
         more = f", and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise CheckpointError("the checkpoint does not fit the model: " + "; ".join(problems[:20]) + more)
@@ -94,13 +145,20 @@ def _optimizer_problems(runtime: Runtime, optimizer: ZeroOptimizer, manifest: Ma
     found = [sorted(group["parameters"]) for group in there["groups"]]
     if found != [sorted(group["parameters"]) for group in mine["groups"]]:
         return [f"its param_groups have {[len(one) for one in found]} parameters, or others than these"]
-    return []
+    return [
+        f"{entry.label} has no place: the optimizer had other options when it was saved"
+        for flat in flats_of(runtime)
+        if flat.gradient is not None
+        for _, name, _, _ in wanted_states(flat)
+        for entry in manifest.states_of(name)
+        if any(not shelf.is_resident and entry.state not in shelf.columns for shelf in flat.shelves)
+    ]
 
 
 def _wanted(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifest) -> Iterator[Wanted]:
     """Every interval that this rank reads."""
     for flat in flats_of(runtime):
-        for name, low, high, _ in _value_places(flat, runtime.world.rank):
+        for name, low, high, _ in value_places(flat, runtime.world.rank):
             entry = manifest.find("parameter", name)
             assert entry is not None
             yield entry, low, high
@@ -115,9 +173,11 @@ def _wanted(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifes
         yield entry, 0, entry.numel
 
 
-def _value_places(flat: Flat, rank: int) -> Iterator[tuple[str, int, int, int]]:
+def value_places(flat: Flat, rank: int) -> Iterator[tuple[str, int, int, int]]:
     """What of each parameter rests on this rank: name, start, stop, and where in the flat's region or rest."""
-    part = flat.region if flat.shelves or not flat.is_sharded else flat.layout.shard(rank)
+    part = flat.region
+    if not flat.shelves:  # frozen: every rank has all of it, or its shard
+        part = flat.layout.shard(rank) if flat.is_sharded else slice(0, flat.layout.numel)
     for piece in flat.layout.pieces(part):
         yield flat.layout.intervals[piece.index].name, piece.start, piece.stop, piece.offset
 
@@ -131,29 +191,36 @@ def _generators_of(runtime: Runtime, manifest: Manifest) -> list[TensorEntry]:
 
 
 def _extra(checkpoint: Checkpoint) -> Any:
+    left = {one.of: one for one in checkpoint.manifest.of_kind("extra")}
+
     def get(number: int) -> torch.Tensor:
-        entry = checkpoint.manifest.find("extra", str(number))
+        entry = left.pop(str(number), None)
         if entry is None:
-            raise CheckpointError(f"the checkpoint has no tensor {number} of extra")
+            raise CheckpointError(f"the checkpoint has no tensor {number} of extra, or names it twice")
         return checkpoint.read(entry, 0, entry.numel).view(entry.shape)
 
     return decode(checkpoint.manifest.extra, get)
 
 
-def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkpoint) -> None:
+def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkpoint, found: _Found) -> None:
     """Everything was checked: take it over, flat by flat."""
     manifest = checkpoint.manifest
     runtime.gatherer.finish_all()
-    singles = manifest.optimizer["singles"] if optimizer is not None and manifest.optimizer is not None else {}
-    total = sum(entry.numel * getattr(torch, entry.dtype).itemsize for entry in manifest.of_kind("parameter"))
-    with Progress("loading", total, is_shown=runtime.world.rank == 0) as progress:
-        for group in runtime.groups:
-            for flat in group.flats:
-                _load_values(flat, runtime.world.rank, checkpoint)
-                if optimizer is not None and flat.gradient is not None:
-                    put_flat(optimizer._updater, flat, _read_states(flat, checkpoint, singles))
-                flat.publish()
-                progress.add(flat.rest.numel * flat.rest.dtype.itemsize)
+    targets: list[Target] = []
+    for flat in flats_of(runtime):
+        targets += _value_targets(flat, runtime.world.rank, manifest)
+        if optimizer is not None and flat.gradient is not None:
+            _clear_states(flat, manifest)
+            targets += _state_targets(optimizer._updater, flat, manifest, found.singles)
+    sizes = [(part.stop - part.start) * getattr(torch, entry.dtype).itemsize for entry, _, _, part in targets]
+    with Progress("loading", sum(sizes), is_shown=runtime.world.rank == 0) as progress:
+        checkpoint.fill(((e, low, c.tensor[part]) for e, low, c, part in targets if c.tensor is not None), progress.add)
+        for (wanted, low, column, part), size in zip(targets, sizes, strict=True):
+            if column.tensor is None:
+                column.write(part, checkpoint.read(wanted, low, low + part.stop - part.start).to(column.dtype))
+                progress.add(size)
+    for flat in flats_of(runtime):
+        flat.publish()
     for group in runtime.update_order():
         runtime.renew(group)
     for name, buffer in buffers_of(runtime.model):
@@ -161,57 +228,87 @@ def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkp
         if entry is not None:
             buffer.copy_(checkpoint.read(entry, 0, entry.numel).view(entry.shape))
     if optimizer is not None and manifest.optimizer is not None:
-        for options, saved in zip(optimizer.param_groups, manifest.optimizer["groups"], strict=True):
-            options.update(decode(saved["options"], _nothing_there))
+        for options, saved in zip(optimizer.param_groups, found.options, strict=True):
+            options.update(saved)
         optimizer._updater.moved(runtime.groups, optimizer._updater.routes)
     if runtime.loss_scale is not None and manifest.loss_scale is not None:
         for one in fields(runtime.loss_scale):
             setattr(runtime.loss_scale, one.name, manifest.loss_scale[one.name])
     runtime.backward.passes.num_steps = manifest.step
-    _restore_generators(runtime, checkpoint)
+    for restore in found.generators:
+        restore()
 
 
-def _load_values(flat: Flat, rank: int, checkpoint: Checkpoint) -> None:
-    for name, low, high, offset in _value_places(flat, rank):
-        entry = checkpoint.manifest.find("parameter", name)
+def _value_targets(flat: Flat, rank: int, manifest: Manifest) -> Iterator[Target]:
+    for name, low, high, offset in value_places(flat, rank):
+        entry = manifest.find("parameter", name)
         assert entry is not None
-        values = checkpoint.read(entry, low, high)
         if not flat.shelves:
-            flat.rest.write(slice(offset, offset + high - low), values.to(flat.rest.dtype))
+            yield entry, low, flat.rest, slice(offset, offset + high - low)
             continue
         for shelf in flat.shelves:
             found = shelf.overlap(offset, offset + high - low)
             if found is not None:
-                shelf.master.write(found[0], values[found[1]].to(shelf.master.dtype))
+                yield entry, low + found[1].start, shelf.master, found[0]
 
 
-def _read_states(flat: Flat, checkpoint: Checkpoint, singles: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for _, name, low, high in wanted_states(flat):
-        states = dict(decode(singles.get(name, {}), _nothing_there))
-        for entry in checkpoint.manifest.states_of(name):
-            states[entry.state] = checkpoint.read(entry, low, high)
-        found[name] = states
-    return found
+def _clear_states(flat: Flat, manifest: Manifest) -> None:
+    """A state that the checkpoint does not have begins with zeros, where there is a place for it already."""
+    for piece in flat.layout.pieces(flat.region):
+        saved = {entry.state for entry in manifest.states_of(flat.layout.intervals[piece.index].name)}
+        for shelf in flat.shelves:
+            part = shelf.overlap(piece.offset, piece.offset + piece.numel)
+            for name, column in shelf.columns.items():
+                if name != MASTER and name not in saved and part is not None:
+                    column.write(part[0], torch.zeros(part[0].stop - part[0].start, dtype=column.dtype))
+
+
+def _state_targets(
+    updater: Updater, flat: Flat, manifest: Manifest, singles: Mapping[str, Mapping[str, Any]]
+) -> Iterator[Target]:
+    """Take over states of one value and make room for the long ones. Parameters that share a run have the same."""
+    names = [interval.name for interval in flat.layout.intervals]
+    put_flat(updater, flat, {name: singles.get(name, {}) for name in names})
+    updater.runs[flat].cut([tuple((entry.state, entry.dtype) for entry in manifest.states_of(name)) for name in names])
+    for run in updater.runs[flat].runs:
+        for entry in manifest.states_of(names[run.pieces[0].index]):
+            if run.tensor is None:
+                run.singles = {} if run.singles is None else run.singles
+                column, begin = run.shelf.columns[entry.state], run.part.start
+            else:
+                value = torch.empty_like(run.tensor, dtype=getattr(torch, entry.dtype))
+                updater.inner.state[run.tensor][entry.state] = value
+                column, begin = Column(run.numel, value.dtype, Tier.DEVICE, value), 0
+            for piece in run.pieces:
+                found = manifest.find("state", names[piece.index], entry.state)
+                assert found is not None
+                place = begin + piece.offset - run.region.start
+                yield found, piece.start, column, slice(place, place + piece.numel)
 
 
 def _nothing_there(number: int) -> torch.Tensor:
     raise CheckpointError(f"tensor {number} is among options or states of one value, where no tensor can be")
 
 
-def _restore_generators(runtime: Runtime, checkpoint: Checkpoint) -> None:
-    """Random states, if as many ranks saved them."""
+def _generators(runtime: Runtime, checkpoint: Checkpoint) -> Iterator[Callable[[], object]]:
+    """How to put random states back, if as many ranks saved them. Each is tried on a generator of its own."""
     manifest, rank, device = checkpoint.manifest, runtime.world.rank, runtime.world.device
     if manifest.world_size != runtime.world.size:
         return
     for entry in _generators_of(runtime, manifest):
         state = checkpoint.read(entry, 0, entry.numel)
         if entry.of.endswith("/torch"):
-            torch.set_rng_state(state)
+            torch.Generator().set_state(state)
+            yield partial(torch.set_rng_state, state)
         elif device.type != "cpu":
-            torch.get_device_module(device).set_rng_state(state, device)
+            torch.Generator(device).set_state(state)
+            yield partial(torch.get_device_module(device).set_rng_state, state, device)
     others = decode(manifest.random.get(str(rank), {}), _nothing_there)
+    if not isinstance(others, dict):
+        raise CheckpointError(f"random states of rank {rank} are {str(others)[:80]}")
     if "python" in others:
-        random.setstate(others["python"])
+        random.Random().setstate(others["python"])
+        yield partial(random.setstate, others["python"])
     if "numpy" in others and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(others["numpy"])
+        numpy.random.RandomState().set_state(others["numpy"])
+        yield partial(numpy.random.set_state, others["numpy"])

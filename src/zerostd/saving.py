@@ -35,13 +35,29 @@ def save_checkpoint(
 ) -> Saving:
     """Begin to save. All ranks call it."""
     check_call(runtime, optimizer, "save")
+    control = runtime.gatherer.control
+    if runtime.saving is not None:
+        runtime.saving.wait()  # one at a time
+    try:
+        facts, records = _facts_and_records(runtime, optimizer, extra)
+    except CheckpointError as error:
+        control.meet("zerostd.save()", error)  # so that the others do not wait
+        raise
+    saving = Saving(path, records, facts, control, keep=keep)
+    for group in runtime.groups:
+        group.kept = saving.kept(group.name)
+    runtime.saving = saving
+    return saving
+
+
+def _facts_and_records(runtime: Runtime, optimizer: ZeroOptimizer | None, extra: Any) -> tuple[Facts, list[Record]]:
     tensors: list[torch.Tensor] = []
 
     def keep_tensor(tensor: torch.Tensor) -> int:
         tensors.append(tensor)
         return len(tensors) - 1
 
-    encoded = encode(extra, keep_tensor, "extra")
+    encoded = encode(extra, keep_tensor, "extra") if runtime.world.rank == 0 else None
     groups, singles = None, {}
     if optimizer is not None:
         groups = describe_optimizer(runtime, optimizer)
@@ -63,13 +79,7 @@ def save_checkpoint(
     if runtime.world.rank == 0:
         records += [tensor_record("buffer", name, buffer) for name, buffer in buffers_of(runtime.model)]
         records += [tensor_record("extra", str(number), tensor) for number, tensor in enumerate(tensors)]
-    if runtime.saving is not None:
-        runtime.saving.wait()  # one at a time
-    saving = Saving(path, [one for one in records if one.stop > one.start], facts, runtime.gatherer.control, keep=keep)
-    for group in runtime.groups:
-        group.kept = saving.kept(group.name)
-    runtime.saving = saving
-    return saving
+    return facts, records
 
 
 def check_call(runtime: Runtime, optimizer: ZeroOptimizer | None, call: str) -> None:

@@ -23,7 +23,7 @@ from support.side_by_side import data, seeded
 from zerostd import Budget, Placement
 
 WIDTH = 24
-GROUPS = ["layers.*", "frozen", "tied"]
+GROUPS = ["layers.*", "frozen", "tied", "apart"]
 PLACEMENTS: dict[str, Placement] = {
     "device": Placement(),
     "host": Placement(optimizer_states="host", cpu_share=1.0),
@@ -55,9 +55,10 @@ class Net(nn.Module):
         self.never = nn.Linear(width, 3)
         self.outlet = nn.Linear(width, 4)
         self.scale = nn.Parameter(torch.ones(1))
-        self.alone = nn.Parameter(torch.ones(width))  # no optimizer has it
+        self.alone = nn.Parameter(torch.ones(width))  # no optimizer has it, nor the next one
+        self.apart = nn.Linear(width, width)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.register_buffer("scratch", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor, uses_all: bool) -> Tensor:
         self.seen += len(x)
@@ -65,14 +66,14 @@ class Net(nn.Module):
         x = self.dropout(F.gelu(self.norm(self.inlet(x))))
         for layer in self.layers:
             x = x + F.gelu(layer(x))
-        x = x + self.frozen(x) * self.alone
+        x = x + self.frozen(x) * self.alone + self.apart(x)
         x = x + self.again(F.gelu(self.tied(x)))
         x = self.rarely(x) if uses_all else x
         return self.outlet(x) * self.scale
 
 
 def in_optimizer(model: nn.Module) -> list[nn.Parameter]:
-    return [p for name, p in model.named_parameters() if name != "alone" and p.requires_grad]
+    return [p for name, p in model.named_parameters() if not name.startswith(("alone", "apart")) and p.requires_grad]
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -136,7 +137,7 @@ class Run:
     """A training under way. Two with the same job and folder differ only by their seed."""
 
     def __init__(self, job: Job, folder: str | Path, *, rank: int = 0, seed: int = 0) -> None:
-        self.job, self.rank = job, rank
+        self.job, self.rank, self.folder = job, rank, folder
         model = seeded(Net, seed)
         self.model, self.optimizer = zerostd.prepare(
             model,

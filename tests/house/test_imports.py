@@ -29,7 +29,8 @@ ROOMS: dict[str, set[str]] = {
     "planning": GROUND | {"sharding"},
 }
 ROOMS["measuring"] = set(ROOMS) - {"scheduling", "checkpointing"}
-FRONT = "accounting settings runtime proposing preparing moving adapting whole saving loading"  # put the parts together
+# what puts the parts together
+FRONT = "accounting settings runtime proposing preparing moving adapting whole saving loading importing"
 for front in FRONT.split():
     ROOMS[front] = set(ROOMS)
 ROOMS["api"] = set(ROOMS)

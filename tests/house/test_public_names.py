@@ -31,6 +31,7 @@ PUBLIC_NAMES = [
     "load",
     "measure_machine",
     "memory",
+    "merge",
     "no_sync",
     "plan",
     "prepare",

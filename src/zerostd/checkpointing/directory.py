@@ -10,8 +10,10 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,37 +26,52 @@ __all__ = ["MANIFEST", "Draft", "clear_leftovers", "keep_newest", "latest", "rea
 
 MANIFEST, MARK = "manifest.json", ".incomplete-"
 JUST_NOW_S = 1.0
-MOST_BYTES = 4 << 30  # of a manifest
+MOST_BYTES = 1 << 30  # of a manifest
+DRAFT = re.compile(rf".+{re.escape(MARK)}[0-9a-f]{{12}}", re.DOTALL)
+REMEDY = "name checkpoints by their step, and say keep= to keep the newest only"
 
 log = logging.getLogger("zerostd")
 
 
 class Draft:
-    """A checkpoint that is being written. Rank 0 makes it; the others write into its `folder`."""
+    """A directory that is being written. Of a checkpoint rank 0 makes it; the others write into its `folder`."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, remedy: str = REMEDY) -> None:
+        if not target.name or "\0" in str(target) or MARK in target.name:
+            raise CheckpointError(f"{str(target)!r} cannot be the name of a checkpoint")
+        target = target.absolute()
         self.target = target
         self.folder = target.with_name(f"{target.name}{MARK}{secrets.token_hex(6)}")
         try:
+            new = [folder for folder in target.parents if not folder.exists()]
             target.parent.mkdir(parents=True, exist_ok=True)
+            for folder in new:
+                _sync(folder.parent)  # or a power failure takes them, and all that is in them
             if target.exists():
-                raise CheckpointError(
-                    f"{target} is there already, and is not overwritten: name checkpoints by their step, and say "
-                    "keep= to keep the newest only"
-                )
+                raise CheckpointError(f"{target} is there already, and is not overwritten: {remedy}")
             clear_leftovers(target.parent)
             self.folder.mkdir()
             self._lock = _lock(self.folder)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()  # nobody would know that it is not in use
             raise CheckpointError(f"{self.folder} cannot be made: {reason(error)}") from error
 
-    def commit(self, manifest: Manifest) -> None:
-        """All files are there: make it a checkpoint."""
+    def write(self, name: str, text: str) -> None:
+        """One more file, synced to disk."""
         try:
-            with open(self.folder / MANIFEST, "x", encoding="utf-8") as file:
-                file.write(manifest.to_json())
+            with open(self.folder / name, "x", encoding="utf-8") as file:
+                file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
+        except OSError as error:
+            raise CheckpointError(f"{self.folder / name} cannot be written: {reason(error)}") from error
+
+    def commit(self, manifest: Manifest | None = None) -> None:
+        """All files are there: make it a checkpoint, or, without a manifest, what it is."""
+        try:
+            if manifest is not None:
+                self.write(MANIFEST, manifest.to_json())
             _sync(self.folder)
             if self.target.exists():
                 raise CheckpointError(f"{self.target} was made by somebody else meanwhile: this one is dropped")
@@ -104,7 +121,7 @@ def clear_leftovers(parent: Path) -> list[Path]:
     removed = []
     with contextlib.suppress(OSError):
         for folder in parent.iterdir():
-            if MARK in folder.name and folder.is_dir() and not folder.is_symlink() and _is_abandoned(folder):
+            if DRAFT.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink() and _is_abandoned(folder):
                 log.info("%s was left by a run that was killed; it is removed", folder)
                 shutil.rmtree(folder, ignore_errors=True)
                 removed.append(folder)
@@ -128,8 +145,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a directory, and so no checkpoint")
-        if path.stat().st_size > MOST_BYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes: it is not a manifest")
+        if (size := _size_of(path)) > MOST_BYTES:
+            raise CheckpointError(f"{path} has {size} bytes: it is not a manifest")
         manifest = Manifest.from_json(path.read_bytes(), str(path))
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} has no {MANIFEST}: it is no checkpoint, or was never completed") from error
@@ -137,7 +154,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
     for name, size in manifest.files.items():
         try:
-            found = (folder / name).stat().st_size
+            found = _size_of(folder / name)
         except OSError as error:
             raise CheckpointError(
                 f"{folder / name}, a file of the checkpoint, cannot be read: {reason(error)}"
@@ -145,6 +162,13 @@ def read_manifest(folder: Path) -> Manifest:
         if found != size:
             raise CheckpointError(f"{folder / name} has {found} bytes and should have {size}: it is not complete")
     return manifest
+
+
+def _size_of(path: Path) -> int:
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path} is not an ordinary file")
+    return found.st_size
 
 
 def check_headers(folder: Path, manifest: Manifest, on_open: Callable[[str, Reader], None]) -> None:
@@ -164,6 +188,10 @@ def check_headers(folder: Path, manifest: Manifest, on_open: Callable[[str, Read
                     f"{folder / part.file}: {part.key!r} is {place.shape} of {place.dtype}, and the manifest says "
                     f"{numel} of {one.dtype} for {one.label}"
                 )
+    used = {(part.file, part.key) for one in manifest.tensors for part in one.parts}
+    unknown = [(name, key) for name, reader in readers.items() for key in reader.places if (name, key) not in used]
+    if unknown:
+        raise CheckpointError(f"{folder / unknown[0][0]}: the manifest does not say what {unknown[0][1]!r} is")
 
 
 def latest(parent: Path) -> Path | None:
@@ -190,14 +218,15 @@ def latest(parent: Path) -> Path | None:
 
 def keep_newest(target: Path, keep: int) -> list[Path]:
     """Remove checkpoints beside `target`, but not the `keep` newest complete ones. Returns the removed."""
-    found = []
-    for folder in target.parent.iterdir():
-        if folder.is_dir() and MARK not in folder.name and (folder / MANIFEST).exists():
+    others, removed = [], []
+    with contextlib.suppress(OSError):
+        for folder in target.parent.iterdir():
+            is_one = folder.name != target.name and MARK not in folder.name and (folder / MANIFEST).exists()
             with contextlib.suppress(CheckpointError):
-                manifest = read_manifest(folder)
-                found.append((manifest.saved, manifest.step, folder))
-    removed = []
-    for _, _, folder in sorted(found)[:-keep]:
+                if is_one:
+                    manifest = read_manifest(folder)
+                    others.append((manifest.saved, manifest.step, folder))
+    for _, _, folder in sorted(others)[: max(0, len(others) - (keep - 1))]:
         gone = folder.with_name(f"{folder.name}{MARK}{secrets.token_hex(6)}")
         try:
             folder.rename(gone)  # it goes as one, also if this process is killed now

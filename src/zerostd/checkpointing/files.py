@@ -9,24 +9,26 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from zerostd.checkpointing.manifest import BLOCK, num_blocks
-from zerostd.checkpointing.values import DTYPES
+from zerostd.checkpointing.manifest import BLOCK, MOST_DIMENSIONS
+from zerostd.checkpointing.values import DTYPES, dtype_name
 from zerostd.errors import CheckpointError
 
-__all__ = ["Reader", "Source", "Written", "reason", "write_file"]
+__all__ = ["Reader", "Source", "Writable", "Written", "reason", "view_of", "write_all", "write_file"]
 
 NUM_THREADS = 4
+SYNC_EVERY = 128 << 20
 MOST_HEADER = 256 << 20
 CODES = {
     "float64": "F64",
@@ -49,6 +51,28 @@ Read = Callable[[int, int], torch.Tensor]  # elements [low, high), in memory
 OnWritten = Callable[[str, int], None]  # key and bytes of a source
 
 
+class Writable(Protocol):
+    """A tensor that gets itself into a file, block by block, in several threads."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def numel(self) -> int: ...
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Elements [low, high) of each block, in order."""
+
+    def write(self, fd: int, low: int, high: int, offset: int) -> int:
+        """A block to its place in the file; returns its checksum."""
+
+
 @dataclass(frozen=True)
 class Source:
     """Numbers to be written: so many of a dtype, and who gives them."""
@@ -59,6 +83,18 @@ class Source:
     numel: int
     read: Read
 
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """BLOCK bytes each."""
+        step = BLOCK // self.dtype.itemsize
+        return ((low, min(self.numel, low + step)) for low in range(0, self.numel, step))
+
+    def write(self, fd: int, low: int, high: int, offset: int) -> int:
+        """A block to its place in the file; returns its checksum."""
+        view = view_of(self.read(low, high).detach().to("cpu").contiguous())  # a copy only if it was elsewhere
+        crc = zlib.crc32(view)
+        write_all(fd, view, offset)
+        return crc
+
 
 @dataclass(frozen=True)
 class Written:
@@ -68,13 +104,19 @@ class Written:
     crc32: dict[str, tuple[int, ...]]
 
 
-def write_file(path: Path, sources: Sequence[Source], on_written: OnWritten | None = None) -> Written:
-    """Write a new file and sync it to disk. `on_written` is told of each source, in their order."""
-    header, offsets, end = _header(sources)
+def write_file(
+    path: Path,
+    sources: Sequence[Writable],
+    on_written: OnWritten | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Written:
+    """Write a new file and sync it to disk. `on_written` is told of each source, in their order; `metadata` is for the
+    header."""
+    header, offsets, end = _header(sources, metadata)
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
-            _write_all(fd, memoryview(header), 0)
+            write_all(fd, memoryview(header), 0)
             with ThreadPoolExecutor(NUM_THREADS, "zerostd checkpoint") as pool:
                 try:
                     sums = _write_blocks(pool, fd, sources, offsets, on_written)
@@ -89,65 +131,66 @@ def write_file(path: Path, sources: Sequence[Source], on_written: OnWritten | No
     return Written(end, sums)
 
 
-def _header(sources: Sequence[Source]) -> tuple[bytes, list[int], int]:
+def _header(sources: Sequence[Writable], metadata: Mapping[str, str] | None) -> tuple[bytes, list[int], int]:
     """The file's beginning, where the numbers of each source go, and the file's length."""
-    entries, places, used = {}, [], 0
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    places, used = [], 0
     for source in sources:
         places.append(used)
         used += source.numel * source.dtype.itemsize
-        code = CODES[str(source.dtype).removeprefix("torch.")]
+        code = CODES[dtype_name(source.dtype)]
         entries[source.key] = {"dtype": code, "shape": list(source.shape), "data_offsets": [places[-1], used]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 64)  # numbers start on a cache line, and on a page where the header is one long
+    text += b" " * (-(8 + len(text)) % 64)  # numbers start on a cache line, and on a page where the header is one long
     begin = 8 + len(text)
     return struct.pack("<Q", len(text)) + text, [begin + place for place in places], begin + used
 
 
 def _write_blocks(
-    pool: ThreadPoolExecutor, fd: int, sources: Sequence[Source], offsets: Sequence[int], on_written: OnWritten | None
+    pool: ThreadPoolExecutor, fd: int, sources: Sequence[Writable], offsets: Sequence[int], on_written: OnWritten | None
 ) -> dict[str, tuple[int, ...]]:
     """Sources in order, their blocks in several threads, a bounded number at a time."""
     sums: dict[str, list[int]] = {source.key: [] for source in sources}
-    waiting: deque[tuple[Source, Future[int]]] = deque()
+    waiting: deque[tuple[Writable, bool, Future[int]]] = deque()
+    syncs: list[Future[None]] = []
+    unsynced = 0
 
     def collect() -> None:
-        source, block = waiting.popleft()
+        source, is_last, block = waiting.popleft()
         sums[source.key].append(block.result())
-        num_bytes = source.numel * source.dtype.itemsize
-        if on_written is not None and len(sums[source.key]) == num_blocks(num_bytes):
-            on_written(source.key, num_bytes)
+        if on_written is not None and is_last:
+            on_written(source.key, source.numel * source.dtype.itemsize)
 
     for source, offset in zip(sources, offsets, strict=True):
-        step = BLOCK // source.dtype.itemsize
-        for low in range(0, source.numel, step):
-            high, place = min(source.numel, low + step), offset + low * source.dtype.itemsize
-            waiting.append((source, pool.submit(_write_block, fd, source.read, low, high, place)))
+        for low, high in source.blocks():
+            place = offset + low * source.dtype.itemsize
+            block = pool.submit(source.write, fd, low, high, place)
+            waiting.append((source, high == source.numel, block))
+            unsynced += (high - low) * source.dtype.itemsize
+            if unsynced >= SYNC_EVERY and (not syncs or syncs[-1].done()):
+                syncs.append(pool.submit(_sync, fd))  # so that the disk does not wait for the end
+                unsynced = 0
             if len(waiting) > 2 * NUM_THREADS:
                 collect()
     while waiting:
         collect()
+    for sync in syncs:
+        sync.result()  # the system tells of an error only once
     return {key: tuple(found) for key, found in sums.items()}
 
 
-def _write_block(fd: int, read: Read, low: int, high: int, offset: int) -> int:
-    view = _bytes_of(read(low, high))
-    crc = zlib.crc32(view)
-    _write_all(fd, view, offset)
-    return crc
+def _sync(fd: int) -> None:
+    (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(fd)
 
 
-def _bytes_of(values: torch.Tensor) -> memoryview:
-    """The memory of numbers, copied only if it is not plain host memory."""
-    return _view(values.detach().to("cpu").contiguous())
-
-
-def _view(values: torch.Tensor) -> memoryview:
+def view_of(values: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the host."""
     flat: Any = values.view(-1).view(torch.uint8).numpy() if values.numel() else b""
     return memoryview(flat)
 
 
-def _write_all(fd: int, view: memoryview, offset: int) -> None:
+def write_all(fd: int, view: memoryview, offset: int) -> None:
+    """All of it, at `offset` of a file."""
     done = 0
     while done < len(view):
         done += os.pwrite(fd, view[done:], offset + done)
@@ -170,11 +213,14 @@ class Reader:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
         try:
-            self.num_bytes = os.fstat(self._fd).st_size
+            found = os.fstat(self._fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise CheckpointError(f"{path} is not an ordinary file")
+            self.num_bytes = found.st_size
             self.places = self._read_header()
         except BaseException:
             self.close()
@@ -198,8 +244,13 @@ class Reader:
         size = place.dtype.itemsize
         if target is None:
             target = torch.empty(high - low, dtype=place.dtype)
-        self._read_all(_view(target), place.offset + low * size)
+        self._read_all(view_of(target), place.offset + low * size)
         return target
+
+    def read_bytes(self, key: str, low: int, target: memoryview) -> None:
+        """The same for whoever has the bytes of a target: elements from `low` on, as many as there is room for."""
+        place = self.places[key]
+        self._read_all(target, place.offset + low * place.dtype.itemsize)
 
     def _read_all(self, view: memoryview, offset: int) -> None:
         done = 0
@@ -225,7 +276,9 @@ class Reader:
         try:
             entries = json.loads(text)
             entries.pop("__metadata__", None)
-            return {key: self._place(key, one, 8 + length) for key, one in entries.items()}
+            places = {key: self._place(key, one, 8 + length) for key, one in entries.items()}
+            _check_places(places, 8 + length, self.num_bytes)
+            return places
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise CheckpointError(f"{self.path} has a damaged header: {error!s:.200}") from error
 
@@ -233,14 +286,27 @@ class Reader:
         dtype, shape = DTYPE_BY_CODE.get(entry["dtype"]), entry["shape"]
         low, high = entry["data_offsets"]
         numbers = [low, high, *shape]
-        if dtype is None or not all(type(one) is int and 0 <= one < 1 << 62 for one in numbers):
-            raise ValueError(f"{key!r} has dtype {entry['dtype']!r}, shape {shape!r} and offsets {[low, high]!r}")
+        is_plain = len(numbers) <= 2 + MOST_DIMENSIONS and all(
+            type(one) is int and 0 <= one < 1 << 62 for one in numbers
+        )
+        if dtype is None or not is_plain:
+            raise ValueError(f"{key!r} has dtype {entry['dtype']!r}, shape {shape!r:.80} and offsets {[low, high]!r}")
         num_bytes = dtype.itemsize
         for one in shape:
             num_bytes *= one
         if high - low != num_bytes or begin + high > self.num_bytes:
             raise ValueError(f"{key!r} needs {num_bytes} bytes and has [{low}, {high}) of {self.num_bytes - begin}")
         return _Place(dtype, tuple(shape), begin + low, num_bytes)
+
+
+def _check_places(places: Mapping[str, _Place], begin: int, end: int) -> None:
+    """The numbers of the tensors are all that follows the header, without gap or overlap, as safetensors has it."""
+    for place in sorted(places.values(), key=lambda one: (one.offset, one.num_bytes)):
+        if place.offset != begin:
+            raise ValueError(f"{'a gap' if place.offset > begin else 'tensors that overlap'} at {begin}")
+        begin += place.num_bytes
+    if begin != end:
+        raise ValueError(f"{end - begin} bytes follow the last tensor")
 
 
 def reason(error: OSError) -> str:

@@ -22,7 +22,7 @@ FORMAT, VERSION = "zerostd checkpoint", 1
 BLOCK = 4 << 20  # bytes of a part that have a checksum
 KINDS = ("parameter", "buffer", "state", "random", "extra")
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-MOST_ELEMENTS = 1 << 60
+MOST_ELEMENTS, MOST_DIMENSIONS = 1 << 60, 64
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Manifest:
     def from_json(cls, text: str | bytes, source: str) -> Self:
         """The counterpart of to_json. `source` is the file's name, for errors."""
         try:
-            data = json.loads(text)
+            data = json.loads(text, parse_constant=_no_constant)
             return cls(**_checked(data))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise CheckpointError(f"{source} is not a checkpoint's manifest: {_words(error)}") from error
@@ -131,7 +131,7 @@ def _checked(data: Any) -> dict[str, Any]:
     """The fields of a manifest, or an error that names the first one that is wrong."""
     _expect(isinstance(data, dict) and data.get("format") == FORMAT, f"its format is not {FORMAT!r}")
     version = data.get("version")
-    if not _is_count(version) or version > VERSION:
+    if not _is_count(version) or not 1 <= version <= VERSION:
         raise CheckpointError(f"version {version!r}, and this zerostd reads {VERSION}; use a newer zerostd")
     known = {"format", "version", "zerostd", "saved", "step", "world_size", "stage", "files", "tensors", "optimizer"}
     _only(data, known | {"loss_scale", "random", "extra"}, "a manifest")
@@ -146,8 +146,12 @@ def _checked(data: Any) -> dict[str, Any]:
     _expect(isinstance(data["tensors"], list), "'tensors' is no list")
     tensors = tuple(_tensor(one, files) for one in data["tensors"])
     _check_no_doubles(tensors)
-    for name in ("optimizer", "loss_scale"):
-        _expect(data.get(name) is None or isinstance(data[name], dict), f"{name!r} is {str(data.get(name))[:40]!r}")
+    _check_states(tensors)
+    if data.get("optimizer") is not None:
+        _check_optimizer(data["optimizer"])
+    scale = data.get("loss_scale")
+    if scale is not None:
+        _expect(isinstance(scale, dict) and all(map(_is_number, scale.values())), "'loss_scale' is not made of numbers")
     _expect(isinstance(data.get("random", {}), dict), "'random' is no dict")
     found = {name: data[name] for name in ("zerostd", "saved", "step", "world_size", "stage")}
     rest = {name: data.get(name) for name in ("optimizer", "loss_scale", "extra")}
@@ -157,19 +161,21 @@ def _checked(data: Any) -> dict[str, Any]:
 def _tensor(data: Any, files: Mapping[str, int]) -> TensorEntry:
     _only(data, {"kind", "of", "dtype", "shape", "parts", "state", "original", "names"}, "a tensor")
     _expect(data["kind"] in KINDS, f"a tensor's kind is {data['kind']!r}")
-    names = data.get("names", [])
+    names, parts = data.get("names", []), data.get("parts", [])
+    _expect(isinstance(names, list) and isinstance(parts, list), f"names or parts of {data['of']!r} are no list")
     for value in (data["of"], data.get("state", ""), data.get("original", ""), *names):
         _expect(isinstance(value, str), f"{value!r} of a tensor is no text")
     if data.get("original"):
         dtype_of(data["original"])
     shape = data["shape"]
-    _expect(isinstance(shape, list) and all(_is_count(size) for size in shape), f"shape {shape!r} of {data['of']!r}")
+    is_shape = isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS and all(_is_count(size) for size in shape)
+    _expect(is_shape, f"shape {str(shape)[:80]} of {data['of']!r}")
     entry = TensorEntry(
         data["kind"],
         data["of"],
         data["dtype"],
         tuple(shape),
-        tuple(_part(one, data["of"], files) for one in data.get("parts", [])),
+        tuple(_part(one, data["of"], files) for one in parts),
         data.get("state", ""),
         data.get("original", ""),
         tuple(names),
@@ -210,6 +216,32 @@ def _check_no_doubles(tensors: Sequence[TensorEntry]) -> None:
         for part in one.parts:
             _expect((part.file, part.key) not in keys, f"two parts are {part.key!r} of {part.file}")
             keys.add((part.file, part.key))
+
+
+def _check_states(tensors: Sequence[TensorEntry]) -> None:
+    """Each is as long as its parameter."""
+    shapes = {one.of: one.shape for one in tensors if one.kind == "parameter"}
+    for one in tensors:
+        _expect((one.kind == "state") == bool(one.state), f"{one.label} should be a state with a name")
+        if one.state:
+            _expect(shapes.get(one.of) == one.shape, f"{one.label} has shape {one.shape}, not that of its parameter")
+
+
+def _check_optimizer(data: Any) -> None:
+    _only(data, {"class", "groups", "singles"}, "an optimizer")
+    _expect(isinstance(data["class"], str), "the optimizer's class is no text")
+    _expect(isinstance(data["groups"], list), "the optimizer's groups are no list")
+    for group in data["groups"]:
+        _only(group, {"options", "parameters"}, "a group of the optimizer")
+        options, names = group["options"], group["parameters"]
+        _expect(isinstance(options, dict) and "params" not in options, "options of a group of the optimizer")
+        _expect(isinstance(names, list) and all(isinstance(name, str) for name in names), "parameters of a group")
+    singles = data["singles"]
+    _expect(isinstance(singles, dict) and all(isinstance(one, dict) for one in singles.values()), "single states")
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
 
 
 def _only(data: Any, known: set[str], what: str) -> None:

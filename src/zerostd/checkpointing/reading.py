@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,7 @@ from zerostd.errors import CheckpointError
 
 __all__ = ["Checkpoint"]
 
+J = TypeVar("J")
 T = TypeVar("T")
 
 
@@ -42,6 +44,7 @@ class Checkpoint:
         self.folder = folder
         self.manifest = read_manifest(folder)
         self._readers: dict[str, Reader] = {}
+        self._scratch = threading.local()  # a block of memory for each thread
         self._pool = ThreadPoolExecutor(NUM_THREADS, "zerostd checkpoint")
         try:
             check_headers(folder, self.manifest, self._readers.__setitem__)
@@ -65,7 +68,7 @@ class Checkpoint:
         """Read the blocks of these intervals and check them. Raises CheckpointError for the first that is damaged."""
 
         def check(block: _Block) -> int:
-            return self._read_block(block).nbytes
+            return self._read_block(block, self._scratch_for(block)).nbytes
 
         blocks = (block for entry, low, high in wanted for block in _blocks(entry, low, high))
         for num_bytes in self._in_order(check, blocks):
@@ -74,20 +77,38 @@ class Checkpoint:
     def read(self, entry: TensorEntry, low: int, high: int) -> torch.Tensor:
         """Elements [low, high) of a tensor, flattened, on the host."""
         values = torch.empty(high - low, dtype=getattr(torch, entry.dtype))
-
-        def fill(block: _Block) -> None:
-            numbers, skip = self._read_block(block), block.index * (BLOCK // values.element_size())
-            start = max(low, block.part.start + block.low)
-            stop = min(high, block.part.start + block.high)
-            inside = slice(start - block.part.start - skip, stop - block.part.start - skip)
-            values[start - low : stop - low].copy_(numbers[inside])
-
-        for _ in self._in_order(fill, _blocks(entry, low, high)):
-            pass
+        self.fill([(entry, low, values)], lambda num_bytes: None)
         return values
 
-    def _read_block(self, block: _Block) -> torch.Tensor:
-        numbers = self._readers[block.part.file].read(block.part.key, block.low, block.high)
+    def fill(self, wanted: Iterable[tuple[TensorEntry, int, torch.Tensor]], on_bytes: Callable[[int], None]) -> None:
+        """Read elements of tensors, each from a first one on, into flat memory of any dtype and device."""
+
+        @torch.no_grad()
+        def put(job: tuple[_Block, int, torch.Tensor]) -> int:
+            block, low, values = job
+            first, last = block.part.start + block.low, block.part.start + block.high
+            start, stop = max(low, first), min(low + values.numel(), last)
+            target = values[start - low : stop - low]
+            is_there = target.device.type == "cpu" and str(target.dtype) == f"torch.{block.entry.dtype}"
+            if is_there and (start, stop) == (first, last):
+                return self._read_block(block, target).nbytes
+            numbers = self._read_block(block, self._scratch_for(block))[start - first : stop - first]
+            target.copy_(numbers)
+            return numbers.nbytes
+
+        jobs = ((b, low, values) for entry, low, values in wanted for b in _blocks(entry, low, low + values.numel()))
+        for num_bytes in self._in_order(put, jobs):
+            on_bytes(num_bytes)
+
+    def _scratch_for(self, block: _Block) -> torch.Tensor:
+        if not hasattr(self._scratch, "block"):
+            self._scratch.block = torch.empty(BLOCK, dtype=torch.uint8)
+        dtype: torch.dtype = getattr(torch, block.entry.dtype)
+        numbers: torch.Tensor = self._scratch.block.view(dtype)[: block.high - block.low]
+        return numbers
+
+    def _read_block(self, block: _Block, target: torch.Tensor) -> torch.Tensor:
+        numbers = self._readers[block.part.file].read(block.part.key, block.low, block.high, target)
         flat = numbers.view(torch.uint8).numpy()
         if zlib.crc32(memoryview(flat)) != block.part.crc32[block.index]:  # type: ignore[arg-type]
             raise CheckpointError(
@@ -96,11 +117,11 @@ class Checkpoint:
             )
         return numbers
 
-    def _in_order(self, work: Callable[[_Block], T], blocks: Iterable[_Block]) -> Iterator[T]:
+    def _in_order(self, work: Callable[[J], T], jobs: Iterable[J]) -> Iterator[T]:
         """Results block by block, a few of them under way."""
         waiting: deque[Future[T]] = deque()
-        for block in blocks:
-            waiting.append(self._pool.submit(work, block))
+        for job in jobs:
+            waiting.append(self._pool.submit(work, job))
             if len(waiting) > 2 * NUM_THREADS:
                 yield waiting.popleft().result()
         while waiting:

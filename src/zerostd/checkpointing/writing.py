@@ -59,7 +59,7 @@ class _Piece:
     state: str
     dtype: str
     shape: tuple[int, ...]
-    part: Part
+    part: Part | None  # None: it has no elements
 
 
 class _Aside:
@@ -103,7 +103,11 @@ class Saving:
                 begun = str(self._draft.folder)
         except CheckpointError as error:
             begun = error
-        folder = Path(_first_or_raise(control.meet("zerostd.save()", begun)))
+        try:
+            folder = Path(_first_or_raise(control.meet("zerostd.save()", begun)))
+        except BaseException:
+            self._drop()
+            raise
         self._thread = threading.Thread(target=self._write, args=(folder, records), name="zerostd save")
         self._thread.start()
 
@@ -143,7 +147,11 @@ class Saving:
     def _finish(self) -> None:
         """All ranks have written, or failed."""
         facts, end = self._facts, "the end of zerostd.save()"
-        brought = self._control.bring((self._done, facts.random, facts.singles, self._failed), end)
+        try:
+            brought = self._control.bring((self._done, facts.random, facts.singles, self._failed), end)
+        except BaseException:
+            self._drop()
+            raise
         result: Any = None
         if self._draft is not None:
             result = _commit(self._draft, brought, facts, self._keep)
@@ -154,18 +162,23 @@ class Saving:
             log.error("the checkpoint %s was not saved: %s", self.target, error)
         self.is_finished, self._done = True, None
 
+    def _drop(self) -> None:
+        if self._draft is not None:
+            self._draft.drop()
+
 
 def _write_mine(
     folder: Path, records: Sequence[Record], control: Control, kept: Mapping[str, Work], aside: _Aside
 ) -> tuple[list[_Piece], str, int]:
     world = control.world
     name = f"rank-{world.rank:05d}-of-{world.size:05d}.safetensors"
+    filled = [one for one in records if one.stop > one.start]
     sources = [
         Source(str(number), one.dtype, (one.stop - one.start,), one.stop - one.start, aside.reader(one))
-        for number, one in enumerate(records)
+        for number, one in enumerate(filled)
     ]
-    left = Counter(one.group for one in records)
-    groups = {source.key: one.group for one, source in zip(records, sources, strict=True)}
+    left = Counter(one.group for one in filled)
+    groups = {source.key: one.group for one, source in zip(filled, sources, strict=True)}
     total = sum(source.numel * source.dtype.itemsize for source in sources)
     with Progress("saving", total, is_shown=world.rank == 0) as progress:
 
@@ -176,17 +189,11 @@ def _write_mine(
                 kept[groups[key]].finish()
 
         written = write_file(folder / name, sources, on_written)
-    pieces = [
-        _Piece(
-            one.kind,
-            one.of,
-            one.state,
-            dtype_name(one.dtype),
-            one.shape,
-            Part(one.start, one.stop, name, source.key, written.crc32[source.key]),
-        )
-        for one, source in zip(records, sources, strict=True)
-    ]
+    parts = {
+        one: Part(one.start, one.stop, name, source.key, written.crc32[source.key])
+        for one, source in zip(filled, sources, strict=True)
+    }
+    pieces = [_Piece(one.kind, one.of, one.state, dtype_name(one.dtype), one.shape, parts.get(one)) for one in records]
     return pieces, name, written.num_bytes
 
 
@@ -197,9 +204,9 @@ def _commit(draft: Draft, brought: list[Any], facts: Facts, keep: int | None) ->
         if failed:
             raise CheckpointError(f"rank {failed[0][0]}: {failed[0][1]}; nothing was saved")
         draft.commit(_manifest(brought, facts))
-    except CheckpointError as error:
+    except Exception as error:
         draft.drop()
-        return error
+        return error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
     if keep is not None:
         keep_newest(draft.target, keep)
     return ""
@@ -237,7 +244,7 @@ def _entry(pieces: list[_Piece], facts: Facts) -> TensorEntry:
         first.of,
         first.dtype,
         first.shape,
-        tuple(sorted((piece.part for piece in pieces), key=lambda part: part.start)),
+        tuple(sorted((piece.part for piece in pieces if piece.part is not None), key=lambda part: part.start)),
         first.state,
         facts.originals.get(first.of, "") if is_parameter else "",
         tuple(facts.names.get(first.of, ())) if is_parameter else (),
@@ -245,7 +252,8 @@ def _entry(pieces: list[_Piece], facts: Facts) -> TensorEntry:
 
 
 def _first_or_raise(everyone: list[Any]) -> Any:
-    """Rank 0's word, or its error on all ranks."""
-    if isinstance(everyone[0], CheckpointError):
-        raise CheckpointError(str(everyone[0])) from everyone[0]
+    """Rank 0's word, or on all ranks the error of the first that has one."""
+    for rank, said in enumerate(everyone):
+        if isinstance(said, CheckpointError):
+            raise CheckpointError(f"rank {rank}: {said}" if rank else str(said)) from said
     return everyone[0]

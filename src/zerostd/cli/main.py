@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from zerostd.cli.measure import measure
+from zerostd.cli.merge import merge
 from zerostd.cli.plan import plan
 from zerostd.errors import ZerostdError
 
@@ -27,7 +28,7 @@ class _Verbs(TyperGroup):
 
 app = typer.Typer(
     cls=_Verbs,
-    help="Train PyTorch models that do not fit: what a machine can do, and what should rest where.",
+    help="Train PyTorch models that do not fit: what a machine can do, what should rest where, and what came of it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -35,3 +36,4 @@ app = typer.Typer(
 )
 app.command()(plan)
 app.command()(measure)
+app.command()(merge)

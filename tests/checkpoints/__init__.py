@@ -1,0 +1,1 @@
+"""A package, so that benchmarks/checkpoints.py is not taken for it."""

@@ -1,0 +1,222 @@
+"""The manifest: it comes back as it went, every rule is enforced, and nothing it says does harm."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import fuzz
+from zerostd import CheckpointError
+from zerostd.checkpointing.manifest import BLOCK, Manifest, Part, TensorEntry, num_blocks
+
+FILE, SECOND = "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"
+LONG = BLOCK // 4 + 1  # elements of a float32 tensor of two blocks
+MANIFEST = Manifest(
+    zerostd="0.1.0",
+    saved=1.5e9,
+    step=3,
+    world_size=2,
+    stage=3,
+    files={FILE: 5000, SECOND: 100},
+    tensors=(
+        TensorEntry(
+            "parameter",
+            "a.weight",
+            "float32",
+            (2, 5),
+            (Part(0, 6, FILE, "0", (1,)), Part(6, 10, SECOND, "0", (2**32 - 1,))),
+            original="bfloat16",
+            names=("a.weight", "b.weight"),
+        ),
+        TensorEntry("parameter", "long", "float32", (LONG,), (Part(0, LONG, SECOND, "1", (3, 4)),)),
+        TensorEntry("state", "a.weight", "float32", (2, 5), (Part(0, 10, FILE, "1", (1,)),), "exp_avg"),
+        TensorEntry("buffer", "seen", "int64", (), (Part(0, 1, FILE, "2", (5,)),)),
+        TensorEntry("extra", "0", "bool", (0, 3), ()),
+    ),
+    optimizer={
+        "class": "AdamW",
+        "groups": [{"options": {"lr": 0.1}, "parameters": ["a.weight"]}],
+        "singles": {"a.weight": {"step": {"$number": ["float32", 3.0]}}},
+    },
+    loss_scale={"value": 1024.0},
+    random={"0": {}, "1": {}},
+    extra=[None, {"$tensor": 0}],
+)
+DATA = json.loads(MANIFEST.to_json())
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def part(**fields: Any) -> Change:
+    """The first part of the first tensor, changed."""
+    return lambda data: data["tensors"][0]["parts"][0].update(fields)
+
+
+def tensor(number: int = 0, **fields: Any) -> Change:
+    return lambda data: data["tensors"][number].update(fields)
+
+
+def group(**fields: Any) -> Change:
+    return lambda data: data["optimizer"]["groups"][0].update(fields)
+
+
+def double(data: dict[str, Any], number: int, **fields: Any) -> None:
+    data["tensors"].append({**copy.deepcopy(data["tensors"][number]), **fields})
+
+
+BROKEN: dict[str, tuple[Change, str]] = {
+    "format": (lambda d: d.update(format="other"), "format is not 'zerostd checkpoint'"),
+    "no format": (lambda d: d.pop("format"), "format is not"),
+    "newer": (lambda d: d.update(version=2), "version 2, and this zerostd reads 1; use a newer zerostd"),
+    "no version": (lambda d: d.pop("version"), "version None"),
+    "version 0": (lambda d: d.update(version=0), "version 0"),
+    "version of text": (lambda d: d.update(version="1"), "version '1'"),
+    "unknown": (lambda d: d.update(more=1), "has no \\['more'\\]"),
+    "library": (lambda d: d.update(zerostd=1), "'zerostd' is no text"),
+    "saved": (lambda d: d.update(saved="now"), "'saved' is 'now'"),
+    "no saved": (lambda d: d.pop("saved"), "'saved' is missing"),
+    "negative step": (lambda d: d.update(step=-1), "'step' is -1"),
+    "ranks": (lambda d: d.update(world_size=1.5), "'world_size' is 1.5"),
+    "true stage": (lambda d: d.update(stage=True), "'stage' is True"),
+    "files": (lambda d: d.update(files=[]), "not a checkpoint's manifest"),
+    "path up": (lambda d: d["files"].update({"../x.safetensors": {"bytes": 1}}), "not a plain file name"),
+    "path down": (lambda d: d["files"].update({"a/x.safetensors": {"bytes": 1}}), "not a plain file name"),
+    "absolute path": (lambda d: d["files"].update({"/x.safetensors": {"bytes": 1}}), "not a plain file name"),
+    "hidden": (lambda d: d["files"].update({".x.safetensors": {"bytes": 1}}), "not a plain file name"),
+    "nul": (lambda d: d["files"].update({"x\0.safetensors": {"bytes": 1}}), "not a plain file name"),
+    "line": (lambda d: d["files"].update({"x.safetensors\n": {"bytes": 1}}), "not a plain file name"),
+    "other file": (lambda d: d["files"].update({"x.pt": {"bytes": 1}}), "not a plain file name"),
+    "negative bytes": (lambda d: d["files"][FILE].update(bytes=-1), "has -1 bytes"),
+    "huge bytes": (lambda d: d["files"][FILE].update(bytes=2**62), "has 4611686018427387904 bytes"),
+    "no bytes": (lambda d: d["files"][FILE].pop("bytes"), "'bytes' is missing"),
+    "tensors": (lambda d: d.update(tensors={}), "'tensors' is no list"),
+    "a tensor": (lambda d: d["tensors"].append(1), "a tensor is '1'"),
+    "unknown of a tensor": (tensor(more=1), "a tensor has no \\['more'\\]"),
+    "kind": (tensor(kind="weight"), "kind is 'weight'"),
+    "of": (tensor(of=3), "3 of a tensor is no text"),
+    "dtype": (tensor(dtype="float33"), "'float33' is not a dtype"),
+    "dtype of code": (tensor(dtype="load"), "'load' is not a dtype"),
+    "original": (tensor(original="object"), "'object' is not a dtype"),
+    "names": (tensor(names="ab"), "no list"),
+    "name": (tensor(names=[1]), "1 of a tensor is no text"),
+    "shape": (tensor(shape="25"), "shape 25"),
+    "negative shape": (tensor(shape=[-2, -5]), "shape \\[-2, -5\\]"),
+    "other shape": (tensor(shape=[2, 6]), "ends at element 10 of 12"),
+    "smaller shape": (tensor(shape=[2, 4]), "ends at element 10 of 8"),
+    "huge shape": (tensor(shape=[2**40, 2**40]), "elements"),
+    "many dimensions": (tensor(shape=[1] * 65), "shape"),
+    "state without name": (tensor(2, state=""), "should be a state with a name"),
+    "parameter with state": (tensor(state="x"), "should be a state with a name"),
+    "state of nothing": (tensor(2, of="b.weight"), "not that of its parameter"),
+    "state of another shape": (tensor(2, shape=[5, 2]), "not that of its parameter"),
+    "parts": (tensor(parts={}), "no list"),
+    "no parts": (tensor(parts=[]), "ends at element 0 of 10"),
+    "a part": (tensor(parts=[3]), "a part is '3'"),
+    "unknown of a part": (part(more=1), "a part has no \\['more'\\]"),
+    "negative start": (part(start=-1), "part \\[-1, 6\\)"),
+    "empty part": (part(start=6), "part \\[6, 6\\)"),
+    "backward part": (part(start=7), "part \\[7, 6\\)"),
+    "huge stop": (part(stop=2**63), "part \\[0, 9223372036854775808\\)"),
+    "gap": (part(stop=5), "a gap at 5"),
+    "overlap": (part(stop=7), "parts that overlap at 7"),
+    "gap at the beginning": (part(start=1), "a gap at 0"),
+    "file of a part": (part(file="x.safetensors"), "not among the files"),
+    "file that is no text": (part(file=[]), "not a checkpoint's manifest"),
+    "key": (part(key=0), "key 0 of 'a.weight' is no text"),
+    "checksums": (part(crc32=1), "checksums of 'a.weight'"),
+    "no checksum": (part(crc32=[]), "0 checksums in a part, not 1"),
+    "two checksums": (part(crc32=[1, 2]), "2 checksums in a part, not 1"),
+    "large checksum": (part(crc32=[2**32]), "checksums of 'a.weight'"),
+    "one block": (lambda d: d["tensors"][1]["parts"][0].update(crc32=[1]), "1 checksums in a part, not 2"),
+    "same key": (part(key="1"), "two parts are '1'"),
+    "twice": (lambda d: double(d, 0), "parameter 'a.weight' is there twice"),
+    "same place": (lambda d: double(d, 2, state="exp_avg_sq"), "two parts are '1'"),
+    "optimizer": (lambda d: d.update(optimizer=[]), "an optimizer is '\\[\\]'"),
+    "class": (lambda d: d["optimizer"].update({"class": 1}), "class is no text"),
+    "groups": (lambda d: d["optimizer"].update(groups={}), "groups are no list"),
+    "no groups": (lambda d: d["optimizer"].pop("groups"), "'groups' is missing"),
+    "options": (group(options=[]), "options of a group"),
+    "parameters as option": (group(options={"params": []}), "options of a group"),
+    "parameters of a group": (group(parameters=[1]), "parameters of a group"),
+    "singles": (lambda d: d["optimizer"].update(singles={"a": 1}), "single states"),
+    "loss scale": (lambda d: d.update(loss_scale={"value": "1"}), "not made of numbers"),
+    "random": (lambda d: d.update(random=[]), "'random' is no dict"),
+}
+
+
+def test_it_comes_back_as_it_went() -> None:
+    found = Manifest.from_json(MANIFEST.to_json(), "here")
+    assert found == MANIFEST
+    assert found.to_json() == MANIFEST.to_json()
+    assert found.find("state", "a.weight", "exp_avg") == MANIFEST.tensors[2]
+    assert found.states_of("a.weight") == [MANIFEST.tensors[2]] and found.states_of("seen") == []
+    assert found.of_kind("buffer") == [MANIFEST.tensors[3]] and found.find("buffer", "other") is None
+
+
+def test_without_what_may_be_missing() -> None:
+    data = copy.deepcopy(DATA)
+    for name in ("optimizer", "loss_scale", "random", "extra"):
+        data.pop(name)
+    found = Manifest.from_json(json.dumps(data), "here")
+    assert (found.optimizer, found.loss_scale, found.random, found.extra) == (None, None, {}, None)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_every_rule(name: str) -> None:
+    change, words = BROKEN[name]
+    data = copy.deepcopy(DATA)
+    change(data)
+    with pytest.raises(CheckpointError, match=f"here is not a checkpoint's manifest: .*{words}|{words}") as caught:
+        Manifest.from_json(json.dumps(data), "here")
+    assert str(caught.value).startswith("here is not a checkpoint's manifest: ")
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"saved": NaN}', b"9" * 5000, b"[" * 10**5])
+def test_what_is_not_json(text: bytes) -> None:
+    with pytest.raises(CheckpointError, match="here is not a checkpoint's manifest"):
+        Manifest.from_json(text, "here")
+
+
+def test_blocks() -> None:
+    assert [num_blocks(size) for size in (0, 1, BLOCK, BLOCK + 1)] == [0, 1, 1, 2]
+
+
+# -- fuzz --
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> fuzz.Target:
+    return fuzz.Target(tmp_path_factory.mktemp("fuzz"))
+
+
+def test_any_text() -> None:
+    fuzz.any_text(5 * fuzz.EXAMPLES)
+
+
+def test_any_value() -> None:
+    fuzz.any_value(5 * fuzz.EXAMPLES)
+
+
+def test_changed_manifests(target: fuzz.Target) -> None:
+    fuzz.changed_manifests(fuzz.fresh(target), 3 * fuzz.EXAMPLES)
+    assert 0 < target.num_loaded < 3 * fuzz.EXAMPLES  # some changes matter, some do not
+
+
+def test_changed_headers(target: fuzz.Target) -> None:
+    fuzz.changed_headers(fuzz.fresh(target), fuzz.EXAMPLES)
+
+
+def test_changed_bytes(target: fuzz.Target) -> None:
+    fuzz.changed_bytes(fuzz.fresh(target), 2 * fuzz.EXAMPLES)
+
+
+def test_the_fuzzed_checkpoint_itself_is_good(target: fuzz.Target) -> None:
+    before = target.num_loaded
+    fuzz.fresh(target).load()
+    assert target.num_loaded == before + 1
+    assert Path(target.folder, fuzz.FILE).read_bytes() == target.shard
