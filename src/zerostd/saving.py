@@ -37,7 +37,7 @@ def save_checkpoint(
     check_call(runtime, optimizer, "save")
     control = runtime.gatherer.control
     if runtime.saving is not None:
-        runtime.saving.wait()  # one at a time
+        runtime.saving.settle()  # one at a time
     try:
         facts, records = _facts_and_records(runtime, optimizer, extra)
     except CheckpointError as error:

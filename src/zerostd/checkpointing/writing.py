@@ -122,11 +122,15 @@ class Saving:
         if all(self._control.collect(not self._thread.is_alive(), "a step after zerostd.save()")):
             self._finish()
 
-    def wait(self) -> None:
-        """Return when the checkpoint is there. All ranks call it. Raises CheckpointError if it could not be written."""
+    def settle(self) -> None:
+        """Return when it is there or has failed, which was logged. All ranks call it."""
         self._thread.join()
         if not self.is_finished:
             self._finish()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is there. All ranks call it. Raises CheckpointError if it could not be written."""
+        self.settle()
         if self.error is not None:
             raise CheckpointError(str(self.error)) from self.error
 
