@@ -32,6 +32,7 @@ from offload import DEVICE, RESULT, HostPeak, Record, System, cell, describe, el
 from zerostd.accounting import predict
 from zerostd.communication import World
 from zerostd.measuring import load_or_measure
+from zerostd.measuring.model import profile_model
 from zerostd.optimizers.elementwise import find_states
 from zerostd.parameters.blueprints import Blueprint, blueprints
 from zerostd.parameters.checking import optimizer_options
@@ -213,7 +214,13 @@ def decide(
         begin = time.perf_counter()
         plan = zerostd.plan(model, optimizer, batch=batch, budget=budget, **case.options)
         made["planned_s"] = time.perf_counter() - begin
-        made |= {"profile": asdict(machine), "explain": plan.explain(), "compute_s": plan.predicted.compute_s}
+        known = profile_model(model, optimizer, precision=PRECISION, batch=batch, probe=True)
+        made |= {
+            "model": asdict(known),
+            "profile": asdict(machine),
+            "explain": plan.explain(),
+            "compute_s": plan.predicted.compute_s,
+        }
     else:
         plan = zerostd.Plan.from_json(entry["plan"])
     plan = replace(plan, adaptive=False)

@@ -58,13 +58,13 @@ def _portions(plans: Sequence[Sequence[FlatPlan]]) -> list[Portion]:
 
 def _gathered(plans: Sequence[Sequence[FlatPlan]], rules: Rules, depth: int) -> int:
     """The root, which is there as long as forward lasts, with the group at work, those on their way, and in backward
-    the one before, whose last gradients are still to come."""
+    the one before, whose last gradients are still to come. Groups that stay gathered are passed over."""
     sizes = [
         sum(plan.layout.numel * plan.dtype.itemsize for plan in group if _gives_back(plan, rules)) for group in plans
     ]
     if not sizes:
         return 0
-    root, *others = sizes
+    root, others = sizes[0], [size for size in sizes[1:] if size]
     windows = [sum(others[start : start + depth + 2]) for start in range(len(others))]
     return root + max(windows, default=0)
 

@@ -88,6 +88,7 @@ class Adapter:
         self._watching: tuple[int, dict[str, float], str] | None = None  # first step, busy before, reason
         self._seen: Seen | None = None  # when it was watched last
         self._num_short = _times_short(runtime.world.device)
+        _forget_peak(runtime.world.device)
 
     def before_forward(self) -> None:
         """A forward of training begins."""
@@ -217,8 +218,9 @@ class Adapter:
         if any(slot.parameter.grad is not None for slot in self.runtime.backward.slots):
             return  # gradients are kept over the step: nothing can move
         world, budget = self.runtime.world, self.runtime.settings.budget
+        seen = self._seen_or_rough(found)  # before anything is measured, which takes memory too
         machine = load_or_measure(world.device, disk_path=budget.disk_path)  # from the cache, or by all ranks together
-        made = self._propose(reason, found, machine) if world.rank == 0 else ""
+        made = self._propose(reason, found.room, seen, machine) if world.rank == 0 else ""
         text = self.runtime.gatherer.control.collect(made)[0]
         self._times, self._usual = [], None
         self._pause *= 2
@@ -231,13 +233,13 @@ class Adapter:
             self.revisions.append(Revision(self._step, reason, tuple(moved), plan))
             if world.device.type != "cpu":
                 torch.accelerator.empty_cache()  # what was given up is there for others
+        _forget_peak(world.device)
         self._begun = time.perf_counter()
 
-    def _propose(self, reason: str, found: _Found, machine: MachineProfile) -> str:
+    def _propose(self, reason: str, room: Mapping[Tier, int], seen: Seen, machine: MachineProfile) -> str:
         """The plan to obey from now on as JSON; empty if the one there is stays."""
         runtime, settings = self.runtime, self.runtime.settings
-        seen = self._seen_or_rough(found)
-        limits = self._limits(found.room, seen)
+        limits = self._limits(room, seen)
         try:
             now, best = revise(settings, runtime.roads.found, runtime.world, limits, machine, seen)
         except PrepareError as error:
@@ -276,6 +278,12 @@ class Adapter:
         for tier, size in room.items():
             limits[tier] = min(limits.get(tier, 0), int((1 - MARGIN) * size))
         return limits
+
+
+def _forget_peak(device: torch.device) -> None:
+    """The most that is held is counted from here on: what loading, preparing or measuring took are no activations."""
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
 
 
 def _times_short(device: torch.device) -> int:

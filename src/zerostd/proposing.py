@@ -19,7 +19,7 @@ from zerostd.measuring.model import state_widths
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.homes import plan_flats
 from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Plan, Prediction, Task
-from zerostd.planning.costs import FOR_ACTIVATIONS, MARGIN, WORTH_SPECULATING, stages_of, threads_of
+from zerostd.planning.costs import FOR_ACTIVATIONS, FOR_LIBRARIES, MARGIN, WORTH_SPECULATING, stages_of, threads_of
 from zerostd.planning.planner import evaluate, homes_by_group, model_state, plan_from, solve
 from zerostd.planning.refitting import Seen, refit
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, parse_bytes
@@ -107,7 +107,7 @@ def find_limits(
     limits: dict[Tier, int] = {}
     ranks, is_host = world.local_size, world.device.type == "cpu"
     if budget.device is not None:
-        limits[Tier.DEVICE] = parse_bytes(budget.device)
+        limits[Tier.DEVICE] = max(0, parse_bytes(budget.device) - (0 if is_host else FOR_LIBRARIES))
     else:
         share = (1.0 - MARGIN) * (1.0 if knows_activations else 1.0 - FOR_ACTIVATIONS)
         limits[Tier.DEVICE] = int((free["device"] // (ranks if is_host else 1) + held) * share)

@@ -57,10 +57,10 @@ SAVED = [
 
 def target_of(one: Setting, world_size: int) -> Setting:
     """Where a checkpoint goes on: every stage and placement has its turn."""
-    turn = SAVED.index(one) + 3 * world_size
-    stage = turn % 4
+    number = SAVED.index(one)
+    stage = (number + 3 * world_size) % 4
     names = list(PLACEMENTS) if stage == 3 else ["device", "host", "disk", "all tiers", "streamed"]
-    placement = "device" if stage == 0 else names[turn % len(names)]
+    placement = "device" if stage == 0 else names[(number + 2 * world_size) % len(names)]
     return replace(one, world_size=world_size, stage=stage, placement=placement)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers import it when the first is made: here it is done for all processes
 import torch.distributed as dist
 
 import zerostd

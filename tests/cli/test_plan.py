@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from planning.machines import H200
 from zerostd.cli.main import app
 from zerostd.planning import Plan
 from zerostd.policy import Stage, Tier
@@ -77,6 +78,63 @@ def test_batch_gives_a_time(plan: Plan_) -> None:
     assert result.exit_code == 0, result.output
     assert "1.3 B parameters on 1,024 nodes" in result.stdout
     assert "Stage 3 on 8 ranks" in result.stdout and "A step takes" in result.stdout
+
+
+def test_activations_are_chosen(plan: Plan_, tmp_path: Path) -> None:
+    (tmp_path / "machine.json").write_text(H200.to_json())
+    words = ("--params", "6.7B", "--cluster", tmp_path / "machine.json", "--samples", 8, "--accumulate", 1)
+    words += ("--budget", "device=60GiB,disk=0")
+    kept, chosen = (made(plan(*words, *more, "--json")) for more in ((), ("--activations", "any")))
+    assert kept.activations == {} and any("Recomputing the activations" in note for note in kept.notes)
+    done = {chosen.activations_of(name) for name in chosen.homes}
+    assert "recompute" in done and chosen.predicted.step_s < 0.9 * kept.predicted.step_s
+    again = made(plan(*words, "--activations", "recompute", "--json"))
+    assert again.activations == {"*": "recompute"}
+    flag = made(plan(*words, "--recompute", "--json"))
+    assert flag.activations == {} and flag.predicted.step_s == pytest.approx(again.predicted.step_s, rel=0.01)
+    by_host = plan(*words, "--activations", "keep, host")
+    assert by_host.exit_code == 0 and "Activations: " in by_host.stdout and "A step takes" in by_host.stdout
+
+
+def test_batch_is_divided(plan: Plan_) -> None:
+    words = (
+        "--params",
+        "1.3B",
+        "--cluster",
+        CLUSTER,
+        "--batch",
+        12,
+        "--budget",
+        "device=24GiB",
+        "--activations",
+        "any",
+    )
+    result = plan(*words)
+    assert result.exit_code == 0, result.output
+    assert "A step of 12 samples is made in passes of" in result.stdout
+    for size, passes in ((12, 1), (6, 2), (4, 3), (3, 4), (2, 6), (1, 12)):
+        assert f"\n  {size} x {passes}: " in result.stdout
+    assert "passes of 3: accumulate=4" in plan(*words, "--samples", 3).stdout
+    assert "passes of 6: accumulate=2" in plan(*words, "--accumulate", 2).stdout
+
+
+def test_scaling_chooses_activations_too(plan: Plan_) -> None:
+    words = (
+        "--params",
+        "6.7B",
+        "--cluster",
+        CLUSTER,
+        "--samples",
+        16,
+        "--accumulate",
+        1,
+        "--scaling",
+        "8,64",
+        "--json",
+    )
+    kept, chosen = (json.loads(plan(*words, *more).stdout) for more in ((), ("--activations", "keep,recompute")))
+    assert kept[0]["refused"] and not chosen[0]["refused"]
+    assert 0 < chosen[0]["compute_s"] <= chosen[0]["step_s"] * 1.001
 
 
 def test_budget_is_kept(plan: Plan_) -> None:
@@ -216,6 +274,16 @@ def test_module_that_fails_shows_its_own_traceback(plan: Plan_, tmp_path: Path, 
         (("--params", "1B", "--world", -2), "world=-2"),
         (("--params", "1B", "--accumulate", 0), "accumulate=0"),
         (("--params", "1B", "--samples", 0), "samples=0"),
+        (("--params", "1B", "--batch", 0), "batch=0"),
+        (("--params", "1B", "--batch", 8, "--samples", 3), "a batch of 8 cannot be 3 samples"),
+        (("--params", "1B", "--batch", 8, "--accumulate", 3), "a batch of 8 cannot be some samples in each of 3"),
+        (("--params", "1B", "--batch", 8, "--scaling", "8"), "with --scaling say the samples of a step"),
+        (("--params", "1B", "--samples", 1, "--activations", "burn"), "'burn' is unknown; use keep, recompute, host"),
+        (("--params", "1B", "--samples", 1, "--activations", ""), "'' is unknown"),
+        (("--params", "1B", "--samples", 1, "--activations", "any", "--recompute"), "give one of them"),
+        (("--params", "1B", "--activations", "any"), "give --samples or --batch"),
+        (("factories:alone", "--batch", 8), "a function says it itself"),
+        (("factories:alone", "--samples", 1, "--activations", "any"), "a function says it itself"),
         (("--params", "1B", "--precision", "fp8"), "precision='fp8' is unknown"),
         (("--params", "1B", "--budget", "device=24GiBB"), "'24GiBB' is not a size"),
         (("--params", "1B", "--budget", "device=-24GiB"), "'-24GiB' is not a size"),
@@ -276,6 +344,8 @@ def without(**changes: Any) -> str:
         (without(link={"up": 0, "down": 1e9, "both": 1e9}), "link.up is 0"),
         (without(processor={"num_cores": "many", "update_ns": {"1": 1}, "memory": 1e9}), "num_cores is 'many'"),
         (without(resident_ns=-1), "resident_ns is -1"),
+        (without(resident_ns="fast"), "resident_ns is 'fast'"),
+        (without(link={"up": "1e9", "down": 1e9, "both": 1e9}), "link.up is '1e9'"),
     ],
 )
 def test_bad_profile_is_one_line(plan: Plan_, tmp_path: Path, text: str, said: str) -> None:

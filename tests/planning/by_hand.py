@@ -5,6 +5,10 @@ as soon as a more urgent one may begin. Jobs on different resources know nothing
 last group to the first, each update may begin when backward has done with its group (after all of backward, if it waits
 for the norm), and forward begins with a group when its update is done everywhere. What is updated on the device has its
 gradient there, what the processor updates has it on the host. No resource has more to do than a step is long.
+
+A group that is recomputed runs its forward again before its backward. Activations that go to the host leave in the
+order of forward, and forward begins with a group when those of the second before it are gone; they come back in the
+order of backward, each not before backward has done with the second group after it.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from zerostd.planning.costs import Load, Task
-from zerostd.planning.program import Shares
+from zerostd.planning.demands import Shares
 from zerostd.policy import Tier
 
 ROUTES = ("resident", "cpu", "streamed", "disk_cpu", "disk_streamed")
@@ -65,7 +69,8 @@ def seconds_beside(task: Task, load: Load, share: Shares, *, is_last: bool) -> W
     sums = passes * share.gradients_host * load.gradients
     up = times * load.parameters * (share.parameters_host + share.parameters_disk) + sums
     read = times * load.parameters * share.parameters_disk
-    moved = {"up": up, "down": sums, "read": read, "write": 0.0, "memory": up + sums}
+    away = task.accumulate * sent(load, share)
+    moved = {"up": up + away, "down": sums + away, "read": read, "write": 0.0, "memory": up + sums + 2 * away}
     return {"cpu": 0.0, **seconds_of(task, moved)}
 
 
@@ -92,22 +97,69 @@ def step_seconds(task: Task, loads: Sequence[Load], shares: Sequence[Shares], wo
     """One step, from a backward to the next; `works` are the updates' seconds, if somebody has them already."""
     placed, last = list(zip(loads, shares, strict=True)), len(loads) - 1
     works = works or [update_seconds(task, load, share) for load, share in placed]
-    ends, now, brought = [0.0] * len(loads), 0.0, 0.0
-    for group in reversed(range(len(loads))):
-        load, share = placed[group]
-        if group < last and task.machine.link is not None:
-            brought += load.parameters * (share.parameters_host + share.parameters_disk) / task.machine.link.up
-        now = max(now, brought) + load.backward_s
-        ends[group] = now
+    ends = backward_ends(task, placed)
     releases = ends if task.is_early else [ends[0]] * len(loads)
     done = [done_at(releases, [work[resource] for work in works]) for resource in works[0]]
     updated = sum(load.updated * share.resident for load, share in placed)
-    now = ends[0] + updated * task.machine.resident_ns * 1e-9
-    for group, load in enumerate(loads):
-        now = max(now, *(one[group] for one in done)) + load.forward_s
-    now += (task.accumulate - 1) * sum(load.forward_s + load.backward_s for load in loads)
+    ready = [max(one[group] for one in done) for group in range(len(loads))]
+    begun = ends[0] + updated * task.machine.resident_ns * 1e-9
+    now = forward_end(task, placed, begun, ready, releases)
+    now += (task.accumulate - 1) * pass_seconds(task, placed, ends[0])
     beside = [seconds_beside(task, *one, is_last=group == last) for group, one in enumerate(placed)]
     return max(now, *(sum(work[resource] for work in [*works, *beside]) for resource in works[0]))
+
+
+Placed = Sequence[tuple[Load, Shares]]
+
+
+def sent(load: Load, share: Shares) -> float:
+    """Bytes of activations that go to the host in one pass."""
+    return load.activations.kept * share.activations_host if load.activations is not None else 0.0
+
+
+def longer(load: Load, share: Shares) -> float:
+    """Seconds that backward takes longer because the group is recomputed."""
+    return load.activations.longer_s * share.activations_recomputed if load.activations is not None else 0.0
+
+
+def backward_ends(task: Task, placed: Placed) -> list[float]:
+    """When backward has done with each group."""
+    ends, now, brought, back = [0.0] * len(placed), 0.0, 0.0, 0.0
+    for group in reversed(range(len(placed))):
+        load, share = placed[group]
+        if task.machine.link is not None:
+            off = share.parameters_host + share.parameters_disk if group < len(placed) - 1 else 0.0
+            brought += (load.parameters * off + sent(load, share)) / task.machine.link.up
+        if sent(load, share):
+            has_room = ends[group + 2] if group + 2 < len(placed) else 0.0
+            back = max(back, has_room) + sent(load, share) / task.machine.link.up
+            now = max(now, back)
+        now = max(now, brought) + load.backward_s + longer(load, share)
+        ends[group] = now
+    return ends
+
+
+def forward_end(
+    task: Task, placed: Placed, now: float, ready: Sequence[float] = (), starts: Sequence[float] = ()
+) -> float:
+    """When forward is done, if groups are `ready` then. Between the start of its updates and a group, activations of
+    groups up to the second before it pass through every resource on their way."""
+    gone, leaving, link = [0.0, 0.0], 0.0, task.machine.link
+    for group, (load, share) in enumerate(placed):
+        now = max(now, gone[group], *ready[group : group + 1])
+        if starts and link is not None and group >= 2:
+            leaving += sent(*placed[group - 2])
+            now = max(now, starts[group] + leaving / min(link.down, link.both, task.memory_rate))
+        now += load.forward_s
+        gone.append(max(now, gone[-1]) + (sent(load, share) / link.down if link is not None else 0.0))
+    return now
+
+
+def pass_seconds(task: Task, placed: Placed, backward_s: float) -> float:
+    """Of a pass before the last one: arithmetic, or the pace at which activations leave and come back."""
+    if any(sent(load, share) for load, share in placed):
+        return backward_s + forward_end(task, placed, 0.0)
+    return sum(load.forward_s + load.backward_s + longer(load, share) for load, share in placed)
 
 
 def held_bytes(task: Task, load: Load, share: Shares) -> dict[Tier, float]:
@@ -120,18 +172,35 @@ def held_bytes(task: Task, load: Load, share: Shares) -> dict[Tier, float]:
     shares_master = share.parameters_host if copies == 1 else 0.0
     host = (states + master * (1 - shares_master)) * copies * (share.cpu + share.streamed)
     host += load.parameters * share.parameters_host + load.gradients * share.gradients_host
-    host += weight * share.parameters_disk  # on their way to the disk
+    passing = weight * share.parameters_disk  # on their way to the disk
+    is_shared = task.machine.link is None and Tier.HOST not in task.limits  # one memory, and one limit
+    device, host = device + passing * is_shared, host + passing * (not is_shared)
     if task.machine.link is not None:  # what the processor reads of a gradient, and where new parameters wait
         host += n * load.gradient_bytes * by_cpu * (1 - share.gradients_host)
         lands_on_copy = load.gradient_bytes == model.parameter_bytes and copies == 1 and not share.gradients_host
         host += 0.0 if lands_on_copy else weight * by_cpu * (1 - off)
     disk = (states + master) * (share.disk_cpu + share.disk_streamed) + load.parameters * share.parameters_disk
+    if load.activations is not None:
+        kept, again = load.activations.kept, share.activations_recomputed
+        device += kept * (1 - again - share.activations_host) + load.activations.boundary * again
+        host += kept * share.activations_host
     return {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk}
+
+
+def needed_inside(loads: Sequence[Load], shares: Sequence[Shares]) -> float:
+    """Bytes of the device that one group needs while it runs, and that activations on their way pass through."""
+    inside, buffers = [0.0], [0.0]
+    for load, share in zip(loads, shares, strict=True):
+        if load.activations is not None:
+            inside.append(load.activations.inside if share.activations_recomputed else load.activations.peak)
+            buffers.append(2 * load.activations.largest if share.activations_host else 0.0)
+    return max(inside) + max(buffers)
 
 
 def fits(task: Task, loads: Sequence[Load], shares: Sequence[Shares], slack: float = 1e-6) -> bool:
     """Whether it does in every tier, but for a part of its limit."""
     held = [held_bytes(task, load, share) for load, share in zip(loads, shares, strict=True)]
+    held.append({Tier.DEVICE: needed_inside(loads, shares), Tier.HOST: 0.0, Tier.DISK: 0.0})
     return all(
         sum(one[tier] for one in held) + task.fixed.get(tier, 0) <= task.limits.get(tier, 0) * (1 + slack)
         for tier in Tier

@@ -51,6 +51,7 @@ plans = st.builds(
     predicted=predictions,
     limits=st.dictionaries(tiers, sizes),
     notes=st.lists(names, max_size=3).map(tuple),
+    activations=st.dictionaries(names, st.sampled_from(["keep", "recompute", "host"]), max_size=5),
 )
 
 
@@ -85,6 +86,19 @@ def test_by_hand_only_homes_have_to_be_there() -> None:
     assert (plan.stage, plan.world_size, plan.speculate, plan.adaptive) == (Stage.PARAMETERS, 1, False, True)
     assert plan.predicted == Prediction()
     assert plan.placement({"a": 3.0, "b": 5.0}) == Placement(parameters="host")
+
+
+def test_activations_are_one_word_or_by_group_and_need_not_be_there() -> None:
+    before = json.loads(made().to_json())
+    del before["activations"]  # a plan of before they could be chosen
+    assert Plan.from_json(json.dumps(before)).activations == {}
+    assert Plan.from_json(json.dumps(before)).activations_of("anything") is None
+    one = Plan.from_json('{"homes": {"*": {}}, "activations": "recompute"}')
+    assert one.activations == {"*": "recompute"} and one.activations_of("blocks.3") == "recompute"
+    assert json.loads(one.to_json())["activations"] == "recompute"
+    several = Plan.from_json('{"homes": {"*": {}}, "activations": {"blocks.[0-3]": "host", "head": "keep"}}')
+    assert [several.activations_of(name) for name in ("blocks.2", "blocks.7", "head")] == ["host", None, "keep"]
+    assert json.loads(several.to_json())["activations"] == {"blocks.[0-3]": "host", "head": "keep"}
 
 
 # -- globs --
@@ -130,6 +144,12 @@ def test_a_group_that_no_home_fits_is_named_with_a_remedy() -> None:
         ('{"homes": {"*": {}}, "world_size": "many"}', "many"),
         ('{"homes": {"*": {}}, "limits": {"cellar": 5}}', "cellar"),
         ('{"homes": {"*": {}}, "predicted": {"bytes": {"host": {"junk": 1}}}}', "junk"),
+        (
+            '{"homes": {"*": {}}, "activations": "forget"}',
+            "activations of '*' are 'forget', and can be keep, recompute",
+        ),
+        ('{"homes": {"*": {}}, "activations": {"head": "disk"}}', "activations of 'head' are 'disk'"),
+        ('{"homes": {"*": {}}, "activations": ["keep"]}', "plan cannot be read"),
     ],
 )
 def test_a_plan_that_cannot_be_read_says_why(text: str, says: str) -> None:
@@ -231,6 +251,26 @@ def test_the_bottleneck_in_words(busy: dict[str, float], words: str) -> None:
     plan = Plan({"*": Homes()}, predicted=predicted)
     assert f"The bottleneck is {words}" in plan.explain()
     assert predicted.bottleneck == max({**busy, "compute": 0.3}, key={**busy, "compute": 0.3}.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("activations", "words"),
+    [
+        ({"*": "keep"}, "keep them in all groups."),
+        ({"blocks.*": "recompute"}, "recompute them in blocks.*."),
+        (
+            {**{f"b{i}": "recompute" for i in range(9)}, "b9": "host", "b10": "keep", "head": "keep"},
+            "recompute them in b0 to b8 (9 groups); send them to the host in b9; keep them in b10 to head (2 groups).",
+        ),
+        (
+            {f"b{i}": "recompute" if i % 2 else "keep" for i in range(12)},
+            "recompute them in b1, b3, b5, b7 and more (6 groups); keep them in b0, b2, b4, b6 and more (6 groups).",
+        ),
+    ],
+)
+def test_activations_in_words(activations: dict[str, str], words: str) -> None:
+    assert f"\nActivations: {words}\n" in f"{Plan({'*': Homes()}, activations=activations).explain()}\n"
+    assert "Activations:" not in Plan({"*": Homes()}).explain()
 
 
 def test_where_seconds_are_not_known_none_are_told() -> None:

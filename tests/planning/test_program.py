@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from planning.by_hand import ROUTES, fits, grid, held_bytes, step_seconds, update_seconds
 from planning.machines import EVERYTHING, H200, LAPTOP, gpt, machines, models, plain, task_of, tight
 from zerostd.planning import Link, MachineProfile, ModelProfile, Task, Wire
+from zerostd.planning.activations import level_of
 from zerostd.planning.costs import Load, loads, merged, wire_of
+from zerostd.planning.demands import Shares
 from zerostd.planning.linear import Infeasible, Linear
-from zerostd.planning.program import SLACK, Optimum, Shares, _Program, missing, optimise
+from zerostd.planning.program import SLACK, Optimum, Program, optimise
+from zerostd.planning.rounding import missing
 from zerostd.policy import Kind, Stage, Tier
 
 FEW = 10_000  # bytes
@@ -161,13 +164,14 @@ def test_merged_neighbours_lose_nothing(sizes: list[int], most: int) -> None:
 
 def solved_with(task: Task, found: Sequence[Load], shares: Sequence[Shares]) -> tuple[float, dict[Tier, float]]:
     """The program when everything is already decided: its step, and its bytes."""
-    program = _Program(task, found)
-    for made, given_ in zip(program.shares, shares, strict=True):
-        for name, variable in made.items():
-            program.linear.fix(variable, getattr(given_, name))
+    program = Program(task, found, level_of(found, shares))
+    program.hold(shares)
     first = program.linear.minimise({program.step: 1.0})
     program.linear.at_most({program.step: 1.0}, first.objective * (1 + 1e-9) + 1e-9)
-    held = {tier: program.linear.minimise(terms).objective * 1e9 for tier, terms in program.bytes.items()}
+    held = {
+        tier: program.linear.minimise(terms).objective * 1e9 + program.constant[tier]
+        for tier, terms in program.bytes.items()
+    }
     return first.objective, held
 
 

@@ -13,7 +13,7 @@ from planning.by_hand import step_seconds, update_seconds
 from planning.machines import gpt, machines, models, plain, task_of
 from zerostd.planning import DiskRates, MachineProfile, ModelProfile, Task
 from zerostd.planning.costs import loads
-from zerostd.planning.program import Shares
+from zerostd.planning.demands import Shares
 from zerostd.planning.simulation import simulate
 
 RESIDENT = Shares()

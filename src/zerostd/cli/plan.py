@@ -14,7 +14,7 @@ from rich.console import Console
 
 from zerostd import api
 from zerostd.cli.measure import measured
-from zerostd.cli.sources import SEQUENCE, Batch, Made, Source, budget_of, counts_of
+from zerostd.cli.sources import SEQUENCE, Batch, Made, Source, budget_of, counts_of, ways_of
 from zerostd.cli.tables import count_text, rows_json, scaling_table, show, state_rows, state_table, write
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_profile
@@ -61,6 +61,15 @@ Sequence = Annotated[int | None, _option("Tokens of a sample.", HOW, "N")]
 Accumulate = Annotated[int | None, _option("Passes in a step.", HOW, "N")]
 Clip = Annotated[bool, _flag("--clip", "Gradients are clipped to a norm.", HOW)]
 Recompute = Annotated[bool, _flag("--recompute", "Blocks keep only their inputs for backward.", HOW)]
+Ways = Annotated[
+    str | None,
+    _option(
+        "What may be done with activations, of which the best is chosen: keep,recompute,host, or any.", HOW, "WAYS"
+    ),
+]
+StepBatch = Annotated[
+    int | None, _option("Samples of a step on one rank; how many go into a pass is searched, unless said.", HOW, "N")
+]
 Numbers = Annotated[str | None, _option("fp32, bf16 or fp16.", HOW, "NAME")]
 
 Worlds = Annotated[str | None, _option("Many numbers of ranks side by side: 64,256,1024.", SHOWN, "N,N,...")]
@@ -115,8 +124,10 @@ def plan(
     samples: Samples = None,
     sequence: Sequence = None,
     accumulate: Accumulate = None,
+    batch: StepBatch = None,
     clip: Clip = False,
     recompute: Recompute = False,
+    activations: Ways = None,
     precision: Numbers = None,
     scaling: Worlds = None,
     step_samples: StepSamples = None,
@@ -126,12 +137,20 @@ def plan(
 ) -> None:
     """Plan what should rest where, and what a step will take."""
     source = Source(function, tuple(params or ()), hidden, layers, vocabulary, config, meta)
-    batch, checked = Batch(samples, sequence, recompute), Precision.parse(precision)
-    source.check_batch(batch)
+    taken, checked = Batch(samples, sequence, recompute, ways_of(activations), batch), Precision.parse(precision)
+    source.check_batch(taken)
     chosen = None if stage is None else Stage.parse(stage)
-    limits = budget_of(budget, disk_path)
-    use = Use(1 if world is None else world, chosen, accumulate, clip, checked.scales_loss, limits)
-    job = _Job(source, batch, checked, use, cluster, world is not None)
+    use = Use(
+        1 if world is None else world,
+        chosen,
+        accumulate,
+        clip,
+        checked.scales_loss,
+        budget_of(budget, disk_path),
+        taken.ways,
+        batch,
+    )
+    job = _Job(source, taken, checked, use, cluster, world is not None)
     shown = _Shown(scaling, step_samples, table, as_json, output)
     if table:
         _show_table(job, shown)
@@ -184,6 +203,8 @@ def _plan_module(job: _Job, made: Made) -> tuple[str, Plan]:
 def _show_scaling(job: _Job, shown: _Shown) -> None:
     if shown.output is not None:
         raise PrepareError("--output saves one plan; for --scaling use --json and the shell's >")
+    if job.use.batch is not None:
+        raise PrepareError("--batch is of one rank; with --scaling say the samples of a step with --step-samples")
     worlds, sequence = counts_of(shown.worlds or ""), job.batch.sequence
     if job.source.function:
         made = job.source.make()

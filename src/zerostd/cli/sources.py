@@ -18,9 +18,10 @@ from torch import nn
 from zerostd.errors import PrepareError
 from zerostd.planning import ModelProfile
 from zerostd.planning.described import from_config, from_numbers
+from zerostd.planning.model import WAYS
 from zerostd.policy import Budget, Precision, Tier
 
-__all__ = ["SEQUENCE", "Batch", "Made", "Source", "budget_of", "counts_of"]
+__all__ = ["SEQUENCE", "Batch", "Made", "Source", "budget_of", "counts_of", "ways_of"]
 
 SEQUENCE = 1024  # tokens of a sample of a model in numbers, if nobody says
 OURS = (__file__, importlib.__file__, "<frozen importlib")  # frames that say nothing to the user
@@ -33,6 +34,14 @@ class Batch:
     samples: int | None = None
     sequence: int | None = None
     recomputes: bool = False
+    ways: frozenset[str] = frozenset()  # to choose among for activations; empty: as `recomputes` says
+    in_step: int | None = None  # samples of a step on one rank
+
+    def __post_init__(self) -> None:
+        if self.ways and self.recomputes:
+            raise PrepareError("--recompute says what --activations leaves open: give one of them")
+        if self.ways and self.samples is None and self.in_step is None:
+            raise PrepareError("--activations needs to know how large a pass is: give --samples or --batch")
 
 
 @dataclass(frozen=True)
@@ -70,8 +79,8 @@ class Source:
         """A function's model comes with its own."""
         if self.function and batch != Batch():
             raise PrepareError(
-                "--samples, --sequence and --recompute go with --params and --config; a function says it itself: let "
-                "it return (model, optimizer, batch)"
+                "--samples, --sequence, --batch, --recompute and --activations go with --params and --config; a "
+                "function says it itself: let it return (model, optimizer, batch)"
             )
 
     def profiles(self, batch: Batch, precision: Precision) -> list[ModelProfile]:
@@ -208,3 +217,13 @@ def counts_of(text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise PrepareError(f"--scaling {text!r}: give numbers of ranks, such as 64,256,1024")
     return [int(part) for part in parts]
+
+
+def ways_of(text: str | None) -> frozenset[str]:
+    """From 'keep,recompute' or 'any'."""
+    words = [] if text is None else [word.strip() for word in text.split(",")]
+    if words == ["any"]:
+        return frozenset(WAYS)
+    if unknown := [word for word in words if word not in WAYS]:
+        raise PrepareError(f"--activations {text!r}: {unknown[0]!r} is unknown; use {', '.join(WAYS)}, or any")
+    return frozenset(words)

@@ -74,13 +74,16 @@ class Twin:
         parameter = master.detach()
         parameter.grad = gradient
         group = {**terms.options[number], "params": [parameter]}
+        is_captured = group.get("capturable") and master.device.type == "cpu"
+        if is_captured:
+            group["capturable"] = False  # torch has it for devices only; here it changes nothing
         self.optimizer.param_groups = [group]
         self.optimizer.state = defaultdict(dict)
         if states is not None:
             self.optimizer.state[parameter] = states
         self.optimizer.step()
         parameter.grad = None
-        terms.written[number] = group
+        terms.written[number] = {**group, "capturable": True} if is_captured else group
         return dict(self.optimizer.state[parameter])
 
 

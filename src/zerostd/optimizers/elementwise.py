@@ -91,6 +91,7 @@ def _trial(
     group: dict[str, Any] = {
         key: copy.deepcopy(value) for key, value in optimizer.param_groups[index].items() if key != "params"
     }
+    group |= {"capturable": False} if "capturable" in group else {}  # only devices can be, and this is no device
     trial.param_groups = [{**group, "params": parameters}]
     for step in range(2):
         gradient = (torch.arange(24.0) * (step + 1)).cos()

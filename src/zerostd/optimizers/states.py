@@ -206,11 +206,14 @@ def _put(updater: Updater, run: Run, key: str, values: torch.Tensor, part: slice
 def _put_single(updater: Updater, run: Run, key: str, value: Any) -> None:
     """A state of one value, on the device where torch keeps it: with the parameters if the optimizer is fused."""
     copied = value.clone() if isinstance(value, torch.Tensor) else value
+    options = updater.user_groups[run.options]
+    follows = bool(options.get("fused") or options.get("capturable"))
     if run.tensor is not None:
+        if isinstance(copied, torch.Tensor) and follows:
+            copied = copied.to(run.tensor.device)
         updater.inner.state[run.tensor][key] = copied
         return
     if isinstance(copied, torch.Tensor):
-        options = updater.user_groups[run.options]
-        follows = run.shelf.portion.route is Route.STREAMED and (options.get("fused") or options.get("capturable"))
+        follows = follows and run.shelf.portion.route is Route.STREAMED
         copied = copied.to(updater.scratch.device if follows else "cpu")
     run.singles = {**(run.singles or {}), key: copied}

@@ -148,8 +148,8 @@ class Updater:
         assert flat.gradient is not None and run.tensor is not None
         gradient = flat.gradient.current[run.region]
         if gradient.dtype != run.tensor.dtype or gradient.device != run.tensor.device:
-            flat.gradient.settled()
-            gradient = self.scratch[used : used + run.numel].copy_(gradient)
+            gradient = self.scratch[used : used + run.numel]
+            flat.gradient.copy_to(gradient, run.region)
             used += run.numel
         if factor is not None:
             gradient.mul_(factor)

@@ -209,6 +209,13 @@ class Gradient:
         self.rest = self.sum = self.whole = self.unsynced = None
         self._views.clear()
 
+    def copy_to(self, target: torch.Tensor, region: slice) -> None:
+        """A part of it on the device, in the dtype of `target`; the host does not wait."""
+        if self.keeper is None:
+            target.copy_(self.current[region])
+        else:
+            self.keeper.bring(self.current[region], target)
+
     def settled(self) -> torch.Tensor:
         """The gradient where it rests, when it is there: holds the host if it rests there."""
         if self.keeper is not None:

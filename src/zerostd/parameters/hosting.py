@@ -124,3 +124,15 @@ class Keeper:
             rest.copy_(buffer, non_blocking=True)
             DEBUG.poison(buffer)
             self.kept = self.staging.free[self._slot] = self.lanes.gradients.mark()
+
+    def bring(self, part: torch.Tensor, target: torch.Tensor) -> None:
+        """Bring a part of what rests up, as it is, and convert it there: a copy that does both holds the host."""
+        staging = self.staging
+        slot = staging.turn = (staging.turn + 1) % NUM_STAGING
+        buffer = staging.memories[slot][: part.nbytes].view(part.dtype)
+        with self.lanes.gradients.after(staging.free[slot]):
+            buffer.copy_(part, non_blocking=True)
+            mark = self.lanes.gradients.mark()
+        mark.wait()
+        target.copy_(buffer)
+        staging.free[slot] = mark_here(buffer.device)

@@ -7,6 +7,7 @@ module's to the byte.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,10 +22,12 @@ from zerostd.planning.costs import (
     stages_of,
     threads_of,
 )
+from zerostd.planning.demands import work
 from zerostd.planning.machine import MachineProfile, Processor
 from zerostd.planning.model import ModelProfile
-from zerostd.planning.plan import Plan, size_text
-from zerostd.planning.planner import make_plan
+from zerostd.planning.plan import Plan
+from zerostd.planning.planner import Solution, homes_by_group, model_state, plan_from, solve
+from zerostd.planning.search import Fits, Option, divisions, shortest, table, try_all
 from zerostd.policy import Budget, Kind, Stage, Tier, parse_bytes, shards
 
 __all__ = ["Row", "Use", "check_machine", "limits_of", "plan_on", "scaling", "sent_bytes", "state_bytes"]
@@ -45,9 +48,11 @@ class Use:
     clips: bool = False
     scales_loss: bool = False
     budget: Budget = field(default_factory=Budget)  # of the host and the disk that of a node, as in prepare
+    activations: frozenset[str] = frozenset()  # keep, recompute, host: those to choose among; empty: as the model does
+    batch: int | None = None  # samples in a step on one rank; how they are divided into passes is searched
 
     def __post_init__(self) -> None:
-        for what, value in (("world", self.world_size), ("accumulate", self.accumulate)):
+        for what, value in (("world", self.world_size), ("accumulate", self.accumulate), ("batch", self.batch)):
             if value is not None and value < 1:
                 raise PrepareError(f"{what}={value!r} must be a whole number, 1 or more")
 
@@ -70,72 +75,89 @@ class Row:
 def plan_on(model: ModelProfile, machine: MachineProfile, use: Use) -> Plan:
     """The plan with the shortest step; PrepareError says what is missing if nothing fits."""
     check_machine(machine)
-    knows_time = model.samples is not None or model.forward_s is not None
-    limits = limits_of(machine, use.world_size, use.budget, knows_activations=knows_time)
-    local = min(use.world_size, machine.ranks_per_node)
-    task = Task(
+    options = [
+        Option(samples, passes, stage)
+        for samples, passes in _divided(model, use)
+        for stage in stages_of(use.stage, use.world_size)
+    ]
+    fits, refused = try_all(options, lambda option: _fitted(_task(model, machine, use, option)), _seconds)
+    best = shortest(fits)
+    solution = min([best.found, *_speculating(fits, use)], key=_seconds)
+    plan = plan_from(solution, homes_by_group(solution), model_state(solution))
+    if use.batch is None:
+        told = [*_notes(solution.task, use), *(str(one.error) for one in refused)]
+    else:
+        known = replace(use, accumulate=best.option.accumulate)
+        told = [table(fits, refused, best.option), *_notes(solution.task, known)]
+    return replace(plan, notes=(*plan.notes, *told))
+
+
+def _divided(model: ModelProfile, use: Use) -> list[tuple[int | None, int | None]]:
+    """Samples in a pass and passes in a step: as they are given, or all that are worth trying."""
+    batch, samples, passes = use.batch, model.samples, use.accumulate
+    if batch is None:
+        return [(samples, passes)]
+    if samples is None and passes is None:
+        return [*divisions(batch)]
+    if batch % (samples or passes or 1) or (samples and passes and samples * passes != batch):
+        raise PrepareError(
+            f"a batch of {batch} cannot be {samples or 'some'} samples in each of {passes or 'some'} passes: give "
+            "numbers that divide it, or only the batch"
+        )
+    return [(samples or batch // (passes or 1), passes or batch // (samples or 1))]
+
+
+def _task(model: ModelProfile, machine: MachineProfile, use: Use, option: Option) -> Task:
+    model, local = replace(model, samples=option.samples), min(use.world_size, machine.ranks_per_node)
+    return Task(
         model=model,
         machine=_share(machine, local),
-        limits=limits,
+        limits=limits_of(machine, use.world_size, use.budget, knows_activations=_knows_time(model)),
+        stage=option.stage,
         world_size=use.world_size,
-        accumulate=use.accumulate or 1,
-        waits_for_norm=use.clips or use.scales_loss or use.accumulate is None,
+        accumulate=option.accumulate or 1,
+        waits_for_norm=use.clips or use.scales_loss or option.accumulate is None,
         num_threads=threads_of(machine, local),
+        activations=use.activations,
     )
-    may_speculate = use.clips and use.accumulate is not None and not use.scales_loss and knows_time
-    plans, refused = list[Plan](), list[PrepareError]()
-    for stage in stages_of(use.stage, use.world_size):
-        try:
-            plans += _plans(replace(task, stage=stage), may_speculate=may_speculate)
-        except PrepareError as error:
-            refused.append(error)
-    if not plans:
-        raise refused[-1]
-    best = min(plans, key=lambda plan: plan.predicted.step_s or max(plan.predicted.busy.values(), default=0.0))
-    return replace(best, notes=(*_notes(task, use), *(str(error) for error in refused)))
 
 
-def _plans(task: Task, *, may_speculate: bool) -> Iterator[Plan]:
-    """The plan, and one that speculates if it is worth its memory."""
-    plan = _fitted(task)
-    yield plan
-    if not may_speculate or not plan.predicted.total(Tier.HOST):
+def _knows_time(model: ModelProfile) -> bool:
+    return model.samples is not None or model.forward_s is not None
+
+
+def _seconds(solution: Solution) -> float:
+    """Of a step; without a time, the most that a resource has to do."""
+    if _knows_time(solution.task.model):
+        return solution.timeline.step_s
+    return max(work(solution.task, solution.loads, solution.shares).values(), default=0.0)
+
+
+def _speculating(fits: Sequence[Fits[Solution]], use: Use) -> Iterator[Solution]:
+    """The best of each stage once more with speculation, where that is worth its memory."""
+    if not use.clips or use.scales_loss:
         return
-    try:
-        other = _fitted(replace(task, speculates=True))
-    except PrepareError:
-        return
-    if (other.predicted.step_s or 0.0) < (1.0 - WORTH_SPECULATING) * (plan.predicted.step_s or 0.0):
-        yield other
+    for stage in {one.option.stage for one in fits}:
+        best = shortest([one for one in fits if one.option.stage is stage])
+        task = best.found.task
+        knows = best.option.accumulate is not None and _knows_time(task.model)
+        if knows and model_state(best.found)[Tier.HOST]:
+            with contextlib.suppress(PrepareError):
+                other = _fitted(replace(task, speculates=True))
+                if other.timeline.step_s < (1.0 - WORTH_SPECULATING) * best.seconds:
+                    yield other
 
 
-def _fitted(task: Task) -> Plan:
+def _fitted(task: Task) -> Solution:
     """With room for activations and for working memory, which is more if parameters come from elsewhere."""
     is_sharded = task.world_size > 1 and shards(task.stage, Kind.PARAMETERS)
+    activations = 0 if task.chooses else task.model.activations()
     for gathers in (is_sharded, True):
-        fixed = {Tier.DEVICE: task.model.activations() + _working(task, gathers=gathers)}
-        _check_least(task, fixed[Tier.DEVICE])
-        plan = make_plan(replace(task, fixed=fixed))
-        if gathers or all(homes.parameters is Tier.DEVICE for homes in plan.homes.values()):
+        fixed = {Tier.DEVICE: activations + _working(task, gathers=gathers)}
+        solution = solve(replace(task, fixed=fixed))
+        if gathers or not any(share.parameters_host + share.parameters_disk for share in solution.shares):
             break
-    return plan
-
-
-def _check_least(task: Task, fixed: int) -> None:
-    """Refuse without long thought where what must be on the device is too much for it."""
-    found, limit = loads(task), task.limits[Tier.DEVICE]
-    least = fixed + sum(load.pinned_gradients for load in found)
-    if not task.may_place(Kind.PARAMETERS):
-        least += sum(load.parameters for load in found)
-    if not task.may_place(Kind.GRADIENTS):
-        least += sum(load.gradients for load in found)
-    if least > limit:
-        raise PrepareError(
-            f"stage {task.stage.value} on {task.world_size} rank(s) does not fit: at least {size_text(least - limit)} "
-            f"of the device is missing, for {size_text(least)} must be there, {size_text(fixed)} of it activations and "
-            f"working memory, and {size_text(limit)} may be used. What would fit: a larger budget for the device, "
-            "fewer samples in a pass, recomputed activations, or stage 3 on more ranks"
-        )
+    return solution
 
 
 def _working(task: Task, *, gathers: bool) -> int:
@@ -308,7 +330,13 @@ def _row(model: ModelProfile, machine: MachineProfile, use: Use, samples: int) -
     except PrepareError as error:
         return Row(use.world_size, refused=str(error))
     passes, local = use.accumulate or 1, min(use.world_size, machine.ranks_per_node)
-    alone = Task(model, replace(_share(machine, local), wires=()), {}, plan.stage, use.world_size, passes)
+    alone = Task(model, replace(_share(machine, local), wires=()), plan.limits, plan.stage, use.world_size, passes)
+    found = loads(replace(alone, activations=use.activations))
+    again_s = sum(
+        load.activations.longer_s
+        for load in found
+        if load.activations is not None and plan.activations_of(load.name) == "recompute"
+    )
     held = {
         tier: sum(size for kind, size in kinds.items() if kind not in (Kind.ACTIVATIONS, Kind.BUFFERS))
         for tier, kinds in plan.predicted.bytes.items()
@@ -320,6 +348,6 @@ def _row(model: ModelProfile, machine: MachineProfile, use: Use, samples: int) -
         {tier: size for tier, size in held.items() if size},
         sent_bytes(model, plan.stage, use.world_size, passes),
         step_s,
-        passes * sum(load.forward_s + load.backward_s for load in loads(alone)),
+        passes * (sum(load.forward_s + load.backward_s for load in found) + again_s),
         samples / step_s if step_s else 0.0,
     )

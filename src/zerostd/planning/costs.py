@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from zerostd.errors import PrepareError
 from zerostd.planning.machine import DiskRates, MachineProfile, Wire
-from zerostd.planning.model import GroupProfile, ModelProfile
+from zerostd.planning.model import WAYS, GroupProfile, ModelProfile
 from zerostd.policy import Kind, Stage, Tier, shards
 
 __all__ = [
     "FOR_ACTIVATIONS",
+    "FOR_LIBRARIES",
     "MARGIN",
     "NUM_BUSY_THREADS",
     "WORTH_SPECULATING",
+    "Activations",
     "Load",
     "Task",
     "loads",
@@ -30,6 +33,7 @@ __all__ = [
 MIN_WIRE_BANDWIDTH = 1e6
 MARGIN = 0.1  # of what is free that nobody plans with
 FOR_ACTIVATIONS = 0.4  # of the device, while nobody has said how large a batch is and no budget was given
+FOR_LIBRARIES = 128 << 20  # bytes of an accelerator that matrix products take to work in: 110 to 125 MiB were seen
 WORTH_SPECULATING = 0.03  # of a step, for twice the host memory
 NUM_BUSY_THREADS = 2  # cores left to the loop and the autograd engine while the processor updates beside them
 
@@ -47,14 +51,42 @@ class Task:
     waits_for_norm: bool = False  # clipping, or a loss scale: no update before the last gradient
     speculates: bool = False  # a second copy of states on the host, so that it need not wait
     num_threads: int = 1  # for updates on the processor
-    fixed: Mapping[Tier, int] = field(default_factory=dict)  # bytes of working memory, whatever is placed where
+    fixed: Mapping[Tier, int] = field(default_factory=dict)  # bytes of working memory, whatever is placed where; and of
+    # activations, where there is no choice about them
+    activations: frozenset[str] = frozenset()  # of WAYS, those there is a choice among; empty: as the model does now
     can_place: frozenset[Kind] = frozenset({Kind.OPTIMIZER_STATES, Kind.GRADIENTS, Kind.PARAMETERS})
     rests: Mapping[str, Tier] | None = None  # by group: where parameters are and stay; None: they are placed too
+
+    def __post_init__(self) -> None:
+        unknown = sorted(self.activations - set(WAYS))
+        if unknown:
+            raise PrepareError(f"activations={unknown[0]!r} is unknown; use some of {', '.join(WAYS)}")
+        if self.activations and not self.ways:
+            raise PrepareError(
+                "activations can rest on the host only where the device has memory of its own and the host may be "
+                "used: let them be kept or recomputed too"
+            )
+
+    @property
+    def ways(self) -> frozenset[str]:
+        """What of `activations` can be done here."""
+        has_host = self.machine.link is not None and Tier.HOST in self.limits
+        return self.activations if has_host else self.activations - {"host"}
+
+    @property
+    def chooses(self) -> bool:
+        """Whether what is done with activations is decided by the plan; their bytes are not in `fixed` then."""
+        return bool(self.activations) and self.model.knows_activations
 
     @property
     def ranks_beside(self) -> int:
         """Ranks that share one node's memory, cores and disk."""
         return max(1, min(self.world_size, self.machine.ranks_per_node))
+
+    @property
+    def has_one_memory(self) -> bool:
+        """Whether what passes through the host is the device's: it is the processor, and the host has no limit."""
+        return self.machine.link is None and Tier.HOST not in self.limits
 
     @property
     def memory_rate(self) -> float:
@@ -89,6 +121,19 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Activations:
+    """Of one group in one pass on one rank, where the plan decides what is done with them."""
+
+    kept: float  # bytes that are left for backward
+    boundary: float  # bytes of them if the group is recomputed
+    peak: float  # bytes beside what is kept, while the group runs
+    inside: float  # the same if it is recomputed, which keeps all of it for a moment
+    largest: float  # bytes that are kept of one group, where several are joined
+    longer_s: float  # that backward takes longer if the group is recomputed
+    again_s: float  # of arithmetic for that
+
+
+@dataclass(frozen=True)
 class Load:
     """One group on one rank."""
 
@@ -105,6 +150,7 @@ class Load:
     gradient_bytes: int  # of one parameter, as it crosses the link
     members: tuple[int, ...]  # indices of the model's groups
     rests: Tier | None = None  # where its parameters stay; None: they are placed too
+    activations: Activations | None = None  # None: there is no choice about them
 
 
 def threads_of(machine: MachineProfile, local_size: int) -> int:
@@ -144,6 +190,8 @@ def _load(task: Task, index: int, group: GroupProfile, forward_s: float, wire: W
     backward_s = forward_s * (3.0 if model.recomputes else 2.0 + model.recomputed)
     if model.backward_s is not None and model.forward_s:
         backward_s = forward_s * model.backward_s / model.forward_s
+    if task.chooses and model.recomputes:
+        backward_s = max(0.0, backward_s - forward_s)
     in_forward = gather_s if task.stage > Stage.DATA_PARALLEL else 0.0
     in_backward = (gather_s if shards(task.stage, Kind.PARAMETERS) else 0.0) + reduce_s
     return Load(
@@ -160,7 +208,18 @@ def _load(task: Task, index: int, group: GroupProfile, forward_s: float, wire: W
         gradient_bytes=resting,
         members=(index,),
         rests=None if task.rests is None else task.rests.get(group.name, Tier.DEVICE),
+        activations=_activations(task, group, forward_s, backward_s, in_backward) if task.chooses else None,
     )
+
+
+def _activations(
+    task: Task, group: GroupProfile, forward_s: float, backward_s: float, in_backward: float
+) -> Activations:
+    """As the profile says, or in proportion to it where the sum was measured."""
+    samples = (task.model.samples or 0) * task.model.measured_part
+    kept, peak = samples * group.kept_bytes, samples * group.peak_bytes
+    longer_s = max(forward_s + backward_s, in_backward) - max(backward_s, in_backward)
+    return Activations(kept, samples * group.boundary_bytes, peak, kept + peak, kept, longer_s, forward_s)
 
 
 def _forward_seconds(task: Task) -> list[float]:
@@ -238,4 +297,20 @@ def _join(some: Sequence[Load]) -> Load:
         gradient_bytes=some[0].gradient_bytes,
         members=tuple(index for load in some for index in load.members),
         rests=some[0].rests,
+        activations=_join_activations([load.activations for load in some if load.activations is not None]),
+    )
+
+
+def _join_activations(some: Sequence[Activations]) -> Activations | None:
+    """Groups run one after the other: what is left of them adds up, what one needs while it runs does not."""
+    if not some:
+        return None
+    return Activations(
+        kept=sum(one.kept for one in some),
+        boundary=sum(one.boundary for one in some),
+        peak=max(one.peak for one in some),
+        inside=max(one.inside for one in some),
+        largest=max(one.largest for one in some),
+        longer_s=sum(one.longer_s for one in some),
+        again_s=sum(one.again_s for one in some),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
@@ -99,33 +100,56 @@ class MachineProfile:
 
     @classmethod
     def from_json(cls, text: str, source: str = "machine profile") -> Self:
-        """The counterpart of to_json; an error names the field that is missing or unknown."""
+        """The counterpart of to_json; an error names the field that is missing, unknown or not what it must be."""
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise PrepareError(f"{source} is not JSON ({error}); measure again with `zerostd measure`") from error
         try:
             made = dict(data)
-            made["processor"] = _make(Processor, data["processor"])
-            made["processor"] = Processor(
-                made["processor"].num_cores,
-                {int(k): float(v) for k, v in made["processor"].update_ns.items()},
-                made["processor"].memory,
-            )
-            made["link"] = None if data.get("link") is None else _make(Link, data["link"])
-            made["disk"] = None if data.get("disk") is None else _make(DiskRates, data["disk"])
-            made["wires"] = tuple(_make(Wire, wire) for wire in data.get("wires", ()))
-            profile: Self = _make(cls, made)
+            made["processor"] = _make(Processor, data["processor"], "processor.")
+            made["link"] = None if data.get("link") is None else _make(Link, data["link"], "link.")
+            made["disk"] = None if data.get("disk") is None else _make(DiskRates, data["disk"], "disk.")
+            wires = _checked(data.get("wires", ()), list | tuple, "wires", "be a list")
+            made["wires"] = tuple(_make(Wire, wire, f"wires.{place}.") for place, wire in enumerate(wires))
+            profile: Self = _make(cls, made, "")
             return profile
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PrepareError(f"{source}: {error}; measure again with `zerostd measure`, or correct it") from error
 
 
-def _make(kind: type[Any], data: Mapping[str, Any]) -> Any:
-    unknown = set(data) - {one.name for one in fields(kind)}
-    if unknown:
-        raise ValueError(f"{kind.__name__} has no field {sorted(unknown)[0]!r}")
-    return kind(**data)
+def _make(kind: type[Any], data: Mapping[str, Any], where: str) -> Any:
+    """One part of a profile. An error names the field that is unknown or of another type."""
+    known = {one.name: str(one.type) for one in fields(kind)}
+    made = {}
+    for name, value in _checked(data, Mapping, where.rstrip(".") or kind.__name__, "have fields").items():
+        if name not in known:
+            raise ValueError(f"{kind.__name__} has no field {name!r}")
+        table = re.fullmatch(r"Mapping\[(\w+), (\w+)\]", known[name])
+        if table is not None:
+            items = _checked(value, Mapping, where + name, "have fields").items()
+            if table[1] == "int" and not all(str(key).isdecimal() for key, _ in items):
+                raise ValueError(f"{where}{name} is {value!r}, and its fields must be whole numbers")
+            convert = int if table[1] == "int" else str
+            value = {convert(key): _one(one, table[2], f"{where}{name}.{key}") for key, one in items}
+        made[name] = _one(value, known[name], where + name)
+    return kind(**made)
+
+
+def _one(value: Any, kind: str, where: str) -> Any:
+    """A value of a field of this type; of those that are not in here, any."""
+    if kind == "float":
+        return _checked(value, int | float, where, "be a number")
+    if kind == "int":
+        is_whole = isinstance(value, float) and value.is_integer()  # 80e9
+        return int(_checked(int(value) if is_whole else value, int, where, "be a whole number"))
+    return _checked(value, str, where, "be a text") if kind == "str" else value
+
+
+def _checked(value: Any, kind: Any, where: str, what: str) -> Any:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise ValueError(f"{where} is {value!r}, and must {what}")
+    return value
 
 
 def _numbers(what: str, value: Any) -> list[tuple[str, float]]:

@@ -7,8 +7,11 @@ of the batch: an image, a sequence, a graph.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-__all__ = ["GroupProfile", "ModelProfile"]
+__all__ = ["WAYS", "GroupProfile", "ModelProfile"]
+
+WAYS = ("keep", "recompute", "host")  # what can be done with the activations of a group until its backward
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,22 @@ class ModelProfile:
 
     def activations(self) -> int:
         """Bytes of activations at their peak on one rank, measured or estimated; 0 if samples are not known."""
-        if self.activation_bytes is not None:
-            return self.activation_bytes
+        return int(self._estimate()) if self.activation_bytes is None else self.activation_bytes
+
+    @cached_property
+    def knows_activations(self) -> bool:
+        """Whether it is known what a pass leaves for backward in each group."""
+        return self.samples is not None and any(group.kept_bytes for group in self.groups)
+
+    @cached_property
+    def measured_part(self) -> float:
+        """Of the estimate that was found when activations were measured; 1 if they were not."""
+        estimate = self._estimate()
+        return 1.0 if self.activation_bytes is None or not estimate else self.activation_bytes / estimate
+
+    def _estimate(self) -> float:
         if self.samples is None:
-            return 0
+            return 0.0
         kept = sum(group.boundary_bytes if self.recomputes else group.kept_bytes for group in self.groups)
         inside = max((g.kept_bytes + g.peak_bytes if self.recomputes else g.peak_bytes for g in self.groups), default=0)
-        return int(self.samples * (kept + inside))
+        return self.samples * (kept + inside)

@@ -6,18 +6,22 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from zerostd.errors import PrepareError
+from zerostd.planning.model import WAYS
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier
 
 __all__ = ["Plan", "Prediction", "size_text"]
 
 VERSION = 1
-FIELDS = ("version", "stage", "world_size", "speculate", "adaptive", "homes", "limits", "notes", "predicted")
+ABOUT = ("version", "stage", "world_size", "speculate", "adaptive", "limits", "notes", "predicted")
+FIELDS = (*ABOUT, "homes", "activations")
+DOES = {"recompute": "recompute them in", "host": "send them to the host in", "keep": "keep them in"}
+MOST_NAMED = 4  # stretches of groups
 WORDS = {
     "up": "the link to the device",
     "down": "the link from the device",
@@ -55,7 +59,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """See the module's docstring. `homes` are by name of group, or by a glob of names."""
+    """See the module's docstring. `homes` and `activations` are by name of group, or by a glob of names."""
 
     homes: Mapping[str, Homes]
     stage: Stage = Stage.PARAMETERS
@@ -65,18 +69,22 @@ class Plan:
     predicted: Prediction = field(default_factory=Prediction)
     limits: Mapping[Tier, int] = field(default_factory=dict)  # bytes it was made for
     notes: tuple[str, ...] = ()  # why it is as it is, and what was refused
+    activations: Mapping[str, str] = field(default_factory=dict)  # keep, recompute or host; empty: as the model does
 
     def homes_of(self, group: str) -> Homes:
         """Of one group, by its name or by the first glob that fits it."""
-        if group in self.homes:
-            return self.homes[group]
-        for pattern, homes in self.homes.items():
-            if fnmatch.fnmatchcase(group, pattern):
-                return homes
+        homes: Homes | None = _by_name(self.homes, group)
+        if homes is not None:
+            return homes
         raise PrepareError(
             f"the plan has no homes for group {group!r}: it was made for another model or other groups=. Plan again, "
             "or give homes for '*'"
         )
+
+    def activations_of(self, group: str) -> str | None:
+        """What one group does with its activations: keep, recompute or host; None: the plan does not say."""
+        found: str | None = _by_name(self.activations, group)
+        return found
 
     def placement(self, sizes: Mapping[str, float]) -> Placement:
         """The same in shares of the whole, for groups of these sizes: what is shown and checked."""
@@ -107,6 +115,7 @@ class Plan:
             "speculate": self.speculate,
             "adaptive": self.adaptive,
             "homes": {name: _homes_to_data(homes) for name, homes in self.homes.items()},
+            "activations": self.activations["*"] if list(self.activations) == ["*"] else dict(self.activations),
             "limits": {tier.value: size for tier, size in self.limits.items()},
             "notes": list(self.notes),
             "predicted": {
@@ -140,6 +149,7 @@ class Plan:
                 adaptive=bool(data.get("adaptive", True)),
                 limits={Tier(name): int(size) for name, size in data.get("limits", {}).items()},
                 notes=tuple(data.get("notes", ())),
+                activations=_activations_from_data(data.get("activations", {})),
                 predicted=Prediction(
                     step_s=predicted.get("step_s"),
                     compute_s=predicted.get("compute_s"),
@@ -205,6 +215,22 @@ def _homes_from_data(data: Mapping[str, Any]) -> Homes:
     )
 
 
+def _activations_from_data(data: str | Mapping[str, str]) -> dict[str, str]:
+    """One word for all groups, or words by name."""
+    found = {"*": data} if isinstance(data, str) else dict(data.items())
+    for name, way in found.items():
+        if way not in WAYS:
+            raise ValueError(f"activations of {name!r} are {way!r}, and can be {', '.join(WAYS)}")
+    return found
+
+
+def _by_name(found: Mapping[str, Any], group: str) -> Any:
+    """What is said of a group, by its name or by the first glob that fits it; None: nothing."""
+    if group in found:
+        return found[group]
+    return next((said for pattern, said in found.items() if fnmatch.fnmatchcase(group, pattern)), None)
+
+
 def _table(plan: Plan) -> list[str]:
     kinds = [kind for kind in Kind if any(plan.predicted.bytes.get(tier, {}).get(kind) for tier in Tier)]
     rows = ["tier    " + "".join(f"{kind.value.replace('_', ' '):>18}" for kind in kinds) + f"{'in all':>12}{'of':>12}"]
@@ -222,6 +248,8 @@ def _sentences(plan: Plan) -> list[str]:
     predicted = plan.predicted
     ranks = f"{plan.world_size} rank" + ("s" if plan.world_size > 1 else "")
     lines = [f"Stage {plan.stage.value} on {ranks}" + (", speculating." if plan.speculate else ".")]
+    if plan.activations:
+        lines.append(f"Activations: {'; '.join(_activations_in_words(plan.activations))}.")
     if predicted.step_s is not None and predicted.step_s > 0:
         busy = {**predicted.busy, "compute": predicted.compute_s or 0.0}
         first, *rest = sorted(busy, key=lambda name: -busy[name])
@@ -236,6 +264,24 @@ def _sentences(plan: Plan) -> list[str]:
                 worth = f"would save {gain * 1e3:.2g} ms a step" if gain > 1e-6 else "would change nothing"
                 lines.append(f"One more GiB of the {tier.value} {worth}.")
     return [*lines, *plan.notes]
+
+
+def _activations_in_words(activations: Mapping[str, str]) -> Iterator[str]:
+    """Which groups do what, neighbours together."""
+    stretches: dict[str, list[list[str]]] = {way: [] for way in DOES}
+    before = ""
+    for name, way in activations.items():
+        if way != before:
+            stretches[way].append([])
+        stretches[way][-1].append(name)
+        before = way
+    for way, does in DOES.items():
+        if not stretches[way]:
+            continue
+        names = [one[0] if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in stretches[way]]
+        count = sum(len(one) for one in stretches[way])
+        text = ", ".join(names[:MOST_NAMED]) + (" and more" if len(names) > MOST_NAMED else "")
+        yield f"{does} {'all groups' if text == '*' else text}" + (f" ({count} groups)" if count > 1 else "")
 
 
 def size_text(num_bytes: float) -> str:

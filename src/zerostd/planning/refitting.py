@@ -53,13 +53,14 @@ def refit(task: Task, homes: Mapping[str, Homes], seen: Seen) -> Task:
 
 
 def _slower(machine: MachineProfile, by: Mapping[str, float]) -> MachineProfile:
-    """The machine with each worker's rates divided by a ratio. The processor is as fast as its cores or its memory
-    let it be; which of the two it was cannot be seen, so both are changed."""
+    """The machine with each worker's rates divided by a ratio. The processor is as fast as its cores or its memory let
+    it be; it was its memory as far as what is streamed, which is in that memory too, was slower as well."""
     cpu, streamed, disk = by.get("cpu", 1.0), by.get("streamed", 1.0), by.get("disk", 1.0)
+    memory = min(cpu, streamed) if "streamed" in by else cpu
     processor = replace(
         machine.processor,
         update_ns={threads: ns * cpu for threads, ns in machine.processor.update_ns.items()},
-        memory=machine.processor.memory / cpu,
+        memory=machine.processor.memory / memory,
     )
     link, rates = machine.link, machine.disk
     if link is not None:

@@ -8,15 +8,18 @@ next end of a job.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from zerostd.planning.activations import NUM_BUFFERS, way_of
 from zerostd.planning.costs import Load, Task
-from zerostd.planning.program import Shares
+from zerostd.planning.demands import Shares
 
 __all__ = ["Timeline", "simulate"]
 
-NUM_STEPS = 3  # the last one is taken: what a step leaves to the next is the same by then
+NUM_STEPS = 2  # the last one is taken: what a step leaves to the next is the same from the first one on
+MOST_PASSES = 4  # that are simulated one by one
 AHEAD = 1  # groups that are brought before they are needed
 EPSILON = 1e-12
 
@@ -30,6 +33,56 @@ class _Flow:
     takes: dict[str, float]  # bytes of up, down and memory for one unit
     group: int
     asks: bool = False  # for the group's update, when done
+    kind: Any = None  # the same for flows that take the same
+
+    def __post_init__(self) -> None:
+        self.kind = tuple(self.takes.items())
+
+
+class _Away:
+    """Activations that rest on the host: on their way there, and wanted back."""
+
+    def __init__(self, found: Sequence[Load], shares: Sequence[Shares]) -> None:
+        self.sizes = [
+            load.activations.kept if load.activations is not None and way_of(share) == "host" else 0.0
+            for load, share in zip(found, shares, strict=True)
+        ]
+        self.leaving: list[int] = []  # groups, in order; the first is on its way
+        self.gone = [False] * len(found)
+        self.wanted: list[int] = []
+
+    def leave(self, group: int) -> None:
+        """Its forward is done."""
+        if self.sizes[group]:
+            self.gone[group] = True
+            self.leaving.append(group)
+
+    def has_room(self, group: int) -> bool:
+        """Whether those of the second group before it are gone."""
+        return group - NUM_BUFFERS not in self.leaving
+
+    def is_back(self, group: int) -> bool:
+        """Whether its backward can begin."""
+        return not self.gone[group]
+
+    def want(self, groups: range) -> None:
+        """Backward needs them next."""
+        self.wanted += [group for group in groups if self.gone[group] and group not in self.wanted]
+
+    def jobs(self) -> Iterator[tuple[str, int]]:
+        """What can be done now."""
+        if self.leaving:
+            yield "send", self.leaving[0]
+        if self.wanted and self.wanted[0] not in self.leaving:
+            yield "return", self.wanted[0]
+
+    def done(self, name: str, group: int) -> None:
+        """One of them is."""
+        if name == "send":
+            self.leaving.remove(group)
+        else:
+            self.wanted.remove(group)
+            self.gone[group] = False
 
 
 @dataclass
@@ -67,8 +120,10 @@ class _Steps:
         self.unfinished = [0] * len(found)  # jobs of each group's update
         self.present = [not _is_off(share) for share in shares]
         self.wanted: list[int] = []  # groups to bring, in order
+        self.away = _Away(found, shares)
         self.waits: dict[str, float] = {}
         self.busy: dict[str, float] = {}
+        self.speeds: dict[Any, dict[str, float]] = {}  # by what is running: it is the same again and again
 
     # Jobs
 
@@ -145,10 +200,20 @@ class _Steps:
             if self.shares[index].parameters_disk > 0.5:
                 takes["read"] = 1.0
             self.running["bring"] = _Flow(self.loads[index].parameters, 1e15, takes, index)
+        for name, group in self.away.jobs():
+            if name not in self.running:
+                takes = {"down" if name == "send" else "up": 1.0, "link": 1.0, "memory": 1.0}
+                self.running[name] = _Flow(self.away.sizes[group], 1e15, takes, group)
 
     def _speeds(self) -> dict[str, float]:
         """Units a second of each running job: as fast as its scarcest resource allows, shared evenly among those that
         want it and what they leave to the others."""
+        running = tuple((name, flow.kind) for name, flow in self.running.items())
+        if running not in self.speeds:
+            self.speeds[running] = self._find_speeds()
+        return self.speeds[running]
+
+    def _find_speeds(self) -> dict[str, float]:
         speeds = {name: flow.most for name, flow in self.running.items()}
         for _ in range(8):
             worst, ratio = "", 1.0
@@ -190,14 +255,25 @@ class _Steps:
             self._advance(float("inf"))
         self.waits[what] = self.waits.get(what, 0.0) + self.now - begun
 
+    def wait_until(self, is_ready: Callable[[int], bool], group: int) -> None:
+        """Let time pass while activations are on their way."""
+        begun = self.now
+        while not is_ready(group):
+            self._advance(float("inf"))
+        if self.now > begun:
+            self.waits["activations"] = self.waits.get("activations", 0.0) + self.now - begun
+
     def _is_coming(self, group: int) -> bool:
         return "bring" in self.running and self.running["bring"].group == group
 
     def _advance(self, most: float) -> None:
         self._start()
+        if not self.running:
+            self.now += most
+            return
         speeds = self._speeds()
         ends = {name: flow.left / max(speeds[name], 1e-30) for name, flow in self.running.items()}
-        step = min([most, *ends.values()])
+        step = min(most, *ends.values())
         self.now += step
         for name, flow in list(self.running.items()):
             flow.left -= speeds[name] * step
@@ -207,6 +283,9 @@ class _Steps:
                 if name == "bring":
                     self.present[flow.group] = True
                     continue
+                if name in ("send", "return"):
+                    self.away.done(name, flow.group)
+                    continue
                 if flow.asks:
                     self.ask(flow.group)
                 self.unfinished[flow.group] -= 1
@@ -215,7 +294,9 @@ class _Steps:
 def simulate(task: Task, found: Sequence[Load], shares: Sequence[Shares]) -> Timeline:
     """One step in the steady state, for whole placements of parameters and gradients."""
     steps = _Steps(task, found, shares)
-    compute = task.accumulate * sum(load.compute_s for load in found)
+    recomputed = [load.activations for load, share in zip(found, shares, strict=True) if way_of(share) == "recompute"]
+    again_s = sum(one.again_s for one in recomputed if one is not None)
+    compute = task.accumulate * (sum(load.compute_s for load in found) + again_s)
     resident = sum(
         load.updated * share.resident * task.machine.resident_ns * 1e-9
         for load, share in zip(found, shares, strict=True)
@@ -223,14 +304,28 @@ def simulate(task: Task, found: Sequence[Load], shares: Sequence[Shares]) -> Tim
     begun = 0.0
     for _ in range(NUM_STEPS):
         begun, steps.waits, steps.busy = steps.now, {}, {}
-        for number in range(task.accumulate):
-            _forward(steps, first=number == 0)
-            _backward(steps, last=number == task.accumulate - 1, adds=number > 0)
+        _passes(steps, task.accumulate)
         steps.run(resident)
         if not task.is_early:
             for group in range(len(found)):
                 steps.ask_when_landed(group)
-    return Timeline(steps.now - begun, compute + resident, steps.waits, steps.busy)
+    took = max(steps.now - begun, compute + resident)  # but for rounding it never is less
+    return Timeline(took, compute + resident, steps.waits, steps.busy)
+
+
+def _passes(steps: _Steps, count: int) -> None:
+    """Of many passes all but the first two and the last are alike, and made once."""
+    made = min(count, MOST_PASSES)
+    for number in range(made):
+        before = steps.now, dict(steps.waits), dict(steps.busy)
+        _forward(steps, first=number == 0)
+        _backward(steps, last=number == made - 1, adds=number > 0)
+        if number == made - 2 and count > made:
+            now, more = steps.now, count - made
+            steps.now += more * (now - before[0])
+            for total, earlier in ((steps.waits, before[1]), (steps.busy, before[2])):
+                for name, seconds in total.items():
+                    total[name] = seconds + more * (seconds - earlier.get(name, 0.0))
 
 
 def _forward(steps: _Steps, *, first: bool) -> None:
@@ -238,15 +333,21 @@ def _forward(steps: _Steps, *, first: bool) -> None:
     for group, load in enumerate(steps.loads):
         _bring_ahead(steps, range(group, min(len(steps.loads), group + AHEAD + 1)))
         steps.wait_for(group, what)
+        steps.wait_until(steps.away.has_room, group)
         steps.run(load.forward_s)
+        steps.away.leave(group)
         _let_go(steps, group, keep=group == len(steps.loads) - 1)
 
 
 def _backward(steps: _Steps, *, last: bool, adds: bool) -> None:
     for group in reversed(range(len(steps.loads))):
+        load, share = steps.loads[group], steps.shares[group]
         _bring_ahead(steps, range(group, max(-1, group - AHEAD - 1), -1))
+        steps.away.want(range(group, max(-1, group - NUM_BUFFERS), -1))
         steps.wait_for(group, "parameters")
-        steps.run(steps.loads[group].backward_s)
+        steps.wait_until(steps.away.is_back, group)
+        again = load.activations if way_of(share) == "recompute" else None
+        steps.run(load.backward_s + (again.longer_s if again is not None else 0.0))
         _let_go(steps, group, keep=False)
         steps.land(group, last=last, adds=adds)
 

@@ -1,0 +1,141 @@
+"""A solution of the planner: shares of loads, and what they are as homes of groups and as bytes of tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zerostd.planning.activations import activation_bytes, way_of
+from zerostd.planning.costs import Load, Task
+from zerostd.planning.demands import Shares
+from zerostd.planning.program import Optimum
+from zerostd.planning.simulation import Timeline
+from zerostd.policy import Homes, Kind, Route, Tier
+
+__all__ = ["Solution", "activations_by_group", "fits", "homes_by_group", "model_state", "shares_of"]
+
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A placement of whole groups, and what it costs."""
+
+    task: Task
+    loads: list[Load]
+    shares: list[Shares]
+    optimum: Optimum  # of the program, with these parameters and gradients
+    timeline: Timeline
+
+
+def homes_by_group(solution: Solution) -> dict[str, Homes]:
+    """The shares as homes, by name of group."""
+    names = [group.name for group in solution.task.model.groups]
+    found = {}
+    for load, share in zip(solution.loads, solution.shares, strict=True):
+        homes = _homes(share)
+        for index in load.members:
+            found[names[index]] = homes
+    return {name: found[name] for name in names}
+
+
+def _homes(share: Shares) -> Homes:
+    parts = [
+        (Tier.DEVICE, Route.RESIDENT, share.resident),
+        (Tier.HOST, Route.CPU, share.cpu),
+        (Tier.HOST, Route.STREAMED, share.streamed),
+        (Tier.DISK, Route.CPU, share.disk_cpu),
+        (Tier.DISK, Route.STREAMED, share.disk_streamed),
+    ]
+    kept = [(tier, route, part) for tier, route, part in parts if part > 5e-6]
+    total = sum(part for _, _, part in kept)
+    parameters = Tier.HOST if share.parameters_host else Tier.DISK if share.parameters_disk else Tier.DEVICE
+    return Homes(
+        parameters,
+        Tier.HOST if share.gradients_host else Tier.DEVICE,
+        tuple((tier, route, part / total) for tier, route, part in kept),
+    )
+
+
+def model_state(solution: Solution) -> dict[Tier, dict[Kind, int]]:
+    """Bytes by the closed form: 2 for a parameter, 2 for its gradient, 12 for its states, by what this rank holds."""
+    return _state(solution.task, solution.loads, solution.shares)
+
+
+def _state(task: Task, found: Sequence[Load], shares: Sequence[Shares]) -> dict[Tier, dict[Kind, int]]:
+    model, total = task.model, {tier: dict[Kind, float]() for tier in Tier}
+
+    passes = Tier.DEVICE if task.has_one_memory else Tier.HOST
+
+    def add(tier: Tier, kind: Kind, size: float) -> None:
+        total[tier][kind] = total[tier].get(kind, 0.0) + size
+
+    for load, share in zip(found, shares, strict=True):
+        homes = _homes(share)
+        add(homes.parameters, Kind.PARAMETERS, load.parameters)
+        add(homes.gradients, Kind.GRADIENTS, load.gradients)
+        add(Tier.DEVICE, Kind.GRADIENTS, load.pinned_gradients)
+        for tier, route, part in homes.states:
+            copies = 2 if task.speculates and tier is Tier.HOST else 1
+            shares_master = tier is homes.parameters and tier is not Tier.DISK and copies == 1
+            width = model.state_bytes + (0 if shares_master else model.master_bytes)
+            add(tier, Kind.OPTIMIZER_STATES, load.updated * part * width * copies)
+            if route is Route.CPU:
+                add(passes, Kind.BUFFERS, load.updated * part * _passing(task, load, homes))
+    if task.chooses:
+        for tier, size in zip((Tier.DEVICE, Tier.HOST), activation_bytes(found, shares), strict=True):
+            add(tier, Kind.ACTIVATIONS, size)
+    for tier, size in task.fixed.items():
+        activations = model.activations() if tier is Tier.DEVICE and not task.chooses else 0
+        add(tier, Kind.ACTIVATIONS, activations)
+        add(tier, Kind.BUFFERS, max(0, size - activations))
+    return {tier: {kind: int(size) for kind, size in kinds.items() if size >= 1} for tier, kinds in total.items()}
+
+
+def _passing(task: Task, load: Load, homes: Homes) -> int:
+    """Bytes of host memory that a parameter updated by the processor takes: its gradient, its new value."""
+    gradient = weight = 0
+    if task.machine.link is not None and homes.gradients is Tier.DEVICE:
+        gradient = load.gradient_bytes
+    lands_on_gradient = gradient == task.model.parameter_bytes and not task.speculates
+    if homes.parameters is Tier.DISK or (
+        task.machine.link is not None and homes.parameters is Tier.DEVICE and not lands_on_gradient
+    ):
+        weight = task.model.parameter_bytes
+    return gradient + weight
+
+
+def shares_of(homes: Homes) -> Shares:
+    """The counterpart of _homes."""
+    names = {
+        (Tier.DEVICE, Route.RESIDENT): "resident",
+        (Tier.HOST, Route.CPU): "cpu",
+        (Tier.HOST, Route.STREAMED): "streamed",
+        (Tier.DISK, Route.CPU): "disk_cpu",
+        (Tier.DISK, Route.STREAMED): "disk_streamed",
+    }
+    parts = {names[tier, route]: part for tier, route, part in homes.states}
+    return Shares(
+        **{"resident": 0.0, **parts},
+        parameters_host=float(homes.parameters is Tier.HOST),
+        parameters_disk=float(homes.parameters is Tier.DISK),
+        gradients_host=float(homes.gradients is Tier.HOST),
+    )
+
+
+def activations_by_group(solution: Solution) -> dict[str, str]:
+    """What each does, or one word for all; nothing where there is no choice."""
+    if not solution.task.chooses:
+        return {}
+    names = [group.name for group in solution.task.model.groups]
+    pairs = zip(solution.loads, solution.shares, strict=True)
+    found = {index: way_of(share) for load, share in pairs for index in load.members}
+    if len(set(found.values())) == 1:
+        return {"*": found[0]}
+    return {name: found[index] for index, name in enumerate(names)}
+
+
+def fits(task: Task, found: Sequence[Load], shares: Sequence[Shares]) -> bool:
+    limits = task.limits
+    held = {tier: sum(kinds.values()) for tier, kinds in _state(task, found, shares).items()}
+    return all(size <= limits.get(tier, 0) * (1 + TOLERANCE) + 1 for tier, size in held.items())

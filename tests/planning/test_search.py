@@ -1,0 +1,146 @@
+"""How a step is divided into passes, and at which stage: what is tried, what is chosen, what is said of the others."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from math import log, prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planning.machines import H200
+from zerostd.errors import PrepareError
+from zerostd.planning import Plan, Wire
+from zerostd.planning.cluster import Use, plan_on
+from zerostd.planning.described import from_numbers
+from zerostd.planning.search import Fits, Option, Refused, divisions, shortest, table, try_all
+from zerostd.policy import Budget, Stage
+
+STAGE = Stage.PARAMETERS
+
+
+# -- what is tried --
+
+
+def test_all_divisions_of_a_small_batch_largest_first() -> None:
+    assert divisions(1) == [(1, 1)]
+    assert divisions(7) == [(7, 1), (1, 7)]
+    assert divisions(12) == [(12, 1), (6, 2), (4, 3), (3, 4), (2, 6), (1, 12)]
+    assert [size for size, _ in divisions(128)] == [128, 64, 32, 16, 8, 4, 2, 1]
+
+
+@given(st.integers(1, 5000), st.integers(2, 8))
+def test_divisions_divide_and_are_few_and_far_apart(batch: int, most: int) -> None:
+    found = divisions(batch, most)
+    assert len(found) <= most and all(prod(one) == batch for one in found)
+    assert found[0] == (batch, 1) and found[-1] == (1, batch)
+    assert found == sorted(found, reverse=True)
+    every = [size for size in range(1, batch + 1) if batch % size == 0]
+    if len(every) <= most:
+        assert [size for size, _ in found] == every[::-1]
+    else:
+        wanted = [log(batch) * place / (most - 1) for place in range(most)]
+        for one in wanted:  # none is left out that is nearest to one of the places
+            assert min(abs(log(size) - one) for size, _ in found) == min(abs(log(size) - one) for size in every)
+
+
+def solve(option: Option) -> float:
+    """Large passes do not fit; of the others the larger ones are faster, but for one that is nearly as fast."""
+    if (option.samples or 0) > 16:
+        raise PrepareError(f"stage 3 on 1 rank(s) does not fit: {option.samples}.5 GiB of the device is missing. Pity")
+    return {16: 2.0, 8: 1.005, 4: 1.0, 2: 1.5, 1: 3.0}[option.samples or 0]
+
+
+def test_the_shortest_is_found_and_others_are_told() -> None:
+    options = [Option(size, passes, STAGE) for size, passes in divisions(64)]
+    fits, refused = try_all(options, solve, lambda seconds: seconds)
+    assert [one.option.samples for one in refused] == [64, 32]
+    best = shortest(fits)
+    assert (best.option.samples, best.option.accumulate, best.seconds) == (8, 8, 1.005)  # almost, in half the passes
+    assert table(fits, refused, best.option).splitlines() == [
+        "A step of 64 samples is made in passes of 8: accumulate=8. Tried:",
+        "  64 x 1: 64.5 GiB of the device is missing",
+        "  32 x 2: 32.5 GiB of the device is missing",
+        "  16 x 4: 2 s a step",
+        "  8 x 8: 1 s a step",
+        "  4 x 16: 1 s a step",
+        "  2 x 32: 1.5 s a step",
+        "  1 x 64: 3 s a step",
+    ]
+
+
+def test_of_each_division_the_best_stage_is_told() -> None:
+    fits = [Fits(Option(4, 2, stage), seconds, None) for stage, seconds in zip(Stage, (4.0, 2.0, 3.0), strict=False)]
+    text = table(fits, [Refused(Option(4, 2, STAGE), PrepareError("no"))], fits[1].option)
+    assert text.endswith("Tried:\n  4 x 2: 2 s a step")
+    assert shortest(fits) is fits[1]
+
+
+def test_nothing_that_fits_is_the_last_refusal() -> None:
+    with pytest.raises(PrepareError, match=r"32\.5 GiB"):
+        try_all([Option(64, 1, STAGE), Option(32, 2, STAGE)], solve, lambda seconds: seconds)
+
+
+# -- of models in numbers --
+
+SMALL = Budget(device="30GiB", host="100GiB")
+
+
+def chosen(plan: Plan) -> tuple[int, int, list[str]]:
+    """Samples in a pass, passes and the lines of the table."""
+    (note,) = [note for note in plan.notes if note.startswith("A step of ")]
+    words, *lines = note.splitlines()
+    samples, passes = re.findall(r"passes of (\d+): accumulate=(\d+)\.", words)[0]
+    return int(samples), int(passes), lines
+
+
+def test_a_batch_is_divided_as_is_fastest() -> None:
+    model, machine = from_numbers("1.3B"), replace(H200, disk=None)
+    plan = plan_on(model, machine, Use(batch=24, budget=SMALL))
+    samples, passes, lines = chosen(plan)
+    assert samples * passes == 24 and len(lines) == len(divisions(24))
+    assert "24 x 1" in lines[0] and "is missing" in lines[0]
+    steps = {}
+    for size, count in divisions(24):
+        try:
+            one = plan_on(replace(model, samples=size), machine, Use(accumulate=count, budget=SMALL))
+            steps[size] = one.predicted.step_s
+        except PrepareError:
+            assert any(f"{size} x {count}" in line and "missing" in line for line in lines)
+    assert plan.predicted.step_s == pytest.approx(steps[samples])
+    assert steps[samples] <= min(steps.values()) * 1.011
+    assert not any("prepare is not told" in note for note in plan.notes)
+
+
+def test_more_to_do_with_activations_lets_more_samples_into_a_pass() -> None:
+    model, machine = from_numbers("1.3B"), replace(H200, disk=None)
+    use = Use(batch=32, budget=SMALL)
+    kept, any_way = (plan_on(model, machine, replace(use, activations=frozenset(ways))) for ways in KEEP_AND_ANY)
+    assert "missing" in chosen(kept)[2][0] and "missing" not in chosen(any_way)[2][0]
+    assert any_way.predicted.step_s <= kept.predicted.step_s * 1.01
+
+
+KEEP_AND_ANY = (("keep",), ("keep", "recompute", "host"))
+
+
+def test_a_batch_with_samples_or_passes_is_no_search() -> None:
+    model = from_numbers("100M")
+    by_samples = plan_on(replace(model, samples=4), H200, Use(batch=16))
+    by_passes = plan_on(model, H200, Use(batch=16, accumulate=4))
+    assert chosen(by_samples)[:2] == chosen(by_passes)[:2] == (4, 4)
+    assert by_samples.predicted == by_passes.predicted
+    for samples, passes in ((3, None), (None, 5), (4, 2)):
+        with pytest.raises(PrepareError, match="a batch of 16 cannot be"):
+            plan_on(replace(model, samples=samples), H200, Use(batch=16, accumulate=passes))
+    with pytest.raises(PrepareError, match="batch=0"):
+        Use(batch=0)
+
+
+def test_stages_and_speculation_are_searched_with_the_batch() -> None:
+    machine = replace(H200, disk=None, ranks_per_node=8, wires=(Wire("inside", 8, 4e11, 1e-5),))
+    plan = plan_on(from_numbers("1.3B"), machine, Use(8, clips=True, batch=8, budget=Budget(device="12GiB")))
+    assert plan.stage in (Stage.GRADIENTS, Stage.PARAMETERS)
+    assert len(chosen(plan)[2]) == 4
+    assert any("Twice the samples" in note for note in plan.notes)
