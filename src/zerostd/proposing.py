@@ -29,6 +29,7 @@ from zerostd.settings import Settings, check_placement, rules_for
 __all__ = ["decide", "find_limits", "homes_of", "plan_for", "propose", "revise", "sizes_of"]
 
 MOST_TRIES = 12
+NEARLY = 0.002  # of a limit: so little over it needs no other plan, only a little room
 WORTH_A_DISK = 0.02  # of all bytes and of a step: less is not worth the buffers and threads of a disk
 
 log = logging.getLogger("zerostd")
@@ -252,7 +253,7 @@ def _inside(task: Task, settings: Settings, found: Sequence[Blueprint], world: W
 def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], world: World) -> Plan:
     """Plan, count exactly, and plan again with that much less until it fits."""
     fixed = {Tier.DEVICE: task.model.activations()}
-    for _ in range(MOST_TRIES):
+    for tries in range(MOST_TRIES):
         solution = solve(replace(task, fixed=fixed))
         homes = homes_by_group(solution)
         counted, assumed = _account(task, settings, found, world, homes), model_state(solution)
@@ -261,7 +262,9 @@ def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], worl
             return plan_from(solution, homes, counted, _notes(task))
         for tier in Tier:  # what the program does not know of, as far as it was seen
             beside = totals[tier] - sum(assumed.get(tier, {}).values()) + fixed.get(tier, 0)
-            fixed[tier] = max(fixed.get(tier, 0), int(1.002 * beside) + 1)
+            over, limit = totals[tier] - task.limits.get(tier, 0), task.limits.get(tier, 0)
+            nearly = tries * over if 0 < over < NEARLY * limit else 0  # each answer is another one, and off by others
+            fixed[tier] = max(fixed.get(tier, 0), int(1.002 * beside) + 1) + nearly
     over = {tier.value: size - task.limits.get(tier, 0) for tier, size in totals.items()}
     raise PrepareError(
         f"no placement was found whose bytes stay inside the limits: the last one is {over} bytes over. Give the tier "

@@ -127,7 +127,9 @@ def test_the_front_is_nearest_where_an_update_waits_for_the_norm() -> None:
     resident = [share.resident for share in solve(task).shares]
     half, quarter = len(resident) // 2, len(resident) // 4
     assert min(resident[: half - 1]) > 0.999 and max(resident[-quarter:]) < 0.001
-    assert sum(resident) == pytest.approx(half, abs=2)
+    assert (
+        half - 2 <= sum(resident) <= 10 / 16 * len(resident) + 1
+    )  # more, where nothing of the others is on the device
 
 
 def test_the_disk_only_where_the_host_is_too_small() -> None:

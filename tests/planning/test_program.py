@@ -177,13 +177,16 @@ def solved_with(task: Task, found: Sequence[Load], shares: Sequence[Shares]) -> 
 
 @st.composite
 def placements(draw: st.DrawFn) -> Shares:
-    """Any shares of states, parameters and gradients each at one place."""
+    """Any shares of states, parameters and gradients each at one place; gradients of resident states on the device."""
+    lands = draw(st.booleans())
     cuts = sorted(draw(parts) for _ in range(4))
+    if lands:
+        cuts[0] = 0.0
     states = [high - low for low, high in zip([0.0, *cuts], [*cuts, 1.0], strict=True)]
     home = draw(st.sampled_from(["device", "host", "disk"]))
     if home == "disk":  # such parameters are updated by the processor
         states = [states[0], states[1] + states[2], 0.0, states[3] + states[4], 0.0]
-    return Shares(*states, float(home == "host"), float(home == "disk"), float(draw(st.booleans())))
+    return Shares(*states, float(home == "host"), float(home == "disk"), float(lands))
 
 
 @st.composite

@@ -31,6 +31,7 @@ __all__ = ["GIGA", "SLACK", "Infeasible", "Optimum", "Program", "optimise", "qui
 GIGA = 1e9
 SLACK = 0.03  # a step that much longer is worth fewer bytes on disk and host: no prediction is surer than that
 DISK_BYTE = 64.0  # bytes of the host that one of the disk is worth, among steps of the same length
+MOVED_BYTE = 0.5  # bytes of the host that one over the link is worth: what need not be moved cannot be late
 OFF = ("parameters_host", "parameters_disk")
 NEARER = 1e-3  # bytes of the host that it is worth to have a byte at the front on the device, and not one at the end
 
@@ -113,6 +114,7 @@ class Program:
                     linear.fix(int(column), float(load.rests is tier))
         linear.each_equals([(made[name], 1.0) for name in STATES], 1.0)
         linear.each_at_most([(made["parameters_host"], 1.0), (made["parameters_disk"], 1.0)], 1.0)
+        linear.each_at_most([(made["gradients_host"], 1.0), (made["resident"], 1.0)], 1.0)  # it would come up again
         streamed = [(made["streamed"], 1.0), (made["disk_streamed"], 1.0)]
         linear.each_at_most([*streamed, (made["parameters_disk"], 1.0)], 1.0)  # they go to the disk from the host
         if self.level.changes:
@@ -287,6 +289,9 @@ def optimise(task: Task, found: Sequence[Load], *, fixed: Sequence[Shares] | Non
     for tier, worth in ((Tier.DISK, DISK_BYTE), (Tier.HOST, 1.0)):
         for index, factor in program.bytes[tier].items():
             cost[index] = cost.get(index, 0.0) + worth * factor
+    if task.machine.link is not None:
+        for index, seconds in program.totals["link"].items():
+            cost[index] = cost.get(index, 0.0) + MOVED_BYTE * seconds * task.machine.link.both / GIGA
     outcome = linear.minimise(cost)
     return Optimum(
         step_s=first.objective,

@@ -54,9 +54,9 @@ def refit(task: Task, homes: Mapping[str, Homes], seen: Seen) -> Task:
 
 def _slower(machine: MachineProfile, by: Mapping[str, float]) -> MachineProfile:
     """The machine with each worker's rates divided by a ratio. The processor is as fast as its cores or its memory let
-    it be; it was its memory as far as what is streamed, which is in that memory too, was slower as well."""
+    it be; it was its memory as far as what is streamed, which is in that memory too, was seen to be slower as well."""
     cpu, streamed, disk = by.get("cpu", 1.0), by.get("streamed", 1.0), by.get("disk", 1.0)
-    memory = min(cpu, streamed) if "streamed" in by else cpu
+    memory = min(cpu, streamed) if "streamed" in by else 1.0
     processor = replace(
         machine.processor,
         update_ns={threads: ns * cpu for threads, ns in machine.processor.update_ns.items()},
