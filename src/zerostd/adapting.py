@@ -196,9 +196,12 @@ class Adapter:
         return room
 
     def _needs(self, tier: Tier) -> int:
-        plan = self.runtime.settings.plan
+        """What is planned for a tier or is there; on a device with memory of its own also what is not of the model."""
+        plan, device = self.runtime.settings.plan, self.runtime.world.device
         assert plan is not None
         held = sum(size for (where, _), size in self.runtime.ledger.now.items() if where is tier)
+        if tier is Tier.DEVICE and device.type != "cpu":
+            held = torch.accelerator.memory_allocated(device)
         return max(held, plan.predicted.total(tier))
 
     def _activation_bytes(self) -> int | None:
@@ -219,8 +222,14 @@ class Adapter:
             return  # gradients are kept over the step: nothing can move
         world, budget = self.runtime.world, self.runtime.settings.budget
         seen = self._seen_or_rough(found)  # before anything is measured, which takes memory too
-        machine = load_or_measure(world.device, disk_path=budget.disk_path)  # from the cache, or by all ranks together
-        made = self._propose(reason, found.room, seen, machine) if world.rank == 0 else ""
+        made = ""
+        try:
+            machine = load_or_measure(world.device, disk_path=budget.disk_path)  # from the cache, or by all together
+            made = self._propose(reason, found.room, seen, machine) if world.rank == 0 else ""
+        except (PrepareError, torch.OutOfMemoryError) as error:  # of measuring: training goes on as it did
+            if world.size > 1:
+                raise
+            log.warning("the plan is kept after step %d (%s): %s", self._step, reason, error)
         text = self.runtime.gatherer.control.collect(made)[0]
         self._times, self._usual = [], None
         self._pause *= 2

@@ -265,9 +265,9 @@ def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], worl
             over, limit = totals[tier] - task.limits.get(tier, 0), task.limits.get(tier, 0)
             nearly = tries * over if 0 < over < NEARLY * limit else 0  # each answer is another one, and off by others
             fixed[tier] = max(fixed.get(tier, 0), int(1.002 * beside) + 1) + nearly
-    over = {tier.value: size - task.limits.get(tier, 0) for tier, size in totals.items()}
+    beyond = {tier.value: size - task.limits.get(tier, 0) for tier, size in totals.items()}
     raise PrepareError(
-        f"no placement was found whose bytes stay inside the limits: the last one is {over} bytes over. Give the tier "
+        f"no placement was found whose bytes stay inside the limits: the last one is {beyond} bytes over. Give the tier "
         "that is over more, with Budget(...)"
     )
 
