@@ -48,3 +48,10 @@ def test_no_dynamo_functions_are_called_not_traced():
 
     torch.compile(function, backend="eager")(torch.ones(2))
     assert seen == [False]
+
+
+def test_a_running_profiler_is_seen():
+    assert not compat.is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert compat.is_profiling()
+    assert not compat.is_profiling()

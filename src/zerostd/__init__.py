@@ -31,6 +31,8 @@ from zerostd.monitoring import Memory
 from zerostd.parameters.deferred import empty_init
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
+from zerostd.recording import Recording, record
+from zerostd.tracking import track
 
 __version__ = "0.1.0"
 
@@ -46,6 +48,7 @@ __all__ = [
     "Plan",
     "Precision",
     "PrepareError",
+    "Recording",
     "Stage",
     "StorageError",
     "ZerostdError",
@@ -61,6 +64,8 @@ __all__ = [
     "no_sync",
     "plan",
     "prepare",
+    "record",
     "release",
     "save",
+    "track",
 ]

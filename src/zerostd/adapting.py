@@ -68,7 +68,7 @@ def adapt(runtime: Runtime) -> None:
     """Look after a model from now on, if its plan may be revised: one with limits that is not frozen."""
     plan = runtime.settings.plan
     if plan is not None and plan.adaptive and plan.limits:
-        runtime.on_forward = Adapter(runtime).before_forward
+        runtime.listeners.forward = Adapter(runtime).before_forward
 
 
 class Adapter:

@@ -36,7 +36,7 @@ from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
 from zerostd.preparing import begin_early, build, device_of, make_routes
 from zerostd.proposing import plan_for
-from zerostd.runtime import Runtime
+from zerostd.runtime import Runtime, runtime_of
 from zerostd.saving import save_checkpoint
 from zerostd.settings import check_budget, make_settings
 from zerostd.whole import full_values
@@ -206,13 +206,6 @@ def _make_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptim
     return optimizer
 
 
-def _runtime_of(model: nn.Module, call: str) -> Runtime:
-    runtime = model.__dict__.get(MARK)
-    if not isinstance(runtime, Runtime):
-        raise MisuseError(f"zerostd.{call} needs the module that zerostd.prepare was called on")
-    return runtime
-
-
 def _owner_of(module: nn.Module) -> Runtime:
     """The runtime of a prepared model or of a part of one."""
     runtime = module.__dict__.get(MARK)
@@ -223,7 +216,7 @@ def _owner_of(module: nn.Module) -> Runtime:
     root = getattr(owner, "root", None)
     if not isinstance(root, nn.Module):
         raise MisuseError("zerostd.gathered needs a prepared model or a module inside one")
-    return _runtime_of(root, "gathered")
+    return runtime_of(root, "gathered")
 
 
 @contextlib.contextmanager
@@ -258,7 +251,7 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Backward passes inside sum gradients locally; the first one outside reduces them all."""
-    backward = _runtime_of(model, "no_sync").backward
+    backward = runtime_of(model, "no_sync").backward
     earlier, backward.is_syncing = backward.is_syncing, False
     try:
         yield
@@ -268,7 +261,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 def memory(model: nn.Module) -> Memory:
     """Bytes of this rank by tier and kind, now and at peak."""
-    return _runtime_of(model, "memory").ledger.memory()
+    return runtime_of(model, "memory").ledger.memory()
 
 
 @torch.no_grad()
@@ -277,7 +270,7 @@ def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, A
 
     Collective: every rank must call it. With `rank`, only that rank keeps it and the others get an empty dict.
     """
-    runtime = _runtime_of(model, "full_state_dict")
+    runtime = runtime_of(model, "full_state_dict")
     if runtime.optimizer is not None:
         runtime.optimizer.check_whole("full_state_dict()")
     keep = rank is None or rank == runtime.world.rank
@@ -310,15 +303,15 @@ def save(
 ) -> Saving:
     """Write a checkpoint: the directory `path`, which is there whole or not at all, whatever happens meanwhile.
 
-    Collective: every rank must call it, between a step and the next backward. Each writes what it holds from where it
-    rests; no rank gathers anything.
+    Collective: every rank must call it. Each writes what it holds from where it rests; no rank gathers anything.
+    Between the backward passes of a step it keeps the gradients so far, and waits until it is written.
 
     Args:
         path: A directory that is not there yet, such as 'checkpoints/step-1000'.
         model: The module that prepare was called on.
         optimizer: What prepare returned. None: parameters and buffers only.
         extra: What else there is: numbers, text, lists, dicts, tensors, such as {'scheduler': scheduler.state_dict()}.
-            Rank 0's is kept.
+            Rank 0's is kept, as are its buffers and what modules give in `get_extra_state`.
         keep: Afterwards remove older checkpoints beside this one, but not the so many newest.
         wait: Return when it is there. False: training goes on while it is written, and the next update of a group waits
             until that group is; it is complete when `wait()` of what is returned has returned, or some step later.
@@ -331,7 +324,7 @@ def save(
     """
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise CheckpointError(f"keep={keep!r} must be a whole number of checkpoints, 1 or more")
-    runtime = _runtime_of(model, "save")
+    runtime = runtime_of(model, "save")
     saving = save_checkpoint(runtime, _prepared(optimizer, "save"), Path(path), extra, keep)
     if wait:
         runtime.saving = None
@@ -352,9 +345,10 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
         optimizer: What prepare returned. None: parameters and buffers only.
 
     Raises:
-        CheckpointError: It is damaged or of another model; nothing was changed, on no rank.
+        CheckpointError: It is damaged or of another model; nothing was changed, on no rank. If a disk fails later, the
+            model is loaded in part, which the error says: load again.
     """
-    runtime, prepared = _runtime_of(model, "load"), _prepared(optimizer, "load")
+    runtime, prepared = runtime_of(model, "load"), _prepared(optimizer, "load")
     if is_ordinary(Path(path)):
         return load_ordinary(runtime, prepared, Path(path))
     return load_checkpoint(runtime, prepared, Path(path))
@@ -376,7 +370,7 @@ def _prepared(optimizer: torch.optim.Optimizer | None, call: str) -> ZeroOptimiz
 @torch.no_grad()
 def release(model: nn.Module) -> nn.Module:
     """Undo prepare: an ordinary module again, with full parameters in the dtypes they had. Collective."""
-    runtime = _runtime_of(model, "release")
+    runtime = runtime_of(model, "release")
     runtime.settle()
     runtime.hooks.remove()
     runtime.guards.remove()

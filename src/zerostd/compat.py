@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["at_end_of_backward", "foreach_add_", "foreach_copy_", "in_backward", "no_dynamo"]
+__all__ = ["at_end_of_backward", "foreach_add_", "foreach_copy_", "in_backward", "is_profiling", "no_dynamo"]
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
@@ -31,6 +31,11 @@ def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> N
 def foreach_add_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Add many tensors with one launch."""
     torch._foreach_add_(targets, sources)
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler is running."""
+    return bool(torch._C._autograd._profiler_enabled())
 
 
 def no_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:

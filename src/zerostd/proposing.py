@@ -267,8 +267,8 @@ def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], worl
             fixed[tier] = max(fixed.get(tier, 0), int(1.002 * beside) + 1) + nearly
     beyond = {tier.value: size - task.limits.get(tier, 0) for tier, size in totals.items()}
     raise PrepareError(
-        f"no placement was found whose bytes stay inside the limits: the last one is {beyond} bytes over. Give the tier "
-        "that is over more, with Budget(...)"
+        f"no placement was found whose bytes stay inside the limits: the last one is {beyond} bytes over. Give the "
+        "tier that is over more, with Budget(...)"
     )
 
 

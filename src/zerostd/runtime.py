@@ -22,6 +22,7 @@ from zerostd.optimizers.scaling import LossScale, scale_gradient
 from zerostd.parameters import GradientHandle, Group
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.building import Ground
+from zerostd.parameters.checking import MARK
 from zerostd.scheduling.backward import Backward
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.guards import Guards
@@ -30,7 +31,7 @@ from zerostd.scheduling.reducing import Reducer, Slot
 from zerostd.settings import Settings
 from zerostd.tiers import Inbound, Lanes, Stores
 
-__all__ = ["Runtime"]
+__all__ = ["Runtime", "runtime_of"]
 
 PREFETCH_DEPTH = 1
 
@@ -56,6 +57,14 @@ class Roads:
     def lanes(self) -> Lanes:
         """Queues of work on the device."""
         return self.ground.lanes
+
+
+@dataclass
+class Listeners:
+    """Who is told of what training does."""
+
+    forward: Callable[[], None] = lambda: None  # before each forward of training
+    step: Callable[[], None] = lambda: None  # after each step
 
 
 class Runtime:
@@ -92,7 +101,7 @@ class Runtime:
         self.guards = Guards(model, self.gatherer)
         self.guards.finish_updates = self.finish_updates
         self.saving: Saving | None = None  # a checkpoint on its way
-        self.on_forward: Callable[[], None] = _nothing  # before each forward of training
+        self.listeners = Listeners()
         self._buffers_moved = True  # rank 0's buffers have to go to all before the next forward
 
     @property
@@ -162,7 +171,7 @@ class Runtime:
         """Whoever looks after the plan comes first. Then DDP's rule for buffers: after a forward that may have changed
         them, all ranks take rank 0's."""
         if model.training and torch.is_grad_enabled():
-            self.on_forward()
+            self.listeners.forward()
         if self._buffers_moved and self.world.size > 1:
             self.wires.broadcast(list(model.buffers()))
         self._buffers_moved = model.training and torch.is_grad_enabled() and self.backward.is_syncing
@@ -188,6 +197,7 @@ class Runtime:
             self.saving.poll()
             self.saving = None if self.saving.is_finished else self.saving
         self.gatherer.watch.mark(Doing.OUTSIDE)
+        self.listeners.step()
 
     def finish_updates(self) -> None:
         """Return when updates that go on after the step are done."""
@@ -213,5 +223,9 @@ class Runtime:
         self.guards.check_frozen()
 
 
-def _nothing() -> None:
-    return None
+def runtime_of(model: nn.Module, call: str) -> Runtime:
+    """What prepare left on a model; `call` is what the user asked for."""
+    runtime = model.__dict__.get(MARK)
+    if not isinstance(runtime, Runtime):
+        raise MisuseError(f"zerostd.{call} needs the module that zerostd.prepare was called on")
+    return runtime

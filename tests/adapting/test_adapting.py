@@ -58,7 +58,7 @@ def train(model: nn.Module, optimizer: Any, steps: int, rank: int = 0, pause_s: 
 
 
 def adapter_of(model: nn.Module) -> Adapter:
-    adapter = getattr(model.__dict__["_zerostd"].on_forward, "__self__", None)
+    adapter = getattr(model.__dict__["_zerostd"].listeners.forward, "__self__", None)
     assert isinstance(adapter, Adapter)
     return adapter
 
@@ -150,7 +150,7 @@ def test_a_frozen_plan_stays_and_so_does_one_without_limits(tmp_path: Path) -> N
     for plan in (Plan({"*": DISK}, limits=LIMITS, adaptive=False), Plan({"*": DISK})):
         model, optimizer = prepared(plan, str(tmp_path))
         train(model, optimizer, FIRST_LOOK + 1)
-        assert not isinstance(getattr(model.__dict__["_zerostd"].on_forward, "__self__", None), Adapter)
+        assert not isinstance(getattr(model.__dict__["_zerostd"].listeners.forward, "__self__", None), Adapter)
         assert held(model, "disk") >= DEPTH * LAYER
 
 

@@ -57,7 +57,7 @@ def train(model: nn.Module, optimizer: Any, steps: int, rows: int = 64) -> None:
 
 
 def adapter_of(model: nn.Module) -> Adapter:
-    adapter = getattr(model.__dict__["_zerostd"].on_forward, "__self__", None)
+    adapter = getattr(model.__dict__["_zerostd"].listeners.forward, "__self__", None)
     assert isinstance(adapter, Adapter)
     return adapter
 

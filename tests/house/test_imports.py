@@ -25,12 +25,14 @@ ROOMS: dict[str, set[str]] = {
     "parameters": GROUND | {"sharding", "tiers", "monitoring"},
     "scheduling": GROUND | {"parameters", "tiers", "communication", "monitoring"},
     "optimizers": GROUND | {"parameters", "sharding", "tiers", "communication", "kernels", "monitoring"},
-    "checkpointing": GROUND | {"parameters", "sharding", "tiers", "communication"},
+    "checkpointing": GROUND | {"parameters", "sharding", "tiers", "communication", "kernels"},
     "planning": GROUND | {"sharding"},
 }
 ROOMS["measuring"] = set(ROOMS) - {"scheduling", "checkpointing"}
 # what puts the parts together
-FRONT = "accounting settings runtime proposing preparing moving adapting whole saving loading importing"
+FRONT = (
+    "accounting settings runtime proposing preparing moving adapting whole saving loading importing recording tracking"
+)
 for front in FRONT.split():
     ROOMS[front] = set(ROOMS)
 ROOMS["api"] = set(ROOMS)

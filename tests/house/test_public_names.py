@@ -20,6 +20,7 @@ PUBLIC_NAMES = [
     "Plan",
     "Precision",
     "PrepareError",
+    "Recording",
     "Stage",
     "StorageError",
     "ZerostdError",
@@ -35,8 +36,10 @@ PUBLIC_NAMES = [
     "no_sync",
     "plan",
     "prepare",
+    "record",
     "release",
     "save",
+    "track",
 ]
 
 

@@ -21,7 +21,7 @@ from zerostd.measuring.rates import UPDATE_BYTES, Copies, Updates, busy_memory, 
 from zerostd.measuring.timing import median_s, turns_of, within
 from zerostd.measuring.wire import fit
 from zerostd.monitoring import Ledger
-from zerostd.monitoring.watch import Stamp
+from zerostd.monitoring.stamps import Stamp
 from zerostd.planning.machine import MachineProfile
 from zerostd.tiers.host import Host, pss
 from zerostd.tiers.lanes import Lane

@@ -2,5 +2,6 @@
 
 main.py     the program, and how it fails     measure.py  what this machine can do
 plan.py     what should rest where            sources.py  from options to a model
+report.py   what came of a run, as a page     merge.py    a checkpoint becomes an ordinary model
 tables.py   results as tables
 """

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from zerostd.cli.measure import measure
 from zerostd.cli.merge import merge
 from zerostd.cli.plan import plan
+from zerostd.cli.report import report
 from zerostd.errors import ZerostdError
 
 __all__ = ["app"]
@@ -37,3 +38,4 @@ app = typer.Typer(
 app.command()(plan)
 app.command()(measure)
 app.command()(merge)
+app.command()(report)

@@ -15,7 +15,7 @@ import torch
 
 from zerostd.kernels import Adam, update
 from zerostd.measuring.timing import Sizes, finish, median_s, turns_of, within
-from zerostd.monitoring.watch import Stamp
+from zerostd.monitoring.stamps import Stamp
 from zerostd.planning.machine import Link
 from zerostd.policy import Kind
 from zerostd.tiers.host import Host

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zerostd.monitoring.events import Events
+from zerostd.monitoring.leaks import Leaks
 from zerostd.policy import Kind, Tier
 
 __all__ = ["Ledger", "Memory", "explain_out_of_memory"]
@@ -50,15 +52,22 @@ class Ledger:
     sent: Counter[str] = field(default_factory=Counter)  # bytes this rank put on the wire, by verb
     calls: Counter[str] = field(default_factory=Counter)  # collectives, by verb
     gradient_form: str = "none yet"
+    events: Events = field(default_factory=Events)
+    leaks: Leaks | None = None  # while somebody records
+    owner: str = ""  # the group that is at work
 
     def enter(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Bytes were allocated."""
         self.now[tier, kind] += num_bytes
+        if self.leaks is not None:
+            self.leaks.enter(tier, kind, num_bytes, self.owner)
         self.peak[tier, kind] = max(self.peak[tier, kind], self.now[tier, kind])
 
     def leave(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Bytes were freed."""
         self.now[tier, kind] -= num_bytes
+        if self.leaks is not None:
+            self.leaks.leave(tier, kind, num_bytes, self.owner)
 
     def record_sent(self, verb: str, num_bytes: int) -> None:
         """A collective put `num_bytes` of this rank on the wire."""

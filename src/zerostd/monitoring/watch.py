@@ -1,18 +1,20 @@
 """A watch over the loop: how long it computes and how long it waits, while somebody looks.
 
 Seconds are those of the device's current stream where there is one, so that nothing is held up by looking; on the
-processor they are the loop's own. Nobody looking, which is the rule, a mark costs a comparison.
+processor they are the loop's own. Nobody looking or recording, which is the rule, a mark costs two comparisons.
 """
 
 from __future__ import annotations
 
 import enum
-import time
 from itertools import pairwise
 
 import torch
 
-__all__ = ["Doing", "Stamp", "Watch"]
+from zerostd.monitoring.events import Events, Span
+from zerostd.monitoring.stamps import Stamp
+
+__all__ = ["Doing", "Watch"]
 
 
 class Doing(enum.Enum):
@@ -25,40 +27,43 @@ class Doing(enum.Enum):
     WAITING = "waiting, inside one of these, for updates, parameters or other ranks"
 
 
-class Stamp:
-    """A moment of a stream, None being the current one: an event of the device, or the clock where work is done as it
-    is put in."""
-
-    def __init__(self, device: torch.device, stream: torch.Stream | None = None) -> None:
-        self._time = time.perf_counter()
-        self._event: torch.Event | None = None
-        if device.type != "cpu":
-            self._event = torch.Event(device, enable_timing=True, blocking=True)
-            self._event.record(stream or torch.accelerator.current_stream(device))
-
-    def since(self, other: Stamp) -> float:
-        """Seconds from the other moment to this one, which the host waits for."""
-        if self._event is None or other._event is None:
-            return max(self._time - other._time, 1e-9)
-        self._event.synchronize()
-        return max(other._event.elapsed_time(self._event) / 1e3, 1e-9)
-
-
 class Watch:
     """What the loop does from one mark to the next."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, events: Events | None = None) -> None:
         self.doing = Doing.OUTSIDE
+        self.events = events or Events()
         self._device = device
+        self._group = ""  # that is at work
+        self._span: Span | None = None
         self._marks: list[tuple[Doing, Stamp]] | None = None  # None: nobody looks
         self._cuts: list[int] = []  # places of marks
 
-    def mark(self, doing: Doing) -> Doing:
-        """From now on the loop does this. Returns what it did before."""
+    def mark(self, doing: Doing, cause: str = "") -> Doing:
+        """From now on the loop does this; of waiting, for what. Returns what it did before."""
         before, self.doing = self.doing, doing
-        if self._marks is not None and before is not doing:
+        if before is doing:
+            return before
+        if self._marks is not None:
             self._marks.append((doing, Stamp(self._device)))
+        if self.events.is_on:
+            if Doing.WAITING not in (doing, before):
+                self._group = ""
+            self._turn(cause)
         return before
+
+    def at(self, group: str) -> None:
+        """The loop has come to a group."""
+        if self.events.is_on:
+            self._group = group
+            self._turn()
+
+    def _turn(self, cause: str = "") -> None:
+        self.events.end(self._span, self._device)
+        self._span = None
+        if self.doing is not Doing.OUTSIDE:
+            name = "wait" if self.doing is Doing.WAITING else self.doing.name.lower()
+            self._span = self.events.begin(name, "compute", self._group, cause=cause, device=self._device)
 
     def start(self) -> None:
         """Look from now on."""

@@ -98,7 +98,9 @@ class FromDisk(OnCpu):
             synchronize(job.ready)
         factor = 1.0 if is_streamed else job.order.terms.host_factor()
         begun = time.perf_counter()
-        run, shelf = job.run, job.run.shelf
+        run, shelf, events = job.run, job.run.shelf, self.stores.ledger.events
+        size = 2 * run.numel * sum(column.dtype.itemsize for column in shelf.columns.values())
+        span = events.begin("update", "disk", job.order.group, size, step=job.order.step)
         starts = list(range(run.part.start // UNIT * UNIT, run.part.stop, TILE_NUMEL))
         end = min(shelf.portion.numel, -(-run.part.stop // UNIT) * UNIT)
         tiles = [slice(start, min(end, start + TILE_NUMEL)) for start in starts]
@@ -120,6 +122,7 @@ class FromDisk(OnCpu):
             slot.writes += [column.start_write(tile.start, rooms[name]) for name, column in shelf.columns.items()]
             self.send(job, here)
         self.end(job, singles)
+        events.end(span)
         self.busy_s += time.perf_counter() - begun
 
     def _read(self, shelf: Shelf, tile: slice, slot: _Slot) -> None:

@@ -30,6 +30,7 @@ from zerostd.tiers import Column, Done, Lanes, Relay, Stores, Transfer, Worker, 
 
 __all__ = ["Job", "OnCpu", "cut"]
 
+UP = (Tier.HOST.value, Tier.DEVICE.value)
 TILE_NUMEL = 16 << 20  # elements updated before their new parameters start on their way
 
 Tensors = dict[str, torch.Tensor]
@@ -161,7 +162,9 @@ class OnCpu:
         begun = time.perf_counter()
         source = cut(_cut(job.order.source, job.run.part), tile)
         target = cut(_cut(job.order.target, job.run.part), tile) if job.order.on_trial else source
-        singles = self.update(job, source, target, tile, factor)
+        order, events = job.order, self.stores.ledger.events
+        with events.within("update", "cpu", order.group, num_bytes=_bytes(source), step=order.step):
+            singles = self.update(job, source, target, tile, factor)
         self.send(job, tile)
         if tile.stop == job.run.numel:
             self.end(job, singles)
@@ -212,13 +215,22 @@ class OnCpu:
         """New parameters of a tile on their way to the device."""
         if job.target is None or job.weights is None:
             return
-        with self.lanes.up.after(job.order.asked):
-            job.target[tile].copy_(job.weights[tile], non_blocking=True)
+        target, events = job.target[tile], self.stores.ledger.events
+        told: dict[str, Any] = {"group": job.order.group, "num_bytes": target.nbytes, "step": job.order.step}
+        with (
+            self.lanes.up.after(job.order.asked),
+            events.within("transfer", "up", way=UP, device=target.device, **told),
+        ):
+            target.copy_(job.weights[tile], non_blocking=True)
             job.relay.mark = self.lanes.up.mark()
 
 
 def _cut(columns: dict[str, Column], part: slice) -> Tensors:
     return {name: column.tensor[part] for name, column in columns.items() if column.tensor is not None}
+
+
+def _bytes(columns: Tensors) -> int:
+    return sum(column.nbytes for column in columns.values())
 
 
 def cut(columns: Tensors, part: slice) -> Tensors:

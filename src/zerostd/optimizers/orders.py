@@ -7,7 +7,7 @@ from typing import Any
 
 from zerostd.optimizers.arithmetic import Terms
 from zerostd.optimizers.runs import Run, Singles
-from zerostd.parameters import Flat
+from zerostd.parameters import Flat, Group
 from zerostd.tiers import Column, Several, Transfer, mark_here
 
 __all__ = ["Order"]
@@ -20,6 +20,8 @@ class Order:
     flat: Flat
     run: Run
     terms: Terms
+    group: str
+    step: int  # that asks for it, as events count
     place: int  # of its group in forward: what is needed first is done first
     on_trial: bool  # into the second copy of the states
     source: dict[str, Column]
@@ -27,11 +29,12 @@ class Order:
     asked: Transfer  # what the device had to do before: parameters are read no more, and the factor is known
 
     @classmethod
-    def make(cls, flat: Flat, run: Run, terms: Terms, place: int, *, on_trial: bool) -> Order:
+    def make(cls, group: Group, flat: Flat, run: Run, terms: Terms, *, step: int, on_trial: bool) -> Order:
         """The columns are those of this moment: when it is carried out, others may have taken their places."""
         run.settle()
         target = run.shelf.spare if on_trial else run.shelf.columns
-        return cls(flat, run, terms, place, on_trial, run.shelf.columns, target, mark_here(flat.full.device))
+        asked = mark_here(flat.full.device)
+        return cls(flat, run, terms, group.name, step, group.place, on_trial, run.shelf.columns, target, asked)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -22,13 +22,14 @@ from zerostd.optimizers.arithmetic import Twin, copies, take_new
 from zerostd.optimizers.orders import Order
 from zerostd.optimizers.runs import Singles
 from zerostd.parameters.shelf import MASTER
-from zerostd.policy import Kind
+from zerostd.policy import Kind, Tier
 from zerostd.tiers import Done, Lanes, Relay, Transfer, Worker, synchronize
 from zerostd.tiers.debug import DEBUG
 
 __all__ = ["Streamed", "Tile"]
 
 NUM_SLOTS = 4
+UP, DOWN = (Tier.HOST.value, Tier.DEVICE.value), (Tier.DEVICE.value, Tier.HOST.value)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -145,14 +146,16 @@ class Streamed:
         incoming = tile.gradient
         if incoming.device != self.device:
             synchronize(tile.ready)  # here, lest the lane wait with everything behind it
-        with self.lanes.up.after(after):
+        events, sizes = self.ledger.events, sum(column.nbytes for column in tile.source.values())
+        told: dict[str, Any] = {"group": order.group, "num_bytes": sizes, "device": self.device, "step": order.step}
+        with self.lanes.up.after(after), events.within("transfer", "up", way=UP, **told):
             for name, column in tile.source.items():
                 if singles is not None or name == MASTER:
                     room[name].copy_(column, non_blocking=True)
             if incoming.device != self.device:
                 incoming = _room(slot.landing, numel, incoming.dtype).copy_(incoming, non_blocking=True)
             up = self.lanes.up.mark()
-        with self.lanes.update.after(up, tile.ready):
+        with self.lanes.update.after(up, tile.ready), events.within("update", "update", **told):
             gradient.copy_(incoming)
             if order.terms.factor is not None:
                 gradient.mul_(order.terms.factor)
@@ -165,7 +168,7 @@ class Streamed:
             elif weight is not None:
                 rounded = _room(slot.landing, numel, weight.dtype).copy_(room[MASTER])
             done = self.lanes.update.mark()
-        with self.lanes.down.after(done):
+        with self.lanes.down.after(done), events.within("transfer", "down", way=DOWN, **told):
             if weight is not None and weight.device != self.device:
                 weight.copy_(rounded, non_blocking=True)
             for name, column in tile.target.items():

@@ -101,7 +101,9 @@ class Updater:
                     resident.append(run)
                     continue
                 assert self.routes is not None
-                order = Order.make(flat, run, terms, group.place, on_trial=scope is Scope.ON_TRIAL)
+                order = Order.make(
+                    group, flat, run, terms, step=self.ledger.events.step, on_trial=scope is Scope.ON_TRIAL
+                )
                 group.updates.append(self.routes.launch(order))
             if flat.gradient is not None and flat.gradient.mirror is not None and flat.gradient.mirror.is_overwritten:
                 flat.gradient.mirror.is_current = flat.gradient.mirror.is_overwritten = False
@@ -134,7 +136,8 @@ class Updater:
         self._has_claimed = True
 
     def _update_resident(self, group: Group, runs: list[Run], terms: Terms) -> None:
-        with self._only(runs, terms):
+        events, device = self.ledger.events, self.scratch.device
+        with self._only(runs, terms), events.within("update", "compute", group.name, device=device):
             self.inner.step()
         for run in runs:
             assert run.tensor is not None

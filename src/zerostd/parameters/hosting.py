@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zerostd.monitoring import Ledger
-from zerostd.policy import Kind
+from zerostd.policy import Kind, Tier
 from zerostd.tiers import Done, Lanes, Transfer, mark_here, synchronize
 from zerostd.tiers.debug import DEBUG
 from zerostd.tiers.host import Host
@@ -21,6 +21,7 @@ from zerostd.tiers.host import Host
 __all__ = ["Keeper", "Mirror", "Staging"]
 
 NUM_STAGING = 2
+UP, DOWN = (Tier.HOST.value, Tier.DEVICE.value), (Tier.DEVICE.value, Tier.HOST.value)
 
 
 class Mirror:
@@ -50,7 +51,9 @@ class Mirror:
             for index, copy in enumerate(self.copies):
                 self.host.free(copy)
                 self.copies[index] = self._allocate(copy.numel(), gradient.dtype)
-        with self.lanes.gradients.after(mark_here(gradient.device)):
+        size = sum(copy.nbytes for copy in self.copies)
+        within = self.host.events.within("transfer", "gradients", "", size, way=DOWN, device=gradient.device)
+        with self.lanes.gradients.after(mark_here(gradient.device)), within:
             for part, copy in zip(self.parts, self.copies, strict=True):
                 copy.copy_(gradient[part], non_blocking=True)
             self.arrived = self.lanes.gradients.mark()
@@ -111,7 +114,8 @@ class Keeper:
         free = staging.free[self._slot]
         free.wait()
         if accumulate:
-            with self.lanes.gradients.after(mark_here(device)):  # in `up` it would hold up parameters
+            within = self.ledger.events.within("transfer", "gradients", "", rest.nbytes, way=UP, device=device)
+            with self.lanes.gradients.after(mark_here(device)), within:  # in `up` it would hold up parameters
                 buffer.copy_(rest, non_blocking=True)
                 mark = self.lanes.gradients.mark()
             mark.wait()
@@ -119,8 +123,9 @@ class Keeper:
 
     def close(self, buffer: torch.Tensor, rest: torch.Tensor) -> None:
         """What landed goes down to where it rests."""
-        self.norm = torch.linalg.vector_norm(buffer, dtype=torch.float32)
-        with self.lanes.gradients.after(mark_here(buffer.device)):
+        self.norm = torch.linalg.vector_norm(buffer, dtype=torch.promote_types(buffer.dtype, torch.float32)).float()
+        within = self.ledger.events.within("transfer", "gradients", "", rest.nbytes, way=DOWN, device=buffer.device)
+        with self.lanes.gradients.after(mark_here(buffer.device)), within:
             rest.copy_(buffer, non_blocking=True)
             DEBUG.poison(buffer)
             self.kept = self.staging.free[self._slot] = self.lanes.gradients.mark()
@@ -130,7 +135,8 @@ class Keeper:
         staging = self.staging
         slot = staging.turn = (staging.turn + 1) % NUM_STAGING
         buffer = staging.memories[slot][: part.nbytes].view(part.dtype)
-        with self.lanes.gradients.after(staging.free[slot]):
+        within = self.ledger.events.within("transfer", "gradients", "", part.nbytes, way=UP, device=buffer.device)
+        with self.lanes.gradients.after(staging.free[slot]), within:
             buffer.copy_(part, non_blocking=True)
             mark = self.lanes.gradients.mark()
         mark.wait()

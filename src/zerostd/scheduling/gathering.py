@@ -13,6 +13,7 @@ import enum
 from zerostd.communication import Control, Wires
 from zerostd.communication.wires import Pending
 from zerostd.errors import MisuseError
+from zerostd.monitoring.events import Span
 from zerostd.monitoring.watch import Doing, Watch
 from zerostd.parameters import Flat, Group, GroupState
 from zerostd.tiers import Inbound
@@ -41,16 +42,19 @@ class Gatherer:
         self.wires = wires
         self.inbound = inbound
         self.control = control
-        self.watch = Watch(wires.world.device)
+        self.events = wires.ledger.events
+        self.watch = Watch(wires.world.device, self.events)
         self.prefetch_depth = prefetch_depth
         self.sequence = []
         self._next: dict[tuple[Phase, Group | None], Group] = {}
         self._last: dict[Phase, Group | None] = {phase: None for phase in Phase}
+        self._gathers: dict[Group, Span | None] = {}  # under way, while events are recorded
 
     def need(self, group: Group, phase: Phase) -> None:
         """Return when `group` is gathered; those expected next are on their way then."""
         if not self._learn(group, phase) and group.state is GroupState.RELEASED and self.wires.world.size > 1:
             self.control.confirm(group.name)
+        self.watch.at(group.name)
         for needed in (group, *group.borrowed.values()):
             self.start(needed)
             self.finish(needed)
@@ -67,21 +71,25 @@ class Gatherer:
             return
         self.complete(group)
         self.sequence.append(group.name)
+        self.wires.ledger.owner = group.name
+        if self.events.is_on and self.wires.world.size > 1:
+            size, device = sum(flat.full.nbytes for flat in group.flats), self.wires.world.device
+            self._gathers[group] = self.events.begin("gather", "wire", group.name, size, device=device)
         with self.control.explain(f"the gather of group {group.name!r}"):
             for flat in group.flats:
-                group.pending.append(self._start(flat))
+                group.pending.append(self._start(flat, group.name))
         group.state = GroupState.GATHERING
 
-    def _start(self, flat: Flat) -> Pending:
+    def _start(self, flat: Flat, name: str) -> Pending:
         """From where it rests to the device, from there to all ranks."""
         flat.open()
         rank = self.wires.world.rank
         if self.wires.world.size == 1:
-            return self.inbound.bring(flat.rest, flat.full)
+            return self.inbound.bring(flat.rest, flat.full, name)
         mine = flat.rest.tensor if flat.is_sharded else flat.full[flat.layout.shard(rank)]
         if mine is None or mine.device != flat.full.device:
             mine = flat.place(rank)
-            self.inbound.bring(flat.rest, mine).wait()
+            self.inbound.bring(flat.rest, mine, name).wait()
         return self.wires.gather(flat.full, mine)
 
     def _would_block(self, group: Group) -> bool:
@@ -93,7 +101,7 @@ class Gatherer:
         """Return when the group's parameters are updated."""
         if not group.updates:
             return
-        doing = self.watch.mark(Doing.WAITING)
+        doing = self.watch.mark(Doing.WAITING, "updates")
         for update in group.updates:
             update.wait()
         group.updates.clear()
@@ -103,12 +111,13 @@ class Gatherer:
         """Wait for a gather that was started; nothing to do for a gathered group."""
         if group.state is not GroupState.GATHERING:
             return
-        doing = self.watch.mark(Doing.WAITING)
         self.complete(group)
+        doing = self.watch.mark(Doing.WAITING, "parameters")
         with self.control.explain(f"the gather of group {group.name!r}"):
             for pending in group.pending:
                 pending.wait()
         group.pending.clear()
+        self.events.end(self._gathers.pop(group, None), self.wires.world.device)
         for flat in group.flats:
             flat.show()
         group.state = GroupState.GATHERED
@@ -119,6 +128,7 @@ class Gatherer:
         if not group.gives_back or group.num_pins or group.state is GroupState.RELEASED:
             return
         self.finish(group)
+        self.wires.ledger.owner = group.name
         for flat in group.flats:
             flat.hide()
         group.state = GroupState.RELEASED

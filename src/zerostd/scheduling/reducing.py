@@ -16,6 +16,7 @@ from torch import nn
 
 from zerostd.communication import Control, Pending, Wires
 from zerostd.monitoring import Ledger
+from zerostd.monitoring.events import Span
 from zerostd.parameters import Flat, Gradient, GradientHandle, Group
 from zerostd.policy import Kind
 
@@ -84,6 +85,7 @@ class Reducer:
         self._staged: list[Pending | None] = [None] * NUM_STAGING
         self._turn = 0
         self._in_flight: list[tuple[str, Pending, Callable[[], None] | None]] = []
+        self._spans: list[Span | None] = []  # of those, while events are recorded
         self._landed: list[Group] = []  # sent in the last pass of a step, and not told to have landed
 
     def reserve(self, groups: tuple[Group, ...]) -> None:
@@ -133,6 +135,8 @@ class Reducer:
         self._landed = []
 
     def _send(self, name: str, gradient: Gradient, grads: list[torch.Tensor | None], wanted: list[bool]) -> None:
+        size, device = gradient.layout.numel * gradient.dtype.itemsize, self.wires.world.device
+        self._spans.append(self.ledger.events.begin("reduce", "wire", name, size, device=device))
         accumulate = gradient.prepare_landing(wanted)
         if gradient.whole is None or gradient.numel < gradient.layout.numel:
             buffer = gradient.whole
@@ -170,4 +174,7 @@ class Reducer:
                 pending.wait()
             if finish is not None:
                 finish()
+        for span in self._spans:
+            self.ledger.events.end(span, self.wires.world.device)
         self._in_flight.clear()
+        self._spans.clear()

@@ -38,6 +38,7 @@ class Host:
     def __init__(self, device: torch.device, ledger: Ledger, num_threads: int) -> None:
         self.device = device
         self._ledger = ledger
+        self.events = ledger.events
         self._num_threads = max(1, num_threads)
         self._mappings: dict[int, tuple[_Mapping, int, Kind]] = {}  # by address: memory, bytes, kind
 

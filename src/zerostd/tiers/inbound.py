@@ -43,22 +43,27 @@ class Inbound:
             for _ in range(NUM_BUFFERS):
                 self._buffers.append(_Buffer(stores.host.allocate(largest_on_disk, Kind.BUFFERS)))
 
-    def bring(self, column: Column, place: torch.Tensor) -> Transfer:
-        """Start filling `place`, which is on the device and free for what is in the current stream now."""
+    def bring(self, column: Column, place: torch.Tensor, name: str = "") -> Transfer:
+        """Start filling `place`, which is on the device and free for what is in the current stream now. Events call it
+        by its name."""
         if column.tensor is not None:
             if column.tensor.data_ptr() == place.data_ptr():
                 return Done()
             if column.tier is Tier.DEVICE or place.device.type == "cpu":
                 place.copy_(column.tensor)
                 return Done()
-        ready, relay = mark_here(place.device), Relay()
+        ready, relay, events = mark_here(place.device), Relay(), self._stores.ledger.events
         buffer = self._next_buffer() if column.tensor is None else None
 
         def job() -> None:
             source = column.tensor if buffer is None else _read(column, buffer)
             assert source is not None
             synchronize(ready)
-            with self._lanes.up.after():
+            way = (column.tier.value, Tier.DEVICE.value)
+            with (
+                self._lanes.up.after(),
+                events.within("transfer", "up", name, place.nbytes, way=way, device=place.device),
+            ):
                 place.copy_(source, non_blocking=True)
                 relay.mark = self._lanes.up.mark()
             if buffer is not None:

@@ -1,0 +1,51 @@
+"""`zerostd report`: what came of one or several runs, as a page or as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from zerostd.cli.tables import write
+from zerostd.reporting import page_of, read_run, report_json, report_of
+
+__all__ = ["report"]
+
+PAGE = Path("report.html")
+
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Directories of runs, side by side.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page to write. Default: report.html.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the page's numbers as JSON; no page unless -o names one.")]
+
+
+def report(run_dirs: Runs, output: Output = None, as_json: Json = False) -> None:
+    """Write a page about one run or several: memory, time, waiting, the plan against what happened, quality.
+
+    The page is one HTML file that needs no network.
+    """
+    made = report_of([read_run(path, name) for path, name in zip(run_dirs, _names(run_dirs), strict=True)])
+    if output is not None or not as_json:
+        write(output or PAGE, page_of(made))
+    if as_json:
+        typer.echo(report_json(made), nl=False)
+        return
+    for line in _lines(made):
+        typer.echo(line)
+    typer.echo(f"Written: {output or PAGE}")
+
+
+def _names(paths: list[Path]) -> list[str]:
+    """The last part of each path, or all of it where that says too little."""
+    short = [path.resolve().name for path in paths]
+    return [name if short.count(name) == 1 else str(path) for name, path in zip(short, paths, strict=True)]
+
+
+def _lines(made: dict[str, Any]) -> list[str]:
+    lines = [*made["notices"]]
+    for run in made["runs"]:
+        lines.append(f"{run['name']}: {run['speed']['steps']:,} steps, {run['lines']['read']:,} lines")
+        lines += [f"  {notice}" for notice in run["notices"]]
+    return lines

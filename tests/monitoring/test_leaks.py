@@ -1,0 +1,63 @@
+"""Bytes that stay, and the place that took them."""
+
+from __future__ import annotations
+
+from zerostd.monitoring import Ledger
+from zerostd.monitoring.leaks import Leaks
+from zerostd.policy import Kind, Tier
+
+HERE = __file__
+
+
+def step(ledger: Ledger, number: int, *, keeps: bool = False) -> list[tuple[str, int, str]]:
+    """One step of two groups, of which the second may keep its buffer; what is told after it."""
+    for group in ("a", "b"):
+        ledger.owner = group
+        ledger.enter(Kind.BUFFERS, 64)
+    for group in ("a", "b"):
+        ledger.owner = group
+        if not (keeps and group == "b"):
+            ledger.leave(Kind.BUFFERS, 64)
+    assert ledger.leaks is not None
+    return [(leak.group, leak.step, leak.where) for leak in ledger.leaks.after(number)]
+
+
+def test_what_is_given_back_is_no_leak() -> None:
+    ledger = Ledger(leaks=Leaks(1))
+    assert all(step(ledger, number) == [] for number in range(1, 20))
+
+
+def test_one_that_stays_is_named_once_with_its_group_and_place() -> None:
+    ledger = Ledger(leaks=Leaks(1))
+    told = [step(ledger, number, keeps=number == 9) for number in range(1, 14)]
+    found = [(number, one) for number, ones in enumerate(told, start=1) for one in ones]
+    ((number, (group, taken, where)),) = found
+    assert (number, group, taken) == (10, "b", 9)
+    assert HERE.rsplit("/", 1)[-1] in where
+
+
+def test_the_first_steps_may_take_what_stays() -> None:
+    ledger = Ledger(leaks=Leaks(1))
+    assert [step(ledger, number, keeps=number < 4) for number in range(1, 9)] == [[]] * 8
+
+
+def test_another_plan_may_too() -> None:
+    ledger = Ledger(leaks=Leaks(1))
+    assert ledger.leaks is not None
+    for number in range(1, 9):
+        assert step(ledger, number, keeps=number == 8) == []
+    ledger.leaks.forget(9)
+    assert step(ledger, 9, keeps=True) == [] and step(ledger, 10) == []
+
+
+def test_tiers_and_sizes_are_told_apart() -> None:
+    ledger = Ledger(leaks=Leaks(1))
+    assert ledger.leaks is not None
+    for number in range(1, 9):
+        ledger.enter(Kind.BUFFERS, 10, Tier.HOST)
+        ledger.enter(Kind.BUFFERS, 11, Tier.HOST)
+        ledger.enter(Kind.BUFFERS, 10)
+        ledger.leave(Kind.BUFFERS, 10)
+        ledger.leave(Kind.BUFFERS, 11, Tier.HOST)
+        leaks = ledger.leaks.after(number)
+        assert [(leak.tier, leak.num_bytes) for leak in leaks] == ([(Tier.HOST, 10)] if number > 4 else [])
