@@ -1,5 +1,5 @@
 # Works in a fresh clone with python3, make and a C++ compiler: the first target makes .venv and fills it.
-#   make demo      train a small model on two ranks
+#   make demo      train a small model on two ranks, then one whose state does not fit, and make a page of that run
 #   make test      lint, then the tests that need no GPU; PYTEST_ARGS="-k sharding" for some of them
 #   make lint      ruff and mypy
 #   make kills     kill a training 60 times, and see that nothing is lost (minutes)
@@ -18,6 +18,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
 demo: $(INSTALLED)
 	$(BIN)/python -m torch.distributed.run --nproc-per-node 2 examples/digits.py
+	rm -rf runs/demo
+	$(BIN)/python examples/spill.py --out runs/demo
 
 test: lint
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(PYTEST_ARGS)

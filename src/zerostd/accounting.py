@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zerostd.optimizers import from_disk, routes, streamed
+from zerostd.optimizers.tiles import tile_numel
 from zerostd.parameters import hosting
 from zerostd.parameters.homes import FlatPlan, Rules, demand
 from zerostd.policy import Kind, Route, Tier
 from zerostd.scheduling import reducing
 from zerostd.sharding import Portion
-from zerostd.sharding.portions import UNIT
 from zerostd.tiers import inbound
 
 __all__ = ["host_buffers", "largest_on_disk", "predict"]
@@ -42,7 +42,7 @@ def host_buffers(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
     """Host memory that what rests on disk passes through."""
     longest = max((p.numel for p in _portions(plans) if p.tier is Tier.DISK), default=0)
     widths = [4, *(dtype.itemsize for dtype in rules.states.values())]
-    slots = from_disk.NUM_SLOTS * min(from_disk.TILE_NUMEL, -(-longest // UNIT) * UNIT) * sum(widths)
+    slots = from_disk.NUM_SLOTS * tile_numel(from_disk.TILE_NUMEL, longest) * sum(widths)
     return slots + inbound.NUM_BUFFERS * largest_on_disk(plans, rules)
 
 
@@ -102,9 +102,12 @@ def _slots(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
     """Room on the device for states that pass through it."""
     total = 0
     for tier, most in ((Tier.HOST, routes.TILE_NUMEL), (Tier.DISK, from_disk.TILE_NUMEL)):
-        longest = max((p.numel for p in _portions(plans) if p.tier is tier and p.route is Route.STREAMED), default=0)
+        found = [p for p in _portions(plans) if p.tier is tier]
+        if not any(p.route is Route.STREAMED for p in found):
+            continue
+        longest = max(p.numel for p in found if tier is Tier.DISK or p.route is Route.STREAMED)
         widths = [4, *(dtype.itemsize for dtype in rules.states.values()), 4, 4]  # master, states, gradient, landing
-        total += streamed.NUM_SLOTS * min(most, longest) * sum(widths)
+        total += streamed.NUM_SLOTS * tile_numel(most, longest) * sum(widths)
     return total
 
 

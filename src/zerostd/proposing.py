@@ -20,7 +20,7 @@ from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.homes import plan_flats
 from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Plan, Prediction, Task
 from zerostd.planning.costs import FOR_ACTIVATIONS, FOR_LIBRARIES, MARGIN, WORTH_SPECULATING, stages_of, threads_of
-from zerostd.planning.planner import evaluate, homes_by_group, model_state, plan_from, solve
+from zerostd.planning.planner import Solution, evaluate, homes_by_group, model_state, place_states, plan_from, solve
 from zerostd.planning.refitting import Seen, refit
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, parse_bytes
 from zerostd.runtime import PREFETCH_DEPTH
@@ -212,6 +212,9 @@ def revise(
         rests={name: one.parameters for name, one in homes.items()},
         speculates=plan.speculate,
     )
+    planned = plan.predicted.bytes.get(Tier.DEVICE, {}).get(Kind.ACTIVATIONS)
+    if seen.activation_bytes is None and planned is not None:  # nobody can see them, but they were counted on
+        seen = replace(seen, activation_bytes=planned)
     task = refit(task, homes, seen)
     counted = _account(task, settings, found, world, homes)
     return plan_from(evaluate(task, homes), homes, counted), _inside(task, settings, found, world)
@@ -251,20 +254,34 @@ def _inside(task: Task, settings: Settings, found: Sequence[Blueprint], world: W
 
 
 def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], world: World) -> Plan:
-    """Plan, count exactly, and plan again with that much less until it fits."""
-    fixed = {Tier.DEVICE: task.model.activations()}
+    """Plan, count exactly, and plan again with that much less until it fits. What is beside the program's own bytes,
+    such as buffers, depends on the answer; so first only the states of that answer are placed again."""
+    fixed, totals = {Tier.DEVICE: task.model.activations()}, dict[Tier, int]()
+    least = dict(fixed)
     for tries in range(MOST_TRIES):
-        solution = solve(replace(task, fixed=fixed))
-        homes = homes_by_group(solution)
-        counted, assumed = _account(task, settings, found, world, homes), model_state(solution)
-        totals = {tier: sum(counted.get(tier, {}).values()) for tier in Tier}
-        if all(totals[tier] <= task.limits.get(tier, 0) for tier in Tier):
-            return plan_from(solution, homes, counted, _notes(task))
+        try:
+            solution: Solution | None = solve(replace(task, fixed=fixed))
+        except PrepareError:
+            if tries == 0 or tries > MOST_TRIES // 2:
+                raise
+            fixed = {tier: (size + least.get(tier, 0)) // 2 for tier, size in fixed.items()}  # another may need less
+            continue
+        for _ in range(2):
+            assert solution is not None
+            homes = homes_by_group(solution)
+            counted, assumed = _account(task, settings, found, world, homes), model_state(solution)
+            totals = {tier: sum(counted.get(tier, {}).values()) for tier in Tier}
+            if all(totals[tier] <= task.limits.get(tier, 0) for tier in Tier):
+                return plan_from(solution, homes, counted, _notes(task))
+            before = solution.task.fixed
+            beside = {tier: totals[tier] - sum(assumed.get(tier, {}).values()) + before.get(tier, 0) for tier in Tier}
+            solution = place_states(solution, {tier: int(1.002 * size) + 1 for tier, size in beside.items()})
+            if solution is None:
+                break
         for tier in Tier:  # what the program does not know of, as far as it was seen
-            beside = totals[tier] - sum(assumed.get(tier, {}).values()) + fixed.get(tier, 0)
             over, limit = totals[tier] - task.limits.get(tier, 0), task.limits.get(tier, 0)
             nearly = tries * over if 0 < over < NEARLY * limit else 0  # each answer is another one, and off by others
-            fixed[tier] = max(fixed.get(tier, 0), int(1.002 * beside) + 1) + nearly
+            fixed[tier] = max(fixed.get(tier, 0), int(1.002 * beside[tier]) + 1) + nearly
     beyond = {tier.value: size - task.limits.get(tier, 0) for tier, size in totals.items()}
     raise PrepareError(
         f"no placement was found whose bytes stay inside the limits: the last one is {beyond} bytes over. Give the "

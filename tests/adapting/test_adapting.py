@@ -19,7 +19,8 @@ from support.agreement import agree
 from support.compare import assert_bitwise
 from zerostd import Budget, Plan, adapting
 from zerostd.adapting import EVERY, NUM_FIRST, NUM_WATCHED, Adapter, Revision
-from zerostd.policy import Homes, Route, Tier
+from zerostd.planning import Prediction
+from zerostd.policy import Homes, Kind, Route, Tier
 
 WIDTH, DEPTH = 128, 24
 MIB = 2**20
@@ -144,6 +145,19 @@ def test_a_plan_that_was_wrong_is_mended_after_the_first_steps(tmp_path: Path, m
     assert (revision.step, revision.reason) == (FIRST_LOOK, "after the first steps")
     assert held(model, "disk") == 0
     assert "Revised after step" in model.__dict__["_zerostd"].settings.plan.explain()
+
+
+def test_activations_that_a_plan_counted_on_stay_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a processor nobody sees them."""
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(os, name, slow(getattr(os, name), 0.02))
+    counted = {Tier.DEVICE: {Kind.ACTIVATIONS: 1 * MIB}}
+    plan = Plan({"*": DISK}, limits=LIMITS, predicted=Prediction(bytes=counted))
+    model, optimizer = prepared(plan, str(tmp_path), FEW)
+    train(model, optimizer, FIRST_LOOK + 2)
+    (revision,) = adapter_of(model).revisions
+    assert revision.plan.predicted.bytes[Tier.DEVICE][Kind.ACTIVATIONS] == 1 * MIB
+    assert revision.plan.predicted.total(Tier.DEVICE) <= LIMITS[Tier.DEVICE]
 
 
 def test_a_frozen_plan_stays_and_so_does_one_without_limits(tmp_path: Path) -> None:

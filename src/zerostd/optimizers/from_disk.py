@@ -17,6 +17,7 @@ import torch
 from zerostd.optimizers.on_cpu import Job, OnCpu, cut
 from zerostd.optimizers.orders import Order
 from zerostd.optimizers.streamed import Streamed, Tile
+from zerostd.optimizers.tiles import tile_numel
 from zerostd.parameters.shelf import Shelf
 from zerostd.policy import Kind, Route
 from zerostd.sharding.portions import UNIT
@@ -56,7 +57,7 @@ class FromDisk(OnCpu):
     def reserve_slots(self, columns: dict[str, torch.dtype], longest: int) -> None:
         """Take memory for the slots; no portion has more elements than `longest`."""
         self._slots: list[_Slot] = []
-        numel = min(TILE_NUMEL, -(-longest // UNIT) * UNIT)
+        self._tile_numel = numel = tile_numel(TILE_NUMEL, longest)
         for _ in range(NUM_SLOTS):
             room = {
                 name: self.stores.host.allocate(numel * dtype.itemsize, Kind.BUFFERS) for name, dtype in columns.items()
@@ -101,9 +102,9 @@ class FromDisk(OnCpu):
         run, shelf, events = job.run, job.run.shelf, self.stores.ledger.events
         size = 2 * run.numel * sum(column.dtype.itemsize for column in shelf.columns.values())
         span = events.begin("update", "disk", job.order.group, size, step=job.order.step)
-        starts = list(range(run.part.start // UNIT * UNIT, run.part.stop, TILE_NUMEL))
+        starts = list(range(run.part.start // UNIT * UNIT, run.part.stop, self._tile_numel))
         end = min(shelf.portion.numel, -(-run.part.stop // UNIT) * UNIT)
-        tiles = [slice(start, min(end, start + TILE_NUMEL)) for start in starts]
+        tiles = [slice(start, min(end, start + self._tile_numel)) for start in starts]
         for index in range(min(NUM_SLOTS - 1, len(tiles))):
             self._read(shelf, tiles[index], self._slots[index])
         singles = None

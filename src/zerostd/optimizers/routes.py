@@ -10,6 +10,7 @@ from zerostd.optimizers.from_disk import FromDisk
 from zerostd.optimizers.on_cpu import OnCpu
 from zerostd.optimizers.orders import Order
 from zerostd.optimizers.streamed import Streamed
+from zerostd.optimizers.tiles import tile_numel
 from zerostd.parameters import Group
 from zerostd.parameters.shelf import Shelf
 from zerostd.policy import Kind, Route, Tier
@@ -45,9 +46,10 @@ class Routes:
             found = _some(shelves, tier, Route.STREAMED)
             if not found:
                 return None
-            longest = max(shelf.portion.numel for shelf in found)
+            all_tiles = found if tier is Tier.HOST else [one for one in shelves if one.portion.tier is tier]
+            longest = max(shelf.portion.numel for shelf in all_tiles)  # of the disk they come as the disk cuts them
             most = TILE_NUMEL if tier is Tier.HOST else from_disk.TILE_NUMEL
-            return Streamed(inner, _columns(found), min(most, longest), self.device, lanes, stores.ledger)
+            return Streamed(inner, _columns(found), tile_numel(most, longest), self.device, lanes, stores.ledger)
 
         self.streamed = make_streamed(Tier.HOST)
         on_disk = [shelf for shelf in shelves if shelf.portion.tier is Tier.DISK]

@@ -13,7 +13,7 @@ from zerostd.planning.costs import Load, Task, loads, merged
 from zerostd.planning.demands import WHOLE, Shares, work
 from zerostd.planning.linear import Infeasible
 from zerostd.planning.plan import Plan, Prediction, size_text
-from zerostd.planning.program import SLACK, Optimum
+from zerostd.planning.program import SLACK, Optimum, optimise
 from zerostd.planning.rounding import settle
 from zerostd.planning.simulation import simulate
 from zerostd.planning.solution import (
@@ -26,7 +26,7 @@ from zerostd.planning.solution import (
 )
 from zerostd.policy import Homes, Kind, Tier
 
-__all__ = ["Solution", "evaluate", "homes_by_group", "make_plan", "model_state", "plan_from", "solve"]
+__all__ = ["Solution", "evaluate", "homes_by_group", "make_plan", "model_state", "place_states", "plan_from", "solve"]
 
 PARTS = (0.4, 0.5, 0.6, 0.7, 0.85)  # of states on the host by the processor, tried in the simulation
 FEW = 1e-3  # of the bytes off the device: as good as none
@@ -168,6 +168,22 @@ def _solve(task: Task) -> Solution:
         fixed, optimum = _settled(task, found)
     except Infeasible:
         raise PrepareError(explain_missing(task, found)) from None
+    return _chosen(task, found, fixed, optimum)
+
+
+def place_states(solution: Solution, fixed: Mapping[Tier, int]) -> Solution | None:
+    """The states placed again beside other fixed bytes, with parameters and gradients where they are; None if they do
+    not fit."""
+    task = replace(solution.task, fixed=fixed)
+    try:
+        optimum = optimise(task, solution.loads, fixed=solution.shares)
+    except Infeasible:
+        return None
+    return _chosen(task, solution.loads, solution.shares, optimum)
+
+
+def _chosen(task: Task, found: list[Load], fixed: Sequence[Shares], optimum: Optimum) -> Solution:
+    """Of a few placements that the program finds alike, the one that the simulation likes best."""
     shares = [
         replace(one, **{name: getattr(given, name) for name in WHOLE})
         for one, given in zip(optimum.shares, fixed, strict=True)

@@ -1,0 +1,109 @@
+"""Train a language model whose state is larger than the device may hold, and look at the page of the run.
+
+    python examples/spill.py
+
+The model reads the topics of Python's own help. Its state is larger than what the device may hold, and what is left
+over is larger than what the host may hold: the planner spreads it over device, host and disk, and training goes on as if
+nothing were amiss. Shown are the plan, progress while it trains, and what each tier held; `zerostd report` then makes
+a page of all that was recorded.
+"""
+
+import argparse
+import pydoc_data.topics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zerostd
+
+MIB = 2**20
+BATCH, LENGTH, WIDTH, DEPTH = 4, 64, 256, 8
+BUDGET = {"device": "72MiB", "host": "40MiB", "disk": "200MiB"}
+
+
+class Block(nn.Module):
+    """Attention, then two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Net(nn.Module):
+    """Predicts the next byte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.places = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.bytes(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def batches(num_steps: int) -> list[torch.Tensor]:
+    """Random places in 700 kB of English about Python."""
+    text = "\n".join(pydoc_data.topics.topics.values()).encode()
+    numbers = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    starts = torch.randint(0, len(numbers) - LENGTH - 1, (num_steps, BATCH), generator=torch.Generator().manual_seed(0))
+    return [torch.stack([numbers[i : i + LENGTH + 1] for i in row]) for row in starts]
+
+
+def train(num_steps: int, run_dir: Path, disk_path: str) -> None:
+    """Plan, train, and say what came of it."""
+    torch.manual_seed(0)
+    model = Net()
+    needs = 16 * sum(parameter.numel() for parameter in model.parameters())
+    print(f"The model needs {needs / MIB:.1f} MiB for parameters, gradients and states; it may have {BUDGET}.\n")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    budget = zerostd.Budget(**BUDGET, disk_path=disk_path)
+    options = {"precision": "fp32", "accumulate": 1, "max_grad_norm": 1.0}
+    data = batches(num_steps)
+    plan = zerostd.plan(model, optimizer, batch=data[0][:, :-1], budget=budget, **options)
+    print(plan.explain(), "\n")
+    model, optimizer = zerostd.prepare(model, optimizer, plan=plan, budget=budget, **options)
+    losses = []
+    steps = zerostd.track(data, model, run_dir=run_dir)
+    for batch in steps:
+        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.log(loss=loss)
+        losses.append(loss.item())
+    tenth = max(1, num_steps // 10)
+    first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
+    print(f"\nloss of the first {tenth} steps {first:.3f}, of the last {last:.3f}\n\n{zerostd.memory(model)}\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--out", type=Path, default=None, help="the run's directory; a new one if not given")
+    options = parser.parse_args()
+    run_dir = options.out or Path(tempfile.mkdtemp(prefix="zerostd-run-"))
+    with tempfile.TemporaryDirectory() as disk_path:
+        train(options.steps, run_dir, disk_path)
+    page = run_dir / "report.html"
+    subprocess.run([sys.executable, "-m", "zerostd", "report", str(run_dir), "-o", str(page)], check=True)
+
+
+if __name__ == "__main__":
+    main()
