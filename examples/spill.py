@@ -3,9 +3,9 @@
     python examples/spill.py
 
 The model reads the topics of Python's own help. Its state is larger than what the device may hold, and what is left
-over is larger than what the host may hold: the planner spreads it over device, host and disk, and training goes on as if
-nothing were amiss. Shown are the plan, progress while it trains, and what each tier held; `zerostd report` then makes
-a page of all that was recorded.
+over is larger than what the host may hold: the planner spreads it over device, host and disk, and training goes on as
+if nothing were amiss. Shown are the plan, progress while it trains, and what each tier held; `zerostd report` then
+makes a page of all that was recorded.
 """
 
 import argparse
