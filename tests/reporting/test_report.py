@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from reporting.browser import Document
-from reporting.runs import end, real_run, step, write_run
+from reporting.runs import end, event, real_run, step, write_run
 from zerostd.cli.main import app
 
 
@@ -75,3 +75,36 @@ def test_refused_in_one_line(tmp_path: Path) -> None:
     write_run(tmp_path / "run", {0: [end(0)]})
     assert "cannot be written" in refused(report("run", "-o", "nowhere/page.html"))
     assert report().exit_code == 2
+
+
+def test_a_trace_has_every_event_on_its_rank_and_lane(tmp_path: Path) -> None:
+    up = event(1, "up", 0.25, 0.5, group="blocks.1", tier="host", to="device", bytes=64)
+    wire = event(1, "wire", 0.5, 0.75, name="gather", group="blocks.2")
+    odd = event(1, "elsewhere", 0.5, 0.5)
+    write_run(tmp_path / "run", {0: [step(1, 0, 1), up, odd, end(1)], 1: [step(1, 0, 2), wire, end(2)]}, world_size=2)
+    result = report("run", "-o", "page.html", "--trace", "trace.json")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == "Written: page.html, trace.json"
+    found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = {(one["pid"], one["tid"]): one["args"]["name"] for one in found if one["name"] == "thread_name"}
+    slices = {
+        (one["pid"], lanes[one["pid"], one["tid"]], one["name"]): (one["ts"], one["dur"])
+        for one in found
+        if one["ph"] == "X"
+    }
+    assert slices == {
+        (0, "steps", "step 1"): (0.0, 1e6),
+        (1, "steps", "step 1"): (0.0, 2e6),
+        (0, "up", "transfer blocks.1"): (250000.0, 250000.0),
+        (0, "elsewhere", "transfer"): (500000.0, 0.0),
+        (1, "wire", "gather blocks.2"): (500000.0, 250000.0),
+    }
+    (told,) = (one["args"] for one in found if one["name"] == "transfer blocks.1")
+    assert told == {"step": 1, "bytes": 64, "from": "host", "to": "device"}
+
+
+def test_a_trace_is_of_one_run(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_run(tmp_path / name, {0: [step(1, 0, 1), end(1)]})
+    assert "--trace t.json is of one run" in refused(report("one", "two", "--trace", "t.json"))
+    assert not list(tmp_path.glob("*.html"))

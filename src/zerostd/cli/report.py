@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from zerostd.cli.tables import write
-from zerostd.reporting import page_of, read_run, report_json, report_of
+from zerostd.errors import MisuseError
+from zerostd.reporting import page_of, read_run, report_json, report_of, trace_of
 
 __all__ = ["report"]
 
@@ -18,15 +19,24 @@ Runs = Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Director
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page to write. Default: report.html.")
 ]
+Trace = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Also write the events of one run as a trace for Chrome or Perfetto."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the page's numbers as JSON; no page unless -o names one.")]
 
 
-def report(run_dirs: Runs, output: Output = None, as_json: Json = False) -> None:
+def report(run_dirs: Runs, output: Output = None, as_json: Json = False, trace: Trace = None) -> None:
     """Write a page about one run or several: memory, time, waiting, the plan against what happened, quality.
 
     The page is one HTML file that needs no network.
     """
-    made = report_of([read_run(path, name) for path, name in zip(run_dirs, _names(run_dirs), strict=True)])
+    if trace is not None and len(run_dirs) > 1:
+        raise MisuseError(f"--trace {trace} is of one run, and {len(run_dirs)} are named: ask for one after the other")
+    runs = [read_run(path, name) for path, name in zip(run_dirs, _names(run_dirs), strict=True)]
+    made = report_of(runs)
+    if trace is not None:
+        write(trace, trace_of(runs[0]))
     if output is not None or not as_json:
         write(output or PAGE, page_of(made))
     if as_json:
@@ -34,7 +44,7 @@ def report(run_dirs: Runs, output: Output = None, as_json: Json = False) -> None
         return
     for line in _lines(made):
         typer.echo(line)
-    typer.echo(f"Written: {output or PAGE}")
+    typer.echo(f"Written: {', '.join(str(path) for path in (output or PAGE, trace) if path is not None)}")
 
 
 def _names(paths: list[Path]) -> list[str]:
