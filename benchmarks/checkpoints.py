@@ -1,10 +1,12 @@
-"""Saving and loading a checkpoint against `cp` of the same bytes, memory they need, and a long fuzz of manifests.
+"""Saving, loading and merging a checkpoint against `cp` of the same bytes, their memory, and a long fuzz of manifests.
 
-    python benchmarks/checkpoints.py --gb 1 --rounds 3 --fuzz 10000
+    python benchmarks/checkpoints.py --gb 2 --merge-gb 4.3 --rounds 3
+    python benchmarks/checkpoints.py --gb 0 --merge-gb 0 --fuzz 10000
 
-One process, fp32 and AdamW: 12 bytes a parameter. All ways take turns in rounds of rotating order, and the files that
-are read are in the page cache (warm) or were dropped from it before (cold). The fuzz is that of the tests
-(tests/checkpoints/fuzz.py), with more examples.
+One process, fp32 and AdamW: 12 bytes a parameter; what is merged has no states, so that all of it is copied. All ways
+take turns in rounds of rotating order, and the files that are read are in the page cache (warm) or were dropped from
+it before (cold). The fuzz is that of the tests (tests/checkpoints/fuzz.py), with more examples, and has a file of its
+own for the result.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from checkpoints import fuzz
 
-WIDTH = 1024
+WIDTH, MERGE_WIDTH = 1024, 4096
 PLACEMENTS = {
     "in memory": zerostd.Placement(),
     "states on disk": zerostd.Placement(optimizer_states="disk"),
@@ -41,18 +44,32 @@ PLACEMENTS = {
 SHARES = {"any_text": 0.3, "any_value": 0.2, "changed_manifests": 0.26, "changed_headers": 0.12, "changed_bytes": 0.12}
 HEADER = """# Checkpoints against cp
 
-{size:.2f} GB: {numel:.1f} M parameters, fp32, AdamW, one process. {rounds} rounds of rotating order. "save" and
-"cp, fsync" end when the bytes are on the disk; "load" ends when they are where training needs them, checked; "cp" ends
-when they are in the page cache. Bytes to be read are in the page cache (warm) or not (cold). Ratios: the time of cp to
-that of zerostd, both fastest; above 1 is faster than cp, the goal is 0.7 of "cp, fsync". Memory: the most that was
-resident above what was before.
+One process, fp32. "in memory" and "states on disk": AdamW, {gb:g} GB of parameters and states. "to be merged":
+{merge_gb:g} GB of parameters. {rounds} rounds of rotating order. "save", "merge" and "cp, fsync" end when the bytes are
+on the disk; "load" ends when they are where training needs them, checked twice; "cp" ends when they are in the page
+cache. Bytes to be read are in the page cache (warm) or not (cold). Before each, they are copied and the copy is
+removed, so that all find memory that the (virtual) machine has at hand. Ratios: the time of cp to that of zerostd, both
+fastest; above 1 is faster than cp, the goal is 0.7 of "cp, fsync". Memory: the most that was resident above what was
+before.
 
 - machine: {machine}
-- command: `python benchmarks/checkpoints.py --gb {gb:g} --rounds {rounds} --fuzz {fuzz}`
+- command: `python benchmarks/checkpoints.py --gb {gb:g} --merge-gb {merge_gb:g} --rounds {rounds}`
 - date: {date}
 
 | model | way | fastest s | median s | GB/s | / cp, fsync | / cp | memory MB |
 |---|---|--:|--:|--:|--:|--:|--:|"""
+FUZZ_HEADER = """# Manifests and headers that nobody wrote
+
+Whatever a manifest or a header says, only CheckpointError may come out of it, in time, without a large allocation and
+with the model as it was. "loaded": what was changed did no harm, such as another learning rate.
+
+- machine: {machine}
+- command: `python benchmarks/checkpoints.py --gb 0 --merge-gb 0 --fuzz {fuzz}`
+- date: {date}
+
+| fuzz | examples | seconds | loaded |
+|---|--:|--:|--:|"""
+Ways = dict[str, tuple[Callable[[], None], bool]]  # what to do, and whether the files are dropped from memory before
 
 
 class Bench:
@@ -73,6 +90,13 @@ class Bench:
         zerostd.save(folder / "saved", self.model, self.optimizer)
         self.size = sum(path.stat().st_size for path in (folder / "saved").iterdir())
 
+    def ways(self) -> Ways:
+        """Everything that takes turns."""
+        return {"save": (self.save, False), "load, warm": (self.load, False), "load, cold": (self.load, True)}
+
+    def close(self) -> None:
+        zerostd.release(self.model)
+
     def save(self) -> None:
         zerostd.save(self.folder / "new", self.model, self.optimizer)
 
@@ -91,12 +115,15 @@ class Bench:
 
     def timed(self, way: Callable[[], None], is_cold: bool) -> tuple[float, int]:
         """Seconds, and bytes of memory at most."""
+        self.copy()  # and removed: a virtual machine gives memory back, and whoever comes next would wait for it
+        shutil.rmtree(self.folder / "new")
         for path in (self.folder / "saved").iterdir():
             with open(path, "rb") as file:
                 if is_cold:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 while not is_cold and file.read(1 << 22):
                     pass
+        os.sync()  # what was removed before is given back to the disk when something is synced: not on our time
         before = _reset_peak()
         begin = time.perf_counter()
         way()
@@ -104,6 +131,28 @@ class Bench:
         more = _resident("VmHWM") - before
         shutil.rmtree(self.folder / "new", ignore_errors=True)
         return seconds, more
+
+
+class MergeBench(Bench):
+    """A checkpoint of parameters alone; the model is gone when it is merged."""
+
+    def __init__(self, gb: float, folder: Path) -> None:
+        self.folder = folder
+        depth = max(1, round(gb * 1e9 / 4 / MERGE_WIDTH / (MERGE_WIDTH + 1)))
+        model = nn.Sequential(*(nn.Linear(MERGE_WIDTH, MERGE_WIDTH) for _ in range(depth)))
+        model, _ = zerostd.prepare(model, groups=["*"])
+        zerostd.save(folder / "saved", model)
+        zerostd.release(model)
+        self.size = sum(path.stat().st_size for path in (folder / "saved").iterdir())
+
+    def ways(self) -> Ways:
+        return {"merge, warm": (self.merge, False), "merge, cold": (self.merge, True)}
+
+    def close(self) -> None:
+        return None
+
+    def merge(self) -> None:
+        zerostd.merge(self.folder / "saved", self.folder / "new")
 
 
 def _resident(name: str) -> int:
@@ -116,13 +165,12 @@ def _reset_peak() -> int:
     return _resident("VmRSS")
 
 
-def measure(name: str, gb: float, rounds: int, path: str | None) -> tuple[Bench, list[str]]:
-    """Lines of the table for one placement."""
+def measure(name: str, make: Callable[[Path], Bench], rounds: int, path: str | None) -> list[str]:
+    """Lines of the table for one model."""
     with tempfile.TemporaryDirectory(dir=path, prefix="checkpoints-") as folder:
-        bench = Bench(gb, PLACEMENTS[name], Path(folder))
-        ways: dict[str, tuple[Callable[[], None], bool]] = {"save": (bench.save, False)}
+        bench = make(Path(folder))
+        ways = bench.ways()
         for where in ("warm", "cold"):
-            ways[f"load, {where}"] = (bench.load, where == "cold")
             ways[f"cp, fsync, {where}"] = (bench.copy_and_sync, where == "cold")
             ways[f"cp, {where}"] = (bench.copy, where == "cold")
         found: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
@@ -131,7 +179,7 @@ def measure(name: str, gb: float, rounds: int, path: str | None) -> tuple[Bench,
                 taken = bench.timed(*ways[way])
                 if round_ > 0:
                     found[way].append(taken)
-        zerostd.release(bench.model)
+        bench.close()
     lines = []
     for way, taken_by in found.items():
         seconds, where = [taken for taken, _ in taken_by], way.split(", ")[-1].replace("save", "warm")
@@ -144,12 +192,12 @@ def measure(name: str, gb: float, rounds: int, path: str | None) -> tuple[Bench,
             f"{ratios} | {memory} |"
         )
         print(lines[-1], flush=True)
-    return bench, lines
+    return lines
 
 
 def fuzzed(examples: int) -> list[str]:
     """Lines about the fuzz; raises if it finds anything."""
-    lines = ["", "| fuzz | examples | seconds | loaded |", "|---|--:|--:|--:|"]
+    lines: list[str] = []
     torch.set_num_threads(1)
     logging.getLogger("zerostd").setLevel(logging.CRITICAL)  # what latest skips
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
@@ -171,26 +219,30 @@ def fuzzed(examples: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=1.0, help="size of the checkpoint")
+    parser.add_argument("--gb", type=float, default=2.0, help="size of the checkpoint to save and load; 0: none")
+    parser.add_argument("--merge-gb", type=float, default=4.3, help="size of the one to merge; 0: none")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each way, after one to warm up")
-    parser.add_argument("--fuzz", type=int, default=10000, help="examples, of all kinds together")
+    parser.add_argument("--fuzz", type=int, default=0, help="examples, of all kinds together")
     parser.add_argument("--path", help="directory for the checkpoints; the system's for temporary files if not said")
-    parser.add_argument("--write", action="store_true", help="write results/checkpoints-cpu.md")
+    parser.add_argument("--write", action="store_true", help="write results/checkpoints-cpu.md, results/fuzz.md")
     options = parser.parse_args()
-    lines: list[str] = []
-    bench = None
-    for name in PLACEMENTS:
-        bench, more = measure(name, options.gb, options.rounds, options.path)
-        lines += more
+    makers: dict[str, Callable[[Path], Bench]] = {}
+    if options.gb:
+        makers |= {name: partial(Bench, options.gb, placement) for name, placement in PLACEMENTS.items()}
+    if options.merge_gb:
+        makers["to be merged"] = partial(MergeBench, options.merge_gb)
+    tables: dict[str, tuple[str, list[str]]] = {}
+    if makers:
+        found = [measure(name, make, options.rounds, options.path) for name, make in makers.items()]
+        tables["checkpoints-cpu.md"] = (HEADER, [line for lines in found for line in lines])
     if options.fuzz:
-        lines += fuzzed(options.fuzz)
-    assert bench is not None
-    told = {"size": bench.size / 1e9, "numel": bench.numel / 1e6, "machine": machine(), "date": date.today()}
-    text = HEADER.format(**vars(options), **told) + "\n" + "\n".join(lines) + "\n"
-    print(text, end="")
-    if options.write:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "checkpoints-cpu.md").write_text(text)
+        tables["fuzz.md"] = (FUZZ_HEADER, fuzzed(options.fuzz))
+    for name, (header, lines) in tables.items():
+        text = header.format(**vars(options), machine=machine(), date=date.today()) + "\n" + "\n".join(lines) + "\n"
+        print(text, end="")
+        if options.write:
+            RESULTS.mkdir(exist_ok=True)
+            (RESULTS / name).write_text(text)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define ZS_ABI_VERSION 2
+#define ZS_ABI_VERSION 3
 
 #if defined(__GNUC__)
 #define ZS_EXPORT __attribute__((visibility("default")))
@@ -107,6 +107,10 @@ ZS_EXPORT int32_t zs_copy(const void* source, void* target, int64_t num_bytes, i
 
 // Writes a zero to the first byte, and to the first byte of every further 4096-byte page of the range.
 ZS_EXPORT int32_t zs_touch(void* data, int64_t num_bytes, int32_t num_threads);
+
+// zlib's crc32 of num_bytes at data, going on from that of what comes before them (0 of nothing). is_plain != 0: without
+// the processor's own instructions for it, for tests.
+ZS_EXPORT int32_t zs_crc32(const void* data, int64_t num_bytes, uint32_t before, int32_t is_plain, uint32_t* crc);
 
 #ifdef __cplusplus
 }

@@ -16,12 +16,12 @@ from torch import nn
 
 from zerostd.checkpointing.ordinary import OrdinaryModel
 from zerostd.checkpointing.progress import Progress
-from zerostd.errors import CheckpointError, MisuseError
-from zerostd.loading import value_places
+from zerostd.errors import CheckpointError
+from zerostd.loading import IN_PART, agree, begin_load, value_places
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.parameters import Flat
 from zerostd.runtime import Runtime
-from zerostd.saving import buffers_of, check_call, flats_of
+from zerostd.saving import buffers_of, flats_of
 
 __all__ = ["load_ordinary"]
 
@@ -43,10 +43,7 @@ class _Fit:
 @torch.no_grad()
 def load_ordinary(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) -> None:
     """All ranks call it. Nothing is changed unless everything fits on all ranks. States of an optimizer stay."""
-    check_call(runtime, optimizer, "load")
-    if any(group.num_pins for group in runtime.groups):
-        raise MisuseError("zerostd.load inside zerostd.gathered(): leave the context first")
-    runtime.finish_updates()
+    begin_load(runtime, optimizer)
     given: OrdinaryModel | None = None
     cause: Exception | None = None
     try:
@@ -60,13 +57,13 @@ def load_ordinary(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path)
             fit = _fitted(runtime, given)
         except Exception as error:
             cause = error
-        _agree(runtime, "zerostd.load()", cause, "Nothing was changed")
+        agree(runtime, "zerostd.load()", cause, "Nothing was changed")
         assert given is not None
         try:
             _apply(runtime, given, fit)
         except Exception as error:
             cause = error
-        _agree(runtime, "the end of zerostd.load()", cause, "The model is loaded in part: load it again")
+        agree(runtime, "the end of zerostd.load()", cause, IN_PART)
     finally:
         if given is not None:
             given.close()
@@ -74,16 +71,6 @@ def load_ordinary(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path)
         runtime.renew(group)
     if runtime.world.rank == 0:
         log.info("%s", _story(path, fit))
-
-
-def _agree(runtime: Runtime, where: str, cause: Exception | None, remark: str) -> None:
-    """All ranks go on, or all raise what is wrong on the first of them."""
-    text = str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
-    everyone = runtime.gatherer.control.meet(where, None if cause is None else text)
-    wrong = [(rank, said) for rank, said in enumerate(everyone) if said is not None]
-    if wrong:
-        who = f"rank {wrong[0][0]}: " if runtime.world.size > 1 else ""
-        raise CheckpointError(f"{who}{wrong[0][1]}. {remark}") from cause
 
 
 def _fitted(runtime: Runtime, given: OrdinaryModel) -> _Fit:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from zerostd.checkpointing import Checkpoint, Manifest
 from zerostd.checkpointing.directory import clear_leftovers
@@ -22,16 +25,23 @@ from zerostd.checkpointing.progress import Progress
 from zerostd.checkpointing.values import decode
 from zerostd.errors import CheckpointError, MisuseError
 from zerostd.optimizers.optimizer import ZeroOptimizer
-from zerostd.optimizers.records import put_flat, wanted_states
+from zerostd.optimizers.records import gradient_column, put_flat, wanted_states
 from zerostd.optimizers.update import Updater
 from zerostd.parameters import Flat
 from zerostd.parameters.shelf import MASTER
 from zerostd.policy import Tier
 from zerostd.runtime import Runtime
-from zerostd.saving import buffers_of, check_call, describe_optimizer, flats_of
+from zerostd.saving import buffers_of, check_call, describe_optimizer, flats_of, with_extra_state
 from zerostd.tiers import Column
 
-__all__ = ["load_checkpoint", "value_places"]
+__all__ = ["IN_PART", "agree", "begin_load", "load_checkpoint", "value_places"]
+
+IN_PART = (
+    "The model is loaded in part, on all ranks, and cannot be trained or saved like this: call zerostd.load again, "
+    "with this path or another"
+)
+
+ON_DISK = 32 << 20  # bytes that are written to disk at a time
 
 Wanted = tuple[TensorEntry, int, int]
 Target = tuple[TensorEntry, int, Column, slice]  # from which element on, and where to
@@ -44,16 +54,14 @@ class _Found:
     extra: Any
     options: list[dict[str, Any]]  # of the optimizer's groups
     singles: dict[str, dict[str, Any]]  # states of one value, by parameter
+    modules: dict[str, Any]  # what get_extra_state gave, by name of module
     generators: list[Callable[[], object]]  # put a random state back
 
 
 @torch.no_grad()
 def load_checkpoint(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) -> Any:
     """All ranks call it. Returns what `extra` was. Nothing is changed unless everything is in order on all ranks."""
-    check_call(runtime, optimizer, "load")
-    if any(group.num_pins for group in runtime.groups):
-        raise MisuseError("zerostd.load inside zerostd.gathered(): leave the context first")
-    runtime.finish_updates()
+    begin_load(runtime, optimizer)
     checkpoint: Checkpoint | None = None
     found: _Found | None = None
     cause: Exception | None = None
@@ -65,21 +73,48 @@ def load_checkpoint(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Pat
             found = _checked(runtime, optimizer, checkpoint)
         except Exception as error:
             cause = error
-        everyone = runtime.gatherer.control.meet("zerostd.load()", None if cause is None else _said(cause))
-        wrong = [(rank, text) for rank, text in enumerate(everyone) if text is not None]
-        if wrong:
-            where = f"rank {wrong[0][0]}: " if runtime.world.size > 1 else ""
-            raise CheckpointError(f"{where}{wrong[0][1]}. Nothing was changed") from cause
+        agree(runtime, "zerostd.load()", cause, "Nothing was changed")
         assert checkpoint is not None and found is not None
-        _apply(runtime, optimizer, checkpoint, found)
-        return found.extra
+        runtime.gatherer.finish_all()
+        try:
+            _take_over(runtime, optimizer, checkpoint, found)
+        except Exception as error:
+            cause = error
+        agree(runtime, "the end of zerostd.load()", cause, IN_PART)
     finally:
         if checkpoint is not None:
             checkpoint.close()
+    for group in runtime.update_order():
+        runtime.renew(group)
+    if optimizer is not None and checkpoint.manifest.passes:
+        names = {one.of for one in checkpoint.manifest.of_kind("gradient")}
+        runtime.backward.resume(checkpoint.manifest.passes, names)
+    for restore in found.generators:
+        restore()
+    return found.extra
 
 
-def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+def begin_load(runtime: Runtime, optimizer: ZeroOptimizer | None) -> None:
+    """Return when nothing is under way; raise if something may be that would be lost."""
+    check_call(runtime, optimizer, "load")
+    if runtime.backward.passes.num_done:
+        raise MisuseError(
+            f"zerostd.load after {runtime.backward.passes.num_done} backward pass(es) of a step that is not complete: "
+            "call it between optimizer.step() and the next backward"
+        )
+    if any(group.num_pins for group in runtime.groups):
+        raise MisuseError("zerostd.load inside zerostd.gathered(): leave the context first")
+    runtime.finish_updates()
+
+
+def agree(runtime: Runtime, where: str, cause: Exception | None, remark: str) -> None:
+    """All ranks go on, or all raise what is wrong on the first of them that has something."""
+    text = str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
+    everyone = runtime.gatherer.control.meet(where, None if cause is None else text)
+    wrong = [(rank, said) for rank, said in enumerate(everyone) if said is not None]
+    if wrong:
+        who = f"rank {wrong[0][0]}: " if runtime.world.size > 1 else ""
+        raise CheckpointError(f"{who}{wrong[0][1]}. {remark}") from cause
 
 
 def _checked(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkpoint) -> _Found:
@@ -98,7 +133,8 @@ def _checked(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Chec
         generators = [*_generators(runtime, checkpoint)]
     except Exception as error:  # what setstate raises is nowhere said
         raise CheckpointError(f"the checkpoint has a random state that is none: {error!s:.200}") from error
-    return _Found(_extra(checkpoint), options, singles, generators)
+    extra, modules = _extras(checkpoint)
+    return _Found(extra, options, singles, modules, generators)
 
 
 def _named(data: Any) -> dict[str, Any]:
@@ -116,16 +152,19 @@ def _check_fits(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Man
     problems = []
     for kind, wanted in (("parameter", mine), ("buffer", buffers)):
         there = {one.of: one.shape for one in manifest.of_kind(kind)}
-        empty = {name for name, shape in wanted.items() if 0 in shape}  # nothing of them is stored
-        problems += [
-            f"{kind} {name!r} is not in the checkpoint" for name in wanted if name not in there | dict.fromkeys(empty)
-        ]
+        problems += [f"{kind} {name!r} is not in the checkpoint" for name in wanted if name not in there]
         problems += [f"{kind} {name!r} is not in the model" for name in there if name not in wanted]
         problems += [
             f"{kind} {name!r} has shape {there[name]} in the checkpoint and {shape} in the model"
             for name, shape in wanted.items()
             if name in there and there[name] != shape
         ]
+    takers = {
+        name for name, one in runtime.model.named_modules() if type(one).set_extra_state != nn.Module.set_extra_state
+    }
+    givers = with_extra_state(runtime.model)
+    problems += [f"it has no extra state of module {name!r}" for name in givers if name not in manifest.modules]
+    problems += [f"module {name!r} has no set_extra_state" for name in manifest.modules if name not in takers]
     if optimizer is not None:
         problems += _optimizer_problems(runtime, optimizer, manifest)
     if runtime.loss_scale is not None and manifest.loss_scale is not None:
@@ -142,10 +181,15 @@ def _optimizer_problems(runtime: Runtime, optimizer: ZeroOptimizer, manifest: Ma
     there, mine = manifest.optimizer, describe_optimizer(runtime, optimizer)
     if there.get("class") != mine["class"]:
         return [f"its optimizer is {there.get('class')!r} and this one {mine['class']!r}"]
+    told = runtime.backward.passes.wanted
+    if told is not None and manifest.passes > told:
+        return [f"it was saved after {manifest.passes} backward passes of a step, and accumulate={told} is less"]
     found = [sorted(group["parameters"]) for group in there["groups"]]
     if found != [sorted(group["parameters"]) for group in mine["groups"]]:
         return [f"its param_groups have {[len(one) for one in found]} parameters, or others than these"]
-    return [
+    trained = {one.name for flat in flats_of(runtime) if flat.gradient is not None for one in flat.layout.intervals}
+    frozen = [one.label for one in manifest.of_kind("gradient") if one.of not in trained]
+    return [f"{label} has no place: the parameter does not train here" for label in frozen] + [
         f"{entry.label} has no place: the optimizer had other options when it was saved"
         for flat in flats_of(runtime)
         if flat.gradient is not None
@@ -164,7 +208,8 @@ def _wanted(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifes
             yield entry, low, high
         if optimizer is not None and flat.gradient is not None:
             for _, name, low, high in wanted_states(flat):
-                for entry in manifest.states_of(name):
+                gradient = manifest.find("gradient", name)
+                for entry in (*manifest.states_of(name), *([] if gradient is None else [gradient])):
                     yield entry, low, high
     for kind in ("buffer", "extra"):
         for entry in manifest.of_kind(kind):
@@ -190,7 +235,8 @@ def _generators_of(runtime: Runtime, manifest: Manifest) -> list[TensorEntry]:
     return [entry for entry in found if entry is not None]
 
 
-def _extra(checkpoint: Checkpoint) -> Any:
+def _extras(checkpoint: Checkpoint) -> tuple[Any, dict[str, Any]]:
+    """The user's, and that of modules."""
     left = {one.of: one for one in checkpoint.manifest.of_kind("extra")}
 
     def get(number: int) -> torch.Tensor:
@@ -199,34 +245,32 @@ def _extra(checkpoint: Checkpoint) -> Any:
             raise CheckpointError(f"the checkpoint has no tensor {number} of extra, or names it twice")
         return checkpoint.read(entry, 0, entry.numel).view(entry.shape)
 
-    return decode(checkpoint.manifest.extra, get)
-
-
-def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkpoint, found: _Found) -> None:
-    """Everything was checked: take it over, flat by flat."""
     manifest = checkpoint.manifest
-    runtime.gatherer.finish_all()
+    return decode(manifest.extra, get), {name: decode(one, get) for name, one in manifest.modules.items()}
+
+
+def _take_over(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkpoint, found: _Found) -> None:
+    """Everything was checked: this rank's part, flat by flat, as far as it needs no other rank."""
+    manifest = checkpoint.manifest
     targets: list[Target] = []
     for flat in flats_of(runtime):
         targets += _value_targets(flat, runtime.world.rank, manifest)
         if optimizer is not None and flat.gradient is not None:
             _clear_states(flat, manifest)
             targets += _state_targets(optimizer._updater, flat, manifest, found.singles)
+            targets += _gradient_targets(flat, manifest)
     sizes = [(part.stop - part.start) * getattr(torch, entry.dtype).itemsize for entry, _, _, part in targets]
     with Progress("loading", sum(sizes), is_shown=runtime.world.rank == 0) as progress:
         checkpoint.fill(((e, low, c.tensor[part]) for e, low, c, part in targets if c.tensor is not None), progress.add)
-        for (wanted, low, column, part), size in zip(targets, sizes, strict=True):
-            if column.tensor is None:
-                column.write(part, checkpoint.read(wanted, low, low + part.stop - part.start).to(column.dtype))
-                progress.add(size)
+        _write_to_disk([target for target in targets if target[2].tensor is None], checkpoint, progress)
     for flat in flats_of(runtime):
         flat.publish()
-    for group in runtime.update_order():
-        runtime.renew(group)
     for name, buffer in buffers_of(runtime.model):
         entry = manifest.find("buffer", name)
         if entry is not None:
             buffer.copy_(checkpoint.read(entry, 0, entry.numel).view(entry.shape))
+    for name, state in found.modules.items():
+        runtime.model.get_submodule(name).set_extra_state(state)
     if optimizer is not None and manifest.optimizer is not None:
         for options, saved in zip(optimizer.param_groups, found.options, strict=True):
             options.update(saved)
@@ -235,8 +279,23 @@ def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkp
         for one in fields(runtime.loss_scale):
             setattr(runtime.loss_scale, one.name, manifest.loss_scale[one.name])
     runtime.backward.passes.num_steps = manifest.step
-    for restore in found.generators:
-        restore()
+
+
+def _write_to_disk(targets: list[Target], checkpoint: Checkpoint, progress: Progress) -> None:
+    """Read the next block while the last is written. One is written at a time: neighbours may share a page."""
+    with ThreadPoolExecutor(1, "zerostd load") as writer:
+        writing: deque[Future[None]] = deque()
+        for entry, low, column, part in targets:
+            size = getattr(torch, entry.dtype).itemsize
+            for start in range(part.start, part.stop, ON_DISK // size):
+                place, first = slice(start, min(part.stop, start + ON_DISK // size)), low + start - part.start
+                values = checkpoint.read(entry, first, first + place.stop - place.start).to(column.dtype)
+                if len(writing) == 2:
+                    writing.popleft().result()
+                writing.append(writer.submit(column.write, place, values))
+                progress.add(values.numel() * size)
+        for one in writing:
+            one.result()
 
 
 def _value_targets(flat: Flat, rank: int, manifest: Manifest) -> Iterator[Target]:
@@ -284,6 +343,19 @@ def _state_targets(
                 assert found is not None
                 place = begin + piece.offset - run.region.start
                 yield found, piece.start, column, slice(place, place + piece.numel)
+
+
+def _gradient_targets(flat: Flat, manifest: Manifest) -> Iterator[Target]:
+    """Of passes of a step that was not complete. Parameters that had none have none then: what is there is not read."""
+    found = [
+        (entry, piece)
+        for piece in flat.layout.pieces(flat.region)
+        if (entry := manifest.find("gradient", flat.layout.intervals[piece.index].name)) is not None
+    ]
+    if found:
+        column = gradient_column(flat, {getattr(torch, entry.dtype) for entry, _ in found})
+        for entry, piece in found:
+            yield entry, piece.start, column, slice(piece.offset, piece.offset + piece.numel)
 
 
 def _nothing_there(number: int) -> torch.Tensor:

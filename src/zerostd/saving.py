@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -21,20 +21,22 @@ from zerostd.checkpointing.values import dtype_name, encode
 from zerostd.checkpointing.writing import Facts, Saving
 from zerostd.errors import CheckpointError, MisuseError
 from zerostd.optimizers.optimizer import ZeroOptimizer
-from zerostd.optimizers.records import single_states, state_records
+from zerostd.optimizers.records import gradient_records, single_states, state_records
 from zerostd.parameters import Flat
 from zerostd.parameters.records import Record, tensor_record, value_records
 from zerostd.runtime import Runtime
 
-__all__ = ["buffers_of", "check_call", "describe_optimizer", "flats_of", "save_checkpoint"]
+__all__ = ["buffers_of", "check_call", "describe_optimizer", "flats_of", "save_checkpoint", "with_extra_state"]
 
 
 @torch.no_grad()
 def save_checkpoint(
     runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path, extra: Any, keep: int | None
 ) -> Saving:
-    """Begin to save. All ranks call it."""
+    """Begin to save. All ranks call it. In the middle of a step it returns when all is written: the next pass would
+    add to the gradients."""
     check_call(runtime, optimizer, "save")
+    _check_gradients(runtime)
     control = runtime.gatherer.control
     if runtime.saving is not None:
         runtime.saving.settle()  # one at a time
@@ -47,6 +49,8 @@ def save_checkpoint(
     for group in runtime.groups:
         group.kept = saving.kept(group.name)
     runtime.saving = saving
+    if facts.passes:
+        saving.settle()
     return saving
 
 
@@ -57,7 +61,10 @@ def _facts_and_records(runtime: Runtime, optimizer: ZeroOptimizer | None, extra:
         tensors.append(tensor)
         return len(tensors) - 1
 
-    encoded = encode(extra, keep_tensor, "extra") if runtime.world.rank == 0 else None
+    encoded, modules = None, {}
+    if runtime.world.rank == 0:
+        encoded = encode(extra, keep_tensor, "extra")
+        modules = {name: _extra_state(name, one, keep_tensor) for name, one in with_extra_state(runtime.model).items()}
     groups, singles = None, {}
     if optimizer is not None:
         groups = describe_optimizer(runtime, optimizer)
@@ -73,6 +80,8 @@ def _facts_and_records(runtime: Runtime, optimizer: ZeroOptimizer | None, extra:
         optimizer=groups,
         singles=singles,
         loss_scale=None if runtime.loss_scale is None else asdict(runtime.loss_scale),
+        modules=modules,
+        passes=0 if optimizer is None else runtime.backward.passes.num_done,
         extra=encoded,
     )
     records = [*_records(runtime, optimizer)]
@@ -86,15 +95,25 @@ def check_call(runtime: Runtime, optimizer: ZeroOptimizer | None, call: str) -> 
     """Nothing may be under way."""
     if optimizer is not None and optimizer is not runtime.optimizer:
         raise MisuseError(f"zerostd.{call}: the optimizer is not the one that prepare returned for this model")
-    if runtime.backward.passes.num_done:
-        raise MisuseError(
-            f"zerostd.{call} after {runtime.backward.passes.num_done} backward pass(es) of a step that is not "
-            "complete: call it between optimizer.step() and the next backward"
-        )
     runtime.settle()
     if runtime.optimizer is not None:
         runtime.optimizer.check_whole(f"zerostd.{call}()")
         runtime.optimizer.synchronize()
+
+
+def _check_gradients(runtime: Runtime) -> None:
+    """In the middle of a step they must be as backward has left them."""
+    if not runtime.backward.passes.num_done:
+        return
+    if runtime.backward.has_unsynced:
+        raise MisuseError(
+            "zerostd.save after backward passes under zerostd.no_sync, whose gradients each rank has for itself: call "
+            "it after a pass outside no_sync, or after optimizer.step()"
+        )
+    if not isinstance(runtime.gradients.factor, float) or runtime.gradients.factor != 1.0:
+        raise MisuseError(
+            "zerostd.save between clip_grad_norm_() and optimizer.step(): call it before the one or after the other"
+        )
 
 
 def _records(runtime: Runtime, optimizer: ZeroOptimizer | None) -> Iterator[Record]:
@@ -105,6 +124,8 @@ def _records(runtime: Runtime, optimizer: ZeroOptimizer | None) -> Iterator[Reco
             yield from value_records(flat, rank, group.name)
             if optimizer is not None and flat in optimizer._updater.runs:
                 yield from state_records(optimizer._updater, flat, rank, group.name)
+            if optimizer is not None and flat.gradient is not None and runtime.backward.passes.num_done:
+                yield from gradient_records(flat, rank, group.name)
     yield tensor_record("random", f"{rank}/torch", torch.get_rng_state())
     if device.type != "cpu":
         yield tensor_record("random", f"{rank}/device", torch.get_device_module(device).get_rng_state(device))
@@ -143,21 +164,43 @@ def _originals(runtime: Runtime) -> dict[str, str]:
 
 
 def _other_names(model: nn.Module) -> dict[str, list[str]]:
-    """All names of parameters that have several."""
-    names: dict[nn.Parameter, list[str]] = {}
+    """All names of parameters that have several, and of buffers of modules that have several."""
+    names: dict[object, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for short in _persistent(module):
+            names.setdefault((module, short), []).append(f"{prefix}.{short}".lstrip("."))
     return {found[0]: found for found in names.values() if len(found) > 1}
 
 
 def buffers_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Those that a state_dict has."""
-    found = []
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found.append((f"{prefix}.{name}".lstrip("."), buffer))
-    return found
+    """Those that a state_dict has; of a module with several names once, under the first."""
+    return [
+        (f"{prefix}.{short}".lstrip("."), buffer)
+        for prefix, module in model.named_modules()
+        for short, buffer in _persistent(module).items()
+    ]
+
+
+def _persistent(module: nn.Module) -> dict[str, torch.Tensor]:
+    skipped = module._non_persistent_buffers_set
+    return {name: one for name, one in module._buffers.items() if one is not None and name not in skipped}
+
+
+def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that have a get_extra_state of their own, by name."""
+    found = model.named_modules()
+    return {name: one for name, one in found if type(one).get_extra_state is not nn.Module.get_extra_state}
+
+
+def _extra_state(name: str, module: nn.Module, keep_tensor: Callable[[torch.Tensor], int]) -> Any:
+    where = f"get_extra_state() of module {name!r} ({type(module).__name__})"
+    try:
+        state = module.get_extra_state()
+    except Exception as error:  # whatever the user's code raises
+        raise CheckpointError(f"{where} failed: {type(error).__name__}: {error}") from error
+    return encode(state, keep_tensor, where)
 
 
 def _other_generators() -> dict[str, Any]:

@@ -45,10 +45,25 @@ values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=4) | st.dic
 deep = st.integers(1, 30_000).map(lambda depth: "[" * depth + "]" * depth)
 
 
+class Memo(nn.Module):
+    """Keeps whatever it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value: Any = {"last": torch.ones(2), "calls": 3}
+
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.a, self.b, self.memo = nn.Linear(3, 4), nn.Linear(4, 2), Memo()
+        self.nothing = nn.Parameter(torch.empty(2, 0))
         self.register_buffer("seen", torch.zeros(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +92,7 @@ class Target:
         return zerostd.prepare(model, optimizer, placement=zerostd.Placement(optimizer_states={"device": 1.0}))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        found = dict(zerostd.full_state_dict(self.model))
+        found = {name: _as_tensor(value) for name, value in zerostd.full_state_dict(self.model).items()}
         for number, states in self.optimizer.state_dict()["state"].items():
             found |= {f"{number}: {name}": _as_tensor(value) for name, value in states.items()}
         return found | {"generator": torch.get_rng_state()}
@@ -138,7 +153,7 @@ def _change(draw: Any, parent: Any, key: Any) -> None:
     if way == "odd":
         parent[key] = copy.deepcopy(draw(st.sampled_from(ODD)))
     elif way == "any":
-        parent[key] = draw(values)
+        parent[key] = copy.deepcopy(draw(values))  # ODD is among them, and a later change may change it
     elif way == "nudge":
         parent[key] = value + draw(st.sampled_from([-(2**40), -1, 1, 7, 2**40]))
     elif way == "double" and isinstance(parent, list):

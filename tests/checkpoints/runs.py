@@ -162,17 +162,22 @@ class Run:
     def train(self, steps: int) -> list[float]:
         losses = []
         for step in range(self.step, self.step + steps):
-            for part in range(self.job.passes):
-                x = data(6, 8, number=self.job.passes * step + part, rank=self.rank)
-                x = x * (1 + 0.1 * random.gauss(0, 1)) + 0.1 * float(numpy.random.randn())
-                loss = self.model(x, step % 3 == 2).square().mean()
-                loss.backward()
-                losses.append(loss.item())
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.scheduler.step()
-        self.step += steps
+            losses += [self.one_pass(step, part) for part in range(self.job.passes)]
+            self.end_step()
         return losses
+
+    def one_pass(self, step: int, part: int) -> float:
+        x = data(6, 8, number=self.job.passes * step + part, rank=self.rank)
+        x = x * (1 + 0.1 * random.gauss(0, 1)) + 0.1 * float(numpy.random.randn())
+        loss = self.model(x, step % 3 == 2).square().mean()
+        loss.backward()
+        return loss.item()
+
+    def end_step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.step += 1
 
     def save(self, path: str | Path, **options: Any) -> None:
         zerostd.save(path, self.model, self.optimizer, self.extra(), **options)

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -190,7 +191,7 @@ def test_files_that_may_not_grow(tmp_path: Path) -> None:
     assert done.stdout == "True [] []\n['saved']\n", done.stderr
 
 
-@pytest.mark.parametrize("call", ["open", "pwrite", "fdatasync", "fsync", "rename", "mkdir", "flock"])
+@pytest.mark.parametrize("call", ["open", "pwrite", "fsync", "rename", "mkdir", "flock"])
 def test_any_call_of_the_system_fails(call: str, trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = fcntl if call == "flock" else os
     true, left = getattr(module, call), 100
@@ -203,7 +204,7 @@ def test_any_call_of_the_system_fails(call: str, trained: Run, tmp_path: Path, m
         return true(*arguments, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(files, "SYNC_EVERY", 1)
+        patched.setattr(files, "START_EVERY", 1)
         patched.setattr(module, call, failing)
         trained.save(tmp_path / "whole")
         times = 100 - left
@@ -366,6 +367,19 @@ def test_a_missing_shard(trained: Run, saved: Path) -> None:
     refused(trained, saved, f"{SHARD}, a file of the checkpoint, cannot be read: ENOENT")
     edit(saved, lambda data: data.update(files={}))
     refused(trained, saved, "not among the files")
+
+
+def test_files_that_the_manifest_does_not_name_are_left_alone(trained: Run, saved: Path, tmp_path: Path) -> None:
+    """A note, another rank's file, a directory, a pipe: nobody opens them."""
+    (saved / "notes.txt").write_text("the good one")
+    (saved / "rank-00001-of-00002.safetensors").write_bytes(b"damaged")
+    (saved / "folder").mkdir()
+    os.mkfifo(saved / "model.safetensors")
+    names = sorted(os.listdir(saved))
+    assert zerostd.latest(tmp_path) == str(saved)
+    trained.load(saved)
+    zerostd.merge(saved, tmp_path / "merged")
+    assert sorted(os.listdir(saved)) == names
 
 
 @pytest.mark.parametrize("kind", ["parameter", "state", "buffer", "random", "extra"])
@@ -612,3 +626,51 @@ def damaged_on_two(rank: int, folder: str) -> list[str]:
 
 def test_damage_that_one_rank_finds_stops_all(ranks: Any, tmp_path: Path) -> None:
     agree(ranks(2, damaged_on_two, str(tmp_path)))
+
+
+def breaks_off(rank: int, folder: str) -> list[str]:
+    """The disk of rank 1 fails in the second reading, after everything was found in order."""
+    run, wrong = Run(JOB, folder, rank=rank), []
+    run.train(STEPS)
+    saved = Path(folder, "saved")
+    run.save(saved)
+    other = Run(JOB, folder, rank=rank, seed=5)
+    true, count, last = os.preadv, 0, 1 << 30
+    counting = threading.Lock()  # blocks are read in several threads
+
+    def failing(*arguments: Any) -> int:
+        nonlocal count
+        with counting:
+            count += 1
+            if count >= last:
+                raise OSError(errno.EIO, "planted")
+        return true(*arguments)
+
+    os.preadv = failing
+    try:
+        other.load(saved)
+        before, whole = count, (other.tensors(), other.facts())
+        for number in (before, before - 10):
+            doing(f"a fault in read {number} of {before}")
+            count, last = 0, number if rank == 1 else last
+            begun = time.monotonic()
+            try:
+                other.load(saved)
+                wrong.append("it was loaded")
+            except CheckpointError as error:
+                words = r"rank 1: .*rank-0000\d-of-00002.safetensors cannot be read at \d+: EIO: planted\. .*in part"
+                wrong += [] if re.search(words, str(error)) else [str(error)]
+            wrong += [] if time.monotonic() - begun < 20 else [f"heard of it after {time.monotonic() - begun:.0f} s"]
+            last = 1 << 30
+            other.load(saved)
+            wrong += compared(other.tensors(), whole[0]) + unlike(other.facts(), whole[1])
+    finally:
+        os.preadv = true
+    losses = other.train(STEPS)
+    run.load(saved)  # and the generators, which both share
+    wrong += [] if run.train(STEPS) == losses else ["it goes on otherwise"]
+    return [f"rank {rank}: {text}" for text in wrong]
+
+
+def test_a_disk_that_fails_in_the_second_reading_stops_all(ranks: Any, tmp_path: Path) -> None:
+    agree(ranks(2, breaks_off, str(tmp_path)))

@@ -37,6 +37,7 @@ MANIFEST = Manifest(
         TensorEntry("state", "a.weight", "float32", (2, 5), (Part(0, 10, FILE, "1", (1,)),), "exp_avg"),
         TensorEntry("buffer", "seen", "int64", (), (Part(0, 1, FILE, "2", (5,)),)),
         TensorEntry("extra", "0", "bool", (0, 3), ()),
+        TensorEntry("gradient", "a.weight", "bfloat16", (2, 5), (Part(0, 10, FILE, "3", (6,)),)),
     ),
     optimizer={
         "class": "AdamW",
@@ -45,6 +46,8 @@ MANIFEST = Manifest(
     },
     loss_scale={"value": 1024.0},
     random={"0": {}, "1": {}},
+    modules={"": None, "a.count": {"calls": 2}},
+    passes=2,
     extra=[None, {"$tensor": 0}],
 )
 DATA = json.loads(MANIFEST.to_json())
@@ -146,6 +149,11 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "singles": (lambda d: d["optimizer"].update(singles={"a": 1}), "single states"),
     "loss scale": (lambda d: d.update(loss_scale={"value": "1"}), "not made of numbers"),
     "random": (lambda d: d.update(random=[]), "'random' is no dict"),
+    "passes": (lambda d: d.update(passes=-1), "'passes' is -1"),
+    "gradients of no pass": (lambda d: d.pop("passes"), "a step that has not begun: 'passes' is 0"),
+    "gradient of another shape": (tensor(5, shape=[5, 2]), "not that of its parameter"),
+    "gradient with a name": (tensor(5, state="x"), "should be a state with a name"),
+    "modules": (lambda d: d.update(modules=3), "'modules' is no dict"),
 }
 
 
@@ -160,10 +168,12 @@ def test_it_comes_back_as_it_went() -> None:
 
 def test_without_what_may_be_missing() -> None:
     data = copy.deepcopy(DATA)
-    for name in ("optimizer", "loss_scale", "random", "extra"):
+    for name in ("optimizer", "loss_scale", "random", "modules", "passes", "extra"):
         data.pop(name)
+    del data["tensors"][5]
     found = Manifest.from_json(json.dumps(data), "here")
     assert (found.optimizer, found.loss_scale, found.random, found.extra) == (None, None, {}, None)
+    assert (found.modules, found.passes) == ({}, 0) and not {"modules", "passes"} & set(json.loads(found.to_json()))
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -110,8 +110,26 @@ void other_operations(int64_t count) {
   }
 }
 
+uint32_t crc32_of(const unsigned char* data, int64_t count, uint32_t before, int32_t is_plain) {
+  uint32_t crc = 0;
+  expect(zs_crc32(data, count, before, is_plain, &crc) == ZS_OK, "zs_crc32");
+  return crc;
+}
+
+void checksums(int64_t count) {
+  const Bytes bytes = random_bytes(count, 3);
+  for (int64_t skipped = 0; skipped < std::min<int64_t>(count, 20); ++skipped) {
+    const unsigned char* data = bytes.data() + skipped;
+    const int64_t length = count - skipped, half = length / 2;
+    const uint32_t plain = crc32_of(data, length, 7, 1);
+    expect(plain == crc32_of(data, length, 7, 0), "zs_crc32 depends on the instructions");
+    expect(plain == crc32_of(data + half, length - half, crc32_of(data, half, 7, 0), 0), "zs_crc32 in two parts");
+  }
+}
+
 void all_operations(int64_t count) {
   other_operations(count);
+  checksums(count);
   for (int32_t rule = ZS_ADAM; rule <= ZS_ADAGRAD; ++rule) {
     for (int32_t gradient = 0; gradient < 3; ++gradient) {
       for (int32_t weight = 0; weight < 3; ++weight) update(count, rule, gradient, weight, false);
@@ -123,6 +141,9 @@ void all_operations(int64_t count) {
 }  // namespace
 
 int main() {
+  const unsigned char digits[] = "123456789";
+  expect(crc32_of(digits, 9, 0, 0) == 0xcbf43926 && crc32_of(digits, 9, 0, 1) == 0xcbf43926, "zs_crc32 is not zlib's");
+  for (int64_t count = 0; count < 200; ++count) checksums(count);
   for (int32_t level = zs_limit_instructions(9); level >= 0; --level) {
     expect(zs_limit_instructions(level) == level, "zs_limit_instructions");
     for (int64_t count : {0, 1, 15, 17, 1000, 40003}) all_operations(count);

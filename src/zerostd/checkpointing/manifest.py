@@ -20,7 +20,7 @@ __all__ = ["BLOCK", "Manifest", "Part", "TensorEntry", "num_blocks"]
 
 FORMAT, VERSION = "zerostd checkpoint", 1
 BLOCK = 4 << 20  # bytes of a part that have a checksum
-KINDS = ("parameter", "buffer", "state", "random", "extra")
+KINDS = ("parameter", "buffer", "state", "gradient", "random", "extra")
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 MOST_ELEMENTS, MOST_DIMENSIONS = 1 << 60, 64
 
@@ -47,7 +47,7 @@ class TensorEntry:
     parts: tuple[Part, ...]
     state: str = ""
     original: str = ""  # dtype before prepare, of a parameter
-    names: tuple[str, ...] = ()  # all names, of a parameter that has several
+    names: tuple[str, ...] = ()  # all names, of a parameter or buffer that has several
 
     @property
     def numel(self) -> int:
@@ -74,6 +74,8 @@ class Manifest:
     optimizer: Mapping[str, Any] | None = None
     loss_scale: Mapping[str, Any] | None = None
     random: Mapping[str, Any] = field(default_factory=dict)  # by rank: generators that are not torch's
+    modules: Mapping[str, Any] = field(default_factory=dict)  # by name: what get_extra_state gave
+    passes: int = 0  # backward passes of a step that was not complete
     extra: Any = None
     _by_name: dict[tuple[str, str, str], TensorEntry] = field(default_factory=dict, compare=False, repr=False)
     _states: dict[str, list[TensorEntry]] = field(default_factory=dict, compare=False, repr=False)
@@ -102,6 +104,7 @@ class Manifest:
         data["files"] = {name: {"bytes": size} for name, size in self.files.items()}
         data["tensors"] = [_without_empty(asdict(one)) for one in self.tensors]
         data |= {name: getattr(self, name) for name in ("optimizer", "loss_scale", "random", "extra")}
+        data |= {name: getattr(self, name) for name in ("modules", "passes") if getattr(self, name)}
         return json.dumps(data, separators=(",", ":"), allow_nan=False) + "\n"
 
     @classmethod
@@ -134,11 +137,12 @@ def _checked(data: Any) -> dict[str, Any]:
     if not _is_count(version) or not 1 <= version <= VERSION:
         raise CheckpointError(f"version {version!r}, and this zerostd reads {VERSION}; use a newer zerostd")
     known = {"format", "version", "zerostd", "saved", "step", "world_size", "stage", "files", "tensors", "optimizer"}
-    _only(data, known | {"loss_scale", "random", "extra"}, "a manifest")
+    _only(data, known | {"loss_scale", "random", "modules", "passes", "extra"}, "a manifest")
     _expect(isinstance(data["zerostd"], str), "'zerostd' is no text")
     _expect(_is_number(data["saved"]), f"'saved' is {data['saved']!r}")
-    for name in ("step", "world_size", "stage"):
-        _expect(_is_count(data[name]), f"{name!r} is {data[name]!r}")
+    counts = {"passes": data.get("passes", 0), **{name: data[name] for name in ("step", "world_size", "stage")}}
+    for name, value in counts.items():
+        _expect(_is_count(value), f"{name!r} is {value!r}")
     files = {name: one["bytes"] for name, one in data["files"].items()}
     for name, size in files.items():
         _expect(FILE_NAME.fullmatch(name) is not None, f"{name!r} is not a plain file name")
@@ -147,15 +151,19 @@ def _checked(data: Any) -> dict[str, Any]:
     tensors = tuple(_tensor(one, files) for one in data["tensors"])
     _check_no_doubles(tensors)
     _check_states(tensors)
+    has_gradients = any(one.kind == "gradient" for one in tensors)
+    _expect(counts["passes"] > 0 or not has_gradients, "gradients of a step that has not begun: 'passes' is 0")
     if data.get("optimizer") is not None:
         _check_optimizer(data["optimizer"])
     scale = data.get("loss_scale")
     if scale is not None:
         _expect(isinstance(scale, dict) and all(map(_is_number, scale.values())), "'loss_scale' is not made of numbers")
-    _expect(isinstance(data.get("random", {}), dict), "'random' is no dict")
-    found = {name: data[name] for name in ("zerostd", "saved", "step", "world_size", "stage")}
+    dicts = {name: data.get(name, {}) for name in ("random", "modules")}
+    for name, value in dicts.items():
+        _expect(isinstance(value, dict), f"{name!r} is no dict")
+    found = {name: data[name] for name in ("zerostd", "saved")}
     rest = {name: data.get(name) for name in ("optimizer", "loss_scale", "extra")}
-    return {**found, **rest, "random": data.get("random", {}), "files": files, "tensors": tensors}
+    return {**found, **counts, **rest, **dicts, "files": files, "tensors": tensors}
 
 
 def _tensor(data: Any, files: Mapping[str, int]) -> TensorEntry:
@@ -219,11 +227,11 @@ def _check_no_doubles(tensors: Sequence[TensorEntry]) -> None:
 
 
 def _check_states(tensors: Sequence[TensorEntry]) -> None:
-    """Each is as long as its parameter."""
+    """Each is as long as its parameter, and so is a gradient."""
     shapes = {one.of: one.shape for one in tensors if one.kind == "parameter"}
     for one in tensors:
         _expect((one.kind == "state") == bool(one.state), f"{one.label} should be a state with a name")
-        if one.state:
+        if one.state or one.kind == "gradient":
             _expect(shapes.get(one.of) == one.shape, f"{one.label} has shape {one.shape}, not that of its parameter")
 
 

@@ -7,9 +7,9 @@ block of the checkpoint is taken on the way. The result does not depend on the n
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
-import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +23,7 @@ from zerostd.checkpointing.manifest import BLOCK, Manifest, TensorEntry
 from zerostd.checkpointing.progress import Progress
 from zerostd.checkpointing.values import DTYPES, dtype_of
 from zerostd.errors import CheckpointError
+from zerostd.kernels import crc32
 from zerostd.policy import parse_bytes
 
 __all__ = ["merge", "merge_checkpoint"]
@@ -34,6 +35,8 @@ SLICE = 512 << 10  # bytes
 CONVERTED = 1 << 15  # elements: so few that torch converts them without threads of its own
 NUMBER = re.compile("([0-9]{1,18})")
 
+log = logging.getLogger("zerostd")
+
 
 def merge(
     checkpoint: str | os.PathLike[str],
@@ -44,8 +47,8 @@ def merge(
     """Write the model of a checkpoint as ordinary safetensors files, which torch, transformers and the hub read.
 
     For one process, without a GPU or the model; no tensor is ever whole in memory. Parameters and persistent buffers
-    are what `full_state_dict` gave when it was saved, bit by bit. A parameter with several names is there once, under
-    its first.
+    are what `full_state_dict` gave when it was saved, bit by bit. One with several names is there once, under its
+    first. What modules gave in `get_extra_state` has no place in such files, and the log says so.
 
     Args:
         checkpoint: A directory that `zerostd.save` wrote.
@@ -70,6 +73,8 @@ def merge_checkpoint(checkpoint: Path, out: Path, dtype: str | None, max_shard_s
         raise CheckpointError(f"a largest file of {max_shard_size} bytes holds nothing; say '5GB', for example")
     chosen = None if dtype is None else _chosen(dtype)
     manifest = read_manifest(checkpoint)
+    if manifest.modules:
+        log.warning("the extra state of %s is left out of %s", ", ".join(map(repr, manifest.modules)), out)
     readers: dict[str, Reader] = {}
     try:
         check_headers(checkpoint, manifest, readers.__setitem__)
@@ -137,7 +142,7 @@ class _Tensor:
             count = min(step, high - start)
             read = source[: count * kept.itemsize]
             reader.read_bytes(part.key, start - part.start, read)
-            crc = zlib.crc32(read, crc)
+            crc = crc32(numbers[:count], crc)
             if result is not numbers:
                 result.copy_(numbers)
             place = offset + (start - low) * self.dtype.itemsize
@@ -172,8 +177,8 @@ def _in_order(name: str) -> list[tuple[int, str]]:
 
 
 def _other_names(manifest: Manifest) -> dict[str, str]:
-    """Names that are not there, of parameters that are: what the hub keeps among the metadata."""
-    return {name: one.of for one in manifest.of_kind("parameter") for name in one.names if name != one.of}
+    """Names that are not there, of tensors that are: what the hub keeps among the metadata."""
+    return {name: one.of for one in _entries(manifest) for name in one.names if name != one.of}
 
 
 def _files(tensors: Sequence[_Tensor], most: int) -> dict[str, list[_Tensor]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from zerostd.checkpointing.directory import check_headers, read_manifest
 from zerostd.checkpointing.files import NUM_THREADS, Reader
 from zerostd.checkpointing.manifest import BLOCK, Manifest, Part, TensorEntry
 from zerostd.errors import CheckpointError
+from zerostd.kernels import crc32
 
 __all__ = ["Checkpoint"]
 
@@ -109,8 +109,7 @@ class Checkpoint:
 
     def _read_block(self, block: _Block, target: torch.Tensor) -> torch.Tensor:
         numbers = self._readers[block.part.file].read(block.part.key, block.low, block.high, target)
-        flat = numbers.view(torch.uint8).numpy()
-        if zlib.crc32(memoryview(flat)) != block.part.crc32[block.index]:  # type: ignore[arg-type]
+        if crc32(numbers) != block.part.crc32[block.index]:
             raise CheckpointError(
                 f"{self.folder / block.part.file} is damaged: elements {block.part.start + block.low} to "
                 f"{block.part.start + block.high} of {block.entry.label} are not as written; use another checkpoint"

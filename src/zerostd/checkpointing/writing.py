@@ -43,10 +43,12 @@ class Facts:
     stage: int
     random: Any  # of this rank's generators that are not torch's, as JSON
     originals: Mapping[str, str]  # dtypes of parameters before prepare
-    names: Mapping[str, Sequence[str]]  # all names of parameters that have several
+    names: Mapping[str, Sequence[str]]  # all names of parameters and buffers that have several
     optimizer: Mapping[str, Any] | None = None  # without singles
     singles: Mapping[str, Any] = field(default_factory=dict)  # of this rank
     loss_scale: Mapping[str, Any] | None = None
+    modules: Mapping[str, Any] = field(default_factory=dict)  # what get_extra_state gave, as JSON, by name of module
+    passes: int = 0  # backward passes of a step that is not complete
     extra: Any = None
 
 
@@ -94,7 +96,7 @@ class Saving:
         self._draft: Draft | None = None
         self._done: Any = None
         self._failed: CheckpointError | None = None
-        self._kept: dict[str, Work] = {one.group: Work() for one in records}
+        self._kept: dict[str, Work] = {one.group: Work() for one in records if one.stop > one.start}
         self._aside = _Aside(control.world.device)
         begun: Any = None
         try:
@@ -236,6 +238,8 @@ def _manifest(brought: list[Any], facts: Facts) -> Manifest:
         optimizer=None if facts.optimizer is None else {**facts.optimizer, "singles": singles},
         loss_scale=facts.loss_scale,
         random={str(rank): random for rank, (_, random, _, _) in enumerate(brought)},
+        modules=facts.modules,
+        passes=facts.passes,
         extra=facts.extra,
     )
 
@@ -251,7 +255,7 @@ def _entry(pieces: list[_Piece], facts: Facts) -> TensorEntry:
         tuple(sorted((piece.part for piece in pieces if piece.part is not None), key=lambda part: part.start)),
         first.state,
         facts.originals.get(first.of, "") if is_parameter else "",
-        tuple(facts.names.get(first.of, ())) if is_parameter else (),
+        tuple(facts.names.get(first.of, ())) if first.kind in ("parameter", "buffer") else (),
     )
 
 

@@ -8,7 +8,7 @@ CPU tensors; everything else (other devices, strided tensors, no library) goes t
 import torch
 
 from zerostd.kernels import native, reference
-from zerostd.kernels.arrays import cast, copy, square_norm, touch
+from zerostd.kernels.arrays import cast, copy, crc32, square_norm, touch
 from zerostd.kernels.halves import Split, join, split
 from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd
 from zerostd.kernels.updates import update
@@ -21,6 +21,7 @@ __all__ = [
     "Split",
     "cast",
     "copy",
+    "crc32",
     "join",
     "native_available",
     "split",
@@ -48,29 +49,31 @@ def sum_slices(
     """Sum the equally long slices of a receive buffer in their order: `out = factor * (s0 + s1 + ...)`.
 
     The sum runs in fp32 from slice 0 to the last, is multiplied by `factor` and rounded once when it is written, so
-    the result is the same bits on every rank, with any `num_threads`, native or not.
+    the result is the same bits on every rank, with any `num_threads`, native or not. Slices in fp64 are summed in fp64,
+    by torch, into an `out` in fp64.
 
     Args:
-        received: `num_slices` slices one after another; bf16, fp16 or fp32.
+        received: `num_slices` slices one after another; bf16, fp16, fp32 or fp64.
         num_slices: How many slices `received` holds.
         factor: Multiplies the sum, as fp32; `1 / world_size` for a mean.
         out: Takes the result, in its own dtype (bf16, fp16 or fp32); as many elements as one slice.
-        accumulate: Add the result to `out`, which then must be fp32, instead of overwriting it.
+        accumulate: Add the result to `out`, which then must be fp32 or fp64, instead of overwriting it.
         num_threads: Most CPU threads to use.
 
     Raises:
         ValueError: The arguments do not fit each other; says which and how.
     """
     _check(received, num_slices, out, accumulate=accumulate, num_threads=num_threads)
-    if native.serves(received, out) and native.apart(received, out):
+    if received.dtype in native.DTYPES and native.serves(received, out) and native.apart(received, out):
         native.sum_slices(received, num_slices, factor, out, accumulate=accumulate, num_threads=num_threads)
     else:
         reference.sum_slices(received, num_slices, factor, out, accumulate=accumulate)
 
 
 def _check(received: torch.Tensor, num_slices: int, out: torch.Tensor, *, accumulate: bool, num_threads: int) -> None:
+    is_double = received.dtype == out.dtype == torch.float64
     for name, tensor in (("received", received), ("out", out)):
-        if tensor.dtype not in native.DTYPES:
+        if tensor.dtype not in native.DTYPES and not is_double:
             raise ValueError(f"{name} is {tensor.dtype}; sum_slices takes {', '.join(map(str, native.DTYPES))}")
     if received.device != out.device:
         raise ValueError(f"received is on {received.device} and out on {out.device}; they must share a device")
@@ -79,7 +82,7 @@ def _check(received: torch.Tensor, num_slices: int, out: torch.Tensor, *, accumu
             f"received has {received.numel()} elements, which are not num_slices={num_slices} slices of "
             f"out's {out.numel()} elements"
         )
-    if accumulate and out.dtype != torch.float32:
+    if accumulate and out.dtype != torch.float32 and not is_double:
         raise ValueError(f"accumulate=True needs an fp32 out, not {out.dtype}: adding in less loses small sums")
     if num_threads < 1:
         raise ValueError(f"num_threads={num_threads}; at least 1 is needed")

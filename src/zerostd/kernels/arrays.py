@@ -1,4 +1,4 @@
-"""Operations that read or write every element of an array once: norm, cast, copy, first touch.
+"""Operations that read or write every element of an array once: norm, checksum, cast, copy, first touch.
 
 In come tensors (for `touch`, an address), out goes a number or the written tensor.
 """
@@ -19,6 +19,18 @@ def square_norm(tensor: Tensor, num_threads: int = 1) -> tuple[float, bool]:
     _check_threads(num_threads)
     total = native.square_norm(tensor, num_threads) if native.serves(tensor) else reference.square_norm(tensor)
     return total, math.isfinite(total)  # squares of fp32 numbers do not overflow in double
+
+
+def crc32(tensor: Tensor, before: int = 0) -> int:
+    """zlib's crc32 of the bytes of a contiguous tensor on the host, going on from that of what comes `before`."""
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError(
+            f"the checksum of a tensor on {tensor.device} with strides {tensor.stride()}; it must be "
+            "contiguous and on the host"
+        )
+    if native.load() is not None:
+        return native.crc32(tensor, before)
+    return reference.crc32(tensor, before)
 
 
 def cast(source: Tensor, target: Tensor, num_threads: int = 1) -> None:

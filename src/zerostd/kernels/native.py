@@ -16,7 +16,7 @@ from zerostd.kernels.halves import Split
 from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Step
 
 LIBRARY = Path(__file__).with_name("libzerostd_native.so")
-ABI_VERSION = 2
+ABI_VERSION = 3
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ADAM, SGD, ADAGRAD = range(3)
 NO_DECAY, COUPLED, DECOUPLED = range(3)
@@ -63,6 +63,10 @@ SIGNATURES = {
     ),
     "zs_copy": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32),  # source, target, bytes, num_threads
     "zs_touch": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32),  # data, bytes, num_threads
+    "zs_crc32": (
+        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_int32),  # data, bytes, before, is_plain
+        ctypes.POINTER(ctypes.c_uint32),  # crc
+    ),
 }
 
 
@@ -214,6 +218,13 @@ def copy(source: Tensor, target: Tensor, num_threads: int) -> None:
 def touch(address: int, num_bytes: int, num_threads: int) -> None:
     """See `zerostd.kernels.touch`."""
     _call("zs_touch", address, num_bytes, num_threads)
+
+
+def crc32(tensor: Tensor, before: int, *, is_plain: bool = False) -> int:
+    """See `zerostd.kernels.crc32`. `is_plain`: without the processor's own instructions for it."""
+    found = ctypes.c_uint32()
+    _call("zs_crc32", tensor.data_ptr(), tensor.nbytes, before, is_plain, ctypes.byref(found))
+    return found.value
 
 
 def _call(name: str, *arguments: object) -> None:

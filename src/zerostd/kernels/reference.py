@@ -5,6 +5,8 @@ Same operations in the same order as the C++, so that both give the same bits on
 """
 
 import ctypes
+import zlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +24,10 @@ def sum_slices(
 ) -> None:
     """See `zerostd.kernels.sum_slices`."""
     slices = received.reshape(num_slices, out.numel())
-    total = slices[0].to(torch.float32, copy=True)
+    wide = torch.promote_types(received.dtype, torch.float32)
+    total = slices[0].to(wide, copy=True)
     for index in range(1, num_slices):
-        total += slices[index].to(torch.float32)
+        total += slices[index].to(wide)
     total *= factor
     if accumulate:
         out += total.view(out.shape)
@@ -129,6 +132,12 @@ def square_norm(tensor: Tensor) -> float:
 def copy(source: Tensor, target: Tensor) -> None:
     """`zerostd.kernels.copy`, and `cast` too."""
     target.copy_(source.reshape(target.shape))
+
+
+def crc32(tensor: Tensor, before: int) -> int:
+    """See `zerostd.kernels.crc32`."""
+    data: Any = tensor.detach().view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+    return zlib.crc32(data, before)
 
 
 def touch(address: int, num_bytes: int) -> None:

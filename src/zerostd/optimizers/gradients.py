@@ -167,8 +167,8 @@ class Gradients:
 
 
 def _norm(tensor: torch.Tensor, order: float) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(tensor, order, dtype=torch.float32)
-    return norm
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, order, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return norm.float()
 
 
 def _nothing() -> None:

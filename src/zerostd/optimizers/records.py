@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from zerostd.parameters.shelf import MASTER
 from zerostd.policy import Tier
 from zerostd.tiers import Column
 
-__all__ = ["put_flat", "single_states", "state_records", "wanted_states"]
+__all__ = ["gradient_column", "gradient_records", "put_flat", "single_states", "state_records", "wanted_states"]
 
 
 def state_records(updater: Updater, flat: Flat, rank: int, group: str) -> Iterator[Record]:
@@ -47,6 +47,31 @@ def _columns(updater: Updater, run: Run) -> dict[str, tuple[Column, int]]:
         if isinstance(value, torch.Tensor) and value.shape == run.tensor.shape:
             found[name] = (Column(value.numel(), value.dtype, Tier.DEVICE, value), 0)
     return found
+
+
+def gradient_records(flat: Flat, rank: int, group: str) -> Iterator[Record]:
+    """What passes of a step that is not complete have brought for a flat's parameters, as far as this rank keeps it;
+    those without elements are rank 0's."""
+    column, intervals = gradient_column(flat), flat.layout.intervals
+    has_one = [parameter.grad is not None for parameter in flat.parameters]
+    for index, interval in enumerate(intervals if rank == 0 else ()):
+        if has_one[index] and not interval.numel:
+            yield Record("gradient", interval.name, interval.shape, 0, 0, column, 0, group=group)
+    for piece, low, high in owned_pieces(flat, rank):
+        if has_one[piece.index]:
+            start, stop, place = piece.start + low, piece.start + high, piece.offset + low
+            interval = intervals[piece.index]
+            yield Record("gradient", interval.name, interval.shape, start, stop, column, place, group=group)
+
+
+def gradient_column(flat: Flat, dtypes: Collection[torch.dtype] = ()) -> Column:
+    """The gradient of a flat's region where it rests, in a form that loses nothing of numbers of these dtypes."""
+    gradient = flat.gradient
+    assert gradient is not None
+    if any(torch.promote_types(dtype, gradient.rest_dtype) != gradient.rest_dtype for dtype in dtypes):
+        gradient.use_sum()
+    rest = gradient.settled()
+    return Column(rest.numel(), rest.dtype, Tier.HOST if gradient.host is not None else Tier.DEVICE, rest)
 
 
 def single_states(updater: Updater, rank: int) -> dict[str, dict[str, Any]]:

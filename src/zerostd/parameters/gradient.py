@@ -30,8 +30,8 @@ class Gradient:
     region: slice  # of the flat buffer, in elements
     whole: torch.Tensor | None  # reduce dtype, the flat buffer's length; None where gradients are sharded
     rest: torch.Tensor | None  # reduce dtype, the region's length; None while `sum` holds it
-    sum: torch.Tensor | None  # fp32, the region's length; there when a step is several backward passes
-    unsynced: torch.Tensor | None  # fp32, the flat buffer's length: passes under no_sync, not reduced yet
+    sum: torch.Tensor | None  # fp32 (fp64 of fp64), the region's length; there when a step is several backward passes
+    unsynced: torch.Tensor | None  # as `sum`, the flat buffer's length: passes under no_sync, not reduced yet
     host: Host | None  # where `rest` and `sum` are, if not on the device
     keeper: Keeper | None  # how they get there, if the device has memory of its own
     mirror: Mirror | None  # the host's copy of parts of a gradient on the device
@@ -148,7 +148,7 @@ class Gradient:
     def add_unsynced(self, arrived: Sequence[torch.Tensor | None], wanted: Sequence[bool]) -> None:
         """Sum a pass locally, without reducing it."""
         if self.unsynced is None:
-            self.unsynced = self._allocate(self.layout.numel, torch.float32)
+            self.unsynced = self._allocate(self.layout.numel, torch.promote_types(self.dtype, torch.float32))
             self.unsynced.zero_()
         views = self.views(self.unsynced)
         for index, grad in enumerate(arrived):

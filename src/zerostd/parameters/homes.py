@@ -115,6 +115,10 @@ def plan_flats(found: Sequence[Blueprint], rules: Rules) -> list[list[FlatPlan]]
         homes = [rules.homes[one.name] for one, flats in zip(found, sorts, strict=True) for _ in flats]
         parameters, gradients = [home.parameters for home in homes], [home.gradients for home in homes]
         portions = [cut_by_shares(numel, home.states) for numel, home in zip(numels, homes, strict=True)]
+    parameters, gradients = (  # there is no arena of no bytes: what has no elements is on the device
+        [tier if size else Tier.DEVICE for tier, size in zip(tiers, sizes, strict=True)]
+        for tiers in (parameters, gradients)
+    )
     plans = [
         FlatPlan(ordered, layout, region, is_trained, *rest)
         for (ordered, layout), region, is_trained, *rest in zip(

@@ -60,8 +60,12 @@ def owned_pieces(flat: Flat, rank: int) -> Iterator[tuple[Piece, int, int]]:
 
 
 def value_records(flat: Flat, rank: int, group: str) -> Iterator[Record]:
-    """The values of a flat's parameters at the precision they are kept in."""
+    """The values of a flat's parameters at the precision they are kept in. Those without elements are rank 0's."""
     intervals = flat.layout.intervals
+    kept = flat.shelves[0].master if flat.shelves else flat.rest
+    for interval in intervals if rank == 0 else ():
+        if not interval.numel:
+            yield Record("parameter", interval.name, interval.shape, 0, 0, kept, 0, group=group)
 
     def record(piece: Piece, start: int, stop: int, column: Column, offset: int) -> Record:
         interval = intervals[piece.index]

@@ -11,7 +11,7 @@ parameters no more: from then on it may be updated, while the pass goes on for o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -185,6 +185,17 @@ class Backward:
     def settle(self) -> None:
         """Return when all gradients have landed."""
         self.reducer.settle()
+
+    def resume(self, num_passes: int, names: Collection[str]) -> None:
+        """So many passes of a step are done, and the gradients of these parameters, no others, have landed."""
+        for slot in self.slots:
+            slot.parameter.grad = slot.handle if slot.handle.of in names else None
+            gradient = slot.flat.gradient
+            assert gradient is not None
+            gradient.has_landed[slot.index] = slot.handle.of in names
+            gradient.changed()
+        self.on_begin()
+        self.passes.num_done = num_passes
 
     @property
     def has_unsynced(self) -> bool:

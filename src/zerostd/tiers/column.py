@@ -6,7 +6,6 @@ file: it is read and written in parts, through memory of the caller's or, outsid
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,12 +50,18 @@ class Column:
         if self.tensor is not None:
             self.tensor[part].copy_(values)
             return
-        low = part.start * self.dtype.itemsize // PAGE * PAGE // self.dtype.itemsize
-        high = min(self.numel, math.ceil(part.stop * self.dtype.itemsize / PAGE) * PAGE // self.dtype.itemsize)
-        around = self.read(slice(low, high)).clone()
-        around[part.start - low : part.stop - low].copy_(values)
-        buffer = _aligned(around.nbytes)
-        buffer.view(self.dtype).copy_(around)
+        if part.start == part.stop:
+            return
+        per_page = PAGE // self.dtype.itemsize
+        low = part.start // per_page * per_page
+        high = min(self.numel, -(-part.stop // per_page) * per_page)
+        buffer = _aligned((high - low) * self.dtype.itemsize)
+        shared = {low} if low < part.start else set()  # pages that hold more than the part
+        shared |= {(high - 1) // per_page * per_page} if part.stop < high else set()
+        for page in shared:
+            begin = (page - low) * self.dtype.itemsize
+            self.start_read(page, buffer[begin : begin + PAGE]).wait()
+        buffer.view(self.dtype)[part.start - low : part.stop - low].copy_(values)
         self.start_write(low, buffer).wait()
 
     def start_read(self, start: int, target: torch.Tensor) -> Transfer:
