@@ -23,7 +23,7 @@ import zerostd
 
 MIB = 2**20
 BATCH, LENGTH, WIDTH, DEPTH = 4, 64, 256, 8
-BUDGET = {"device": "72MiB", "host": "40MiB", "disk": "200MiB"}
+BUDGET = {"device": "80MiB", "host": "48MiB", "disk": "200MiB"}
 
 
 class Block(nn.Module):

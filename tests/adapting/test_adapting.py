@@ -184,11 +184,11 @@ def test_what_else_the_loop_does_is_seen(tmp_path: Path) -> None:
     for _ in range(FIRST_LOOK + 1):
         train(model, optimizer, 1)
         with torch.no_grad():
-            time.sleep(0.02)
+            time.sleep(0.2)
             model(torch.ones(64, WIDTH))
     seen = adapter_of(model)._seen
     assert seen is not None and seen.num_passes == 1
-    assert seen.step_s >= seen.forward_s >= 0.02 > seen.backward_s
+    assert seen.step_s >= seen.forward_s >= 0.2 > seen.backward_s
     assert seen.busy["cpu"] > 0
 
 

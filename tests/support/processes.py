@@ -77,6 +77,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         return pool.run(fn, *args, timeout=timeout)
 
 
+NO_MESH = "Gloo connectFullMesh failed"
+
+
 class RankPool:
     """Processes that stay; `run` calls a function on all of them or on the first few."""
 
@@ -94,8 +97,16 @@ class RankPool:
     def run(
         self, fn: Callable[..., Any], *args: Any, world_size: int | None = None, timeout: float = 120.0
     ) -> list[Any]:
-        """`fn(rank, *args)` on each rank; its results by rank, or an AssertionError that names the failing ranks."""
-        world_size = world_size or self.world_size
+        """`fn(rank, *args)` on each rank; its results by rank, or an AssertionError that names the failing ranks. Ranks
+        that did not find each other, which is gloo's doing before the function has begun, try once more."""
+        try:
+            return self._run(fn, *args, world_size=world_size or self.world_size, timeout=timeout)
+        except AssertionError as error:
+            if NO_MESH not in str(error):
+                raise
+        return self._run(fn, *args, world_size=world_size or self.world_size, timeout=timeout)
+
+    def _run(self, fn: Callable[..., Any], *args: Any, world_size: int, timeout: float) -> list[Any]:
         workers = self._start(world_size)
         environment = {
             "WORLD_SIZE": str(world_size),
