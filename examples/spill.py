@@ -2,10 +2,10 @@
 
     python examples/spill.py
 
-The model reads the topics of Python's own help. Its state is larger than what the device may hold, and what is left
-over is larger than what the host may hold: the planner spreads it over device, host and disk, and training goes on as
-if nothing were amiss. Shown are the plan, progress while it trains, and what each tier held; `zerostd report` then
-makes a page of all that was recorded.
+The model is that of offload.py and reads the topics of Python's own help. Its state is larger than what the device may
+hold, and what is left over is larger than what the host may hold: the planner spreads it over device, host and disk,
+and training goes on as if nothing were amiss. Shown are the plan, progress while it trains, and what each tier held;
+`zerostd report` then makes a page of all that was recorded.
 """
 
 import argparse
@@ -17,45 +17,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import zerostd
+from offload import LENGTH, Net
 
 MIB = 2**20
-BATCH, LENGTH, WIDTH, DEPTH = 4, 64, 256, 8
+BATCH, WIDTH, DEPTH = 4, 256, 8
 BUDGET = {"device": "80MiB", "host": "48MiB", "disk": "200MiB"}
-
-
-class Block(nn.Module):
-    """Attention, then two linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
-
-
-class Net(nn.Module):
-    """Predicts the next byte."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes, self.places = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
-        self.head = nn.Linear(WIDTH, 256)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.bytes(x) + self.places(torch.arange(x.shape[1], device=x.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def batches(num_steps: int) -> list[torch.Tensor]:
@@ -69,7 +37,7 @@ def batches(num_steps: int) -> list[torch.Tensor]:
 def train(num_steps: int, run_dir: Path, disk_path: str) -> None:
     """Plan, train, and say what came of it."""
     torch.manual_seed(0)
-    model = Net()
+    model = Net(WIDTH, DEPTH)
     needs = 16 * sum(parameter.numel() for parameter in model.parameters())
     print(f"The model needs {needs / MIB:.1f} MiB for parameters, gradients and states; it may have {BUDGET}.\n")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
