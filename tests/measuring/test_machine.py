@@ -280,7 +280,7 @@ def test_two_ranks_have_one_profile_with_a_wire(ranks, tmp_path):
     assert first.ranks_per_node == 2 and first.processor.num_cores == num_cores()
     (wire,) = first.wires
     assert (wire.name, wire.ranks) == ("world", 2)
-    assert 1e6 < wire.bandwidth < 1e12 and 0 <= wire.latency < 1.0
+    assert 0 < wire.bandwidth < 1e12 and 0 <= wire.latency < 1.0
     assert told[-1] == "collectives among ranks"
 
 
