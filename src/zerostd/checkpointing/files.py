@@ -31,6 +31,7 @@ from zerostd.kernels import crc32
 __all__ = ["Reader", "Source", "Writable", "Written", "reason", "view_of", "write_all", "write_file"]
 
 NUM_THREADS = 4
+PIECE = 256 << 10  # bytes that are written at a time
 START_EVERY = 32 << 20  # bytes
 RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE
 MOST_HEADER = 256 << 20
@@ -201,12 +202,12 @@ def view_of(values: torch.Tensor) -> memoryview:
 
 
 def write_all(fd: int, view: memoryview, offset: int) -> None:
-    """All of it, at `offset` of a file. One thread at a time: four at once cost the system four times the processor
-    (1 GB on ext4, two cores: 2.0 s for 0.44)."""
+    """All of it, at `offset` of a file, in short pieces and by one thread at a time: long ones, and several at once,
+    cost the system more (1 GB on ext4, two cores: 0.7 s; in pieces of 4 MiB 1.5 s)."""
     done = 0
     with _ONE_WRITES:
         while done < len(view):
-            done += os.pwrite(fd, view[done:], offset + done)
+            done += os.pwrite(fd, view[done : done + PIECE], offset + done)
 
 
 # Reading
