@@ -66,7 +66,7 @@ def test_recording_waits_for_nothing(tmp_path: Path) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_tensor_that_is_kept_from_step_to_step_is_told(tmp_path: Path) -> None:
+def test_tensors_kept_from_step_to_step_show_in_the_allocators_count(tmp_path: Path) -> None:
     """Outside of the ledger: the allocator's own count grows."""
     model, optimizer = prepared(Placement())
     kept = []

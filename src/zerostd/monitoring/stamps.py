@@ -34,7 +34,4 @@ class Stamp:
 
     def since(self, other: Stamp) -> float:
         """Seconds from the other moment to this one, which the host waits for."""
-        if self._event is None or other._event is None:
-            return max(self._time - other._time, 1e-9)
-        self._event.synchronize()
-        return max(other._event.elapsed_time(self._event) / 1e3, 1e-9)
+        return max(self.after(other), 1e-9)

@@ -129,6 +129,9 @@ class Gatherer:
             return
         self.finish(group)
         self.wires.ledger.owner = group.name
+        if self.events.is_on:
+            size, device = sum(flat.full.nbytes for flat in group.flats), self.wires.world.device
+            self.events.end(self.events.begin("release", "compute", group.name, size, device=device), device)
         for flat in group.flats:
             flat.hide()
         group.state = GroupState.RELEASED
