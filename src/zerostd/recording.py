@@ -244,7 +244,7 @@ class Recording:
                 waiting[span.cause] = waiting.get(span.cause, 0.0) + end - start
             elif span.lane != "compute" or span.name in COMPUTES:
                 lanes.setdefault("device" if span.lane == "compute" else span.lane, []).append((start, end))
-        most = seconds(step.ended) - seconds(step.begun)
+        most = _moment(seconds(step.ended)) - _moment(seconds(step.begun))  # no more than the line of the step says
         self.waited = min(1.0, sum(waiting.values()) / max(most, 1e-9))
         yield {"kind": "waiting", "step": step.number, "seconds": waiting}
         yield {"kind": "busy", "step": step.number, "seconds": {k: min(most, _covered(v)) for k, v in lanes.items()}}
