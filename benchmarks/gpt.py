@@ -47,11 +47,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder with its loss inside: `model(tokens, targets)`. With `recompute`, blocks keep no activations."""
+    """Decoder with its loss inside: `model(tokens, targets)`. With `recompute`, blocks keep no activations; with
+    `num_pieces`, the logits of only a part of the batch are there at a time."""
 
-    def __init__(self, shape: Shape, *, recompute: bool = False) -> None:
+    def __init__(self, shape: Shape, *, recompute: bool = False, num_pieces: int = 1) -> None:
         super().__init__()
         self.recompute = recompute
+        self.num_pieces = num_pieces
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = nn.Embedding(shape.length, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))
@@ -66,8 +68,13 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        logits = self.head(self.norm(x)).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        pieces = zip(x.flatten(0, 1).chunk(self.num_pieces), targets.flatten().chunk(self.num_pieces), strict=True)
+        if self.num_pieces == 1:
+            return self._loss(*next(pieces))
+        return torch.stack([checkpoint(self._loss, *piece, use_reentrant=False) for piece in pieces]).mean()
+
+    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.norm(x)).float(), targets)
 
 
 def draw(generator: torch.Generator, batch: int, length: int) -> tuple[Tensor, Tensor]:

@@ -64,19 +64,22 @@ class System:
     states: str = "device"
     gradients: str = "device"
     parameters: str = "device"
+    activations: str = "device"
     empty_init: bool = False
     cpu_share: float | None = None
     speculate: bool = False
+    record: bool = False
 
     @property
     def label(self) -> str:
         if self.name != "zerostd":
             return self.name
         homes = {"states": self.states, "gradients": self.gradients, "parameters": self.parameters}
+        homes["activations"] = self.activations
         moved = [f"{kind} {home.replace(',', ' ')}" for kind, home in homes.items() if home != "device"]
         if self.cpu_share is not None:
             moved.append(f"cpu share {self.cpu_share:g}")
-        moved += ["speculating"] * self.speculate + ["empty_init"] * self.empty_init
+        moved += ["speculating"] * self.speculate + ["empty_init"] * self.empty_init + ["recorded"] * self.record
         return f"zerostd, {', '.join(moved) or 'all on device'}"
 
 
@@ -122,11 +125,16 @@ def with_zerostd(job: Job, build: Build, system: System, disk_path: str) -> Trai
         max_grad_norm=job.clip or None,
         placement=zerostd.Placement(
             **{kind: home_of(text) for kind, text in homes.items()},
+            activations="device" if system.activations == "device" else {"blocks.*": system.activations},
             cpu_share=system.cpu_share,
             speculate=system.speculate,
         ),
-        budget=zerostd.Budget(disk_path=disk_path) if any("disk" in text for text in homes.values()) else None,
+        budget=zerostd.Budget(disk_path=disk_path)
+        if any("disk" in text for text in (*homes.values(), system.activations))
+        else None,
     )
+
+    recording = zerostd.record(model, Path(disk_path, "run")).__enter__() if system.record else None
 
     def train_one(batches: Sequence[Batch]) -> Tensor:
         losses = []
@@ -136,7 +144,10 @@ def with_zerostd(job: Job, build: Build, system: System, disk_path: str) -> Trai
             losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-        return torch.stack(losses).mean()
+        mean = torch.stack(losses).mean()
+        if recording is not None:
+            recording.log(loss=mean)
+        return mean
 
     return Trainer(system.label, train_one, getattr(optimizer, "synchronize", lambda: None))
 
@@ -178,6 +189,7 @@ def job_options() -> argparse.ArgumentParser:
     parser.add_argument("--accumulate", type=int, default=1, help="backward passes in a step")
     parser.add_argument("--clip", type=float, default=0.0, help="largest norm of the gradients; 0: any")
     parser.add_argument("--recompute", action="store_true", help="blocks keep no activations for backward")
+    parser.add_argument("--pieces", type=int, default=1, help="pieces of the batch that the loss is computed in")
     parser.add_argument("--steps", type=int, default=6, help="measured steps of a run")
     parser.add_argument("--warm", type=int, default=2, help="steps before them")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each system")
@@ -186,6 +198,9 @@ def job_options() -> argparse.ArgumentParser:
                         "shares such as device:0.3,host:0.7")  # fmt: skip
     parser.add_argument("--gradients", default="device", help="home of zerostd's gradients")
     parser.add_argument("--parameters", default="device", help="home of zerostd's parameters")
+    parser.add_argument("--activations", default="device", help="what zerostd does with activations, such as host or "
+                        "recompute+host")  # fmt: skip
+    parser.add_argument("--record", action="store_true", help="zerostd writes down what happens")
     parser.add_argument("--cpu-share", type=float, help="what the processor updates of zerostd's states off the device")
     parser.add_argument("--speculate", action="store_true", help="zerostd updates before the norm is known")
     parser.add_argument("--empty-init", action="store_true", help="zerostd builds its model under empty_init(); its "
@@ -217,7 +232,16 @@ def tables(options: argparse.Namespace) -> list[tuple[Job, dict[System, int]]]:
         for name in chosen.systems.split(","):
             if name not in NAMES:
                 raise SystemExit(f"--systems {name}: use some of {','.join(NAMES)}")
-            names = ("states", "gradients", "parameters", "empty_init", "cpu_share", "speculate")
+            names = (
+                "states",
+                "gradients",
+                "parameters",
+                "activations",
+                "empty_init",
+                "cpu_share",
+                "speculate",
+                "record",
+            )
             homes = {name: getattr(chosen, name) for name in names}
             system = System(name, **homes) if name == "zerostd" else System(name)
             found.setdefault(job, {})[system] = chosen.rounds
@@ -406,7 +430,7 @@ def make_model(job: Job, system: System) -> GPT:
     shape = Shape(*SIZES[job.size], vocabulary=VOCABULARY, length=job.seq)
     torch.set_default_dtype(torch.bfloat16)
     with zerostd.empty_init() if system.empty_init else torch.device(DEVICE):
-        model = GPT(shape, recompute=job.recompute)
+        model = GPT(shape, recompute=job.recompute, num_pieces=job.pieces)
     torch.set_default_dtype(torch.float32)
     return model
 

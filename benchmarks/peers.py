@@ -39,6 +39,7 @@ class Job:
     recompute: bool
     steps: int
     warm: int
+    pieces: int = 1  # of the batch, that the loss is computed in
 
 
 class Trainer(NamedTuple):

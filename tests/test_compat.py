@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from zerostd import compat
 
@@ -55,3 +56,24 @@ def test_a_running_profiler_is_seen():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert compat.is_profiling()
     assert not compat.is_profiling()
+
+
+def test_versions_count_changes_in_place_of_all_views():
+    x = torch.zeros(4)
+    alias, before = x.detach()[1:], compat.version_of(x)
+    x.add_(1)
+    assert compat.version_of(alias) == compat.version_of(x) == before + 1
+
+
+def test_hooks_on_saved_tensors_are_seen():
+    seen = []
+
+    def note(x):
+        seen.append(compat.has_saved_tensor_hooks())
+        return x * 2
+
+    assert not compat.has_saved_tensor_hooks()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        assert compat.has_saved_tensor_hooks()
+    checkpoint(note, torch.ones(2, requires_grad=True), use_reentrant=False)
+    assert seen == [True] and not compat.has_saved_tensor_hooks()

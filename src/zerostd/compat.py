@@ -10,7 +10,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["at_end_of_backward", "foreach_add_", "foreach_copy_", "in_backward", "is_profiling", "no_dynamo"]
+__all__ = [
+    "at_end_of_backward",
+    "foreach_add_",
+    "foreach_copy_",
+    "has_saved_tensor_hooks",
+    "in_backward",
+    "is_profiling",
+    "no_dynamo",
+    "version_of",
+]
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
@@ -42,3 +51,13 @@ def no_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a hook so that torch.compile calls it instead of tracing into it."""
     disabled: Callable[..., Any] = torch._dynamo.disable(function, recursive=True)
     return disabled
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor, or another one with the same memory, was changed in place."""
+    return int(tensor._version)
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether somebody packs what autograd saves now; checkpointing does."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

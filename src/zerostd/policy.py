@@ -7,16 +7,30 @@ Stage, Kind and Tier are the words of the whole library; Precision, Placement an
 from __future__ import annotations
 
 import enum
+import fnmatch
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from zerostd.errors import PrepareError
 
-__all__ = ["Budget", "Homes", "Kind", "Placement", "Precision", "Route", "Stage", "Tier", "parse_bytes", "shards"]
+__all__ = [
+    "Budget",
+    "Homes",
+    "Kind",
+    "Placement",
+    "Precision",
+    "Route",
+    "Stage",
+    "Tier",
+    "Way",
+    "parse_bytes",
+    "shards",
+]
 
 
 class Stage(enum.IntEnum):
@@ -64,6 +78,29 @@ class Route(enum.StrEnum):
     STREAMED = "streamed"  # through the device, tile by tile
 
 
+class Way(enum.StrEnum):
+    """What becomes of a group's activations between forward and backward. A recomputed group keeps its inputs only."""
+
+    DEVICE = "device"
+    RECOMPUTE = "recompute"
+    HOST = "host"
+    RECOMPUTE_HOST = "recompute+host"  # from inputs that rest on the host
+    DISK = "disk"
+    RECOMPUTE_DISK = "recompute+disk"
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether forward runs again in backward."""
+        return self in (Way.RECOMPUTE, Way.RECOMPUTE_HOST, Way.RECOMPUTE_DISK)
+
+    @property
+    def tier(self) -> Tier:
+        """Where what is kept rests."""
+        if self in (Way.HOST, Way.RECOMPUTE_HOST):
+            return Tier.HOST
+        return Tier.DISK if self in (Way.DISK, Way.RECOMPUTE_DISK) else Tier.DEVICE
+
+
 SHARDED_FROM = {Kind.OPTIMIZER_STATES: 1, Kind.GRADIENTS: 2, Kind.PARAMETERS: 3}
 
 
@@ -104,6 +141,7 @@ class Precision:
 
 
 Share = str | Mapping[str, float]
+Ways = str | Mapping[str, float] | Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -120,28 +158,44 @@ class Placement:
     device; None: from the number of cores. `speculate` updates during backward before the norm for `max_grad_norm` is
     known, into a second copy of the states, and does it again if the norm turns out to bite: the same results, faster
     where compute and not the links is the limit, for twice the host memory.
+
+    Activations go by whole groups and have more ways than tiers, see `Way`: all in one way, in shares of the groups, or
+    group by group, by globs of their names, where the first that fits counts and others stay on the device:
+
+    Placement(activations="recompute+host")
+    Placement(activations={"device": 0.5, "host": 0.5})
+    Placement(activations={"blocks.1?": "device", "blocks.*": "recompute"})
+
+    Shares of these are taken from the end of the model: what forward leaves last is needed first. The root module's
+    own stay on the device. `same_activations` is a process group whose ranks compute the same activations, as in
+    tensor parallel models: each keeps one slice of what it keeps, and they are gathered in backward.
     """
 
     parameters: Share = "device"
     gradients: Share = "device"
     optimizer_states: Share = "device"
-    activations: Share = "device"
+    activations: Ways = "device"
     cpu_share: float | None = None
     speculate: bool = False
+    same_activations: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for kind in ("parameters", "gradients", "optimizer_states", "activations"):
-            self._check(kind, getattr(self, kind))
+        for kind in ("parameters", "gradients", "optimizer_states"):
+            self._check(kind, getattr(self, kind), [tier.value for tier in Tier], "a tier")
+        if not self._goes_by_group:
+            self._check("activations", self.activations, [way.value for way in Way], "a way for activations")
+        else:
+            for way in self.activations.values():  # type: ignore[union-attr]
+                self._check("activations", way, [way.value for way in Way], "a way for activations")
         if self.cpu_share is not None and not 0.0 <= self.cpu_share <= 1.0:
             raise PrepareError(f"Placement(cpu_share={self.cpu_share!r}) must be from 0 (all streamed) to 1 (all cpu)")
 
     @staticmethod
-    def _check(kind: str, share: Share) -> None:
-        shares = {share: 1.0} if isinstance(share, str) else dict(share)
-        tiers = [tier.value for tier in Tier]
-        unknown = [name for name in shares if name not in tiers]
+    def _check(kind: str, share: Any, known: list[str], what: str) -> None:
+        shares = {share: 1.0} if isinstance(share, str) else dict(share) if isinstance(share, Mapping) else {share: 1.0}
+        unknown = [name for name in shares if name not in known]
         if unknown:
-            raise PrepareError(f"Placement({kind}={share!r}): {unknown[0]!r} is not a tier; use one of {tiers}")
+            raise PrepareError(f"Placement({kind}={share!r}): {unknown[0]!r} is not {what}; use one of {known}")
         if any(part < 0 for part in shares.values()) or not math.isclose(sum(shares.values()), 1.0, abs_tol=1e-6):
             raise PrepareError(f"Placement({kind}={share!r}): shares must be >= 0 and sum to 1")
 
@@ -150,6 +204,50 @@ class Placement:
         share = getattr(self, kind.value)
         parts = {share: 1.0} if isinstance(share, str) else share
         return {Tier(name): float(part) for name, part in parts.items() if part > 0}
+
+    @property
+    def _goes_by_group(self) -> bool:
+        """Whether activations are given by globs of groups' names."""
+        given = self.activations
+        return not isinstance(given, str) and any(isinstance(value, str) for value in given.values())
+
+    def ways(self, groups: Sequence[str]) -> dict[str, Way]:
+        """What each group does with its activations; PrepareError if a glob fits none."""
+        given = self.activations
+        if isinstance(given, str):
+            return dict.fromkeys(groups, Way(given))
+        if not self._goes_by_group:
+            return _in_shares(groups, {Way(name): float(part) for name, part in given.items()})
+        for glob in given:
+            if not any(fnmatch.fnmatchcase(name, glob) for name in groups):
+                raise PrepareError(
+                    f"Placement(activations={given!r}): no group fits {glob!r}; the groups are {', '.join(groups)}"
+                )
+        found: dict[str, Way] = {}
+        for name in groups:
+            fitting = [Way(str(way)) for glob, way in given.items() if fnmatch.fnmatchcase(name, glob)]
+            found[name] = fitting[0] if fitting else Way.DEVICE
+        return found
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether anything is done with them but keeping them."""
+        given = self.activations
+        ways = {given} if isinstance(given, str) else set(given.values() if self._goes_by_group else given)
+        return ways != {Way.DEVICE} or self.same_activations is not None
+
+
+def _in_shares(groups: Sequence[str], shares: Mapping[Way, float]) -> dict[str, Way]:
+    """Whole groups, from the last one on: kept nearest what is needed first."""
+    nearest = [way for way in Way if shares.get(way, 0.0) > 0]
+    found: dict[str, Way] = {}
+    done, taken = 0, 0.0
+    for way in nearest:
+        taken += shares[way]
+        stop = round(taken * len(groups))
+        found |= dict.fromkeys(list(reversed(groups))[done:stop], way)
+        done = stop
+    return {name: found[name] for name in groups}
 
 
 @dataclass(frozen=True)

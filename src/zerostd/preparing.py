@@ -13,13 +13,14 @@ from torch import nn
 
 from zerostd.accounting import host_buffers, largest_on_disk
 from zerostd.communication import Control, Wires, World
+from zerostd.communication.peers import find_peers
 from zerostd.errors import PrepareError
 from zerostd.monitoring import Ledger
 from zerostd.optimizers.early import Early
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.routes import Routes
 from zerostd.parameters import GroupState
-from zerostd.parameters.blueprints import Blueprint, Member, blueprints, describe_groups
+from zerostd.parameters.blueprints import ROOT, Blueprint, Member, blueprints, describe_groups
 from zerostd.parameters.building import Ground, make_group
 from zerostd.parameters.checking import describe_model, optimizer_options
 from zerostd.parameters.deferred import draw_seeds, is_deferred, make_real
@@ -28,12 +29,14 @@ from zerostd.parameters.hosting import Staging
 from zerostd.policy import Budget, Kind, Precision, Tier, parse_bytes
 from zerostd.proposing import decide, homes_of
 from zerostd.runtime import Roads, Runtime
-from zerostd.settings import Settings, check_world, num_threads, rules_for
+from zerostd.scheduling.activations import Activations
+from zerostd.settings import Settings, check_world, num_threads, rules_for, ways_for
 from zerostd.tiers import Inbound, Lanes, Stores
 from zerostd.tiers.debug import DEBUG
 from zerostd.tiers.disk import Disk
 from zerostd.tiers.host import Host
 from zerostd.tiers.limits import check_disk, check_host
+from zerostd.tiers.parcels import Carrier
 
 __all__ = ["begin_early", "build", "device_of", "make_routes", "open_disk"]
 
@@ -55,19 +58,28 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
         check_world(settings, world)
         rules = rules_for(settings, world, homes_of(settings.plan, found))
         plans = plan_flats(found, rules)
+        ways = ways_for(settings, [one.name for one in found if one.name != ROOT])
         need = demand(plans, rules)
         need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans, rules)
         ledger = Ledger()
-        stores = _make_stores(need, settings.budget, world, ledger)
+        peers = find_peers(settings.decided[1].same_activations, world, ledger)
+        has_more = any(way.tier is Tier.DISK for way in ways.values())
+        stores = _make_stores(need, settings.budget, world, ledger, needs_disk=has_more)
         _reserve(stores, plans, rules)
     except BaseException:
         world.close()
         raise
     ground = Ground(rules, device, ledger, stores, Lanes.make(device), Staging())
-    return _build(model, settings, found, plans, ground, control)
+    runtime = _build(model, settings, found, plans, ground, control)
+    carrier = Carrier(stores, ground.lanes, _left_of(need, settings.budget, world), peers)
+    activations = Activations(model, runtime.gatherer, ways, carrier, peers)
+    runtime.install(_casts(runtime.original_dtypes, settings.precision), activations)
+    return runtime
 
 
-def _make_stores(need: Counter[tuple[Tier, Kind]], budget: Budget, world: World, ledger: Ledger) -> Stores:
+def _make_stores(
+    need: Counter[tuple[Tier, Kind]], budget: Budget, world: World, ledger: Ledger, *, needs_disk: bool
+) -> Stores:
     """Check the bytes against what is free and what the budget allows, then take them."""
     totals = Counter[Tier]()
     for (tier, _), num_bytes in need.items():
@@ -85,7 +97,7 @@ def _make_stores(need: Counter[tuple[Tier, Kind]], budget: Budget, world: World,
         check_host(on_host, what, limit)
     host = Host(world.device, ledger, num_threads(world))
     disk = None
-    if on_disk:
+    if on_disk or needs_disk:
         limit = None if budget.disk is None else parse_bytes(budget.disk)
         disk = open_disk(budget, ledger)
     stores = Stores(world.device, host, disk, ledger)
@@ -96,6 +108,14 @@ def _make_stores(need: Counter[tuple[Tier, Kind]], budget: Budget, world: World,
             stores.close()
             raise
     return stores
+
+
+def _left_of(need: Counter[tuple[Tier, Kind]], budget: Budget, world: World) -> dict[Tier, int | None]:
+    """Bytes that a budget leaves to the activations of this rank; None: as many as there are. A disk knows its own."""
+    if budget.host is None:
+        return {Tier.HOST: None, Tier.DISK: None}
+    taken = sum(num_bytes for (tier, _), num_bytes in need.items() if tier is Tier.HOST)
+    return {Tier.HOST: max(0, parse_bytes(budget.host) // world.local_size - taken), Tier.DISK: None}
 
 
 def _reserve(stores: Stores, plans: list[list[FlatPlan]], rules: Rules) -> None:
@@ -149,7 +169,6 @@ def _build(
     runtime = Runtime(model, groups, wires, control, roads, settings=settings, original_dtypes=dtypes)
     runtime.backward.passes.wanted = settings.accumulate
     _place_buffers(model, device, seed)
-    runtime.install(_casts(dtypes, settings.precision))
     return runtime
 
 

@@ -20,6 +20,7 @@ from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.homes import plan_flats
 from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Plan, Prediction, Task
 from zerostd.planning.costs import FOR_ACTIVATIONS, FOR_LIBRARIES, MARGIN, WORTH_SPECULATING, stages_of, threads_of
+from zerostd.planning.model import WAYS
 from zerostd.planning.planner import Solution, evaluate, homes_by_group, model_state, place_states, plan_from, solve
 from zerostd.planning.refitting import Seen, refit
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, parse_bytes
@@ -189,6 +190,7 @@ def _task(
         or settings.precision.scales_loss,
         num_threads=threads_of(machine, world.local_size),
         can_place=frozenset(places),
+        activations=frozenset() if profile.recomputed else frozenset(WAYS),  # one that recomputes itself is left alone
     )
 
 
@@ -216,8 +218,10 @@ def revise(
     if seen.activation_bytes is None and planned is not None:  # nobody can see them, but they were counted on
         seen = replace(seen, activation_bytes=planned)
     task = refit(task, homes, seen)
-    counted = _account(task, settings, found, world, homes)
-    return plan_from(evaluate(task, homes), homes, counted), _inside(task, settings, found, world)
+    now = evaluate(task, homes)
+    counted = _account(task, settings, found, world, homes, model_state(now))
+    best = replace(_inside(task, settings, found, world), activations=plan.activations)
+    return plan_from(now, homes, counted), best
 
 
 def _may_speculate(settings: Settings, profile: ModelProfile) -> bool:
@@ -256,7 +260,7 @@ def _inside(task: Task, settings: Settings, found: Sequence[Blueprint], world: W
 def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], world: World) -> Plan:
     """Plan, count exactly, and plan again with that much less until it fits. What is beside the program's own bytes,
     such as buffers, depends on the answer; so first only the states of that answer are placed again."""
-    fixed, totals = {Tier.DEVICE: task.model.activations()}, dict[Tier, int]()
+    fixed, totals = {Tier.DEVICE: 0 if task.chooses else task.model.activations()}, dict[Tier, int]()
     least = dict(fixed)
     for tries in range(MOST_TRIES):
         try:
@@ -269,7 +273,8 @@ def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], worl
         for _ in range(2):
             assert solution is not None
             homes = homes_by_group(solution)
-            counted, assumed = _account(task, settings, found, world, homes), model_state(solution)
+            assumed = model_state(solution)
+            counted = _account(task, settings, found, world, homes, assumed)
             totals = {tier: sum(counted.get(tier, {}).values()) for tier in Tier}
             if all(totals[tier] <= task.limits.get(tier, 0) for tier in Tier):
                 return plan_from(solution, homes, counted, _notes(task))
@@ -290,15 +295,21 @@ def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], worl
 
 
 def _account(
-    task: Task, settings: Settings, found: Sequence[Blueprint], world: World, homes: Mapping[str, Homes]
+    task: Task,
+    settings: Settings,
+    found: Sequence[Blueprint],
+    world: World,
+    homes: Mapping[str, Homes],
+    assumed: Bytes,
 ) -> Bytes:
-    """Exact bytes of given homes, with the activations that the task knows of."""
+    """Exact bytes of given homes, with the activations that were assumed."""
     given = {one.name: homes.get(one.name, Homes()) for one in found}
     plan = Plan(given, task.stage, task.world_size, speculate=task.speculates)
     rules = rules_for(settings.obeying(plan, sizes_of(found)), world, given)
     counted = predict(plan_flats(found, rules), rules, prefetch_depth=PREFETCH_DEPTH)
-    if activations := task.model.activations():
-        counted.setdefault(Tier.DEVICE, {})[Kind.ACTIVATIONS] = activations
+    for tier in Tier:
+        if activations := assumed.get(tier, {}).get(Kind.ACTIVATIONS, 0):
+            counted.setdefault(tier, {})[Kind.ACTIVATIONS] = activations
     return counted
 
 

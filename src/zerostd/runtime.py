@@ -23,6 +23,7 @@ from zerostd.parameters import GradientHandle, Group
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.building import Ground
 from zerostd.parameters.checking import MARK
+from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.backward import Backward
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.guards import Guards
@@ -134,13 +135,14 @@ class Runtime:
                     slots.append(Slot(group, flat, index, parameter, handle))
         return slots
 
-    def install(self, casts: Casts) -> None:
+    def install(self, casts: Casts, activations: Activations) -> None:
         """Enter the model's forward and backward. `casts`: (outside, inside) dtypes of the root, if they differ."""
         self.backward.reducer.reserve(self.groups)
         rules = RootRules(self._on_input(casts), self._on_output(casts), self._before_forward)
         weakref.finalize(self.model, self.world.close)
         weakref.finalize(self.model, self.roads.stores.close_aside)
-        self.hooks = Hooks(self.model, self.gatherer, self.backward, rules)
+        self.backward.on_end = activations.settle
+        self.hooks = Hooks(self.model, self.gatherer, self.backward, activations, rules)
         self.hooks.install()
         self.guards.install()
 

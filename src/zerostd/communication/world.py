@@ -79,6 +79,12 @@ class World:
         beside = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if local_size is None else local_size
         return cls(0, size, min(size, beside), device, _timeout_s(), None)
 
+    def inside(self, group: dist.ProcessGroup) -> World:
+        """This process among those of a process group, which stays the user's."""
+        channels = Channels(gather=group, reduce=group, control=group, store=None)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        return World(rank, size, min(size, self.local_size), self.device, self.timeout_s, channels)
+
     def close(self) -> None:
         """Give the channels back, if they are still there; the user's own process group stays."""
         if self.channels is not None and dist.is_initialized():

@@ -19,7 +19,7 @@ from zerostd.planning.costs import Activations, Load, Task
 from zerostd.planning.demands import Shares
 from zerostd.planning.linear import Array
 
-__all__ = ["NUM_BUFFERS", "Level", "activation_bytes", "anything", "level_of", "levels", "way_of"]
+__all__ = ["NUM_BUFFERS", "Level", "activation_bytes", "anything", "level_of", "levels", "staying", "way_of"]
 
 NUM_BUFFERS = 2  # groups whose activations are on the device, where they rest on the host
 MOST_SIZES = 3  # of groups, up to which others than kept activations are tried
@@ -82,11 +82,16 @@ def anything(task: Task, found: Sequence[Load]) -> Level:
     return Level(every * ("recompute" in task.ways), every * ("host" in task.ways), must, 0.0)
 
 
+def staying(parts: Sequence[Activations]) -> float:
+    """Bytes of the device that groups keep which have no choice."""
+    return sum(one.staying for one in parts)
+
+
 def _level(found: Sequence[Load], recomputed: Array, sent: Array, *, must: bool = False) -> Level:
     parts = _parts(found)
     inside = max(one.inside if again else one.peak for one, again in zip(parts, recomputed, strict=True))
     buffers = NUM_BUFFERS * max(one.largest * goes for one, goes in zip(parts, sent, strict=True))
-    return Level(recomputed, sent, must, inside + buffers)
+    return Level(recomputed, sent, must, inside + buffers + staying(parts))
 
 
 def _up_to_sizes(parts: Sequence[Activations]) -> Iterator[Array]:

@@ -131,6 +131,7 @@ class Activations:
     largest: float  # bytes that are kept of one group, where several are joined
     longer_s: float  # that backward takes longer if the group is recomputed
     again_s: float  # of arithmetic for that
+    staying: float = 0.0  # bytes that are kept beside these, whatever is done
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,8 @@ def _activations(
     """As the profile says, or in proportion to it where the sum was measured."""
     samples = (task.model.samples or 0) * task.model.measured_part
     kept, peak = samples * group.kept_bytes, samples * group.peak_bytes
+    if group.stays:
+        return Activations(0.0, 0.0, peak, peak, 0.0, 0.0, 0.0, staying=kept)
     longer_s = max(forward_s + backward_s, in_backward) - max(backward_s, in_backward)
     return Activations(kept, samples * group.boundary_bytes, peak, kept + peak, kept, longer_s, forward_s)
 
@@ -313,4 +316,5 @@ def _join_activations(some: Sequence[Activations]) -> Activations | None:
         largest=max(one.largest for one in some),
         longer_s=sum(one.longer_s for one in some),
         again_s=sum(one.again_s for one in some),
+        staying=sum(one.staying for one in some),
     )

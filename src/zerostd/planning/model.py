@@ -25,6 +25,7 @@ class GroupProfile:
     kept_bytes: float = 0.0  # of activations that one sample leaves for backward
     boundary_bytes: float = 0.0  # of them when the group is recomputed: its inputs
     peak_bytes: float = 0.0  # most that one sample needs beside what is kept, while the group runs
+    stays: bool = False  # its activations are kept, whatever others do with theirs
 
 
 @dataclass(frozen=True)

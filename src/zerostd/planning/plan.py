@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from zerostd.errors import PrepareError
 from zerostd.planning.model import WAYS
-from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier
+from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, Way
 
 __all__ = ["Plan", "Prediction", "size_text"]
 
@@ -21,6 +21,7 @@ VERSION = 1
 ABOUT = ("version", "stage", "world_size", "speculate", "adaptive", "limits", "notes", "predicted")
 FIELDS = (*ABOUT, "homes", "activations")
 DOES = {"recompute": "recompute them in", "host": "send them to the host in", "keep": "keep them in"}
+PLANNED = {"keep": Way.DEVICE, "recompute": Way.RECOMPUTE, "host": Way.HOST}  # as the runtime calls them
 MOST_NAMED = 4  # stretches of groups
 WORDS = {
     "up": "the link to the device",
@@ -102,7 +103,11 @@ class Plan:
         if not sizes:
             return Placement(speculate=self.speculate)
         shares = {kind.value: _tidy(tiers) for kind, tiers in parts.items()}
-        return Placement(**shares, cpu_share=by_cpu / off if off else None, speculate=self.speculate)
+        ways = {name: PLANNED[self.activations_of(name) or "keep"].value for name in sizes}
+        activations: Any = ways if len(set(ways.values())) > 1 else next(iter(ways.values()))
+        return Placement(
+            **shares, activations=activations, cpu_share=by_cpu / off if off else None, speculate=self.speculate
+        )
 
     # JSON
 

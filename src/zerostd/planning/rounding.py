@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy
 
-from zerostd.planning.activations import NUM_BUFFERS, anything
+from zerostd.planning.activations import NUM_BUFFERS, anything, staying
 from zerostd.planning.costs import Load, Task
 from zerostd.planning.demands import WHOLE, Shares
 from zerostd.planning.linear import Array, Infeasible
@@ -138,8 +138,8 @@ def _about_bytes(task: Task, found: Sequence[Load], beside: Mapping[Tier, float]
         inside, buffers = linear.variables(1), linear.variables(1)
         more[Tier.DEVICE] = {int(inside[0]): 1.0, int(buffers[0]): 1.0}
         every = numpy.zeros(len(parts), int)
-        peak = numpy.array([one.peak for one in parts]) / GIGA
-        again = numpy.array([one.inside for one in parts]) / GIGA - peak
+        peak = (numpy.array([one.peak for one in parts]) + staying(parts)) / GIGA
+        again = (numpy.array([one.inside for one in parts]) + staying(parts)) / GIGA - peak
         linear.each_at_most([(program.columns["activations_recomputed"], again), (inside[every], -1.0)], -peak)
         largest = numpy.array([one.largest for one in parts]) * NUM_BUFFERS / GIGA
         linear.each_at_most([(program.columns["activations_host"], largest), (buffers[every], -1.0)], 0.0)

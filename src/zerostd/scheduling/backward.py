@@ -45,6 +45,7 @@ class Backward:
         self.order = [group for group in reversed(gatherer.groups) if group.trainable]
         self.update_order = list(gatherer.groups)
         self.on_begin: Callable[[], None] = _nothing
+        self.on_end: Callable[[], None] = _nothing
         self.on_ready: Callable[[Group], None] | None = None  # in the last pass: the group may be updated
         self.passes = Passes()
         self.is_syncing = True
@@ -137,6 +138,7 @@ class Backward:
 
     def end(self) -> None:
         """The pass has ended: send what is left, show handles, ask who used what."""
+        self.on_end()
         self._send(all_of_them=True)
         arrived = [slot for slot in self.slots if slot.parameter in self._pass.arrivals[slot.group].arrived]
         for slot in arrived:

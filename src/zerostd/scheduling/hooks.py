@@ -7,10 +7,8 @@ are read. Every hook can be removed, and then nothing of zerostd is left on the 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,11 +20,13 @@ from torch.utils.hooks import RemovableHandle
 from zerostd.compat import no_dynamo
 from zerostd.monitoring.watch import Doing
 from zerostd.parameters import Group
+from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.backward import Backward
 from zerostd.scheduling.gathering import Gatherer, Phase
+from zerostd.scheduling.tensors import map_tensors, tensors_in
 from zerostd.scheduling.watching import WatchedParameters
 
-__all__ = ["Hooks", "RootRules", "map_tensors", "tensors_in"]
+__all__ = ["Hooks", "RootRules"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +41,13 @@ class RootRules:
 class Hooks:
     """Installs and removes everything on one prepared model."""
 
-    def __init__(self, root: nn.Module, gatherer: Gatherer, backward: Backward, rules: RootRules) -> None:
+    def __init__(
+        self, root: nn.Module, gatherer: Gatherer, backward: Backward, activations: Activations, rules: RootRules
+    ) -> None:
         self.root = root
         self.gatherer = gatherer
         self.backward = backward
+        self.activations = activations
         self.rules = rules
         self._removables: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
@@ -56,6 +59,7 @@ class Hooks:
     def install(self) -> None:
         """Register everything."""
         add = self._removables.append
+        self.activations.install()
         self.renew()
         add(self.root.register_forward_pre_hook(no_dynamo(self._before_root), prepend=True, with_kwargs=True))
         add(self.root.register_forward_hook(no_dynamo(self._after_root), always_call=True))
@@ -67,7 +71,8 @@ class Hooks:
         """Give hooks to groups, if they have none and something moves now. May be called inside the root's own hook,
         so that one and what is called by it stay as they are."""
         groups = self.gatherer.groups
-        if self._knows_groups or not any(g.gives_back or g.is_in_slices or g.is_updated_later for g in groups):
+        moves = any(g.gives_back or g.is_in_slices or g.is_updated_later for g in groups)
+        if self._knows_groups or not (moves or self.activations.is_on):
             return
         self._knows_groups = True
         for group in groups:
@@ -82,6 +87,7 @@ class Hooks:
 
     def remove(self) -> None:
         """Leave the modules as they were."""
+        self.activations.remove()
         for removable in self._removables:
             removable.remove()
         for module in self._watched:
@@ -112,6 +118,7 @@ class Hooks:
         if not self.backward.is_running:
             self.rules.before(module)
             self.gatherer.watch.mark(Doing.FORWARD if torch.is_grad_enabled() else Doing.OUTSIDE)
+            self.activations.begin()
             self.gatherer.begin(Phase.FORWARD)
         cast = self.rules.on_input
         if cast is not None:
@@ -156,6 +163,7 @@ class Hooks:
                 countdown = _Countdown(len(inputs), functools.partial(self._inputs_done, group))
                 for tensor in inputs:
                     tensor.register_hook(countdown)
+        self.activations.enter(group, module)
 
     def _inputs_done(self, group: Group) -> None:
         """The gradients of all inputs of one forward are known: backward has passed it."""
@@ -164,6 +172,7 @@ class Hooks:
             self.backward.done_with(group)
 
     def _after_group(self, group: Group, module: nn.Module, args: Any, output: Any) -> None:
+        self.activations.leave(group, module, failed=output is None)
         if group in self._active:
             del self._active[len(self._active) - 1 - self._active[::-1].index(group)]
         moving = [moved for moved in (group, *group.borrowed.values()) if moved.gives_back]
@@ -221,51 +230,3 @@ def _left_on(module: nn.Module) -> Iterator[torch.Tensor]:
         for value in vars(submodule).values():
             if isinstance(value, torch.Tensor):
                 yield value
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors inside tuples, lists, dicts and attributes of objects, however deep."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from tensors_in(item)
-    elif _is_record(value):
-        for item in vars(value).values():
-            yield from tensors_in(item)
-
-
-def _is_record(value: Any) -> bool:
-    """An object that carries values: a dataclass, or an instance of a user's class; not modules, types, functions."""
-    plain = hasattr(value, "__dict__") and not callable(value) and not isinstance(value, (type, types.ModuleType))
-    return plain and not isinstance(value, nn.Module)
-
-
-def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same structure with `function` applied to its floating-point tensors."""
-    if isinstance(value, torch.Tensor):
-        return function(value) if value.is_floating_point() else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, function) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(item, function) for item in value)
-    if isinstance(value, dict):
-        return _with_items(value, {key: map_tensors(item, function) for key, item in value.items()})
-    if _is_record(value):
-        changed = copy.copy(value)
-        for name, item in vars(value).items():
-            object.__setattr__(changed, name, map_tensors(item, function))
-        return changed
-    return value
-
-
-def _with_items(original: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    if type(original) is dict:
-        return items
-    try:
-        return type(original)(**items)  # e.g. transformers.ModelOutput, a dataclass that is a dict
-    except TypeError:
-        return type(original)(items)

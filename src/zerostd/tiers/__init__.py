@@ -4,6 +4,7 @@ transfer.py  something on its way            lanes.py   ordered queues of device
 host.py      pinned memory of exact size     worker.py  a thread that does jobs in order
 disk.py      files, read and written aside   column.py  numbers in a row that rest in one tier
 limits.py    what is free, and what was asked  inbound.py a column's way to the device
+pool.py      rooms that come and go          parcels.py bytes that leave the device and come back
 """
 
 from zerostd.tiers.column import Column, Stores

@@ -1,0 +1,61 @@
+"""Tensors inside whatever a forward takes and returns."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["map_tensors", "tensors_in"]
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors inside tuples, lists, dicts and attributes of objects, however deep."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from tensors_in(item)
+    elif _is_record(value):
+        for item in vars(value).values():
+            yield from tensors_in(item)
+
+
+def _is_record(value: Any) -> bool:
+    """An object that carries values: a dataclass, or an instance of a user's class; not modules, types, functions."""
+    plain = hasattr(value, "__dict__") and not callable(value) and not isinstance(value, (type, types.ModuleType))
+    return plain and not isinstance(value, nn.Module)
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same structure with `function` applied to its floating-point tensors."""
+    if isinstance(value, torch.Tensor):
+        return function(value) if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, function) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(item, function) for item in value)
+    if isinstance(value, dict):
+        return _with_items(value, {key: map_tensors(item, function) for key, item in value.items()})
+    if _is_record(value):
+        changed = copy.copy(value)
+        for name, item in vars(value).items():
+            object.__setattr__(changed, name, map_tensors(item, function))
+        return changed
+    return value
+
+
+def _with_items(original: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    if type(original) is dict:
+        return items
+    try:
+        return type(original)(**items)  # e.g. transformers.ModelOutput, a dataclass that is a dict
+    except TypeError:
+        return type(original)(items)

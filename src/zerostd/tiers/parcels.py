@@ -1,0 +1,297 @@
+"""Parcels: bytes of the device that leave it for a while, and their way there and back.
+
+A parcel is one storage, whatever tensors lie in it. Parcels travel in bundles, those that one forward of a group has
+left. On the way out the device keeps two bundles, the one that is leaving and the one that was left last; on the way
+back two again, the one that is used and the one that will be used next. The loop runs ahead of the device, so a thread
+puts copies into the lanes when the device has come to them: put in at once, they would hold up what is behind.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from zerostd.compat import version_of
+from zerostd.policy import Kind, Tier
+from zerostd.tiers.column import Stores
+from zerostd.tiers.lanes import Lanes, mark_here, synchronize
+from zerostd.tiers.pool import Pool, Room
+from zerostd.tiers.transfer import Done, Relay, Several, Transfer
+from zerostd.tiers.worker import Worker
+
+__all__ = ["Bundle", "Carrier", "Parcel", "Peers", "View"]
+
+NUM_BUNDLES = 2  # on the device, on their way out, and again on their way back
+SPOILT = -1  # instead of a version
+SLICE = 16  # bytes: slices begin where any number may
+
+
+class Peers(Protocol):
+    """Ranks that have the same bytes, so that each keeps a slice of them."""
+
+    rank: int
+    size: int
+
+    def gather(self, full: torch.Tensor) -> None:
+        """Fill `full`, in which this rank's slice is in its place, with the slices of all."""
+
+
+@dataclass(frozen=True)
+class View:
+    """How a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> View:
+        """As it lies now."""
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+@dataclass(eq=False)
+class Parcel:
+    """One storage: all of its bytes are `here` while it is on the device, and a copy rests in its room."""
+
+    here: torch.Tensor | None
+    num_bytes: int
+    left: torch.Tensor | None  # the tensor that was left, until it is gone
+    version: int  # of that one
+    room: Room | None = None
+    kept: torch.Tensor | None = None  # instead of a room: this rank's slice, on the device
+    sent: Transfer = field(default_factory=Done)  # from the device
+    written: Transfer = field(default_factory=Done)  # to its room, if that is on disk
+    arrival: Transfer = field(default_factory=Done)
+    is_whole: bool = True  # slices of other ranks are here too
+    num_users: int = 0  # bundles that have it here
+
+    def is_spoilt(self) -> bool:
+        """Whether somebody changed it in place after it was left."""
+        if self.left is not None and version_of(self.left) != self.version:
+            self.version = SPOILT
+        return self.version == SPOILT
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Parcel:
+        """The storage that a tensor lies in."""
+        storage = tensor.untyped_storage()
+        whole = View(torch.uint8, torch.Size([storage.nbytes()]), (1,), 0)
+        return cls(_see(storage, whole, tensor.device), storage.nbytes(), tensor.detach(), version_of(tensor))
+
+    def show(self, view: View) -> torch.Tensor:
+        """A tensor in these bytes."""
+        assert self.here is not None
+        return _see(self.here.untyped_storage(), view, self.here.device)
+
+
+@dataclass(eq=False)
+class Bundle:
+    """What one forward of a group has left."""
+
+    name: str
+    tier: Tier
+    before: weakref.ref[Bundle] | None  # left before it in the same pass, so it is wanted after it
+    parcels: dict[Parcel, None] = field(default_factory=dict)  # in order
+    is_here: bool = True
+
+    def add(self, parcel: Parcel) -> None:
+        """It is wanted together with the others."""
+        if parcel not in self.parcels:
+            self.parcels[parcel] = None
+            parcel.num_users += 1
+
+    def forget(self) -> None:
+        """Its bytes need not be on the device any more."""
+        for parcel in self.parcels:
+            parcel.num_users -= 1
+            if parcel.num_users == 0:
+                parcel.arrival.wait()  # what comes in must not meet what is put there next
+                parcel.is_spoilt()  # asked while it can be seen
+                parcel.here = parcel.left = None
+        self.is_here = False
+
+
+class Carrier:
+    """Takes bundles off the device and brings them back. `limits`: bytes of each tier for what rests there."""
+
+    def __init__(self, stores: Stores, lanes: Lanes, limits: Mapping[Tier, int | None], peers: Peers | None) -> None:
+        self.peers = peers
+        self._stores = stores
+        self._lanes = lanes
+        self._pools = {tier: Pool(stores, tier, Kind.ACTIVATIONS, limit) for tier, limit in limits.items()}
+        self._staging = Pool(stores, Tier.HOST, Kind.BUFFERS)  # on the way to the disk and back
+        self._leaving: deque[weakref.ref[Bundle]] = deque()
+        self._wanted: list[Bundle] = []  # the one that is used, and the next
+        self._passing: deque[tuple[Transfer, list[Room]]] = deque()  # staging that is in use until then
+        self._last_up: Transfer = Done()
+        self._made: Worker | None = None
+
+    def pool(self, tier: Tier) -> Pool:
+        """Where bundles of a tier rest."""
+        return self._pools[tier]
+
+    def send(self, bundle: Bundle) -> None:
+        """Let a bundle leave, for whose forward everything is in the current stream."""
+        new = [parcel for parcel in bundle.parcels if parcel.room is None and parcel.kept is None]
+        if bundle.tier is Tier.DEVICE:
+            for parcel in new:
+                parcel.kept = self._mine(parcel).clone()
+        elif new:
+            sources = [self._mine(parcel) for parcel in new]
+            rooms = self._pools[bundle.tier].take([source.nbytes for source in sources])
+            for parcel, room in zip(new, rooms, strict=True):
+                parcel.room = room
+            sent = self._start_out(bundle, new, sources)
+            for parcel in new:
+                parcel.sent = sent
+        self._leaving.append(weakref.ref(bundle))
+        while len(self._leaving) > NUM_BUNDLES:
+            gone = self._leaving.popleft()()
+            if gone is not None and gone.is_here and gone not in self._wanted:
+                for parcel in gone.parcels:
+                    parcel.sent.wait()
+                gone.forget()
+
+    def want(self, bundle: Bundle) -> None:
+        """A bundle is going to be used: it is here when this returns, and the one behind it is on its way."""
+        if self._wanted and self._wanted[0] is bundle:
+            return
+        ahead = None if bundle.before is None else bundle.before()
+        wanted = [bundle] if ahead is None else [bundle, ahead]
+        for one in wanted:
+            if not one.is_here:
+                self._bring(one)
+        for one in self._wanted:
+            if one not in wanted:
+                one.forget()
+        self._wanted = wanted
+        for parcel in bundle.parcels:
+            parcel.arrival.wait()
+            if not parcel.is_whole and self.peers is not None:
+                assert parcel.here is not None
+                self.peers.gather(parcel.here)
+            parcel.is_whole = True
+
+    def settle(self) -> None:
+        """Nothing that was brought back is in use any more."""
+        wanted, self._wanted = self._wanted, []
+        for bundle in wanted:
+            bundle.forget()
+
+    def _bring(self, bundle: Bundle) -> None:
+        """Start bringing back what is not here."""
+        missing = [parcel for parcel in bundle.parcels if parcel.here is None]
+        for parcel in bundle.parcels:
+            parcel.num_users += 1
+        bundle.is_here = True
+        places = []
+        for parcel in missing:
+            size = parcel.num_bytes if self.peers is None else self._slice(parcel) * self.peers.size
+            parcel.here = torch.empty(size, dtype=torch.uint8, device=self._stores.device)
+            parcel.is_whole = self.peers is None
+            places.append(self._mine(parcel))
+            if parcel.kept is not None:
+                places[-1].copy_(parcel.kept)
+        if missing and bundle.tier is not Tier.DEVICE:
+            arrival = self._start_in(bundle, missing, places)
+            for parcel in missing:
+                parcel.arrival = arrival
+
+    def _start_out(self, bundle: Bundle, parcels: list[Parcel], sources: list[torch.Tensor]) -> Transfer:
+        device, relay, events, up = self._stores.device, Relay(), self._stores.ledger.events, self._last_up
+        ready, size, step = mark_here(device), sum(source.nbytes for source in sources), events.step
+        rooms = [parcel.room for parcel in parcels if parcel.room is not None]
+        is_disk = bundle.tier is Tier.DISK
+        staging = self._staging.take([source.nbytes for source in sources]) if is_disk else rooms
+
+        def job() -> None:
+            self._wait_for_staging()
+            synchronize(ready)
+            way = (Tier.DEVICE.value, Tier.HOST.value)
+            span = events.within("transfer", "down", bundle.name, size, way=way, device=device, step=step)
+            with self._lanes.down.after(up), span:
+                for source, room in zip(sources, staging, strict=True):
+                    assert room.column.tensor is not None
+                    room.column.tensor.copy_(source, non_blocking=True)
+                relay.mark = self._lanes.down.mark()
+            if is_disk:
+                synchronize(relay.mark)
+                for parcel, room, passing in zip(parcels, rooms, staging, strict=True):
+                    assert passing.column.tensor is not None
+                    parcel.written = room.column.start_write(0, passing.column.tensor)
+                self._passing.append((Several(*(parcel.written for parcel in parcels)), staging))
+
+        relay.work = self._worker.submit(job, ready=ready)
+        return relay
+
+    def _start_in(self, bundle: Bundle, parcels: list[Parcel], places: list[torch.Tensor]) -> Transfer:
+        device, relay, events = self._stores.device, Relay(), self._stores.ledger.events
+        ready, size, step = mark_here(device), sum(place.nbytes for place in places), events.step
+        sent = dict.fromkeys(parcel.sent for parcel in parcels)
+        rooms = [parcel.room for parcel in parcels if parcel.room is not None]
+        is_disk = bundle.tier is Tier.DISK
+        staging = self._staging.take([place.nbytes for place in places]) if is_disk else rooms
+
+        def job() -> None:
+            self._wait_for_staging()
+            if is_disk:
+                _read(parcels, rooms, staging)
+            synchronize(ready)
+            way = (Tier.HOST.value, Tier.DEVICE.value)
+            span = events.within("transfer", "up", bundle.name, size, way=way, device=device, step=step)
+            with self._lanes.up.after(*sent), span:
+                for place, room in zip(places, staging, strict=True):
+                    assert room.column.tensor is not None
+                    place.copy_(room.column.tensor, non_blocking=True)
+                relay.mark = self._last_up = self._lanes.up.mark()
+            if is_disk:
+                self._passing.append((relay.mark, staging))
+
+        relay.work = self._worker.submit(job, ready=ready)
+        return relay
+
+    def _wait_for_staging(self) -> None:
+        """On the worker: staging goes back when what passes through it has; it is in use for two bundles at most."""
+        while len(self._passing) >= NUM_BUNDLES:
+            transfer, _ = self._passing.popleft()
+            synchronize(transfer)
+
+    def _slice(self, parcel: Parcel) -> int:
+        size = 1 if self.peers is None else self.peers.size
+        return -(-parcel.num_bytes // (size * SLICE)) * SLICE if size > 1 else parcel.num_bytes
+
+    def _mine(self, parcel: Parcel) -> torch.Tensor:
+        """What this rank keeps of a parcel that is here."""
+        assert parcel.here is not None
+        rank, length = 0 if self.peers is None else self.peers.rank, self._slice(parcel)
+        return parcel.here[: parcel.num_bytes][rank * length : (rank + 1) * length]
+
+    @property
+    def _worker(self) -> Worker:
+        if self._made is None:
+            self._made = Worker("the carrier of activations", self._stores.device)
+            self._stores.stop_users.append(self._made.stop)
+        return self._made
+
+
+def _see(storage: torch.UntypedStorage, view: View, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=view.dtype, device=device).set_(storage, view.offset, view.size, view.stride)
+
+
+def _read(parcels: Sequence[Parcel], rooms: Sequence[Room], staging: Sequence[Room]) -> None:
+    """From the disk into host memory, all at once."""
+    for parcel in parcels:
+        parcel.written.wait()
+    transfers = []
+    for room, passing in zip(rooms, staging, strict=True):
+        assert passing.column.tensor is not None
+        transfers.append(room.column.start_read(0, passing.column.tensor))
+    for transfer in transfers:
+        transfer.wait()

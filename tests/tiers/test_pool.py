@@ -1,0 +1,102 @@
+"""Rooms of a pool: never two in one place, given back from anywhere, kept for the next time."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerostd.errors import PrepareError
+from zerostd.monitoring import Ledger
+from zerostd.policy import Kind, Tier
+from zerostd.tiers import Stores
+from zerostd.tiers.disk import Disk
+from zerostd.tiers.host import Host
+from zerostd.tiers.pool import Pool, Room
+
+CPU, PAGE = torch.device("cpu"), 4096
+
+
+def host_pool(limit: int | None = None) -> Pool:
+    ledger = Ledger()
+    return Pool(Stores(CPU, Host(CPU, ledger, 1), None, ledger), Tier.HOST, Kind.ACTIVATIONS, limit)
+
+
+def memory_of(room: Room) -> torch.Tensor:
+    assert room.column.tensor is not None
+    return room.column.tensor
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(1, 5 * PAGE), max_size=5), st.integers(0, 9)), max_size=25))
+def test_rooms_never_overlap_and_come_back(turns: list[tuple[list[int], int]]) -> None:
+    pool, taken = host_pool(), list[tuple[Room, int]]()
+    for number, (sizes, num_back) in enumerate(turns):
+        taken += [(room, number % 251) for room in pool.take(sizes)]
+        new = taken[len(taken) - len(sizes) :]
+        assert [room.column.numel for room, _ in new] == sizes
+        for one, value in new:
+            memory_of(one).fill_(value)
+        assert all(bool((memory_of(one) == value).all()) for one, value in taken)
+        new.clear()
+        one = None  # type: ignore[assignment]
+        del taken[:num_back]
+        assert pool.used == sum(-(-one.column.numel // PAGE) * PAGE for one, _ in taken)
+    taken.clear()
+    assert pool.used == 0
+
+
+def test_the_same_sizes_take_nothing_more() -> None:
+    pool = host_pool()
+    for _ in range(5):
+        first, second = pool.take([10 * PAGE, 3]), pool.take([5 * PAGE])
+        assert pool.num_bytes == 16 * PAGE
+        del first, second
+
+
+def test_slabs_become_one_when_sizes_have_changed() -> None:
+    pool = host_pool()
+    for size in (10, 11, 12, 13):
+        rooms = pool.take([size * PAGE])
+        del rooms
+    assert pool.num_bytes <= 1.25 * 13 * PAGE + 13 * PAGE
+    rooms = pool.take([PAGE])
+    assert pool.num_bytes == 13 * PAGE
+    del rooms
+
+
+def test_rooms_are_given_back_from_another_thread() -> None:
+    pool = host_pool()
+    rooms = pool.take([PAGE])
+    thread = threading.Thread(target=rooms.clear)
+    thread.start()
+    thread.join()
+    assert pool.used == 0
+
+
+def test_a_limit_is_kept_and_nothing_is_lost() -> None:
+    pool = host_pool(limit=4 * PAGE)
+    kept = pool.take([2 * PAGE])
+    with pytest.raises(PrepareError, match="more activations"):
+        pool.take([PAGE, 2 * PAGE])
+    assert pool.used == 2 * PAGE
+    assert len(pool.take([2 * PAGE])) == len(kept)
+
+
+def test_rooms_on_disk(tmp_path: Path) -> None:
+    ledger = Ledger()
+    stores = Stores(CPU, Host(CPU, ledger, 1), Disk(str(tmp_path), ledger), ledger)
+    pool, memory = Pool(stores, Tier.DISK, Kind.ACTIVATIONS), stores.host.allocate(2 * PAGE, Kind.BUFFERS)
+    first, second = pool.take([PAGE + 7, PAGE - 5])
+    for room, value in ((first, 3), (second, 4)):
+        memory.fill_(value)
+        room.column.start_write(0, memory[: room.column.numel]).wait()
+    for room, value in ((first, 3), (second, 4)):
+        room.column.start_read(0, memory[: room.column.numel]).wait()
+        assert bool((memory[: room.column.numel] == value).all())
+    assert ledger.now[Tier.DISK, Kind.ACTIVATIONS] == 3 * PAGE
+    stores.close()
