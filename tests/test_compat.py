@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -77,3 +79,12 @@ def test_hooks_on_saved_tensors_are_seen():
         assert compat.has_saved_tensor_hooks()
     checkpoint(note, torch.ones(2, requires_grad=True), use_reentrant=False)
     assert seen == [True] and not compat.has_saved_tensor_hooks()
+
+
+def test_schedulers_know_of_steps_that_were_noted():
+    optimizer = torch.optim.SGD([torch.zeros(1)], 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    compat.note_step(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()

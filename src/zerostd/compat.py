@@ -18,6 +18,7 @@ __all__ = [
     "in_backward",
     "is_profiling",
     "no_dynamo",
+    "note_step",
     "version_of",
 ]
 
@@ -51,6 +52,11 @@ def no_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a hook so that torch.compile calls it instead of tracing into it."""
     disabled: Callable[..., Any] = torch._dynamo.disable(function, recursive=True)
     return disabled
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """A step of it was taken, though not by its own `step`: its schedulers would warn that there was none."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def version_of(tensor: torch.Tensor) -> int:

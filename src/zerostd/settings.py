@@ -17,7 +17,8 @@ from zerostd.parameters.checking import check_model, check_optimizer
 from zerostd.parameters.homes import Rules
 from zerostd.planning import Plan
 from zerostd.planning.costs import NUM_BUSY_THREADS
-from zerostd.policy import Budget, Homes, Kind, Placement, Precision, Stage, Tier, parse_bytes
+from zerostd.planning.plan import PLANNED
+from zerostd.policy import Budget, Homes, Kind, Placement, Precision, Stage, Tier, Way, parse_bytes
 from zerostd.sharding import default_cpu_share
 from zerostd.tiers.limits import check_disk, check_host
 
@@ -29,6 +30,7 @@ __all__ = [
     "make_settings",
     "num_threads",
     "rules_for",
+    "ways_for",
 ]
 
 
@@ -100,11 +102,6 @@ def _check_numbers(accumulate: int | None, max_grad_norm: float | None) -> None:
 
 def check_placement(settings: Settings, placement: Placement, *, has_optimizer: bool) -> None:
     """Refuse what cannot be honoured, before anything is looked at."""
-    if set(placement.shares(Kind.ACTIVATIONS)) != {Tier.DEVICE}:
-        raise NotSupportedError(
-            f"Placement(activations={placement.activations!r}): only 'device' is supported yet; recompute them with "
-            "torch.utils.checkpoint instead"
-        )
     if Tier.DISK in placement.shares(Kind.GRADIENTS):
         raise NotSupportedError(
             f"Placement(gradients={placement.gradients!r}): gradients are written and read once a step, and rest on "
@@ -176,7 +173,16 @@ def rules_for(settings: Settings, world: World, homes: Mapping[str, Homes] | Non
         has_own_memory=has_own_memory,
         sums_gradients=settings.accumulate is not None and settings.accumulate > 1,
         homes=homes,
+        reduces_all=settings.precision.compute is None,
     )
+
+
+def ways_for(settings: Settings, groups: Sequence[str]) -> dict[str, Way]:
+    """What groups do with their activations: as the plan says, or else the placement."""
+    _, placement = settings.decided
+    if settings.plan is None:
+        return placement.ways(groups)
+    return {name: PLANNED[settings.plan.activations_of(name) or "keep"] for name in groups}
 
 
 def num_threads(world: World) -> int:

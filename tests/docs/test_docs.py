@@ -18,12 +18,15 @@ def blocks(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
 def test_code_on_the_page_runs(page):
+    for needed in NEEDED.get(page.name, ()):
+        pytest.importorskip(needed)
     names: dict[str, object] = {}
     exec(compile(PREAMBLE, "preamble", "exec"), names)
     for number, block in enumerate(blocks(page)):
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
 
 
+NEEDED = {"hugging-face.md": ("accelerate", "peft", "transformers")}
 PREAMBLE = """
 import torch
 from torch import nn

@@ -805,3 +805,15 @@ def test_on_ranks(ranks, name):
 
 def test_refusals_are_errors_of_the_family():
     assert issubclass(PrepareError, ValueError) and issubclass(MisuseError, RuntimeError)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_scheduler_of_the_optimizer_that_was_given_does_not_warn() -> None:
+    model = nn.Linear(4, 4)
+    inner = torch.optim.AdamW(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)
+    _, optimizer = zerostd.prepare(model, inner, placement=zerostd.Placement(optimizer_states="host"))
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)

@@ -18,7 +18,7 @@ from zerostd.errors import PrepareError
 from zerostd.measuring.probe import probe_passes
 from zerostd.measuring.trial import Cost, try_forward
 from zerostd.optimizers.elementwise import check_elementwise, find_states
-from zerostd.parameters.blueprints import Blueprint, Member, blueprints
+from zerostd.parameters.blueprints import ROOT, Blueprint, Member, blueprints
 from zerostd.parameters.checking import check_model, check_optimizer, optimizer_options
 from zerostd.planning.model import GroupProfile, ModelProfile
 from zerostd.policy import Precision
@@ -74,7 +74,7 @@ def profile_model(
     costs = tried.costs if tried is not None else [Cost() for _ in found]
     order = list(dict.fromkeys([*(tried.order if tried is not None else ()), *range(len(found))]))
     profiles = [_profile(found[index], costs[index], num_samples) for index in order]
-    profiles = [one for one in profiles if one != GroupProfile(one.name, 0)]
+    profiles = [one for one in profiles if one != GroupProfile(one.name, 0, stays=one.stays)]
     probed = probe_passes(model, found, checked, batch) if probe and tried is not None else None
     seconds_and_bytes: dict[str, Any] = {} if probed is None else asdict(probed)
     return ModelProfile(
@@ -105,6 +105,7 @@ def _profile(blueprint: Blueprint, cost: Cost, num_samples: int) -> GroupProfile
         kept_bytes=cost.kept / num_samples,
         boundary_bytes=cost.boundary / num_samples,
         peak_bytes=(cost.largest + cost.inside) / num_samples,
+        stays=blueprint.name == ROOT,
     )
 
 
@@ -113,8 +114,8 @@ def state_widths(members: list[Member], precision: Precision, states: Mapping[st
     trained = [member for member in members if member.options is not None] or members
     dtype = _most(trained)
     master = dtype if dtype.itemsize >= 4 else torch.float32
-    is_short = precision.reduce is not None and dtype.itemsize < 4
-    gradient = precision.reduce if is_short and precision.reduce is not None else dtype
+    is_cast = dtype.itemsize < 4 or (precision.compute is None and dtype is torch.float32)
+    gradient = precision.reduce if is_cast and precision.reduce is not None else dtype
     kept = [(master if state == torch.float32 else state).itemsize for state in states.values()]
     computes = [member for member in members if member.dtype.is_floating_point] or members
     return {

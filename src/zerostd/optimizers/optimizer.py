@@ -21,6 +21,7 @@ import torch
 
 from zerostd.communication import World
 from zerostd.communication.world import thread_budget
+from zerostd.compat import note_step
 from zerostd.errors import MisuseError
 from zerostd.monitoring.ledger import explain_out_of_memory
 from zerostd.optimizers.arithmetic import Terms
@@ -117,6 +118,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise MisuseError("step() of an optimizer whose model was released: build a new optimizer on the model")
         self._schedule.check_step()
         self._schedule.settle()
+        note_step(self.inner)
         if self._updater.routes is not None:
             self._updater.routes.check()
         if self._is_skipped():

@@ -34,6 +34,7 @@ class Rules:
     has_own_memory: bool  # the device's memory is not the host's
     sums_gradients: bool  # several passes make a step
     homes: Mapping[str, Homes] | None = None  # by name of group, instead of the placement's shares of the whole
+    reduces_all: bool = False  # `reduce_dtype` is for gradients of fp32 parameters too
 
     def shards(self, kind: Kind) -> bool:
         """Whether this kind is spread over ranks here; in a world of one nothing is."""
@@ -74,8 +75,8 @@ class FlatPlan:
 
     def gradient_dtype(self, rules: Rules) -> torch.dtype:
         """What gradients travel and rest in."""
-        is_short = rules.reduce_dtype is not None and self.dtype.itemsize < 4
-        return rules.reduce_dtype if is_short and rules.reduce_dtype is not None else self.dtype
+        is_cast = self.dtype.itemsize < 4 or (rules.reduces_all and self.dtype is torch.float32)
+        return rules.reduce_dtype if is_cast and rules.reduce_dtype is not None else self.dtype
 
     def rest_numel(self, rules: Rules) -> int:
         """Parameters this rank holds while the group is released."""

@@ -1,7 +1,7 @@
 """Calls on a prepared module that would go wrong silently: done right, or refused with the remedy.
 
     .to(), .half(), .cuda()   fine while they change nothing; otherwise refused
-    state_dict()              right where parameters rest gathered; refused where they are sharded
+    state_dict()              right where parameters are gathered; refused where they are sharded
     load_state_dict()         right everywhere: group by group, masters exact; every rank must call it
     deepcopy, pickle          refused
 
@@ -105,7 +105,7 @@ class Guards:
             return
         for parameter in module.parameters(recurse=False):
             group = self._places[parameter][0]
-            if group.gives_back:
+            if group.gives_back and not group.num_pins:
                 raise MisuseError(
                     "state_dict() of a model whose parameters are sharded (stage 3) or off the device would hold NaN: "
                     "call zerostd.full_state_dict(model) on all ranks"

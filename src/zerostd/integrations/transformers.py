@@ -1,0 +1,165 @@
+"""The Trainer of Hugging Face: the same class with one more argument, `zero`, the options of zerostd.prepare.
+
+trainer = Trainer(model, args, train_dataset=data, zero={"stage": 3})
+
+    create_accelerator_and_postprocess   the Accelerator becomes ours: prepare without DDP, clipping over all shards
+    save_model, _save                    weights are gathered by all ranks, then written by one
+    _save_optimizer_and_scheduler,
+    _load_optimizer_and_scheduler        checkpoints of zerostd: each rank writes and reads its shards
+    _load_from_checkpoint,
+    _load_best_model                     the same checkpoints, instead of whole weights on every rank
+    _move_model_to_device                a model without memory stays where it is until it is prepared
+    train                                resume_from_checkpoint=True passes over what a killed run left
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+
+import zerostd
+from zerostd.integrations.accelerate import Accelerator, check_options, newest_in
+
+__all__ = ["Trainer"]
+
+REFUSED = {  # fields of TrainingArguments, with the remedy
+    "deepspeed": "it shards by itself: leave it out, or do without zerostd",
+    "fsdp": "it shards by itself: leave it out, or do without zerostd",
+    "parallelism_config": "it shards by itself: leave it out, or do without zerostd",
+    "torch_compile": "the whole model cannot be compiled over shards: compile its blocks before, with module.compile()",
+    "ddp_bucket_cap_mb": "there is no DDP: zero={'groups': [...]} says what travels together",
+    "ddp_static_graph": "there is no DDP: leave it out",
+    "auto_find_batch_size": "a prepared model is not taken apart to try again: set per_device_train_batch_size",
+    "fp16": "its scaler does not know shards: use zero={'precision': 'fp16'}, which scales the loss by itself",
+    "fp16_full_eval": "a prepared model cannot be cast: use zero={'precision': 'fp16'}",
+    "bf16_full_eval": "a prepared model cannot be cast: use bf16=True or zero={'precision': 'bf16'}",
+}
+INSTEAD = {"max_grad_norm": "max_grad_norm", "accumulate": "gradient_accumulation_steps"}  # of TrainingArguments
+
+
+class Trainer(transformers.Trainer):
+    """transformers.Trainer with `zero`. It goes in front of others, too: `class Mine(Trainer, Seq2SeqTrainer): ...`.
+
+    `bf16=True` is autocast over weights as they are, as without zerostd. Weights of 16 bits with fp32 masters are
+    `zero={"precision": "bf16"}`, or "fp16".
+    """
+
+    def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **options: Any) -> None:
+        self.zero = dict(zero or {})
+        self._whole: dict[str, Any] | None = None  # a state_dict on its way to `_save`
+        super().__init__(*args, **options)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The first thing that Trainer does with its arguments, so what cannot be honoured is refused here."""
+        check_arguments(self.args, self.zero)
+        super().create_accelerator_and_postprocess()
+        Accelerator.take_over(self.accelerator, self.zero)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
+        """As ever. True goes on from the newest checkpoint that is complete."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _newest_complete(Path(self.args.output_dir)) or True
+        return super().train(resume_from_checkpoint, *args, **options)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not any(parameter.is_meta for parameter in model.parameters()):  # empty_init: zerostd.prepare fills it
+            super()._move_model_to_device(model, device)
+
+    # -- saving --
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """An ordinary directory of Hugging Face, for `from_pretrained`. Every rank must call it."""
+        with contextlib.ExitStack() as parts:
+            if self.accelerator.optimizer_of(self.model) is not None:
+                rank = None if self.args.save_on_each_node else 0
+                self._whole = zerostd.full_state_dict(self.model, rank=rank)
+                for module in _parts_saved_whole(self.model):
+                    parts.enter_context(zerostd.gathered(module))
+            try:
+                super().save_model(output_dir, _internal_call)
+            finally:
+                self._whole = None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, self._whole if state_dict is None else state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        extra = {"scheduler": self.lr_scheduler.state_dict()}
+        self.accelerator.save_shards(Path(output_dir), self.model, extra)
+
+    # -- loading --
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if newest_in(resume_from_checkpoint) is None:  # ours is loaded once there are shards
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        path = newest_in(checkpoint)
+        if path is None:
+            if (Path(checkpoint) / OPTIMIZER_NAME).exists():
+                raise zerostd.CheckpointError(
+                    f"{checkpoint} has optimizer states that were saved without zerostd: start from its weights with "
+                    "from_pretrained, or go on without zerostd"
+                )
+            return  # save_only_model=True
+        extra = _load(path, self.model, self.optimizer.optimizer)
+        self.lr_scheduler.load_state_dict(extra["scheduler"])
+
+    def _load_best_model(self) -> None:
+        path = newest_in(self.state.best_model_checkpoint)
+        if path is None:  # save_only_model=True
+            super()._load_best_model()
+        else:
+            _load(path, self.model)
+
+
+def check_arguments(args: transformers.TrainingArguments, zero: Mapping[str, Any]) -> None:
+    """Refuse what cannot be honoured, and what is asked for twice."""
+    for name, remedy in REFUSED.items():
+        if getattr(args, name, None):
+            raise zerostd.NotSupportedError(f"TrainingArguments({name}={getattr(args, name)!r}) with zerostd: {remedy}")
+    if args.ddp_broadcast_buffers is False:
+        raise zerostd.NotSupportedError(
+            "TrainingArguments(ddp_broadcast_buffers=False) with zerostd: buffers of rank 0 go to all; leave it out"
+        )
+    for name, instead in INSTEAD.items():
+        if zero.get(name) is not None:
+            raise zerostd.PrepareError(
+                f"zero={{{name!r}: {zero[name]!r}}}: Trainer has a setting for that, TrainingArguments({instead}=...)"
+            )
+    check_options(zero, "bf16" if args.bf16 else None)
+    if args.n_gpu > 1:
+        raise zerostd.NotSupportedError(
+            f"one process sees {args.n_gpu} devices, and Trainer would copy the model to each: start it with torchrun, "
+            "one process a device, or set CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _load(path: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    """Random states stay: Trainer puts them back later, when it has passed over the batches that were trained on."""
+    with torch.random.fork_rng(devices=[]):
+        return zerostd.load(path, model, optimizer)
+
+
+def _parts_saved_whole(model: nn.Module) -> list[nn.Module]:
+    """Of a model of peft: what an adapter has beside LoRA's matrices, and is asked for its own state_dict."""
+    return [module for module in model.modules() if hasattr(module, "adapter_state_dict")]
+
+
+def _newest_complete(folder: Path) -> str | None:
+    """Of directories checkpoint-N the one with the largest N. Trainer writes its own state last."""
+    found = {
+        int(one.name.rpartition("-")[2]): one
+        for one in folder.glob("checkpoint-*")
+        if one.name.rpartition("-")[2].isdigit() and (one / TRAINER_STATE_NAME).exists()
+    }
+    return str(found[max(found)]) if found else None
