@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import zerostd
+from zerostd import Placement
 from zerostd.monitoring import Ledger
 from zerostd.monitoring.leaks import Leaks
 from zerostd.policy import Kind, Tier
@@ -61,3 +69,21 @@ def test_tiers_and_sizes_are_told_apart() -> None:
         ledger.leave(Kind.BUFFERS, 11, Tier.HOST)
         leaks = ledger.leaks.after(number)
         assert [(leak.tier, leak.num_bytes) for leak in leaks] == ([(Tier.HOST, 10)] if number > 4 else [])
+
+
+def test_a_pool_that_grows_is_no_leak(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
+    placement = Placement(activations="host")
+    _, optimizer = zerostd.prepare(model, torch.optim.SGD(model.parameters(), 0.1), placement=placement, groups=["*"])
+    with zerostd.record(model, tmp_path / "run"):
+        for step in range(8):
+            model(torch.randn(2048 * (step + 1), 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rank-0.jsonl").read_text().splitlines()]
+    memory = [line["bytes"]["host"]["activations"] for line in lines if line["kind"] == "memory"]
+    assert memory[-1] > memory[5] > memory[3]
+    assert not [line for line in lines if line["kind"] == "leak"]
+    events = [line for line in lines if line["kind"] == "event" and line["name"] == "transfer"]
+    assert {event["lane"] for event in events} == {"up", "down"}
+    assert {line["cause"] for line in lines if line["kind"] == "event" and line["name"] == "wait"} >= {"activations"}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zerostd.monitoring.leaks import POOL
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.column import Column, Stores, padded
 from zerostd.tiers.debug import DEBUG
@@ -119,15 +120,20 @@ class Pool:
         return Column(size, torch.uint8, self.tier, slab.memory[start : start + size])
 
     def _grow(self, num_bytes: int) -> None:
-        memory: torch.Tensor | Extent
+        ledger = self._stores.ledger
+        earlier, ledger.owner = ledger.owner, POOL
+        try:
+            self._slabs.append(_Slab(self._allocate(num_bytes), num_bytes, [(0, num_bytes)]))
+        finally:
+            ledger.owner = earlier
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor | Extent:
         if self.tier is Tier.HOST:
             left = None if self._limit is None else max(0, self._limit - self.num_bytes)
             check_host(num_bytes, f"more {self._kind.value} ({self.num_bytes} bytes are there)", left)
-            memory = self._stores.host.allocate(num_bytes, self._kind)
-        else:
-            assert self._stores.disk is not None
-            memory = self._stores.disk.allocate(num_bytes, self._kind)
-        self._slabs.append(_Slab(memory, num_bytes, [(0, num_bytes)]))
+            return self._stores.host.allocate(num_bytes, self._kind)
+        assert self._stores.disk is not None
+        return self._stores.disk.allocate(num_bytes, self._kind)
 
     def _tidy(self) -> None:
         """One slab instead of many, as long as ever was needed."""
