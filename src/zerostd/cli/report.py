@@ -9,7 +9,7 @@ import typer
 
 from zerostd.cli.tables import write
 from zerostd.errors import MisuseError
-from zerostd.reporting import page_of, read_run, report_json, report_of, trace_of
+from zerostd.reporting import page_of, read_run, report_json, report_of, trace_of, write_scalars
 
 __all__ = ["report"]
 
@@ -23,10 +23,16 @@ Trace = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Also write the events of one run as a trace for Chrome or Perfetto."),
 ]
+Scalars = Annotated[
+    Path | None,
+    typer.Option("--tensorboard", metavar="DIR", help="Also write the numbers of each step as TensorBoard's scalars."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the page's numbers as JSON; no page unless -o names one.")]
 
 
-def report(run_dirs: Runs, output: Output = None, as_json: Json = False, trace: Trace = None) -> None:
+def report(
+    run_dirs: Runs, output: Output = None, as_json: Json = False, trace: Trace = None, tensorboard: Scalars = None
+) -> None:
     """Write a page about one run or several: memory, time, waiting, the plan against what happened, quality.
 
     The page is one HTML file that needs no network.
@@ -37,6 +43,9 @@ def report(run_dirs: Runs, output: Output = None, as_json: Json = False, trace: 
     made = report_of(runs)
     if trace is not None:
         write(trace, trace_of(runs[0]))
+    if tensorboard is not None:
+        for run in runs:
+            write_scalars(run, tensorboard)
     if output is not None or not as_json:
         write(output or PAGE, page_of(made))
     if as_json:
@@ -44,7 +53,7 @@ def report(run_dirs: Runs, output: Output = None, as_json: Json = False, trace: 
         return
     for line in _lines(made):
         typer.echo(line)
-    typer.echo(f"Written: {', '.join(str(path) for path in (output or PAGE, trace) if path is not None)}")
+    typer.echo(f"Written: {', '.join(str(path) for path in (output or PAGE, trace, tensorboard) if path is not None)}")
 
 
 def _names(paths: list[Path]) -> list[str]:
