@@ -7,6 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from zerostd.cli.doctor import doctor
 from zerostd.cli.measure import measure
 from zerostd.cli.merge import merge
 from zerostd.cli.plan import plan
@@ -39,3 +40,4 @@ app.command()(plan)
 app.command()(measure)
 app.command()(merge)
 app.command()(report)
+app.command()(doctor)

@@ -109,10 +109,11 @@ class Bundle:
 
     def forget(self) -> None:
         """Its bytes need not be on the device any more."""
+        for arrival in dict.fromkeys(parcel.arrival for parcel in self.parcels):
+            arrival.wait()  # what comes in must not meet what is put there next
         for parcel in self.parcels:
             parcel.num_users -= 1
             if parcel.num_users == 0:
-                parcel.arrival.wait()  # what comes in must not meet what is put there next
                 parcel.is_spoilt()  # asked while it can be seen
                 parcel.here = parcel.left = None
         self.is_here = False
@@ -155,8 +156,8 @@ class Carrier:
         while len(self._leaving) > NUM_BUNDLES:
             gone = self._leaving.popleft()()
             if gone is not None and gone.is_here and gone not in self._wanted:
-                for parcel in gone.parcels:
-                    parcel.sent.wait()
+                for sent in dict.fromkeys(parcel.sent for parcel in gone.parcels):
+                    sent.wait()
                 gone.forget()
 
     def want(self, bundle: Bundle) -> None:
@@ -172,8 +173,9 @@ class Carrier:
             if one not in wanted:
                 one.forget()
         self._wanted = wanted
+        for arrival in dict.fromkeys(parcel.arrival for parcel in bundle.parcels):
+            arrival.wait()
         for parcel in bundle.parcels:
-            parcel.arrival.wait()
             if not parcel.is_whole and self.peers is not None:
                 assert parcel.here is not None
                 self.peers.gather(parcel.here)
