@@ -1,0 +1,213 @@
+"""What of this machine is as it should be: a finding for each thing that training needs, with the remedy."""
+
+from __future__ import annotations
+
+import enum
+import os
+import platform
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+from zerostd.communication.trial import try_group
+from zerostd.errors import PrepareError
+from zerostd.kernels import native
+from zerostd.measuring.disk import disk_rates
+from zerostd.measuring.identity import choose_device, free_bytes, versions
+from zerostd.measuring.timing import Sizes
+from zerostd.tiers.limits import available_memory, cgroup_memory, check_disk, free_disk, free_host, memlock_limit
+
+__all__ = ["Finding", "Status", "examine"]
+
+GIB = 2**30
+LEAST_TORCH = (2, 11)
+INSTRUCTIONS = ("plain instructions", "AVX2", "AVX-512")
+EXTRAS = ("accelerate", "peft", "safetensors", "scikit-learn", "transformers")
+LEAST_HOST = 2 * GIB
+LEAST_SHARED = GIB // 4  # a container has 64 MiB unless it is told otherwise
+SLOW_DISK = 200e6  # bytes a second
+MEETING_S = 60.0
+TRIAL = Sizes(disk=64 << 20, disk_seconds=0.4)
+
+
+class Status(enum.StrEnum):
+    """How a finding is."""
+
+    OK = "ok"
+    WARNING = "warning"  # it works, slower or with less
+    FAILURE = "failure"  # it does not work
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    status: Status
+    value: str
+    remedy: str = ""
+
+
+Findings = Iterator[Finding]
+
+
+def examine(disk_path: str | None = None) -> list[Finding]:
+    """Look at everything, in a few seconds. All ranks call it together, if there are several.
+
+    Args:
+        disk_path: The directory that a disk tier would use; None: the one for temporary files.
+    """
+    path = tempfile.gettempdir() if disk_path is None else disk_path
+    checks: dict[str, Callable[[], Findings]] = {
+        "versions": _versions,
+        "native kernels": _kernels,
+        "accelerator": _accelerator,
+        "host memory": _host,
+        "disk": lambda: _disk(path),
+        "process group": _group,
+        "extras": _extras,
+    }
+    found: list[Finding] = []
+    for name, check in checks.items():
+        try:
+            found += check()
+        except Exception as error:  # whatever is broken: the other findings are wanted all the more
+            found.append(Finding(name, Status.FAILURE, f"{type(error).__name__}: {_line(error)}", "see the message"))
+    return found
+
+
+def _versions() -> Findings:
+    yield Finding("python", Status.OK, platform.python_version())
+    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2] if part.isdigit())
+    if release < LEAST_TORCH:
+        least = ".".join(map(str, LEAST_TORCH))
+        yield Finding("torch", Status.FAILURE, str(torch.__version__), f"pip install 'torch>={least}'")
+    else:
+        yield Finding("torch", Status.OK, str(torch.__version__))
+
+
+def _kernels() -> Findings:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says what the finding says
+        library = native.load()
+    if library is None:
+        remedy = "install zerostd again with a C++ compiler at hand, or run `make native` in its sources"
+        yield Finding("native kernels", Status.WARNING, "not loaded: torch does their work, slower", remedy)
+        return
+    level = library.zs_limit_instructions(len(INSTRUCTIONS))
+    arm = platform.machine() in ("aarch64", "arm64")
+    yield Finding("native kernels", Status.OK, f"loaded, {'NEON' if arm else INSTRUCTIONS[level]}")
+
+
+def _accelerator() -> Findings:
+    device = choose_device(None)
+    if device.type == "cpu":
+        if os.path.exists("/dev/nvidia0"):
+            remedy = "install a torch for CUDA: this one has none, or the driver is older than it needs"
+            yield Finding("accelerator", Status.WARNING, "there is one, and torch does not see it", remedy)
+        else:
+            yield Finding("accelerator", Status.OK, "none: the processor is the device")
+        return
+    module = torch.get_device_module(device)
+    name = str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
+    parts = [name, f"{_size(free_bytes(device, None)['device'])} free"]
+    driver = versions(device).get("driver")
+    yield Finding("accelerator", Status.OK, ", ".join(parts + ([f"driver {driver}"] if driver else [])))
+
+
+def _host() -> Findings:
+    free, group = free_host(), cgroup_memory()
+    text = f"{_size(free)} free, the system has {_size(available_memory())}"
+    if group is not None:
+        text += f", the cgroup's limit is {_size(group.limit)}"
+    if free < LEAST_HOST:
+        yield Finding("host memory", Status.WARNING, text, "end other programs, or raise the container's memory limit")
+    else:
+        yield Finding("host memory", Status.OK, text)
+    yield _pinned(memlock_limit(), free)
+    if not os.path.isdir("/dev/shm"):
+        yield Finding("shared memory", Status.WARNING, "no /dev/shm", "mount it: data loaders with workers need it")
+        return
+    shared = free_disk("/dev/shm")
+    if shared < LEAST_SHARED:
+        remedy = "`--shm-size 8g` for a container: data loaders with workers need it"
+        yield Finding("shared memory", Status.WARNING, f"{_size(shared)} free in /dev/shm", remedy)
+    else:
+        yield Finding("shared memory", Status.OK, f"{_size(shared)} free in /dev/shm")
+
+
+def _pinned(limit: int | None, free: int) -> Finding:
+    text = "no limit" if limit is None else f"limit {_size(limit)}, {_size(free)} of host memory free"
+    if choose_device(None).type == "cpu":
+        return Finding("pinned memory", Status.OK, f"{text}; not needed without an accelerator")
+    if limit is None or limit >= free:
+        return Finding("pinned memory", Status.OK, text)
+    remedy = "if pinning fails: `ulimit -l unlimited`, or `--ulimit memlock=-1` for a container"
+    return Finding("pinned memory", Status.WARNING, text, remedy)
+
+
+def _disk(path: str) -> Findings:
+    try:
+        check_disk(0, path)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            rates = disk_rates(path, TRIAL)
+    except PrepareError as error:
+        yield Finding("disk", Status.FAILURE, _line(error), "name a directory that you may write to: --disk PATH")
+        return
+    yield Finding("disk", Status.OK, f"{_size(free_disk(path))} free in {path}")
+    if any("O_DIRECT" in str(warning.message) for warning in caught):
+        remedy = "name a directory on a local drive: transfers go through the page cache here, and take host memory"
+        yield Finding("disk, O_DIRECT", Status.WARNING, "not on this file system", remedy)
+    else:
+        yield Finding("disk, O_DIRECT", Status.OK, "yes")
+    text = f"{rates.read / 1e9:.2g} GB/s read, {rates.write / 1e9:.2g} GB/s written"
+    if min(rates.read, rates.write) < SLOW_DISK:
+        yield Finding("disk, speed", Status.WARNING, text, "name a faster drive for states that rest on disk")
+    else:
+        yield Finding("disk, speed", Status.OK, text)
+
+
+def _group() -> Findings:
+    try:
+        met, backend, seconds = try_group(_own_device(), MEETING_S)
+    except (RuntimeError, ValueError, OSError) as error:
+        remedy = "name the network interface that ranks share: GLOO_SOCKET_IFNAME=eth0, NCCL_SOCKET_IFNAME=eth0"
+        yield Finding("process group", Status.FAILURE, _line(error), remedy)
+        return
+    yield Finding("process group", Status.OK, f"{met} rank(s) met over {backend}, {seconds * 1e3:.2g} ms a collective")
+
+
+def _own_device() -> torch.device:
+    """The one that this rank would train on; alone, the processor is enough to try."""
+    device = choose_device(None)
+    if device.type == "cpu" or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return torch.device("cpu")
+    return torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
+
+
+def _extras() -> Findings:
+    found, missing = [], []
+    for name in EXTRAS:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            missing.append(name)
+    text = ", ".join(found) + (f"; not installed: {', '.join(missing)}" if missing else "")
+    yield Finding("extras", Status.OK, text.removeprefix("; "))
+
+
+def _line(error: BaseException) -> str:
+    """What it says, as one line."""
+    return " ".join(str(error).split())[:300]
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("TiB", 2**40), ("GiB", GIB), ("MiB", 2**20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes / 1024:.3g} KiB"

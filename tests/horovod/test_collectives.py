@@ -1,0 +1,256 @@
+"""Every collective against its definition, on one to three ranks; and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerostd.horovod as hvd
+from horovod.scripts import session
+from zerostd import MisuseError, NotSupportedError, PrepareError
+
+
+def value(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(1, 6, shape, generator=generator).to(dtype)
+
+
+def reductions(rank: int) -> None:
+    size = hvd.size()
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        everyone = torch.stack([value(number, 3, 2, dtype=dtype) for number in range(size)])
+        mine = value(rank, 3, 2, dtype=dtype)
+        total = everyone.sum(0)
+        mean = total / size if dtype.is_floating_point else total // size
+        for expected, options in (
+            (mean, {}),
+            (mean, {"average": True}),
+            (total, {"average": False}),
+            (total, {"op": hvd.Sum}),
+            (everyone.amin(0), {"op": hvd.Min}),
+            (everyone.amax(0), {"op": hvd.Max}),
+            (everyone.prod(0), {"op": hvd.Product}),
+            (total * 6, {"op": hvd.Sum, "prescale_factor": 2.0, "postscale_factor": 3.0}),
+        ):
+            found = hvd.allreduce(mine, name="x", **options)
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(mine, value(rank, 3, 2, dtype=dtype))
+            held = mine.clone().t()  # not contiguous
+            assert hvd.allreduce_(held, **options) is held
+            torch.testing.assert_close(held, expected.t())
+    fine = torch.full((4,), 1.0 + rank / 1000)
+    short = hvd.allreduce(fine, compression=hvd.Compression.fp16)
+    assert short.dtype == torch.float32
+    torch.testing.assert_close(short, torch.full((4,), 1.0 + (size - 1) / 2000), atol=2e-3, rtol=0)
+    if size > 1:
+        assert not torch.equal(short, hvd.allreduce(fine))
+
+
+def gathers(rank: int) -> None:
+    size = hvd.size()
+    mine = value(rank, rank + 1, 2)  # another length on every rank
+    torch.testing.assert_close(hvd.allgather(mine), torch.cat([value(n, n + 1, 2) for n in range(size)]))
+    empty = value(rank, 2 if rank == 0 else 0, 2)
+    torch.testing.assert_close(hvd.allgather(empty), value(0, 2, 2))
+    assert hvd.allgather_object({"rank": rank}) == [{"rank": number} for number in range(size)]
+
+
+def broadcasts(rank: int) -> None:
+    root = hvd.size() - 1
+    for dtype in (torch.float32, torch.int64, torch.bool):
+        mine = value(rank, 2, 3, dtype=dtype)
+        torch.testing.assert_close(hvd.broadcast(mine, root), value(root, 2, 3, dtype=dtype))
+        torch.testing.assert_close(mine, value(rank, 2, 3, dtype=dtype))
+        held = mine.t()
+        assert hvd.broadcast_(held, root_rank=root) is held
+        torch.testing.assert_close(mine, value(root, 2, 3, dtype=dtype))
+    assert hvd.broadcast_object({"of": rank}, root_rank=root) == {"of": root}
+
+
+def scatters(rank: int) -> None:
+    size = hvd.size()
+    rows = 2 * size + 1  # one is left over, for the first rank
+    everyone = torch.stack([value(number, rows, 2) for number in range(size)])
+    begin = 2 * rank + min(rank, 1)
+    part = slice(begin, begin + 2 + (rank == 0))
+    torch.testing.assert_close(hvd.reducescatter(value(rank, rows, 2)), everyone.mean(0)[part])
+    torch.testing.assert_close(hvd.reducescatter(value(rank, rows, 2), op=hvd.Sum), everyone.sum(0)[part])
+
+
+def exchanges(rank: int) -> None:
+    size = hvd.size()
+    for dtype in (torch.float32, torch.int64):
+        mine = 100 * rank + torch.arange(2 * size * 3).reshape(2 * size, 3).to(dtype)
+        rows = [
+            (100 * n + torch.arange(2 * size * 3).reshape(2 * size, 3))[2 * rank : 2 * rank + 2] for n in range(size)
+        ]
+        torch.testing.assert_close(hvd.alltoall(mine), torch.cat(rows).to(dtype))
+    splits = [(rank + other) % 3 for other in range(size)]
+    sent = torch.arange(sum(splits)) + 10 * rank
+    received, counts = hvd.alltoall(sent, splits=torch.tensor(splits))
+    assert counts.tolist() == [(number + rank) % 3 for number in range(size)]
+    expected = []
+    for number in range(size):
+        theirs = [(number + other) % 3 for other in range(size)]
+        begin = sum(theirs[:rank])
+        expected += [10 * number + i for i in range(begin, begin + theirs[rank])]
+    assert received.tolist() == expected
+
+
+def gradients(rank: int) -> None:
+    size = hvd.size()
+
+    def back(call: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> torch.Tensor:
+        x = value(rank, *shape).requires_grad_()
+        out = call(x)
+        (out * (rank + 1)).sum().backward()
+        return x.grad
+
+    mean = sum(range(1, size + 1)) / size
+    torch.testing.assert_close(back(hvd.allreduce, 2, 2), torch.full((2, 2), mean))
+    torch.testing.assert_close(back(hvd.allgather, rank + 1, 2), torch.full((rank + 1, 2), mean))
+    torch.testing.assert_close(back(lambda x: hvd.broadcast(x, 0), 3), torch.full((3,), mean if rank == 0 else 0.0))
+    expected = torch.arange(1.0, size + 1).repeat_interleave(2).unsqueeze(1)
+    torch.testing.assert_close(back(hvd.reducescatter, 2 * size, 1), expected)
+    torch.testing.assert_close(back(hvd.alltoall, 2 * size, 1), expected)
+
+
+def places(rank: int) -> None:
+    assert hvd.is_initialized() and hvd.rank() == rank
+    assert (hvd.local_rank(), hvd.local_size()) == (rank, hvd.size())
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+    hvd.barrier()
+
+
+def every(rank: int) -> str:
+    with session():
+        for check in (places, reductions, gathers, broadcasts, scatters, exchanges, gradients):
+            check(rank)
+    return "done" if not hvd.is_initialized() else "still open"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_collectives_are_what_they_are_called(ranks, world_size):
+    assert ranks(world_size, every) == ["done"] * world_size
+
+
+def test_collectives_in_a_world_of_one(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert every(0) == "done"
+
+
+HOROVOD = {  # parameters of Horovod 0.28, in their order
+    "allreduce": "tensor average name compression op prescale_factor postscale_factor process_set",
+    "allreduce_": "tensor average name op prescale_factor postscale_factor process_set",
+    "allgather": "tensor name process_set",
+    "broadcast": "tensor root_rank name process_set",
+    "broadcast_": "tensor root_rank name process_set",
+    "reducescatter": "tensor name compression op process_set prescale_factor postscale_factor",
+    "alltoall": "tensor splits name process_set",
+    "join": "device",
+    "barrier": "process_set",
+    "broadcast_parameters": "params root_rank",
+    "broadcast_optimizer_state": "optimizer root_rank model",
+    "broadcast_object": "obj root_rank name process_set",
+    "allgather_object": "obj name",
+    "DistributedOptimizer": "optimizer named_parameters compression backward_passes_per_step op "
+    "gradient_predivide_factor num_groups groups sparse_as_dense process_set",
+}
+
+
+@pytest.mark.parametrize("name", HOROVOD)
+def test_arguments_are_in_horovods_order(name):
+    parameters = inspect.signature(getattr(hvd, name)).parameters.values()
+    ours = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert ours == HOROVOD[name].split()
+
+
+def make(**options: Any) -> Any:
+    model = nn.Linear(4, 4)
+    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"op": hvd.Adasum}, NotSupportedError, "hvd.Average or hvd.Sum"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, PrepareError, "1 unless op is Average"),
+        ({"gradient_predivide_factor": 0.0}, PrepareError, "must be positive"),
+        ({"backward_passes_per_step": 0}, PrepareError, "1 or more"),
+        ({"compression": "fp16"}, NotSupportedError, "Compression.fp16"),
+        ({"groups": 3}, NotSupportedError, "leave groups out"),
+        ({"num_groups": 3}, NotSupportedError, "leave groups out"),
+        ({"process_set": "mine"}, NotSupportedError, "global_process_set"),
+        ({"stage": 3}, NotSupportedError, "zerostd.prepare"),
+        ({"stage": 7}, PrepareError, "stage=7"),
+        ({"named_parameters": [("a", 1), 2]}, PrepareError, "pairs"),
+        ({"named_parameters": [("a", nn.Parameter(torch.ones(1)))]}, PrepareError, "is not in named_parameters"),
+        ({"named_parameters": [("a.b", None), ("a/b", None)]}, PrepareError, "more than once"),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_refused(options, error, told):
+    with session(), pytest.raises(error, match=told):
+        make(**options)
+
+
+def test_what_is_refused_leaves_everything_as_it_was():
+    with session():
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        with pytest.raises(PrepareError, match="stage=7"):
+            hvd.DistributedOptimizer(optimizer, stage=7)
+        assert len(optimizer.state) == 2 and optimizer.param_groups[0]["lr"] == 0.1
+        model(torch.ones(1, 4)).sum().backward()
+        wrapped = hvd.DistributedOptimizer(optimizer)  # and it can be wrapped afterwards
+        with pytest.raises(PrepareError, match=r"call release\(\)"):
+            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        wrapped.release()
+        with pytest.raises(MisuseError, match="released"):
+            wrapped.step()
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_calls_that_make_no_sense_are_refused(monkeypatch):
+    with pytest.raises(MisuseError, match=r"before hvd.init\(\)"):
+        hvd.rank()
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with monkeypatch.context() as other:
+        other.setenv("OMPI_COMM_WORLD_SIZE", "4")
+        with pytest.raises(NotSupportedError, match="torchrun"):
+            hvd.init()
+    with pytest.raises(NotSupportedError, match="comm"):
+        hvd.init([0, 1])
+    with session():
+        one = torch.ones(3)
+        refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+            (MisuseError, "root_rank=5", lambda: hvd.broadcast(one, 5)),
+            (MisuseError, "leave average out", lambda: hvd.allreduce(one, average=True, op=hvd.Sum)),
+            (NotSupportedError, "Adasum", lambda: hvd.allreduce(one, op=hvd.Adasum)),
+            (NotSupportedError, "requires grad", lambda: hvd.allreduce(one.clone().requires_grad_(), op=hvd.Max)),
+            (MisuseError, "unsqueeze", lambda: hvd.allgather(torch.tensor(1.0))),
+            (MisuseError, "sum to 3", lambda: hvd.alltoall(one, splits=[2])),
+            (MisuseError, "broadcast_object", lambda: hvd.broadcast_parameters({"extra": "text"}, 0)),
+            (NotSupportedError, "float32", lambda: _half()),
+            (MisuseError, "laid out", lambda: make().add_param_group({"params": []})),
+        ]
+        for error, told, call in refused:
+            with pytest.raises(error, match=told):
+                call()
+        first, second = make(), make()
+        with pytest.raises(NotSupportedError, match="2 distributed optimizers"):
+            hvd.join()
+        del first, second
+        assert hvd.join() == 0
+
+
+def _half() -> Any:
+    model = nn.Linear(4, 4).bfloat16()
+    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
