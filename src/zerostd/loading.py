@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -20,6 +18,7 @@ from torch import nn
 
 from zerostd.checkpointing import Checkpoint, Manifest
 from zerostd.checkpointing.directory import clear_leftovers
+from zerostd.checkpointing.filling import Target, fill_columns
 from zerostd.checkpointing.manifest import TensorEntry
 from zerostd.checkpointing.progress import Progress
 from zerostd.checkpointing.values import decode
@@ -41,10 +40,7 @@ IN_PART = (
     "with this path or another"
 )
 
-ON_DISK = 32 << 20  # bytes that are written to disk at a time
-
 Wanted = tuple[TensorEntry, int, int]
-Target = tuple[TensorEntry, int, Column, slice]  # from which element on, and where to
 
 
 @dataclass(frozen=True)
@@ -261,8 +257,7 @@ def _take_over(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Ch
             targets += _gradient_targets(flat, manifest)
     sizes = [(part.stop - part.start) * getattr(torch, entry.dtype).itemsize for entry, _, _, part in targets]
     with Progress("loading", sum(sizes), is_shown=runtime.world.rank == 0) as progress:
-        checkpoint.fill(((e, low, c.tensor[part]) for e, low, c, part in targets if c.tensor is not None), progress.add)
-        _write_to_disk([target for target in targets if target[2].tensor is None], checkpoint, progress)
+        fill_columns(checkpoint, targets, progress.add)
     for flat in flats_of(runtime):
         flat.publish()
     for name, buffer in buffers_of(runtime.model):
@@ -279,23 +274,6 @@ def _take_over(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Ch
         for one in fields(runtime.loss_scale):
             setattr(runtime.loss_scale, one.name, manifest.loss_scale[one.name])
     runtime.backward.passes.num_steps = manifest.step
-
-
-def _write_to_disk(targets: list[Target], checkpoint: Checkpoint, progress: Progress) -> None:
-    """Read the next block while the last is written. One is written at a time: neighbours may share a page."""
-    with ThreadPoolExecutor(1, "zerostd load") as writer:
-        writing: deque[Future[None]] = deque()
-        for entry, low, column, part in targets:
-            size = getattr(torch, entry.dtype).itemsize
-            for start in range(part.start, part.stop, ON_DISK // size):
-                place, first = slice(start, min(part.stop, start + ON_DISK // size)), low + start - part.start
-                values = checkpoint.read(entry, first, first + place.stop - place.start).to(column.dtype)
-                if len(writing) == 2:
-                    writing.popleft().result()
-                writing.append(writer.submit(column.write, place, values))
-                progress.add(values.numel() * size)
-        for one in writing:
-            one.result()
 
 
 def _value_targets(flat: Flat, rank: int, manifest: Manifest) -> Iterator[Target]:

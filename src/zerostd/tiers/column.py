@@ -18,7 +18,7 @@ from zerostd.tiers.disk import Disk, Extent
 from zerostd.tiers.host import Host
 from zerostd.tiers.transfer import Transfer
 
-__all__ = ["Column", "Stores", "padded"]
+__all__ = ["PAGE", "Column", "Stores", "aligned", "padded"]
 
 PAGE = 4096
 
@@ -40,7 +40,7 @@ class Column:
         if self.tensor is not None:
             return self.tensor[part]
         low = part.start * self.dtype.itemsize // PAGE * PAGE
-        buffer = _aligned(part.stop * self.dtype.itemsize - low)
+        buffer = aligned(part.stop * self.dtype.itemsize - low)
         self.start_read(low // self.dtype.itemsize, buffer).wait()
         skip = part.start * self.dtype.itemsize - low
         return buffer[skip:].view(self.dtype)
@@ -55,7 +55,7 @@ class Column:
         per_page = PAGE // self.dtype.itemsize
         low = part.start // per_page * per_page
         high = min(self.numel, -(-part.stop // per_page) * per_page)
-        buffer = _aligned((high - low) * self.dtype.itemsize)
+        buffer = aligned((high - low) * self.dtype.itemsize)
         shared = {low} if low < part.start else set()  # pages that hold more than the part
         shared |= {(high - 1) // per_page * per_page} if part.stop < high else set()
         for page in shared:
@@ -156,8 +156,8 @@ def padded(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
 
 
-def _aligned(num_bytes: int) -> torch.Tensor:
-    """Bytes that start on a page."""
+def aligned(num_bytes: int) -> torch.Tensor:
+    """Memory that starts on a page."""
     memory = torch.empty(num_bytes + PAGE, dtype=torch.uint8)
     skip = -memory.data_ptr() % PAGE
     return memory[skip : skip + num_bytes]
