@@ -20,7 +20,7 @@ import torch
 
 from zerostd.checkpointing.directory import Draft, keep_newest
 from zerostd.checkpointing.files import Source, write_file
-from zerostd.checkpointing.manifest import Manifest, Part, TensorEntry
+from zerostd.checkpointing.manifest import BLOCK, Manifest, Part, TensorEntry
 from zerostd.checkpointing.progress import Progress
 from zerostd.checkpointing.values import dtype_name
 from zerostd.communication import Control
@@ -28,6 +28,7 @@ from zerostd.errors import CheckpointError
 from zerostd.parameters.records import Record
 from zerostd.policy import Tier
 from zerostd.tiers import Done, Lane, Transfer, Work, mark_here
+from zerostd.tiers.column import PAGE, aligned
 
 __all__ = ["Facts", "Saving"]
 
@@ -69,9 +70,12 @@ class _Aside:
 
     def __init__(self, device: torch.device) -> None:
         self._lane, self._ready = Lane(device), mark_here(device)
+        self._scratch = threading.local()  # a block of memory for each thread
 
     def reader(self, record: Record) -> Callable[[int, int], torch.Tensor]:
-        """Of a part of the record, in host memory."""
+        """Of a part of the record, in host memory; what a thread read from disk is there until it reads again."""
+        if record.column.tier is Tier.DISK:
+            return lambda low, high: record.read(low, high, self._memory())
         if self._lane.stream is None or record.column.tier is not Tier.DEVICE:
             return record.read
 
@@ -80,6 +84,12 @@ class _Aside:
                 return record.read(low, high).to("cpu")
 
         return read
+
+    def _memory(self) -> torch.Tensor:
+        if not hasattr(self._scratch, "block"):
+            self._scratch.block = aligned(BLOCK + PAGE)
+        block: torch.Tensor = self._scratch.block
+        return block
 
 
 class Saving:

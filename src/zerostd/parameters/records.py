@@ -37,9 +37,9 @@ class Record:
         """As it is kept."""
         return self.column.dtype
 
-    def read(self, low: int, high: int) -> torch.Tensor:
-        """A part of the interval, counted from its start, in memory."""
-        return self.column.read(slice(self.offset + low, self.offset + high))
+    def read(self, low: int, high: int, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """A part of the interval, counted from its start, in memory; from disk in this memory, if it is given."""
+        return self.column.read(slice(self.offset + low, self.offset + high), memory)
 
 
 def tensor_record(kind: str, of: str, tensor: torch.Tensor) -> Record:

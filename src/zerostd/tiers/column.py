@@ -35,12 +35,14 @@ class Column:
     extent: Extent | None = None
     offset: int = 0  # bytes, in the extent
 
-    def read(self, part: slice) -> torch.Tensor:
-        """The numbers of a part: a view in memory, a copy from disk. Not for the step: it waits."""
+    def read(self, part: slice, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """The numbers of a part: a view in memory, a copy from disk, in `memory` (which starts on a page and has one
+        to spare) if that is given. Not for the step: it waits."""
         if self.tensor is not None:
             return self.tensor[part]
         low = part.start * self.dtype.itemsize // PAGE * PAGE
-        buffer = aligned(part.stop * self.dtype.itemsize - low)
+        size = part.stop * self.dtype.itemsize - low
+        buffer = aligned(size) if memory is None else memory[:size]
         self.start_read(low // self.dtype.itemsize, buffer).wait()
         skip = part.start * self.dtype.itemsize - low
         return buffer[skip:].view(self.dtype)
