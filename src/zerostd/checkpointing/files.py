@@ -6,14 +6,11 @@ library, which reads these files; its own writer wants everything in memory at o
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import os
 import stat
 import struct
-import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,16 +21,15 @@ from typing import Any, Protocol
 import torch
 
 from zerostd.checkpointing.manifest import BLOCK, MOST_DIMENSIONS
+from zerostd.checkpointing.sinks import Sink, view_of
 from zerostd.checkpointing.values import DTYPES, dtype_name
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
+from zerostd.tiers.column import PAGE
 
-__all__ = ["Reader", "Source", "Writable", "Written", "reason", "view_of", "write_all", "write_file"]
+__all__ = ["Reader", "Source", "Writable", "Written", "reason", "write_file"]
 
 NUM_THREADS = 4
-PIECE = 256 << 10  # bytes that are written at a time
-START_EVERY = 32 << 20  # bytes
-RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE
 MOST_HEADER = 256 << 20
 CODES = {
     "float64": "F64",
@@ -51,9 +47,6 @@ CODES = {
     "bool": "BOOL",
 }
 DTYPE_BY_CODE = {code: DTYPES[name] for name, code in CODES.items()}
-
-_ONE_WRITES = threading.Lock()
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 Read = Callable[[int, int], torch.Tensor]  # elements [low, high), in memory
 OnWritten = Callable[[str, int], None]  # key and bytes of a source
@@ -77,7 +70,7 @@ class Writable(Protocol):
     def blocks(self) -> Iterator[tuple[int, int]]:
         """Elements [low, high) of each block, in order."""
 
-    def write(self, fd: int, low: int, high: int, offset: int) -> int:
+    def write(self, sink: Sink, low: int, high: int, offset: int) -> int:
         """A block to its place in the file; returns its checksum."""
 
 
@@ -96,11 +89,11 @@ class Source:
         step = BLOCK // self.dtype.itemsize
         return ((low, min(self.numel, low + step)) for low in range(0, self.numel, step))
 
-    def write(self, fd: int, low: int, high: int, offset: int) -> int:
+    def write(self, sink: Sink, low: int, high: int, offset: int) -> int:
         """A block to its place in the file; returns its checksum."""
         values = self.read(low, high).detach().to("cpu").contiguous()  # a copy only if it was elsewhere
         crc = crc32(values)
-        write_all(fd, view_of(values), offset)
+        sink.put(values, offset)
         return crc
 
 
@@ -122,18 +115,18 @@ def write_file(
     header."""
     header, offsets, end = _header(sources, metadata)
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        sink = Sink(path, end)
         try:
-            write_all(fd, memoryview(header), 0)
+            sink.put(header, 0)
             with ThreadPoolExecutor(NUM_THREADS, "zerostd checkpoint") as pool:
                 try:
-                    sums = _write_blocks(pool, fd, sources, offsets, on_written)
+                    sums = _write_blocks(pool, sink, sources, offsets, on_written)
                 except BaseException:
                     pool.shutdown(cancel_futures=True)
                     raise
-            os.fsync(fd)
+            sink.sync()
         finally:
-            os.close(fd)
+            sink.close()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {reason(error)}") from error
     return Written(end, sums)
@@ -149,19 +142,21 @@ def _header(sources: Sequence[Writable], metadata: Mapping[str, str] | None) -> 
         code = CODES[dtype_name(source.dtype)]
         entries[source.key] = {"dtype": code, "shape": list(source.shape), "data_offsets": [places[-1], used]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 64)  # numbers start on a cache line, and on a page where the header is one long
+    text += b" " * (-(8 + len(text)) % PAGE)  # numbers start on a page
     begin = 8 + len(text)
     return struct.pack("<Q", len(text)) + text, [begin + place for place in places], begin + used
 
 
 def _write_blocks(
-    pool: ThreadPoolExecutor, fd: int, sources: Sequence[Writable], offsets: Sequence[int], on_written: OnWritten | None
+    pool: ThreadPoolExecutor,
+    sink: Sink,
+    sources: Sequence[Writable],
+    offsets: Sequence[int],
+    on_written: OnWritten | None,
 ) -> dict[str, tuple[int, ...]]:
     """Sources in order, their blocks in several threads, a bounded number at a time."""
     sums: dict[str, list[int]] = {source.key: [] for source in sources}
     waiting: deque[tuple[Writable, bool, Future[int]]] = deque()
-    starts: list[Future[None]] = []
-    waiting_bytes = 0
 
     def collect() -> None:
         source, is_last, block = waiting.popleft()
@@ -172,42 +167,13 @@ def _write_blocks(
     for source, offset in zip(sources, offsets, strict=True):
         for low, high in source.blocks():
             place = offset + low * source.dtype.itemsize
-            block = pool.submit(source.write, fd, low, high, place)
+            block = pool.submit(source.write, sink, low, high, place)
             waiting.append((source, high == source.numel, block))
-            waiting_bytes += (high - low) * source.dtype.itemsize
-            if waiting_bytes >= START_EVERY and (not starts or starts[-1].done()):
-                starts.append(pool.submit(_start_writing, fd))  # so that the disk does not wait for the end
-                waiting_bytes = 0
             if len(waiting) > 2 * NUM_THREADS:
                 collect()
     while waiting:
         collect()
-    for start in starts:
-        start.result()
     return {key: tuple(found) for key, found in sums.items()}
-
-
-def _start_writing(fd: int) -> None:
-    """Let the system begin to write to the disk. A sync would wait for the file system's journal, and the writes of
-    other threads with it. What goes wrong is told by the sync at the end."""
-    start = getattr(_LIBC, "sync_file_range", None)
-    if start is not None:
-        start(fd, ctypes.c_int64(0), ctypes.c_int64(0), RANGE_WRITE)
-
-
-def view_of(values: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host."""
-    flat: Any = values.view(-1).view(torch.uint8).numpy() if values.numel() else b""
-    return memoryview(flat)
-
-
-def write_all(fd: int, view: memoryview, offset: int) -> None:
-    """All of it, at `offset` of a file, in short pieces and by one thread at a time: long ones, and several at once,
-    cost the system more (1 GB on ext4, two cores: 0.7 s; in pieces of 4 MiB 1.5 s)."""
-    done = 0
-    with _ONE_WRITES:
-        while done < len(view):
-            done += os.pwrite(fd, view[done : done + PIECE], offset + done)
 
 
 # Reading

@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 
 from zerostd.checkpointing.directory import Draft, check_headers, read_manifest
-from zerostd.checkpointing.files import Reader, view_of, write_all, write_file
+from zerostd.checkpointing.files import Reader, write_file
 from zerostd.checkpointing.manifest import BLOCK, Manifest, TensorEntry
 from zerostd.checkpointing.progress import Progress
+from zerostd.checkpointing.sinks import Sink, view_of
 from zerostd.checkpointing.values import DTYPES, dtype_of
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
@@ -130,14 +131,14 @@ class _Tensor:
             for low in range(part.start, part.stop, self.step):
                 yield low, min(part.stop, low + self.step)
 
-    def write(self, fd: int, low: int, high: int, offset: int) -> int:
+    def write(self, sink: Sink, low: int, high: int, offset: int) -> int:
         """A block to its place. It is there before it is known to be whole: if it is not, all of it goes."""
         part = self.entry.parts[bisect_right(self.starts, low) - 1]
         reader, kept, crc = self.readers[part.file], dtype_of(self.entry.dtype), 0
         step = SLICE // kept.itemsize if kept == self.dtype else CONVERTED
         numbers = torch.empty(min(step, high - low), dtype=kept)
         result = numbers if kept == self.dtype else torch.empty_like(numbers, dtype=self.dtype)
-        source, target = view_of(numbers), view_of(result)
+        source = view_of(numbers)
         for start in range(low, high, step):
             count = min(step, high - start)
             read = source[: count * kept.itemsize]
@@ -146,7 +147,7 @@ class _Tensor:
             if result is not numbers:
                 result.copy_(numbers)
             place = offset + (start - low) * self.dtype.itemsize
-            write_all(fd, target[: count * self.dtype.itemsize], place)
+            sink.put(result[:count], place)
         if crc != part.crc32[(low - part.start) // self.step]:
             raise CheckpointError(
                 f"{reader.path} is damaged: elements {low} to {high} of {self.entry.label} are not as written; use "
