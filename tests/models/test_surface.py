@@ -10,6 +10,7 @@ import io
 import pickle
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -817,3 +818,36 @@ def test_a_scheduler_of_the_optimizer_that_was_given_does_not_warn() -> None:
     optimizer.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gain = nn.Linear(4, 4), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.gain
+
+
+@pytest.mark.parametrize("placement", [zerostd.Placement(), zerostd.Placement(optimizer_states="host")])
+@pytest.mark.parametrize("make", [partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.AdamW])
+def test_states_of_a_parameter_that_is_one_number_come_back(make: Any, placement: Any, tmp_path: Path) -> None:
+    def train(model: nn.Module, optimizer: Any, steps: int) -> None:
+        for _ in range(steps):
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    model = Gain()
+    other = copy.deepcopy(model)
+    _, optimizer = zerostd.prepare(model, make(model.parameters()), placement=placement)
+    train(model, optimizer, 2)
+    optimizer.load_state_dict(optimizer.state_dict())
+    zerostd.save(tmp_path / "saved", model, optimizer)
+    train(model, optimizer, 1)
+    zerostd.load(tmp_path / "saved", model, optimizer)
+    train(model, optimizer, 2)
+    train(other, make(other.parameters()), 4)
+    state = zerostd.full_state_dict(model)
+    assert all(torch.allclose(state[name], value, atol=1e-6) for name, value in other.state_dict().items())

@@ -131,9 +131,18 @@ def load_states(updater: Updater, world: World, loss_scale: LossScale | None, st
 def put_states(updater: Updater, saved: dict[nn.Parameter, dict[str, Any]]) -> None:
     """Fill the runs with states by parameter, each either whole or just this rank's interval of it."""
     updater.inner.state.clear()
+    saved = {parameter: _with_long(updater, parameter, states) for parameter, states in saved.items()}
     for flat, runs in updater.runs.items():
         fill_flat(updater, runs, saved)
         flat.publish()
+
+
+def _with_long(updater: Updater, parameter: nn.Parameter, states: dict[str, Any]) -> dict[str, Any]:
+    """Of a parameter that is one number, states as long as it is look like states of one value: they get a length."""
+    if parameter.dim():
+        return states
+    is_long = {*updater.states, MASTER}
+    return {key: value.reshape(-1) if key in is_long else value for key, value in states.items()}
 
 
 def fill_flat(updater: Updater, runs: Runs, saved: dict[nn.Parameter, dict[str, Any]]) -> None:
