@@ -19,11 +19,12 @@ from zerostd.measuring.model import state_widths
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.homes import plan_flats
 from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Plan, Prediction, Task
-from zerostd.planning.costs import FOR_ACTIVATIONS, FOR_LIBRARIES, MARGIN, WORTH_SPECULATING, stages_of, threads_of
+from zerostd.planning.costs import WORTH_SPECULATING, stages_of, threads_of
+from zerostd.planning.limits import limits_for
 from zerostd.planning.model import WAYS
 from zerostd.planning.planner import Solution, evaluate, homes_by_group, model_state, place_states, plan_from, solve
 from zerostd.planning.refitting import Seen, refit
-from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, parse_bytes
+from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier
 from zerostd.runtime import PREFETCH_DEPTH
 from zerostd.settings import Settings, check_placement, rules_for
 
@@ -106,21 +107,15 @@ def find_limits(
     least. `held` bytes of the device are the model's own already; `free` is given for another machine."""
     if free is None:
         free = free_bytes(world.device, budget.disk_path)
-    limits: dict[Tier, int] = {}
-    ranks, is_host = world.local_size, world.device.type == "cpu"
-    if budget.device is not None:
-        limits[Tier.DEVICE] = max(0, parse_bytes(budget.device) - (0 if is_host else FOR_LIBRARIES))
-    else:
-        share = (1.0 - MARGIN) * (1.0 if knows_activations else 1.0 - FOR_ACTIVATIONS)
-        limits[Tier.DEVICE] = int((free["device"] // (ranks if is_host else 1) + held) * share)
-    if budget.host is not None:
-        limits[Tier.HOST] = parse_bytes(budget.host) // ranks
-    else:  # where the device is the processor they share one memory
-        rest = int(free["host"] * (1.0 - MARGIN)) // ranks - (limits[Tier.DEVICE] - held if is_host else 0)
-        limits[Tier.HOST] = max(0, rest)
-    if budget.disk_path is not None or (budget.disk is not None and "disk" in free):
-        on_disk = free.get("disk", 0) * (1.0 - MARGIN) if budget.disk is None else parse_bytes(budget.disk)
-        limits[Tier.DISK] = int(on_disk) // ranks
+    limits = limits_for(
+        budget,
+        free,
+        world.local_size,
+        is_host=world.device.type == "cpu",
+        has_disk=budget.disk_path is not None or (budget.disk is not None and "disk" in free),
+        held=held,
+        knows_activations=knows_activations,
+    )
     if control is None:
         return limits
     everywhere: list[dict[Tier, int]] = control.collect(limits)

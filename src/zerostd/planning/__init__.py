@@ -8,7 +8,7 @@ rounding.py     whole groups                      simulation.py  steps, event by
 solution.py     homes and bytes of shares         planner.py     from a task to a plan
 advice.py       what to tell when nothing fits    plan.py        the plan
 cluster.py      models and machines on paper      search.py      passes and stages that are left open
-refitting.py    rates as they were seen
+refitting.py    rates as they were seen           limits.py      what a rank may use of each tier
 """
 
 from zerostd.planning.costs import Task

@@ -15,7 +15,6 @@ from typing import Any
 from zerostd.errors import PrepareError
 from zerostd.planning.costs import (
     FOR_ACTIVATIONS,
-    MARGIN,
     WORTH_SPECULATING,
     Task,
     loads,
@@ -23,12 +22,13 @@ from zerostd.planning.costs import (
     threads_of,
 )
 from zerostd.planning.demands import work
+from zerostd.planning.limits import limits_for
 from zerostd.planning.machine import MachineProfile, Processor
 from zerostd.planning.model import ModelProfile
 from zerostd.planning.plan import Plan
 from zerostd.planning.planner import Solution, homes_by_group, model_state, plan_from, solve
 from zerostd.planning.search import Fits, Option, divisions, shortest, table, try_all
-from zerostd.policy import Budget, Kind, Stage, Tier, parse_bytes, shards
+from zerostd.policy import Budget, Kind, Stage, Tier, shards
 
 __all__ = ["Row", "Use", "check_machine", "limits_of", "plan_on", "scaling", "sent_bytes", "state_bytes"]
 
@@ -198,28 +198,21 @@ def limits_of(
     machine: MachineProfile, world_size: int, budget: Budget, *, knows_activations: bool = True
 ) -> dict[Tier, int]:
     """Bytes that one rank may use of each tier: its part of the budget, or of what is free less a margin."""
-    local, free = min(world_size, machine.ranks_per_node), machine.free
-    is_host, left = machine.link is None, 1.0 - MARGIN
-    limits = {}
-    if budget.device is not None:
-        limits[Tier.DEVICE] = parse_bytes(budget.device)
-    elif "device" in free:
-        part = left if knows_activations else left * (1.0 - FOR_ACTIVATIONS)
-        limits[Tier.DEVICE] = int(free["device"] // (local if is_host else 1) * part)
-    else:
+    if budget.device is None and "device" not in machine.free:
         raise PrepareError("machine profile: free.device is missing; complete it, or give a budget for the device")
-    if budget.host is not None:
-        limits[Tier.HOST] = parse_bytes(budget.host) // local
-    elif "host" in free:  # where the device is the processor they share one memory
-        limits[Tier.HOST] = max(0, int(free["host"] * left) // local - (limits[Tier.DEVICE] if is_host else 0))
     if machine.disk is None and budget.disk is not None:
         raise PrepareError(
             f"a budget of {budget.disk} of the disk, but nothing is known of one: name a directory with --disk-path, "
             "or describe `disk` in the machine profile"
         )
-    if machine.disk is not None and (budget.disk is not None or "disk" in free):
-        limits[Tier.DISK] = (parse_bytes(budget.disk) if budget.disk is not None else int(free["disk"] * left)) // local
-    return limits
+    return limits_for(
+        budget,
+        machine.free,
+        min(world_size, machine.ranks_per_node),
+        is_host=machine.link is None,
+        has_disk=machine.disk is not None,
+        knows_activations=knows_activations,
+    )
 
 
 def _share(machine: MachineProfile, local: int) -> MachineProfile:
