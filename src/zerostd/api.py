@@ -300,6 +300,7 @@ def save(
     *,
     keep: int | None = None,
     wait: bool = True,
+    frozen: bool = True,
 ) -> Saving:
     """Write a checkpoint: the directory `path`, which is there whole or not at all, whatever happens meanwhile.
 
@@ -315,6 +316,7 @@ def save(
         keep: Afterwards remove older checkpoints beside this one, but not the so many newest.
         wait: Return when it is there. False: training goes on while it is written, and the next update of a group waits
             until that group is; it is complete when `wait()` of what is returned has returned, or some step later.
+        frozen: False leaves out parameters that do not train, such as the base of LoRA: a model to load it has them.
 
     Returns:
         The checkpoint on its way, with `wait()`; every rank must call that, or none.
@@ -325,7 +327,7 @@ def save(
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise CheckpointError(f"keep={keep!r} must be a whole number of checkpoints, 1 or more")
     runtime = runtime_of(model, "save")
-    saving = save_checkpoint(runtime, _prepared(optimizer, "save"), Path(path), extra, keep)
+    saving = save_checkpoint(runtime, _prepared(optimizer, "save"), Path(path), extra, keep, frozen=frozen)
     if wait:
         runtime.saving = None
         saving.wait()

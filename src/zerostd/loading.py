@@ -143,7 +143,7 @@ def _named(data: Any) -> dict[str, Any]:
 
 def _check_fits(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifest) -> None:
     """Every parameter and buffer is there with the same shape, and nothing else; so are groups of the optimizer."""
-    mine = {i.name: i.shape for flat in flats_of(runtime) for i in flat.layout.intervals}
+    mine = {i.name: i.shape for flat in _flats_in(runtime, manifest) for i in flat.layout.intervals}
     buffers = {name: tuple(buffer.shape) for name, buffer in buffers_of(runtime.model)}
     problems = []
     for kind, wanted in (("parameter", mine), ("buffer", buffers)):
@@ -197,7 +197,7 @@ def _optimizer_problems(runtime: Runtime, optimizer: ZeroOptimizer, manifest: Ma
 
 def _wanted(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifest) -> Iterator[Wanted]:
     """Every interval that this rank reads."""
-    for flat in flats_of(runtime):
+    for flat in _flats_in(runtime, manifest):
         for name, low, high, _ in value_places(flat, runtime.world.rank):
             entry = manifest.find("parameter", name)
             assert entry is not None
@@ -212,6 +212,18 @@ def _wanted(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifes
             yield entry, 0, entry.numel
     for entry in _generators_of(runtime, manifest):
         yield entry, 0, entry.numel
+
+
+def _flats_in(runtime: Runtime, manifest: Manifest) -> list[Flat]:
+    """Those that the checkpoint is about: parameters that do not train may have been left out."""
+    flats = flats_of(runtime)
+    if manifest.frozen:
+        return flats
+    return [
+        flat
+        for flat in flats
+        if flat.gradient is not None or any(manifest.find("parameter", one.name) for one in flat.layout.intervals)
+    ]
 
 
 def value_places(flat: Flat, rank: int) -> Iterator[tuple[str, int, int, int]]:
@@ -249,7 +261,7 @@ def _take_over(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Ch
     """Everything was checked: this rank's part, flat by flat, as far as it needs no other rank."""
     manifest = checkpoint.manifest
     targets: list[Target] = []
-    for flat in flats_of(runtime):
+    for flat in _flats_in(runtime, manifest):
         targets += _value_targets(flat, runtime.world.rank, manifest)
         if optimizer is not None and flat.gradient is not None:
             _clear_states(flat, manifest)

@@ -31,17 +31,19 @@ __all__ = ["buffers_of", "check_call", "describe_optimizer", "flats_of", "save_c
 
 @torch.no_grad()
 def save_checkpoint(
-    runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path, extra: Any, keep: int | None
+    runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path, extra: Any, keep: int | None, *, frozen: bool = True
 ) -> Saving:
     """Begin to save. All ranks call it. In the middle of a step it returns when all is written: the next pass would
     add to the gradients."""
     check_call(runtime, optimizer, "save")
     _check_gradients(runtime)
+    if not frozen and all(flat.gradient is None for flat in flats_of(runtime)):
+        raise MisuseError("zerostd.save(frozen=False) of a model in which nothing trains: there is nothing to save")
     control = runtime.gatherer.control
     if runtime.saving is not None:
         runtime.saving.settle()  # one at a time
     try:
-        facts, records = _facts_and_records(runtime, optimizer, extra)
+        facts, records = _facts_and_records(runtime, optimizer, extra, frozen=frozen)
     except CheckpointError as error:
         control.meet("zerostd.save()", error)  # so that the others do not wait
         raise
@@ -54,7 +56,9 @@ def save_checkpoint(
     return saving
 
 
-def _facts_and_records(runtime: Runtime, optimizer: ZeroOptimizer | None, extra: Any) -> tuple[Facts, list[Record]]:
+def _facts_and_records(
+    runtime: Runtime, optimizer: ZeroOptimizer | None, extra: Any, *, frozen: bool
+) -> tuple[Facts, list[Record]]:
     tensors: list[torch.Tensor] = []
 
     def keep_tensor(tensor: torch.Tensor) -> int:
@@ -83,8 +87,9 @@ def _facts_and_records(runtime: Runtime, optimizer: ZeroOptimizer | None, extra:
         modules=modules,
         passes=0 if optimizer is None else runtime.backward.passes.num_done,
         extra=encoded,
+        frozen=frozen,
     )
-    records = [*_records(runtime, optimizer)]
+    records = [*_records(runtime, optimizer, frozen=frozen)]
     if runtime.world.rank == 0:
         records += [tensor_record("buffer", name, buffer) for name, buffer in buffers_of(runtime.model)]
         records += [tensor_record("extra", str(number), tensor) for number, tensor in enumerate(tensors)]
@@ -116,11 +121,11 @@ def _check_gradients(runtime: Runtime) -> None:
         )
 
 
-def _records(runtime: Runtime, optimizer: ZeroOptimizer | None) -> Iterator[Record]:
+def _records(runtime: Runtime, optimizer: ZeroOptimizer | None, *, frozen: bool) -> Iterator[Record]:
     rank, device = runtime.world.rank, runtime.world.device
     for group in runtime.update_order():
         runtime.gatherer.complete(group)
-        for flat in group.flats:
+        for flat in [flat for flat in group.flats if frozen or flat.gradient is not None]:
             yield from value_records(flat, rank, group.name)
             if optimizer is not None and flat in optimizer._updater.runs:
                 yield from state_records(optimizer._updater, flat, rank, group.name)

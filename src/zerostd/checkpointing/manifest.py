@@ -77,6 +77,7 @@ class Manifest:
     modules: Mapping[str, Any] = field(default_factory=dict)  # by name: what get_extra_state gave
     passes: int = 0  # backward passes of a step that was not complete
     extra: Any = None
+    frozen: bool = True  # parameters that did not train are there too
     _by_name: dict[tuple[str, str, str], TensorEntry] = field(default_factory=dict, compare=False, repr=False)
     _states: dict[str, list[TensorEntry]] = field(default_factory=dict, compare=False, repr=False)
 
@@ -105,6 +106,7 @@ class Manifest:
         data["tensors"] = [_without_empty(asdict(one)) for one in self.tensors]
         data |= {name: getattr(self, name) for name in ("optimizer", "loss_scale", "random", "extra")}
         data |= {name: getattr(self, name) for name in ("modules", "passes") if getattr(self, name)}
+        data |= {} if self.frozen else {"frozen": False}
         return json.dumps(data, separators=(",", ":"), allow_nan=False) + "\n"
 
     @classmethod
@@ -137,12 +139,14 @@ def _checked(data: Any) -> dict[str, Any]:
     if not _is_count(version) or not 1 <= version <= VERSION:
         raise CheckpointError(f"version {version!r}, and this zerostd reads {VERSION}; use a newer zerostd")
     known = {"format", "version", "zerostd", "saved", "step", "world_size", "stage", "files", "tensors", "optimizer"}
-    _only(data, known | {"loss_scale", "random", "modules", "passes", "extra"}, "a manifest")
+    _only(data, known | {"loss_scale", "random", "modules", "passes", "extra", "frozen"}, "a manifest")
     _expect(isinstance(data["zerostd"], str), "'zerostd' is no text")
     _expect(_is_number(data["saved"]), f"'saved' is {data['saved']!r}")
     counts = {"passes": data.get("passes", 0), **{name: data[name] for name in ("step", "world_size", "stage")}}
     for name, value in counts.items():
         _expect(_is_count(value), f"{name!r} is {value!r}")
+    frozen = data.get("frozen", True)
+    _expect(isinstance(frozen, bool), f"'frozen' is {frozen!r}")
     files = {name: one["bytes"] for name, one in data["files"].items()}
     for name, size in files.items():
         _expect(FILE_NAME.fullmatch(name) is not None, f"{name!r} is not a plain file name")
@@ -163,7 +167,7 @@ def _checked(data: Any) -> dict[str, Any]:
         _expect(isinstance(value, dict), f"{name!r} is no dict")
     found = {name: data[name] for name in ("zerostd", "saved")}
     rest = {name: data.get(name) for name in ("optimizer", "loss_scale", "extra")}
-    return {**found, **counts, **rest, **dicts, "files": files, "tensors": tensors}
+    return {**found, **counts, **rest, **dicts, "files": files, "tensors": tensors, "frozen": frozen}
 
 
 def _tensor(data: Any, files: Mapping[str, int]) -> TensorEntry:

@@ -76,6 +76,8 @@ def merge_checkpoint(checkpoint: Path, out: Path, dtype: str | None, max_shard_s
     manifest = read_manifest(checkpoint)
     if manifest.modules:
         log.warning("the extra state of %s is left out of %s", ", ".join(map(repr, manifest.modules)), out)
+    if not manifest.frozen:
+        log.warning("%s was saved without parameters that did not train, so %s is not a whole model", checkpoint, out)
     readers: dict[str, Reader] = {}
     try:
         check_headers(checkpoint, manifest, readers.__setitem__)

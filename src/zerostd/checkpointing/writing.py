@@ -51,6 +51,7 @@ class Facts:
     modules: Mapping[str, Any] = field(default_factory=dict)  # what get_extra_state gave, as JSON, by name of module
     passes: int = 0  # backward passes of a step that is not complete
     extra: Any = None
+    frozen: bool = True  # parameters that do not train are written, too
 
 
 @dataclass(frozen=True)
@@ -251,6 +252,7 @@ def _manifest(brought: list[Any], facts: Facts) -> Manifest:
         modules=facts.modules,
         passes=facts.passes,
         extra=facts.extra,
+        frozen=facts.frozen,
     )
 
 
