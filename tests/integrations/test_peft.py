@@ -5,6 +5,7 @@ Also a real small transformer, fine-tuned whole and by LoRA, and saved back as i
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
@@ -115,6 +116,9 @@ def test_trainer_saves_resumes_and_chooses_adapters(tmp_path: Path) -> None:
     small.newest_checkpoint_gone(tmp_path / "ours", small.STEPS)
     resumed = train(tmp_path / "ours", hf.Trainer, True, zero={"stage": 2})
     assert small.logged(resumed, "loss") == small.logged(whole, "loss")
+    saved = next((tmp_path / "ours").glob("checkpoint-*/zerostd/**/manifest.json"))
+    kept = {one["of"] for one in json.loads(saved.read_text())["tensors"] if one["kind"] == "parameter"}
+    assert kept == {name for name, parameter in resumed.model.named_parameters() if parameter.requires_grad}
     resumed.save_model(str(tmp_path / "adapter"))
     assert not (tmp_path / "adapter" / "model.safetensors").exists()  # the adapter alone
     assert_same_outputs(peft.PeftModel.from_pretrained(small.llama(), tmp_path / "adapter"), resumed.model)

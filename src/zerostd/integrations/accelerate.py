@@ -198,7 +198,9 @@ class Accelerator(accelerate.Accelerator):
         parent = _place(folder, number)
         earlier = [int(one.name) for one in parent.glob("*") if one.name.isdigit()]
         self.wait_for_everyone()  # all have looked before one of them writes
-        zerostd.save(parent / str(max(earlier, default=0) + 1), model, optimizer.optimizer, extra, keep=1)
+        frozen = not hasattr(model, "peft_config")  # the base of an adapter is there before anything is loaded
+        path = parent / str(max(earlier, default=0) + 1)
+        zerostd.save(path, model, optimizer.optimizer, extra, keep=1, frozen=frozen)
 
     @contextlib.contextmanager
     def _without_prepared(self) -> Iterator[list[PreparedOptimizer]]:
