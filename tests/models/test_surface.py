@@ -851,3 +851,17 @@ def test_states_of_a_parameter_that_is_one_number_come_back(make: Any, placement
     train(other, make(other.parameters()), 4)
     state = zerostd.full_state_dict(model)
     assert all(torch.allclose(state[name], value, atol=1e-6) for name, value in other.state_dict().items())
+
+
+def test_gathered_parameters_that_became_arrays_of_numpy_keep_their_memory() -> None:
+    model = nn.Linear(4, 4)
+    _, optimizer = zerostd.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), placement=zerostd.Placement(parameters="host")
+    )
+    with pytest.warns(RuntimeWarning, match=r"'weight' and its.* stays.*clone\(\)\.numpy"), zerostd.gathered(model):
+        array = model.weight.detach().numpy()
+        wanted = array.copy()
+    assert (array == wanted).all()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert torch.allclose(zerostd.full_state_dict(model)["weight"], torch.from_numpy(wanted) - 0.2)

@@ -8,6 +8,7 @@ version counter is its own, so autograd does not take them for the user's.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -138,10 +139,20 @@ class Flat:
         """Parameters show NaN; the gathered buffer's memory goes back, if it is not where they rest."""
         for parameter, blank in zip(self.parameters, self.blanks, strict=True):
             parameter.data = blank
-        if self.gives_back and self.full.untyped_storage().nbytes():
-            DEBUG.poison(self.full)
-            self.ledger.leave(Kind.BUFFERS, self.full.nbytes)
-            self.full.untyped_storage().resize_(0)
+        storage = self.full.untyped_storage()
+        if not self.gives_back or not storage.nbytes():
+            return
+        if not storage.resizable():
+            warnings.warn(
+                f"the memory of {self.layout.intervals[0].name!r} and its neighbours stays: somebody has it as an "
+                "array of numpy's. Take a copy of gathered parameters, such as parameter.detach().clone().numpy()",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        DEBUG.poison(self.full)
+        self.ledger.leave(Kind.BUFFERS, self.full.nbytes)
+        storage.resize_(0)
 
     def publish(self, *, only_resident: bool = False) -> None:
         """Round the masters into the compute dtype."""
