@@ -1,0 +1,301 @@
+"""Keras 3 on torch: `model.fit` with a torch optimizer and its states, gradients and weights sharded.
+
+model.compile(optimizer=Optimizer(torch.optim.AdamW, learning_rate=1e-3), loss="mse")
+prepare(model, stage=3)
+model.fit(x, y)
+
+Keras's own optimizers hold and update whole variables, so they cannot be sharded; any element-wise one of torch can.
+Keras calls `model.call` and `layer.call`. Both lead through a small tree of modules here, which is what zerostd sees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import torch
+from torch import nn
+
+import zerostd
+
+__all__ = ["Optimizer", "prepare", "release", "root_of"]
+
+if keras.backend.backend() != "torch":
+    raise ImportError(
+        f"Keras runs on {keras.backend.backend()!r}: set the environment variable KERAS_BACKEND=torch before keras is "
+        "imported"
+    )
+
+ROOT = "_zerostd_root"  # attribute of a prepared model
+SHARDS = ".zerostd"  # what is added to the name of a file of weights: the directory with the optimizer's states
+OPTIONS = set(inspect.signature(zerostd.prepare).parameters) - {"model", "optimizer"}
+WHOLE = {
+    "get_weights": False,
+    "set_weights": True,
+    "save": False,
+}  # calls that need whole weights; True: and change them
+REFUSED = {  # arguments of Keras's optimizers, with the remedy
+    "clipnorm": "it clips each variable by itself: use global_clipnorm, the norm over all",
+    "clipvalue": "gradients rest as shards: use global_clipnorm, the norm over all",
+    "use_ema": "averages of the weights are not kept: leave it out",
+    "loss_scale_factor": "losses are not scaled: leave it out",
+    "gradient_accumulation_steps": "train_step drops gradients before each backward: use a larger batch_size",
+}
+INSTEAD = {  # options of zerostd.prepare, with what Keras has for them
+    "max_grad_norm": "Optimizer(global_clipnorm=...)",
+    "accumulate": "a larger batch_size",
+    "precision": "keras.mixed_precision.set_global_policy('mixed_bfloat16')",
+}
+
+
+@keras.saving.register_keras_serializable(package="zerostd")
+class Optimizer(keras.optimizers.Optimizer):
+    """An optimizer of torch, for `model.compile`. Schedules and callbacks set its learning_rate as ever.
+
+    Args:
+        make: A class of torch, such as torch.optim.AdamW, or what is called like one: make(parameters, lr=..., ...).
+        learning_rate: A number, or a schedule of Keras.
+        global_clipnorm: Clip gradients to this norm, over all variables and ranks.
+        options: What `make` is given, such as weight_decay=0.1.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., torch.optim.Optimizer] | str,
+        learning_rate: Any = 1e-3,
+        global_clipnorm: float | None = None,
+        name: str | None = None,
+        **options: Any,
+    ) -> None:
+        for refused, remedy in REFUSED.items():
+            if options.get(refused):
+                raise zerostd.NotSupportedError(f"Optimizer({refused}={options[refused]!r}): {remedy}")
+        super().__init__(learning_rate=learning_rate, global_clipnorm=global_clipnorm, name=name)
+        self.make: Any = _find(make) if isinstance(make, str) else make
+        self.options = dict(options)
+        self.__dict__["inner"] = None  # what zerostd.prepare gave back
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """One step, on this rank's shards. The gradients are where zerostd has put them."""
+        if self.inner is None:
+            raise zerostd.MisuseError(
+                "fit of a model that was not prepared: call zerostd.integrations.keras.prepare(model) after compile()"
+            )
+        rate = float(self.learning_rate)
+        for group in self.inner.param_groups:
+            group["lr"] = rate
+        self.inner.step()
+        self.iterations.assign_add(1)
+
+    def get_config(self) -> dict[str, Any]:
+        """What makes an equal one."""
+        config = super().get_config()
+        told = {name: config[name] for name in ("name", "learning_rate", "global_clipnorm")}
+        return {**told, "make": f"{self.make.__module__}.{self.make.__qualname__}", **self.options}
+
+
+def _find(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+class Node(nn.Module):
+    """The weights of a layer that train, and its call."""
+
+    layer: Any
+    layer_call: Callable[..., Any]
+
+    def __init__(self, layer: Any, weights: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.__dict__.update(layer=layer, layer_call=layer.call)  # not as a submodule: Keras has its own names
+        for number, weight in enumerate(weights):
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """What the layer did before it was prepared."""
+        return self.layer_call(*args, **options)
+
+
+def prepare(model: keras.Model, **zero: Any) -> keras.Model:
+    """Shard a model that was compiled with an `Optimizer`, in place; options are those of zerostd.prepare.
+
+    What does not train (moving averages, seeds, frozen layers) stays whole on every rank, each with its own; that of
+    rank 0 is saved. Each rank fits on the data it is given: hand `fit` a DataLoader with a DistributedSampler.
+    """
+    optimizer = _check(model, zero)
+    root = _tree(model)
+    if not any(True for _ in root.parameters()):
+        raise zerostd.PrepareError(
+            "the model has no weights that train: build it, model.build(input_shape), or call it"
+        )
+    made = optimizer.make(root.parameters(), lr=float(optimizer.learning_rate), **optimizer.options)
+    if zero.get("groups") is None and len(root._modules) > 1:
+        zero["groups"] = ["*"]  # each layer
+    _, optimizer.__dict__["inner"] = zerostd.prepare(root, made, max_grad_norm=optimizer.global_clipnorm, **zero)
+    model.__dict__[ROOT] = root
+    for node in _nodes(root):
+        node.layer.__dict__["call"] = functools.wraps(node.layer_call)(functools.partial(_through, node))
+    for name, changes in WHOLE.items():
+        model.__dict__[name] = functools.partial(_on_whole, model, name, changes)
+    model.__dict__["save_weights"] = functools.partial(_save_weights, model)
+    model.__dict__["load_weights"] = functools.partial(_load_weights, model)
+    return model
+
+
+def release(model: keras.Model) -> keras.Model:
+    """Undo prepare: an ordinary model again. Every rank must call it."""
+    root = root_of(model)
+    zerostd.release(root)
+    for node in _nodes(root):
+        del node.layer.__dict__["call"]
+    for name in (*WHOLE, "save_weights", "load_weights", ROOT):
+        del model.__dict__[name]
+    model.optimizer.__dict__["inner"] = None
+    return model
+
+
+def root_of(model: keras.Model) -> nn.Module:
+    """What zerostd sees of a prepared model: for zerostd.memory, zerostd.gathered, zerostd.record."""
+    root = model.__dict__.get(ROOT)
+    if not isinstance(root, nn.Module):
+        raise zerostd.MisuseError(f"{model.name!r} was not prepared: call zerostd.integrations.keras.prepare(model)")
+    return root
+
+
+def _check(model: Any, zero: dict[str, Any]) -> Optimizer:
+    """Refuse what cannot be honoured, before anything changes."""
+    if not isinstance(model, keras.Model):
+        raise zerostd.PrepareError(f"prepare needs a keras.Model, got {type(model).__name__}")
+    if ROOT in model.__dict__:
+        raise zerostd.PrepareError(f"{model.name!r} is prepared already; release it first")
+    optimizer = getattr(model, "optimizer", None)
+    if not isinstance(optimizer, Optimizer):
+        raise zerostd.NotSupportedError(
+            f"{model.name!r} is compiled with {type(optimizer).__name__}, which updates whole variables: compile with "
+            "zerostd.integrations.keras.Optimizer(torch.optim.AdamW, learning_rate=...), or another class of torch"
+        )
+    if model.jit_compile:
+        raise zerostd.NotSupportedError("compile(jit_compile=True): the whole step would see shards; leave it out")
+    unknown = sorted(set(zero) - OPTIONS)
+    if unknown:
+        raise zerostd.PrepareError(f"prepare({unknown[0]}=...): the options of zerostd.prepare are {sorted(OPTIONS)}")
+    for name, instead in INSTEAD.items():
+        if zero.get(name) is not None:
+            raise zerostd.PrepareError(f"prepare({name}={zero[name]!r}): Keras has a setting for that, {instead}")
+    return optimizer
+
+
+def _tree(model: keras.Model) -> Node:
+    """A node for each layer that trains, by their order in the model; what no layer has is the root's own."""
+    seen: set[nn.Parameter] = set()
+    nodes = []
+    for layer in _layers(model):
+        weights = [one for one in _trained(layer) if one not in seen]
+        if weights:
+            nodes.append(Node(layer, weights))
+            seen.update(weights)
+    root = Node(model, [one for one in _trained(model) if one not in seen])
+    for number, node in enumerate(nodes):
+        root.add_module(f"layer{number}", node)
+    return root
+
+
+def _nodes(root: nn.Module) -> list[Node]:
+    return [node for node in root.modules() if isinstance(node, Node)]
+
+
+def _layers(model: keras.Model) -> Iterator[Any]:
+    for layer in model.layers:
+        if isinstance(layer, keras.Model):
+            yield from _layers(layer)
+        else:
+            yield layer
+
+
+def _trained(layer: Any) -> list[nn.Parameter]:
+    return [variable.value for variable in layer.trainable_variables]
+
+
+def _through(node: Node, *args: Any, **options: Any) -> Any:
+    """A call of a layer or a model. Keras also calls them without data, to learn shapes."""
+    tensors = [one for one in keras.tree.flatten((args, options)) if isinstance(one, torch.Tensor)]
+    if not tensors or any(one.is_meta for one in tensors):
+        return node.layer_call(*args, **options)
+    return node(*args, **options)
+
+
+# -- whole weights --
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def _whole(root: nn.Module, changes: bool) -> Iterator[None]:
+    """Whole weights, as copies: Keras makes arrays of numpy that share their memory, and gathered memory is given
+    back. With `changes`, rank 0's are kept."""
+    with zerostd.gathered(root, write=changes), torch.no_grad():
+        own = {weight: weight.data for weight in root.parameters()}
+        for weight, data in own.items():
+            weight.data = data.clone()
+        try:
+            yield
+        finally:
+            for weight, data in own.items():
+                if changes:
+                    data.copy_(weight.data)
+                weight.data = data
+
+
+def _on_whole(model: Any, name: str, changes: bool, *args: Any, **options: Any) -> Any:
+    """A call of Keras with whole weights in place. Every rank must make it; one writes."""
+    with _whole(root_of(model), changes):
+        if name.startswith("save") and not _is_first():
+            return None
+        return getattr(type(model), name)(model, *args, **options)
+
+
+def _save_weights(model: Any, filepath: Any, *args: Any, **options: Any) -> None:
+    """Keras's file, and beside it the directory with what the optimizer keeps, where each rank writes its shards."""
+    _on_whole(model, "save_weights", False, filepath, *args, **options)
+    folder = Path(f"{filepath}{SHARDS}")
+    older = [int(one.name) for one in folder.glob("*") if one.name.isdigit()]
+    number = max(older, default=0) + 1
+    if _is_first():
+        folder.mkdir(exist_ok=True)
+        (folder / f"{number}.crc").write_text(_checksum(filepath))
+    zerostd.save(folder / str(number), root_of(model), model.optimizer.inner, keep=1)
+    if _is_first():
+        for one in older:
+            (folder / f"{one}.crc").unlink(missing_ok=True)
+
+
+def _load_weights(model: Any, filepath: Any, *args: Any, **options: Any) -> None:
+    """Keras's file; and what the optimizer kept, if that lies beside it."""
+    folder = Path(f"{filepath}{SHARDS}")
+    shards = zerostd.latest(folder) if folder.exists() else None
+    if shards is not None and Path(f"{shards}.crc").read_text() != _checksum(filepath):
+        raise zerostd.CheckpointError(
+            f"{shards} has not been saved with {filepath}, which was written again since: remove {folder}, and the "
+            "optimizer starts anew"
+        )
+    _on_whole(model, "load_weights", True, filepath, *args, **options)
+    if shards is not None:
+        zerostd.load(shards, root_of(model), model.optimizer.inner)
+
+
+def _checksum(path: Any) -> str:
+    found = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            found = zlib.crc32(block, found)
+    return f"{found:08x}"
