@@ -1,0 +1,35 @@
+"""Half of the optimizer states rest in host memory, half on the disk.
+
+python examples/by_feature/disk.py
+"""
+
+import argparse
+import tempfile
+
+import torch
+import torch.nn.functional as F
+from gpt import GPT, batches
+
+import zerostd
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    placement = zerostd.Placement(optimizer_states={"host": 0.5, "disk": 0.5})
+    budget = zerostd.Budget(disk_path=tempfile.gettempdir())
+    model, optimizer = zerostd.prepare(model, optimizer, accumulate=1, placement=placement, budget=budget)
+    for step, (tokens, targets) in enumerate(batches(options.steps)):
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {step}: loss {loss.item():.6f}")
+
+
+if __name__ == "__main__":
+    main()

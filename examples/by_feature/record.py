@@ -1,0 +1,35 @@
+"""What happens is written down, for a page: `zerostd report run`.
+
+python examples/by_feature/record.py
+"""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from gpt import GPT, batches
+
+import zerostd
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--folder", default="run")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer = zerostd.prepare(model, optimizer)
+    steps = zerostd.track(list(batches(options.steps)), model, run_dir=options.folder)
+    for step, (tokens, targets) in enumerate(steps):
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.log(loss=loss)
+        print(f"step {step}: loss {loss.item():.6f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Ranks share parameters, gradients and optimizer states: ZeRO stage 3.
+
+torchrun --nproc-per-node 2 examples/by_feature/stages.py
+"""
+
+import argparse
+import os
+
+import torch
+import torch.nn.functional as F
+from gpt import GPT, batches
+
+import zerostd
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer = zerostd.prepare(model, optimizer, stage=3)
+    for step, (tokens, targets) in enumerate(batches(options.steps, int(os.environ.get("RANK", "0")))):
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {step}: loss {loss.item():.6f}")
+
+
+if __name__ == "__main__":
+    main()
