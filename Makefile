@@ -2,6 +2,7 @@
 #   make demo      train a small model on two ranks, then one whose state does not fit, and make a page of that run
 #   make test      lint, then the tests that need no GPU; PYTEST_ARGS="-k sharding" for some of them
 #   make lint      ruff and mypy
+#   make docs      the documentation as a site, in build/site
 #   make kills     kill a training 60 times, and see that nothing is lost (minutes)
 #   make native    build the native library again, beside the sources
 #   make sanitize  run the native operations under the address, undefined behaviour and thread sanitizers
@@ -12,9 +13,10 @@ PYTEST_ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+DEVELOPING := .venv/.developing
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: demo test lint kills native sanitize clean
+.PHONY: demo test lint docs kills native sanitize clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m torch.distributed.run --nproc-per-node 2 examples/digits.py
@@ -24,12 +26,16 @@ demo: $(INSTALLED)
 test: lint
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(PYTEST_ARGS)
 
-lint: $(INSTALLED)
+lint: $(DEVELOPING)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-kills: $(INSTALLED)
+# The variable leaves out the theme's notice that its support ends in May 2027.
+docs: $(DEVELOPING)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -d build/site
+
+kills: $(DEVELOPING)
 	$(BIN)/python benchmarks/kills.py --write
 
 native: $(BIN)/python
@@ -45,16 +51,24 @@ sanitize-%:
 	'$(SANITIZED)/$*/zerostd_native'
 
 clean:
-	rm -rf $(INSTALLED) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(INSTALLED) $(DEVELOPING) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f src/zerostd/kernels/*.so
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Torch first and by itself, so that TORCH decides which one; the rest then takes it as it is. The install is editable:
-# changed .py files count at once, changed native sources or dependencies make the stamp old.
-$(INSTALLED): pyproject.toml CMakeLists.txt $(wildcard src/native/*) | $(BIN)/python
+# changed .py files count at once, changed native sources or dependencies make the stamps old. The demo needs little of
+# what developing needs.
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/native/*)
+
+$(INSTALLED): $(SOURCES) | $(BIN)/python
 	$(PIP_INSTALL) $(TORCH)
-	$(PIP_INSTALL) -e '.[dev]'
+	$(PIP_INSTALL) -e '.[demo]'
 	touch $@
+
+$(DEVELOPING): $(SOURCES) | $(BIN)/python
+	$(PIP_INSTALL) $(TORCH)
+	$(PIP_INSTALL) -e '.[demo,dev]'
+	touch $(INSTALLED) $@
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv

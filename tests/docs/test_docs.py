@@ -1,32 +1,27 @@
-"""The documentation is true: its code runs, its reference is current, its links lead somewhere."""
+"""The documentation is true: its code and commands run, what is generated is current, its links lead somewhere."""
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+from docs.pages import PAGES, ROOT, blocks, name
+from zerostd.cli.main import app
 
-
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
-def test_code_on_the_page_runs(page):
-    for needed in NEEDED.get(page.name, ()):
-        pytest.importorskip(needed)
-    names: dict[str, object] = {}
-    exec(compile(PREAMBLE, "preamble", "exec"), names)
-    for number, block in enumerate(blocks(page)):
-        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
-
-
-NEEDED = {"hugging-face.md": ("accelerate", "peft", "transformers")}
+LINKS: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "links.py"))
+RUN_ELSEWHERE = {"docs/tutorial.md"}  # test_tutorial.py does all of it in order
+NEEDED = {
+    "docs/hugging-face.md": ("accelerate", "peft", "transformers"),
+    "docs/lightning-keras.md": ("lightning", "keras"),
+}
+os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras looks for it when it is imported
 PREAMBLE = """
 import torch
 from torch import nn
@@ -36,22 +31,98 @@ criterion = nn.MSELoss()
 loader = [(torch.ones(2, 4), torch.zeros(2, 4))]
 """
 
+each_page = pytest.mark.parametrize("page", PAGES, ids=name)
 
-def test_reference_is_what_the_docstrings_say():
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python") and name(p) not in RUN_ELSEWHERE], ids=name)
+def test_code_on_the_page_runs(page: Path) -> None:
+    for needed in NEEDED.get(name(page), ()):
+        pytest.importorskip(needed)
+    names: dict[str, object] = {}
+    exec(compile(PREAMBLE, "preamble", "exec"), names)
+    for number, block in enumerate(blocks(page, "python")):
+        exec(compile(block, f"{name(page)}, block {number}", "exec"), names)
+
+
+def commands() -> list[str]:
+    """Lines that plan for a machine that is described: they need no files but those of the repository."""
+    lines = [line for page in PAGES for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
+    told = [line for line in lines if line.startswith("zerostd plan") and ("--cluster" in line or "--table" in line)]
+    return sorted({line for line in told if "1T" not in line})  # a test of its own holds what scale.md says
+
+
+@pytest.mark.parametrize("command", commands())
+def test_plan_on_the_page_works(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert done.exit_code == 0, done.output
+    assert re.search(r"^device |\b7\.5", done.output, re.MULTILINE)
+
+
+def test_there_are_commands_to_try() -> None:
+    assert len(commands()) >= 3
+
+
+def test_other_commands_are_placeholders_or_name_files_that_are_there() -> None:
+    """Words in capitals stand for the reader's; what looks like a file must be one."""
+    for page in PAGES:
+        if name(page) in RUN_ELSEWHERE:
+            continue
+        for word in shlex.split(" ".join(blocks(page, "sh")).replace("\\\n", " "), comments=True):
+            if "/" in word and "=" not in word and not any(part.isupper() for part in re.split(r"[/.]", word)):
+                assert (ROOT / word).exists(), f"{name(page)}: {word}"
+
+
+def test_reference_is_what_the_docstrings_say() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "reference.py"))["page"]()
     assert (ROOT / "docs" / "reference.md").read_text() == page, "run: python docs/reference.py"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-        assert target.startswith("http") or (page.parent / target).exists(), target
+def test_diffs_are_those_of_the_scripts() -> None:
+    diffs = runpy.run_path(str(ROOT / "docs" / "diffs.py"))
+    for port, path in diffs["PAGES"].items():
+        text = path.read_text()
+        assert text == diffs["page"](port), "run: python docs/diffs.py"
+        assert (
+            f"--- {port}_before.py\n+++ {port}_after.py\n" in text
+            and "+    model, optimizer = zerostd.prepare(" in text
+        )
 
 
-def test_readme_has_a_line_for_every_source_file():
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    wrong = []
+    for _, target, _ in LINKS["links"](page.read_text()):
+        path = LINKS["in_repository"](name(page), target)
+        if "://" in target:
+            continue
+        to, anchor = page if path is None else ROOT / path, target.partition("#")[2]
+        if not to.exists() or (anchor and anchor not in LINKS["anchors"](to.read_text())):
+            wrong.append(target)
+    assert not wrong, f"{name(page)}: {wrong}"
+
+
+def test_anchors_are_those_of_headings_outside_code() -> None:
+    assert LINKS["anchors"]("# A `b`: c\n\n## D-e, f (g)\n```sh\n# no\n```\n") == {"a-b-c", "d-e-f-g"}
+
+
+def test_readme_has_a_line_for_every_source_file() -> None:
     tree = re.search(r"## The tree\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     assert tree is not None
     sources = (ROOT / "src").rglob("*.*")
     names = {p.name for p in sources if p.suffix in (".py", ".cpp", ".h") and p.name != "__init__.py"}
     missing = {name for name in names if name not in tree.group(1)}
     assert not missing
+
+
+MEASURED = ["README.md", "docs/how-to/slow.md", "docs/how-to/from-deepspeed.md", "docs/how-to/from-fsdp2.md"]
+
+
+@pytest.mark.parametrize("page", MEASURED)
+def test_measured_numbers_are_in_a_table_of_results(page: str) -> None:
+    """Seconds and GiB that a page tells are those of some benchmark, rounded."""
+    results = "\n".join(path.read_text() for path in (ROOT / "benchmarks" / "results").glob("*.md"))
+    known = [float(number) for number in re.findall(r"(?<![\w.])[0-9]+\.[0-9]+(?![\w.])", results)]
+    told = re.findall(r"(?<![\w.])([0-9]+\.([0-9]+)) (?:s|GiB)\b", (ROOT / page).read_text())
+    unknown = {text for text, digits in told if float(text) not in {round(one, len(digits)) for one in known}}
+    assert told and not unknown

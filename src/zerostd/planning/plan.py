@@ -60,7 +60,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """See the module's docstring. `homes` and `activations` are by name of group, or by a glob of names."""
+    """What rests where, by which route it is updated, and what that is predicted to cost.
+
+    `homes` and `activations` are by name of group, or by a glob of names. One written by hand is obeyed like any
+    other.
+    """
 
     homes: Mapping[str, Homes]
     stage: Stage = Stage.PARAMETERS
