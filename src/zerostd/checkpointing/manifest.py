@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Self
 
 from zerostd.checkpointing.values import dtype_of
@@ -78,13 +79,17 @@ class Manifest:
     passes: int = 0  # backward passes of a step that was not complete
     extra: Any = None
     frozen: bool = True  # parameters that did not train are there too
-    _by_name: dict[tuple[str, str, str], TensorEntry] = field(default_factory=dict, compare=False, repr=False)
-    _states: dict[str, list[TensorEntry]] = field(default_factory=dict, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        self._by_name.update({(one.kind, one.of, one.state): one for one in self.tensors})
+    @cached_property
+    def _by_name(self) -> dict[tuple[str, str, str], TensorEntry]:
+        return {(one.kind, one.of, one.state): one for one in self.tensors}
+
+    @cached_property
+    def _states(self) -> dict[str, list[TensorEntry]]:
+        found: dict[str, list[TensorEntry]] = {}
         for one in self.of_kind("state"):
-            self._states.setdefault(one.of, []).append(one)
+            found.setdefault(one.of, []).append(one)
+        return found
 
     def find(self, kind: str, of: str, state: str = "") -> TensorEntry | None:
         """A tensor by what it is; None if there is none."""
