@@ -11,7 +11,6 @@ import argparse
 import itertools
 import json
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -181,12 +180,11 @@ def show(rows: list[Row], num_nodes: int) -> bool:
     return all(found.values())
 
 
-def node(rank: int, num_nodes: int, port: int, args: argparse.Namespace, data: tuple[Data, Data]) -> None:
+def node(rank: int, num_nodes: int, meeting: str, args: argparse.Namespace, data: tuple[Data, Data]) -> None:
     """One node's part; the first one speaks, and exits with 1 if something is not as claimed."""
     torch.set_num_threads(1)
     if not dist.is_initialized():
-        address = "env://" if port == 0 else f"tcp://127.0.0.1:{port}"
-        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=num_nodes)
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_nodes)
     rows = experiment(args.epochs, data)
     is_so = True
     if rank == 0:
@@ -199,13 +197,6 @@ def node(rank: int, num_nodes: int, port: int, args: argparse.Namespace, data: t
         sys.exit(1)
 
 
-def free_port() -> int:
-    """One that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=5, help="processes, unless a launcher says how many")
@@ -215,13 +206,14 @@ def main() -> None:
     args = parser.parse_args()
     args.epochs = 3 if args.quick else args.epochs
     if "RANK" in os.environ:
-        node(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 0, args, load_data())
+        node(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", args, load_data())
         return
-    try:  # a fork server: torch is imported once for all
-        given = (args.nodes, free_port(), args, load_data())
-        torch.multiprocessing.start_processes(node, given, nprocs=args.nodes, start_method="forkserver")
-    except torch.multiprocessing.ProcessExitedException as error:  # it has said why
-        sys.exit(error.exit_code)
+    with tempfile.TemporaryDirectory() as folder:
+        given = (args.nodes, f"file://{folder}/meeting", args, load_data())
+        try:  # a fork server: torch is imported once for all
+            torch.multiprocessing.start_processes(node, given, nprocs=args.nodes, start_method="forkserver")
+        except torch.multiprocessing.ProcessExitedException as error:  # it has said why
+            sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ Left out, the script is examples/digits.py. On two machines each starts its own 
 The script itself does not know: it is the same on one rank, on several, and on several nodes.
 """
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -22,9 +24,11 @@ DIGITS = str(Path(__file__).parent / "digits.py")
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below those that systems hand out by themselves: somebody could get it before the agents do."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(20000, 32000)))
+            return probe.getsockname()[1]
 
 
 def start(node, port, script):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -27,6 +29,14 @@ def start(port: int, folder: Path, log: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
 
 
+def free_port() -> int:
+    """Below those that the system hands out by itself: another test could get it before the launcher does."""
+    while True:
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("localhost", random.randrange(20000, 32000)))
+            return int(one.getsockname()[1])
+
+
 def wait_for(text: str, logs: list[Path], seconds: float) -> None:
     end = time.monotonic() + seconds
     while not any(text in log.read_text(errors="replace") for log in logs):
@@ -44,9 +54,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.slow
 def test_one_of_two_ranks_is_killed_and_the_other_goes_on(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
     folder = tmp_path / "checkpoints"
     first = start(port, folder, logs[0])

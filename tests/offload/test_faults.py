@@ -239,8 +239,8 @@ SPECULATE = {"placement": Placement(optimizer_states="host", speculate=True), "a
 @pytest.mark.parametrize(
     ("options", "words", "error"),
     [
-        ({"placement": Placement(activations="host")}, ("activations='host'", "checkpoint"), NotSupportedError),
-        ({"placement": Placement(activations="disk")}, ("activations='disk'", "checkpoint"), NotSupportedError),
+        ({"placement": Placement(activations={"tape*": "host"})}, ("no group fits 'tape*'",), PrepareError),
+        ({"placement": Placement(same_activations="all")}, ("same_activations='all'", "new_group"), PrepareError),
         ({"placement": Placement(gradients="disk")}, ("gradients='disk'", "'host'"), NotSupportedError),
         (
             {"placement": Placement(gradients={"host": 0.5, "disk": 0.5})},
@@ -256,7 +256,7 @@ SPECULATE = {"placement": Placement(optimizer_states="host", speculate=True), "a
             NotSupportedError,
         ),
     ],
-    ids=["activations", "activations-disk", "gradients", "gradients-part", "accumulate", "norm", "fp16", "parameters"],
+    ids=["activations", "same-activations", "gradients", "gradients-part", "accumulate", "norm", "fp16", "parameters"],
 )
 def test_what_cannot_be_honoured(options, words, error):
     refused(*words, error=error, **options)

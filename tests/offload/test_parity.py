@@ -420,9 +420,10 @@ def test_in_a_world_of_one_every_stage_takes_every_placement(tmp_path: Path) -> 
 
 
 def test_homes_that_do_not_exist_are_refused(tmp_path: Path) -> None:
-    for placement in (Placement(gradients="disk"), Placement(activations="host")):
-        with pytest.raises(PrepareError):
-            prepared(Job(), placement, tmp_path)
+    with pytest.raises(PrepareError):
+        prepared(Job(), Placement(gradients="disk"), tmp_path)
+    with pytest.raises(PrepareError, match="not a way for activations"):
+        Placement(activations="tape")
     with pytest.raises(PrepareError, match="sum to 1"):
         Placement(optimizer_states={**THIRDS, "disk": 0.1})
     with pytest.raises(PrepareError, match="not a tier"):
