@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))  # `from support import ...`, here and in the ranks
 
@@ -28,6 +30,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def one_thread() -> None:
     """Same order of sums on every machine, and no quarrel with the ranks for the cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_it_was() -> Iterator[None]:
+    """Other libraries start process groups and write into the environment, and the next file would take it for a
+    launcher's."""
+    before = dict(os.environ)
+    yield
+    changed = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
+    for name in [name for name in changed if not name.startswith("PYTEST_")]:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
