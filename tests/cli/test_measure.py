@@ -45,7 +45,7 @@ def test_table_says_everything(tmp_path: Path) -> None:
         "wires",
         "free, host",
     ):
-        assert word in result.stdout, word
+        assert word in result.stdout, f"{word}:\n{result.output}"
 
 
 def test_json_is_the_profile_and_nothing_else(tmp_path: Path) -> None:
