@@ -229,13 +229,6 @@ class Placement:
             found[name] = fitting[0] if fitting else Way.DEVICE
         return found
 
-    @property
-    def moves_activations(self) -> bool:
-        """Whether anything is done with them but keeping them."""
-        given = self.activations
-        ways = {given} if isinstance(given, str) else set(given.values() if self._goes_by_group else given)
-        return ways != {Way.DEVICE} or self.same_activations is not None
-
 
 def _in_shares(groups: Sequence[str], shares: Mapping[Way, float]) -> dict[str, Way]:
     """Whole groups, from the last one on: kept nearest what is needed first."""

@@ -188,6 +188,42 @@ def test_what_lies_in_one_storage_travels_once() -> None:
     assert zerostd.memory(model).peak["host"]["activations"] == x.nbytes
 
 
+def test_one_storage_may_be_kept_in_two_tiers_and_asked_for_inside_its_forward() -> None:
+    class Asking(Scale):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            (slope,) = torch.autograd.grad(y.square().sum(), self.by, create_graph=True)
+            return y + slope.detach().mean()
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(kind() for kind in (Scale, Asking, Scale, Asking))
+
+        def forward(self, x: Tensor) -> Tensor:
+            shared = x * 1.0
+            return sum((layer(shared) for layer in self.layers), torch.zeros(()))
+
+    def backward(model: nn.Module) -> None:
+        torch.manual_seed(0)
+        model(torch.randn(64, 64, 64)).square().mean().backward()
+
+    def train(ways: Any) -> list[Tensor]:
+        model = Mixed()
+        _, optimizer = zerostd.prepare(
+            model, torch.optim.SGD(model.parameters(), 0.1), placement=Placement(activations=ways), groups=["layers.*"]
+        )
+        for _ in range(2):
+            backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(zerostd.full_state_dict(model).values())
+
+    wanted = train("device")
+    found = train({"layers.0": "host", "layers.1": "disk", "layers.2": "disk", "layers.3": "host"})
+    assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
+
+
 def test_shares_are_taken_from_the_end() -> None:
     names = [f"blocks.{index}" for index in range(8)]
     ways = Placement(activations={"host": 0.5, "device": 0.25, "disk": 0.25}).ways(names)

@@ -71,7 +71,7 @@ class Activations:
         self._running: list[_Running] = []  # innermost last
         self._recomputed: list[Recomputed] = []
         self._ours: set[int] = set()  # storages of parameters and buffers
-        self._known: dict[int, tuple[weakref.ref[Storage], weakref.ref[Parcel]]] = {}
+        self._known: dict[tuple[int, Tier], tuple[weakref.ref[Storage], weakref.ref[Parcel]]] = {}
         self._last: weakref.ref[Bundle] | None = None  # left in this pass
         self._checked: set[str] = set()  # groups that peers have compared
 
@@ -162,19 +162,19 @@ class Activations:
         is_plain = not tensor.is_conj() and not tensor.is_neg()
         if storage.nbytes() < WORTH_MOVING or tensor.device != self._gatherer.wires.world.device or not is_plain:
             return _Kept(tensor.detach(), version_of(tensor))
-        parcel = self._parcel_of(tensor, storage)
+        parcel = self._parcel_of(tensor, storage, bundle.tier)
         bundle.add(parcel)
         return _Moved(bundle, parcel, View.of(tensor))
 
-    def _parcel_of(self, tensor: torch.Tensor, storage: Storage) -> Parcel:
-        """The one that has its storage already, or a new one."""
-        if id(storage) in self._known:
-            seen, known = self._known[id(storage)]
+    def _parcel_of(self, tensor: torch.Tensor, storage: Storage, tier: Tier) -> Parcel:
+        """The one that has its storage in this tier already, or a new one."""
+        if (id(storage), tier) in self._known:
+            seen, known = self._known[id(storage), tier]
             parcel = known()
             if seen() is storage and parcel is not None and parcel.version == version_of(tensor):
                 return parcel
         parcel = Parcel.of(tensor)
-        self._known[id(storage)] = (weakref.ref(storage), weakref.ref(parcel))
+        self._known[id(storage), tier] = (weakref.ref(storage), weakref.ref(parcel))
         return parcel
 
     @torch.no_grad()

@@ -72,6 +72,11 @@ class Parcel:
     is_whole: bool = True  # slices of other ranks are here too
     num_users: int = 0  # bundles that have it here
 
+    @property
+    def rests(self) -> bool:
+        """Whether there is a copy of it, or one is on its way."""
+        return self.room is not None or self.kept is not None
+
     def is_spoilt(self) -> bool:
         """Whether somebody changed it in place after it was left."""
         if self.left is not None and version_of(self.left) != self.version:
@@ -113,7 +118,7 @@ class Bundle:
             arrival.wait()  # what comes in must not meet what is put there next
         for parcel in self.parcels:
             parcel.num_users -= 1
-            if parcel.num_users == 0:
+            if parcel.num_users == 0 and parcel.rests:  # a backward inside of its forward comes too early
                 parcel.is_spoilt()  # asked while it can be seen
                 parcel.here = parcel.left = None
         self.is_here = False
@@ -140,7 +145,7 @@ class Carrier:
 
     def send(self, bundle: Bundle) -> None:
         """Let a bundle leave, for whose forward everything is in the current stream."""
-        new = [parcel for parcel in bundle.parcels if parcel.room is None and parcel.kept is None]
+        new = [parcel for parcel in bundle.parcels if not parcel.rests]
         if bundle.tier is Tier.DEVICE:
             for parcel in new:
                 parcel.kept = self._mine(parcel).clone()
