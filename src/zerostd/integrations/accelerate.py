@@ -7,7 +7,6 @@ model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, load
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,13 +19,12 @@ from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
 import zerostd
+from zerostd.integrations.options import OPTIONS, late_reduction
 
 __all__ = ["Accelerator", "PreparedOptimizer", "check_options", "newest_in"]
 
 FOLDER = "zerostd"  # in a directory that accelerate or Trainer writes: the checkpoints of zerostd
-OPTIONS = set(inspect.signature(zerostd.prepare).parameters) - {"model", "optimizer"}
 OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
-REDUCED_LATER = (0, 1)  # stages whose gradients are whole anyway
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -148,10 +146,9 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """At stages 0 and 1 passes inside are reduced by the first one outside. At stages 2 and 3 each is reduced at
-        once and summed on its shard: whole gradients are what these stages save."""
-        is_late = self.zero.get("stage") in REDUCED_LATER and self.optimizer_of(model) is not None
-        with zerostd.no_sync(model) if is_late else contextlib.nullcontext():
+        """Passes inside are reduced later, where that saves anything; see `late_reduction`."""
+        is_ours = self.optimizer_of(model) is not None
+        with late_reduction(model, self.zero) if is_ours else contextlib.nullcontext():
             yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:

@@ -19,13 +19,12 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from torch import nn
 
 import zerostd
+from zerostd.integrations.options import OPTIONS, late_reduction
 
-__all__ = ["Root", "ZeroStrategy", "check_options", "check_precision", "late_reduction", "newest_in", "save_shards"]
+__all__ = ["Root", "ZeroStrategy", "check_options", "check_precision", "newest_in", "save_shards"]
 
 FOLDER = "zerostd"  # in a directory that Lightning is told to write: the checkpoints of zerostd
-OPTIONS = set(inspect.signature(zerostd.prepare).parameters) - {"model", "optimizer"}
 PRECISIONS = ("32-true", "bf16-mixed")  # of Lightning, that leave weights and gradients as they are
-REDUCED_LATER = (0, 1)  # stages whose gradients are whole anyway
 SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
@@ -205,12 +204,6 @@ class _Sync:
 
 
 BY_VALUE = "{}: gradients rest as shards, and zerostd clips them by their norm; use {}"
-
-
-def late_reduction(model: nn.Module, zero: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """At stages 0 and 1 passes inside are reduced by the first one outside. At stages 2 and 3 each is reduced at once
-    and summed on its shard: whole gradients are what these stages save."""
-    return zerostd.no_sync(model) if zero.get("stage") in REDUCED_LATER else contextlib.nullcontext()
 
 
 def prepare_root(module: nn.Module, optimizer: torch.optim.Optimizer | None, zero: Mapping[str, Any]) -> Root:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import inspect
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ import torch
 from torch import nn
 
 import zerostd
+from zerostd.integrations.options import OPTIONS
 
 __all__ = ["Optimizer", "prepare", "release", "root_of"]
 
@@ -36,7 +36,6 @@ if keras.backend.backend() != "torch":
 
 ROOT = "_zerostd_root"  # attribute of a prepared model
 SHARDS = ".zerostd"  # what is added to the name of a file of weights: the directory with the optimizer's states
-OPTIONS = set(inspect.signature(zerostd.prepare).parameters) - {"model", "optimizer"}
 WHOLE = {
     "get_weights": False,
     "set_weights": True,

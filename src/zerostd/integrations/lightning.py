@@ -31,18 +31,17 @@ from safetensors import safe_open
 import zerostd
 from zerostd.integrations.fabric import (
     BY_VALUE,
-    OPTIONS,
     Root,
     backend_for,
     check_options,
     check_precision,
-    late_reduction,
     newest_in,
     only_one,
     prepare_root,
     save_shards,
     to_device,
 )
+from zerostd.integrations.options import OPTIONS, late_reduction
 
 __all__ = ["ZeroStrategy", "merge"]
 
