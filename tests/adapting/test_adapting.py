@@ -83,10 +83,9 @@ def same_numbers(model: nn.Module, path: str, *stretches: int, **options: Any) -
 class Memory:
     """A host with so many bytes for everybody, of which a model holds some."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch | None, model: nn.Module, total: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: nn.Module, total: int) -> None:
         self.model, self.total = model, total
-        set_ = monkeypatch.setattr if monkeypatch is not None else setattr
-        set_(adapting, "free_bytes", self.free_bytes)
+        monkeypatch.setattr(adapting, "free_bytes", self.free_bytes)
 
     def free_bytes(self, device: torch.device, disk_path: str | None) -> dict[str, int]:
         mine = sum(zerostd.memory(self.model).now.get("host", {}).values())
@@ -195,12 +194,13 @@ def test_what_else_the_loop_does_is_seen(tmp_path: Path) -> None:
 def on_ranks(rank: int, folder: str) -> list[str]:
     plan = replace(Plan({"*": HOST}, limits=LIMITS), world_size=2)
     model, optimizer = prepared(plan, folder)
-    memory = Memory(None, model, 64 * MIB)
-    train(model, optimizer, EVERY, rank)
-    before = sum(zerostd.memory(model).now["host"].values())
-    if rank == 1:  # one rank finds less, all move
-        memory.total = before
-    train(model, optimizer, 3 * EVERY, rank)
+    with pytest.MonkeyPatch.context() as patch:
+        memory = Memory(patch, model, 64 * MIB)
+        train(model, optimizer, EVERY, rank)
+        before = sum(zerostd.memory(model).now["host"].values())
+        if rank == 1:  # one rank finds less, all move
+            memory.total = before
+        train(model, optimizer, 3 * EVERY, rank)
     revisions = for_room(model)
     wrong = [] if len(revisions) == 1 else [f"rank {rank}: {revisions}"]
     if sum(zerostd.memory(model).now["host"].values()) > 0.9 * before:

@@ -238,16 +238,34 @@ def _free_port() -> int:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
+    before = dict(os.environ)
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in {*os.environ} - {*before}:
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextmanager
+def _functions_stay() -> Iterator[None]:
+    """The next test on this rank wants the package as it is, not as one test would have it."""
+    before = _functions()
+    yield
+    after = _functions()
+    changed = [name for name, function in before.items() if after[name] is not function]
+    assert not changed, f"left changed for the tests that follow: {', '.join(changed)}"
+
+
+def _functions() -> dict[str, Any]:
+    modules = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "zerostd"}
+    return {
+        f"{name}.{key}": value
+        for name, module in modules.items()
+        for key, value in vars(module).items()
+        if callable(value)
+    }
 
 
 # -- the rank's side --
@@ -266,12 +284,13 @@ def _serve(connection: Connection, stacks: str) -> None:
                 return
             try:
                 sys.path[:] = [*sys.path, *(entry for entry in call.path if entry not in sys.path)]
-                os.environ.update(call.environment)
-                group = _enter_group(call, group)
-                fn, args = pickle.loads(call.function)
-                torch.manual_seed(0)
-                result = io.BytesIO()
-                torch.save(fn(int(call.environment["RANK"]), *args), result)
+                with _environment(**call.environment):
+                    group = _enter_group(call, group)
+                    fn, args = pickle.loads(call.function)
+                    torch.manual_seed(0)
+                    result = io.BytesIO()
+                    with _functions_stay():
+                        torch.save(fn(int(call.environment["RANK"]), *args), result)
                 answer = Answer(None, result.getvalue(), dist.is_initialized() or group is None)
             except BaseException:
                 answer = Answer(traceback.format_exc(), b"", False)
