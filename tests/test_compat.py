@@ -31,6 +31,25 @@ def test_in_backward_is_true_only_there():
     assert seen == [True] and not compat.in_backward()
 
 
+class Nested(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.seen = torch.nn.Identity(), []
+
+    def forward(self, depth: int) -> None:
+        self.seen.append((compat.calls_of(self), compat.calls_of(self.other)))
+        if depth:
+            self.other(self(depth - 1))
+
+
+def test_calls_of_a_module_are_counted_with_and_without_hooks():
+    module = Nested()
+    module(2)
+    module.register_forward_pre_hook(lambda module, args: None)
+    module(1)
+    assert module.seen == [(1, 0), (2, 0), (3, 0), (1, 0), (2, 0)] and compat.calls_of(module) == 0
+
+
 def test_foreach_copies_and_adds_across_dtypes():
     targets = [torch.zeros(3), torch.zeros(2, 2)]
     compat.foreach_copy_(targets, [torch.ones(3, dtype=torch.bfloat16), torch.full((2, 2), 2.0)])

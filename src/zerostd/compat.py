@@ -5,6 +5,7 @@ They differ between torch releases and may move; nothing else in the library tou
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 __all__ = [
     "at_end_of_backward",
+    "calls_of",
     "foreach_add_",
     "foreach_copy_",
     "has_saved_tensor_hooks",
@@ -31,6 +33,16 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether this thread runs inside a backward pass (recomputed forwards run there too)."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def calls_of(module: torch.nn.Module) -> int:
+    """How many calls of a module are going on in this thread, one inside the other. Walks the stack."""
+    code, count = torch.nn.Module._call_impl.__code__, 0
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        count += frame.f_code is code and frame.f_locals.get("self") is module
+    return count
 
 
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -457,6 +457,24 @@ class Twice(Stack):
 SCENES["modules called twice"] = Scene(Twice, fit, BLOCKS)
 
 
+class Recursive(Stack):
+    """A tree: the root calls itself for its children, and has work left when they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 0.5))
+
+    def forward(self, x: Tensor, height: int = 2) -> Tensor:
+        below = [self(part, height - 1) for part in (x / 2, x + 1)] if height else []
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.outlet(x) + self.weight * sum(below)
+
+
+SCENES["root that calls itself"] = Scene(Recursive, fit, BLOCKS)
+
+
 class Shuffled(Stack):
     """The order of the blocks, and which of them run, changes from step to step, alike on all ranks."""
 
@@ -552,6 +570,27 @@ SCENES["gradient of an input"] = Scene(Stack, fit, BLOCKS, gradients=input_gradi
 SCENES["no_sync with parameters unused"] = Scene(Unused, fit_unused, ["blocks"], gradients=without_sync, optimizer=sgd)
 
 
+class Interrupted(Stack):
+    stops = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.stops:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def interrupt(model: nn.Module, loss: Any, step: int, rank: int, share: float) -> None:
+    """The keyboard ends a forward, of which torch tells no hook, and the user goes on."""
+    model.stops = step % 2 == 1
+    with contextlib.suppress(KeyboardInterrupt):
+        loss(model, step, rank)
+    model.stops = False
+    (loss(model, step, rank) * share).backward()
+
+
+SCENES["forwards that are interrupted"] = Scene(Interrupted, fit, BLOCKS, gradients=interrupt)
+
+
 def compare(rank: int, name: str, stages: tuple[int, ...]) -> list[str]:
     doing(name)
     return differences(SCENES[name], rank, stages)
@@ -568,6 +607,19 @@ def test_two_ranks_train_as_plain_torch(ranks, name):
 )
 def test_a_world_of_one_trains_as_plain_torch(name):
     agree([compare(0, name, (0, 3))])
+
+
+def test_a_root_that_calls_itself_scales_its_loss_once():
+    norms = []
+    for precision in ("fp32", "fp16"):
+        model = seeded(Recursive)
+        model, optimizer = zerostd.prepare(model, sgd(model), stage=0, precision=precision)
+        if optimizer.loss_scale is not None:
+            optimizer.loss_scale.value = 64.0
+        fit(model, 0, 0).backward()
+        norms.append(optimizer.clip_grad_norm_(1.0).float())
+        zerostd.release(model)
+    torch.testing.assert_close(norms[1], norms[0], rtol=1e-2, atol=0.0)
 
 
 # -- unused everywhere --

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerostd.compat import no_dynamo
+from zerostd.compat import calls_of, no_dynamo
 from zerostd.monitoring.watch import Doing
 from zerostd.parameters import Group
 from zerostd.scheduling.activations import Activations
@@ -55,6 +55,7 @@ class Hooks:
         self._of_root = [group for group in gatherer.groups if root in group.modules]
         self._active: list[Group] = []  # groups whose forward runs now, innermost last
         self._recomputed: Group | None = None  # by activation checkpointing, in the backward that runs now
+        self._depth = 0  # calls of the root, one inside the other
 
     def install(self) -> None:
         """Register everything."""
@@ -114,6 +115,12 @@ class Hooks:
             self.gatherer.finish(group)
 
     def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._depth and calls_of(module) < 2:  # a call that was interrupted: no hook was told of its end
+            self._depth = 0
+        self._depth += 1
+        if self._depth > 1:  # it calls itself: the door is behind us
+            self._enter_root(args, kwargs)
+            return None
         self.backward.abandon()
         if not self.backward.is_running:
             self.rules.before(module)
@@ -123,15 +130,21 @@ class Hooks:
         cast = self.rules.on_input
         if cast is not None:
             args, kwargs = map_tensors(args, cast), map_tensors(kwargs, cast)
-        if self._knows_groups:
-            for group in self._of_root:
-                self._before_group(group, module, args, kwargs)
+        self._enter_root(args, kwargs)
         return None if cast is None else (args, kwargs)
 
+    def _enter_root(self, args: Any, kwargs: Any) -> None:
+        if self._knows_groups:
+            for group in self._of_root:
+                self._before_group(group, self.root, args, kwargs)
+
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._depth = max(0, self._depth - 1)
         if self._knows_groups:
             for group in self._of_root:
                 self._after_group(group, module, args, output)
+        if self._depth:
+            return None
         self._active.clear()
         if not self.backward.is_running:
             self.gatherer.release_all()
