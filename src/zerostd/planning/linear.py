@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
-from scipy.optimize import linprog
-from scipy.sparse import csr_array
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 __all__ = ["Array", "Infeasible", "Linear", "Outcome", "Term"]
 
@@ -64,6 +65,8 @@ class _Rows:
         self.count += 1
 
     def matrix(self, size: int) -> tuple[csr_array | None, Array | None]:
+        from scipy.sparse import csr_array  # see `minimise`
+
         if not self.count:
             return None, None
         places, columns, factors = (numpy.concatenate(part) for part in zip(*self._parts, strict=True))
@@ -120,6 +123,8 @@ class Linear:
 
     def minimise(self, cost: Terms, whole: Array | None = None) -> Outcome:
         """The best point, or Infeasible. Variables in `whole` take whole numbers, and then nothing has a price."""
+        from scipy.optimize import linprog  # half of what importing zerostd would take, and few processes plan
+
         size = len(self._lower)
         objective = numpy.zeros(size)
         for index, factor in cost.items():
