@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from docs.pages import ROOT
+from support.scripts import run_script
 from zerostd.cli.main import app
 from zerostd.measuring import load_or_measure
 from zerostd.measuring.timing import Sizes
 
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
-LAUNCHER = "torch.distributed.run"
 QUICK = Sizes(parameters=2**18, cpu_side=128, turns=1, seconds=0.05)  # the machine is measured elsewhere
 
 
@@ -39,14 +37,12 @@ def as_program(words: list[str], folder: Path) -> Iterator[None]:
 
 
 def run(command: str, folder: Path, capsys: Any) -> str:
-    """What a command says. Only ranks are processes of their own: here torch is loaded already."""
+    """What a command says. Only ranks are processes of their own."""
     program, *words = shlex.split(command)
     if program == "torchrun":
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        whole = [sys.executable, "-m", LAUNCHER, *words]
-        done = subprocess.run(whole, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        *options, number, file = words
+        assert options == ["--standalone", "--nproc-per-node"], command
+        return "".join(run_script(file, ranks=int(number), folder=folder))
     with as_program(words, folder):
         if program == "zerostd":
             told = CliRunner().invoke(app, words)

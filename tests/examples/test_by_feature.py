@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from support.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "by_feature"
@@ -86,9 +86,5 @@ def test_activations_rest_on_the_host(run, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_stages_on_two_ranks() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, str(FOLDER / "stages.py"), "--steps", "4"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert len(LOSS.findall(done.stdout)) == 8
+    said = "".join(run_script(FOLDER / "stages.py", "--steps", "4", ranks=2))
+    assert len(LOSS.findall(said)) == 8

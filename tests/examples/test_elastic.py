@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -14,6 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from support.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,14 +27,6 @@ def start(port: int, folder: Path, log: Path) -> subprocess.Popen[bytes]:
     with open(log, "wb") as file:
         command = [sys.executable, *launcher, *meeting, *patience, *script]
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
-
-
-def free_port() -> int:
-    """Below those that the system hands out by itself: another test could get it before the launcher does."""
-    while True:
-        with socket.socket() as one, contextlib.suppress(OSError):
-            one.bind(("localhost", random.randrange(20000, 32000)))
-            return int(one.getsockname()[1])
 
 
 def wait_for(text: str, logs: list[Path], seconds: float) -> None:

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import pytest
 
+from support.scripts import run_script
+
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
 MEMORY = re.compile(r"^(device|host|disk) +(\w+) +[0-9.]+ MiB +([0-9.]+) MiB", re.MULTILINE)
 
 
@@ -32,12 +31,10 @@ class Row(NamedTuple):
     seconds: float
 
 
-def run_digits(*launcher: str, epochs: int) -> list[Row]:
-    command = [sys.executable, *launcher, "examples/digits.py", "--epochs", str(epochs)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+def run_digits(epochs: int, ranks: int = 0) -> list[Row]:
+    said, *silent = run_script("examples/digits.py", "--epochs", str(epochs), ranks=ranks)
+    assert not any(silent)
+    lines = said.splitlines()
     (header,) = (number for number, line in enumerate(lines) if line.split()[:2] == ["stage", "accuracy"])
     return [read(line) for line in lines[header + 1 :] if line.strip()]
 
@@ -49,7 +46,7 @@ def read(line: str) -> Row:
 
 @pytest.mark.slow
 def test_digits_learns_alike_at_every_stage_and_shows_smaller_shards():
-    rows = run_digits(*LAUNCHER, epochs=4)
+    rows = run_digits(4, ranks=2)
     assert [row.stage for row in rows] == [0, 1, 2, 3]
     for row in rows:
         assert row.accuracy > 95
@@ -64,18 +61,15 @@ def test_digits_learns_alike_at_every_stage_and_shows_smaller_shards():
 
 @pytest.mark.slow
 def test_digits_runs_without_a_launcher():
-    rows = run_digits(epochs=1)
+    rows = run_digits(1)
     assert [row.stage for row in rows] == [0, 1, 2, 3]
     assert len({row.total for row in rows}) == 1  # a world of one has nothing to shard
 
 
 @pytest.mark.slow
 def test_offload_gives_one_loss_and_moves_the_bytes():
-    command = [sys.executable, "examples/offload.py", "--steps", "12"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {line[:34].strip(): line[34:].replace(",", "").split() for line in done.stdout.splitlines()[1:]}
+    (said,) = run_script("examples/offload.py", "--steps", "12")
+    rows = {line[:34].strip(): line[34:].replace(",", "").split() for line in said.splitlines()[1:]}
     assert len({loss for loss, *_ in rows.values()}) == 1
     sizes = {name: [int(size) for size in row[1:]] for name, row in rows.items()}
     total = sum(sizes["all on the device"])

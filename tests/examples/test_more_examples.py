@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from support.scripts import run_script
+
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def run(*words: str, limit_s: float = 240) -> str:
@@ -44,7 +45,7 @@ def test_horovod_script_learns_on_two_ranks_and_alone(monkeypatch: pytest.Monkey
     runpy.run_path(str(ROOT / "examples" / "horovod_digits.py"), run_name="__main__")
     size, whole = read(capsys.readouterr().out)
     assert size == 1
-    size, half = read(run(*LAUNCHER, "examples/horovod_digits.py"))
+    size, half = read(run_script("examples/horovod_digits.py", ranks=2)[0])
     assert size == 2 and half == pytest.approx(whole / 2, rel=0.01)  # they share the momenta
 
 

@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import scipy.optimize
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
@@ -17,7 +18,7 @@ from scipy.optimize import linprog
 from planning.by_hand import fits, step_seconds
 from planning.machines import EVERYTHING, GIB, LAPTOP, gpt, plain, task_of, tight
 from zerostd.errors import PrepareError
-from zerostd.planning import GroupProfile, ModelProfile, Task, linear, make_plan, planner, simulation
+from zerostd.planning import GroupProfile, ModelProfile, Task, make_plan, planner, simulation
 from zerostd.planning.costs import loads, merged
 from zerostd.planning.demands import WHOLE, Shares
 from zerostd.planning.linear import Infeasible
@@ -199,7 +200,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         found["simulated"] += 1
         return simulation.simulate(*given_)
 
-    monkeypatch.setattr(linear, "linprog", solving)
+    monkeypatch.setattr(scipy.optimize, "linprog", solving)
     monkeypatch.setattr(planner, "simulate", simulating)
     return found
 

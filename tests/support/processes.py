@@ -15,6 +15,7 @@ import faulthandler
 import io
 import os
 import pickle
+import random
 import shutil
 import signal
 import socket
@@ -23,7 +24,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -112,7 +113,7 @@ class RankPool:
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
         }
         store = self._store(world_size)
         function = pickle.dumps((fn, args))
@@ -156,7 +157,8 @@ class RankPool:
             self.close()
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="ranks_"))
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # one process loads torch, the ranks are copies of it
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "zerostd"])
         with _environment(
             OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=os.pathsep.join(filter(None, sys.path))
         ):
@@ -230,10 +232,12 @@ def _stacks(workers: list[Worker], hanging: list[int]) -> dict[int, str]:
     }
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port() -> int:
+    """Below those that the system hands out by itself: another process could get it before it is used here."""
+    while True:
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("127.0.0.1", random.randrange(20000, 32000)))
+            return int(one.getsockname()[1])
 
 
 @contextmanager
