@@ -45,7 +45,7 @@ class Call(NamedTuple):
 
     path: list[str]  # sys.path, so that the function's module is found
     environment: dict[str, str]
-    store: str | None  # file of the process group to be in; None: in no group
+    group: tuple[int, str] | None  # port of its store and name of the process group to be in; None: in no group
     function: bytes  # pickled (function, arguments), opened once the path is set
 
 
@@ -92,7 +92,8 @@ class RankPool:
         self.grouped = grouped
         self._workers: list[Worker] = []
         self._folder: Path | None = None
-        self._group: tuple[int, str] | None = None  # ranks and store file of the group that the workers are in
+        self._group: tuple[int, str] | None = None  # ranks and name of the group that the workers are in
+        self._store: dist.TCPStore | None = None  # where they meet; its port is taken before it is known to anybody
         self._num_groups = 0
 
     def run(
@@ -115,7 +116,7 @@ class RankPool:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
         }
-        store = self._store(world_size)
+        group = self._group_of(world_size)
         function = pickle.dumps((fn, args))
         path = [*sys.path, str(TESTS.parent)]
         done = False
@@ -123,7 +124,7 @@ class RankPool:
             for rank, worker in enumerate(workers):
                 worker.progress.unlink(missing_ok=True)
                 mine = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), PROGRESS: str(worker.progress)}
-                worker.connection.send(Call(path, mine, store, function))
+                worker.connection.send(Call(path, mine, group, function))
             answers = _collect(workers, timeout)
             done = True
         finally:
@@ -171,14 +172,15 @@ class RankPool:
                 self._workers.append(Worker(process, ours, stacks, progress))
         return self._workers[:world_size]
 
-    def _store(self, world_size: int) -> str | None:
+    def _group_of(self, world_size: int) -> tuple[int, str] | None:
         if not self.grouped:
             return None
+        if self._store is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         if self._group is None or self._group[0] != world_size:
-            assert self._folder is not None
             self._num_groups += 1
-            self._group = (world_size, str(self._folder / f"store_{self._num_groups}"))
-        return self._group[1]
+            self._group = (world_size, f"group_{self._num_groups}")
+        return self._store.port, self._group[1]
 
 
 # -- the parent's side --
@@ -278,7 +280,7 @@ def _functions() -> dict[str, Any]:
 def _serve(connection: Connection, stacks: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears the keyboard and ends us
     torch.set_num_threads(1)
-    group: str | None = None
+    group: tuple[int, str] | None = None
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         while True:
@@ -301,16 +303,17 @@ def _serve(connection: Connection, stacks: str) -> None:
             connection.send(answer)
 
 
-def _enter_group(call: Call, group: str | None) -> str | None:
-    if call.store != group:
+def _enter_group(call: Call, group: tuple[int, str] | None) -> tuple[int, str] | None:
+    if call.group != group:
         if dist.is_initialized():
             dist.destroy_process_group()
-        if call.store is not None:
+        if call.group is not None:
+            port, name = call.group
             dist.init_process_group(
                 "gloo",
-                init_method=f"file://{call.store}",
+                store=dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, is_master=False)),
                 rank=int(call.environment["RANK"]),
                 world_size=int(call.environment["WORLD_SIZE"]),
                 timeout=timedelta(seconds=COLLECTIVE_LIMIT_S),
             )
-    return call.store
+    return call.group
