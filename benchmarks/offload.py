@@ -125,7 +125,7 @@ def with_zerostd(job: Job, build: Build, system: System, disk_path: str) -> Trai
         max_grad_norm=job.clip or None,
         placement=zerostd.Placement(
             **{kind: home_of(text) for kind, text in homes.items()},
-            activations="device" if system.activations == "device" else {"blocks.*": system.activations},
+            activations=activations_of(system.activations),
             cpu_share=system.cpu_share,
             speculate=system.speculate,
         ),
@@ -160,6 +160,11 @@ def home_of(text: str) -> str | dict[str, float]:
     if ":" not in text:
         return text
     return {tier: float(part) for tier, part in (word.split(":") for word in text.split(","))}
+
+
+def activations_of(text: str) -> str | dict[str, Any]:
+    """A way for all blocks, or shares of all groups; the root keeps its own."""
+    return home_of(text) if ":" in text or text == "device" else {"blocks.*": text}
 
 
 def main() -> None:
@@ -198,8 +203,8 @@ def job_options() -> argparse.ArgumentParser:
                         "shares such as device:0.3,host:0.7")  # fmt: skip
     parser.add_argument("--gradients", default="device", help="home of zerostd's gradients")
     parser.add_argument("--parameters", default="device", help="home of zerostd's parameters")
-    parser.add_argument("--activations", default="device", help="what zerostd does with activations, such as host or "
-                        "recompute+host")  # fmt: skip
+    parser.add_argument("--activations", default="device", help="what zerostd does with activations, such as host, "
+                        "recompute+host or device:0.8,host:0.2")  # fmt: skip
     parser.add_argument("--record", action="store_true", help="zerostd writes down what happens")
     parser.add_argument("--cpu-share", type=float, help="what the processor updates of zerostd's states off the device")
     parser.add_argument("--speculate", action="store_true", help="zerostd updates before the norm is known")
