@@ -67,7 +67,7 @@ $(INSTALLED): $(SOURCES) | $(BIN)/python
 
 $(DEVELOPING): $(SOURCES) | $(BIN)/python
 	$(PIP_INSTALL) $(TORCH)
-	$(PIP_INSTALL) -e '.[demo,dev]'
+	$(PIP_INSTALL) -e '.[dev]'
 	touch $(INSTALLED) $@
 
 $(BIN)/python:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))  # `from support import ...`, here and in the ranks
 
-from support.processes import RankPool
+from support.processes import RankPool, environment
 
 MOST_RANKS = 4
 
@@ -36,14 +35,8 @@ def one_thread() -> None:
 def as_it_was() -> Iterator[None]:
     """Other libraries start process groups and write into the environment, and the next file would take it for a
     launcher's."""
-    before = dict(os.environ)
-    yield
-    changed = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
-    for name in [name for name in changed if not name.startswith("PYTEST_")]:
-        if name in before:
-            os.environ[name] = before[name]
-        else:
-            del os.environ[name]
+    with environment():
+        yield
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
 import runpy
@@ -11,25 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+
+from support.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-
-
-def quick(rank: int, name: str) -> str:
-    """What an example prints, run in this process as one of as many ranks as the environment says."""
-    with patch.object(sys, "argv", [name, "--quick"]), contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    return printed.getvalue()
-
-
-def alone(name: str) -> str:
-    """In a world of one."""
-    with patch.dict(os.environ):
-        for variable in ("RANK", "WORLD_SIZE"):
-            os.environ.pop(variable, None)
-        return quick(0, name)
 
 
 def held(output: str) -> int:
@@ -37,7 +21,7 @@ def held(output: str) -> int:
 
 
 def test_a_graph_network_on_one_rank_and_on_two_nodes() -> None:
-    one = alone("graph.py")
+    (one,) = run_script("examples/graph.py", "--quick")
     command = [sys.executable, "examples/two_nodes.py", "examples/graph.py", "--quick"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
@@ -49,8 +33,8 @@ def test_a_graph_network_on_one_rank_and_on_two_nodes() -> None:
     assert "node 0 ended with 0\nnode 1 ended with 0\n" in done.stdout
 
 
-def test_a_mixture_of_experts_on_one_rank_and_on_two(ranks: Any) -> None:
-    one, (two, silent) = alone("experts.py"), ranks(2, quick, "experts.py")
+def test_a_mixture_of_experts_on_one_rank_and_on_two() -> None:
+    (one,), (two, silent) = (run_script("examples/experts.py", "--quick", ranks=ranks) for ranks in (0, 2))
     assert silent == ""
     for output, size in ((one, 1), (two, 2)):
         assert f"{size} rank(s)" in output

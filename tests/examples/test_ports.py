@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import py_compile
 import re
 import runpy
@@ -23,14 +22,11 @@ STEPS = 14
 
 def losses_of(rank: int, script: str, *arguments: str) -> list[float]:
     """Of every step of a script, in the process group that is there."""
-    before = os.environ.get("RANK")
-    os.environ["RANK"] = str(rank)
     sys.path.insert(0, str(PORTS))
     try:
         return list(importlib.import_module(script).train(*arguments, steps=STEPS))
     finally:
         sys.path.remove(str(PORTS))
-        os.environ.pop("RANK") if before is None else os.environ.update(RANK=before)
 
 
 def has_learnt(losses: list[float]) -> bool:

@@ -110,7 +110,7 @@ class RankPool:
 
     def _run(self, fn: Callable[..., Any], *args: Any, world_size: int, timeout: float) -> list[Any]:
         workers = self._start(world_size)
-        environment = {
+        everyone = {
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
@@ -123,7 +123,7 @@ class RankPool:
         try:
             for rank, worker in enumerate(workers):
                 worker.progress.unlink(missing_ok=True)
-                mine = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), PROGRESS: str(worker.progress)}
+                mine = everyone | {"RANK": str(rank), "LOCAL_RANK": str(rank), PROGRESS: str(worker.progress)}
                 worker.connection.send(Call(path, mine, group, function))
             answers = _collect(workers, timeout)
             done = True
@@ -160,7 +160,7 @@ class RankPool:
             self._folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         context = mp.get_context("forkserver")  # one process loads torch, the ranks are copies of it
         context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "zerostd"])
-        with _environment(
+        with environment(
             OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=os.pathsep.join(filter(None, sys.path))
         ):
             for number in range(len(self._workers), world_size):
@@ -243,7 +243,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def _environment(**values: str) -> Iterator[None]:
+def environment(**values: str) -> Iterator[None]:
+    """With these variables; afterwards all are as they were before, whoever changed them."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -290,7 +291,7 @@ def _serve(connection: Connection, stacks: str) -> None:
                 return
             try:
                 sys.path[:] = [*sys.path, *(entry for entry in call.path if entry not in sys.path)]
-                with _environment(**call.environment):
+                with environment(**call.environment):
                     group = _enter_group(call, group)
                     fn, args = pickle.loads(call.function)
                     torch.manual_seed(0)

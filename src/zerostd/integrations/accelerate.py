@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
 import zerostd
-from zerostd.integrations.options import OPTIONS, late_reduction
+from zerostd.integrations.options import check_known, late_reduction, numbers_in
 
 __all__ = ["Accelerator", "PreparedOptimizer", "check_options", "newest_in"]
 
@@ -193,10 +193,9 @@ class Accelerator(accelerate.Accelerator):
         optimizer = self.optimizer_of(model)
         assert optimizer is not None
         parent = _place(folder, number)
-        earlier = [int(one.name) for one in parent.glob("*") if one.name.isdigit()]
+        path = parent / str(max(numbers_in(parent), default=0) + 1)
         self.wait_for_everyone()  # all have looked before one of them writes
         frozen = not hasattr(model, "peft_config")  # the base of an adapter is there before anything is loaded
-        path = parent / str(max(earlier, default=0) + 1)
         zerostd.save(path, model, optimizer.optimizer, extra, keep=1, frozen=frozen)
 
     @contextlib.contextmanager
@@ -240,9 +239,7 @@ def _place(folder: Path, number: int) -> Path:
 
 def check_options(zero: Mapping[str, Any], mixed_precision: Any) -> None:
     """Refuse what zerostd.prepare does not know, and what is asked for twice."""
-    unknown = sorted(set(zero) - OPTIONS)
-    if unknown:
-        raise zerostd.PrepareError(f"zero has {unknown[0]!r}; the options of zerostd.prepare are {sorted(OPTIONS)}")
+    check_known(zero, "zero={{'{}': ...}}")
     mixed = "no" if mixed_precision is None else str(mixed_precision)
     if mixed not in ("no", "bf16"):
         raise zerostd.NotSupportedError(

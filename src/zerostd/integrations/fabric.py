@@ -19,7 +19,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from torch import nn
 
 import zerostd
-from zerostd.integrations.options import OPTIONS, late_reduction
+from zerostd.integrations.options import OPTIONS, late_reduction, numbers_in
 
 __all__ = ["Root", "ZeroStrategy", "check_options", "check_precision", "newest_in", "save_shards"]
 
@@ -272,7 +272,7 @@ def save_shards(strategy: Any, folder: Path, root: Root, rest: dict[str, Any], o
         raise zerostd.NotSupportedError(f"{folder}: each rank writes its shards to a file system; give a local path")
     if folder.is_file():
         raise zerostd.CheckpointError(f"{folder} is a file, and a checkpoint of several ranks is a directory")
-    older = [int(one.name) for one in (folder / FOLDER).glob("*") if one.name.isdigit()]
+    older = numbers_in(folder / FOLDER)
     number = max(older, default=0) + 1
     strategy.barrier()  # all have looked before one of them writes
     if strategy.is_global_zero:

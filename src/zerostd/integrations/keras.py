@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import zerostd
-from zerostd.integrations.options import OPTIONS
+from zerostd.integrations.options import check_known, numbers_in
 
 __all__ = ["Optimizer", "prepare", "release", "root_of"]
 
@@ -183,9 +183,7 @@ def _check(model: Any, zero: dict[str, Any]) -> Optimizer:
         )
     if model.jit_compile:
         raise zerostd.NotSupportedError("compile(jit_compile=True): the whole step would see shards; leave it out")
-    unknown = sorted(set(zero) - OPTIONS)
-    if unknown:
-        raise zerostd.PrepareError(f"prepare({unknown[0]}=...): the options of zerostd.prepare are {sorted(OPTIONS)}")
+    check_known(zero, "prepare({}=...)")
     for name, instead in INSTEAD.items():
         if zero.get(name) is not None:
             raise zerostd.PrepareError(f"prepare({name}={zero[name]!r}): Keras has a setting for that, {instead}")
@@ -267,7 +265,7 @@ def _save_weights(model: Any, filepath: Any, *args: Any, **options: Any) -> None
     """Keras's file, and beside it the directory with what the optimizer keeps, where each rank writes its shards."""
     _on_whole(model, "save_weights", False, filepath, *args, **options)
     folder = Path(f"{filepath}{SHARDS}")
-    older = [int(one.name) for one in folder.glob("*") if one.name.isdigit()]
+    older = numbers_in(folder)
     number = max(older, default=0) + 1
     if _is_first():
         folder.mkdir(exist_ok=True)
