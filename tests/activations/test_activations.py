@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -231,6 +233,26 @@ def test_shares_are_taken_from_the_end() -> None:
     ways = Placement(activations={"blocks.1": "device", "blocks.[0-3]": "recompute"}).ways(names)
     wanted = [Way.RECOMPUTE, Way.DEVICE, Way.RECOMPUTE, Way.RECOMPUTE, *[Way.DEVICE] * 4]
     assert list(ways.values()) == wanted
+
+
+def test_what_left_is_gone_when_others_that_stay_have_run() -> None:
+    """The first two of four blocks: when the last one has run, nothing of them is on the device, as far as a block's
+    own tensors tell. How many others there are is learnt in the first pass."""
+    model, optimizer = prepared({"blocks.[01]": "host"})
+    seen: list[list[weakref.ref[torch.UntypedStorage]]] = [[] for _ in range(DEPTH)]
+
+    def note(block: int, linear: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        seen[block].append(weakref.ref(output.untyped_storage()))
+
+    for index, block in enumerate(model.blocks):
+        block.wide.register_forward_hook(functools.partial(note, index))  # GELU saves what comes out
+    train(model, optimizer, 1)
+    for block in seen:
+        block.clear()
+    loss = loss_of(model, *next(batches()))
+    assert [[one() is None for one in block] for block in seen] == [[True], [True], [False], [False]]
+    loss.backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("way", ["host", "disk", "recompute+host"])

@@ -100,6 +100,7 @@ class Activations:
         while self._running:
             self._running.pop().hooks.__exit__()
         self.settle()
+        self._carrier.begin()
         self._last = None
         self._known.clear()
         self._ours = {id(tensor.untyped_storage()) for tensor in self._lasting()}
@@ -132,6 +133,8 @@ class Activations:
     def leave(self, group: Group, module: nn.Module, *, failed: bool) -> None:
         """It has ended; what it left goes on its way, unless nobody will come back for it."""
         if not self._running or self._running[-1].module is not module:
+            if not self._running and module is not self._root and torch.is_grad_enabled() and not in_backward():
+                self._carrier.pass_by()
             return
         running = self._running.pop()
         running.hooks.__exit__()

@@ -8,6 +8,7 @@ puts copies into the lanes when the device has come to them: put in at once, the
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -134,6 +135,7 @@ class Carrier:
         self._pools = {tier: Pool(stores, tier, Kind.ACTIVATIONS, limit) for tier, limit in limits.items()}
         self._staging = Pool(stores, Tier.HOST, Kind.BUFFERS)  # on the way to the disk and back
         self._leaving: deque[weakref.ref[Bundle]] = deque()
+        self._num_passed, self._num_before = 0, 0  # groups that sent nothing, in this pass and in the one before
         self._wanted: list[Bundle] = []  # the one that is used, and the next
         self._passing: deque[tuple[Transfer, list[Room]]] = deque()  # staging that is in use until then
         self._last_up: Transfer = Done()
@@ -158,7 +160,22 @@ class Carrier:
             for parcel in new:
                 parcel.sent = sent
         self._leaving.append(weakref.ref(bundle))
-        while len(self._leaving) > NUM_BUNDLES:
+        self._make_room(NUM_BUNDLES)
+
+    def begin(self) -> None:
+        """Another pass."""
+        self._num_passed, self._num_before = 0, self._num_passed
+
+    def pass_by(self) -> None:
+        """A group ran and sent nothing. When the last one of them has, nothing that left is here; until then the
+        device does not wait for it, or only if it takes longer than they do."""
+        self._num_passed += 1
+        if self._leaving and self._num_before:
+            self._make_room(math.ceil(NUM_BUNDLES * (1.0 - self._num_passed / self._num_before)))
+
+    def _make_room(self, most: int) -> None:
+        """Let go of all that is leaving but the last ones."""
+        while len(self._leaving) > max(0, most):
             gone = self._leaving.popleft()()
             if gone is not None and gone.is_here and gone not in self._wanted:
                 for sent in dict.fromkeys(parcel.sent for parcel in gone.parcels):
