@@ -23,6 +23,7 @@ from zerostd.planning.costs import WORTH_SPECULATING, stages_of, threads_of
 from zerostd.planning.limits import limits_for
 from zerostd.planning.model import WAYS
 from zerostd.planning.planner import Solution, evaluate, homes_by_group, model_state, place_states, plan_from, solve
+from zerostd.planning.program import SLACK
 from zerostd.planning.refitting import Seen, refit
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier
 from zerostd.runtime import PREFETCH_DEPTH
@@ -31,6 +32,7 @@ from zerostd.settings import Settings, check_placement, rules_for
 __all__ = ["decide", "find_limits", "homes_of", "plan_for", "propose", "revise", "sizes_of"]
 
 MOST_TRIES = 12
+MOST_INSIDE = 3  # plans that fit, of which the shortest is taken
 NEARLY = 0.002  # of a limit: so little over it needs no other plan, only a little room
 WORTH_A_DISK = 0.02  # of all bytes and of a step: less is not worth the buffers and threads of a disk
 
@@ -213,7 +215,7 @@ def revise(
     if seen.activation_bytes is None and planned is not None:  # nobody can see them, but they were counted on
         seen = replace(seen, activation_bytes=planned)
     task = refit(task, homes, seen)
-    now = evaluate(task, homes)
+    now = evaluate(replace(task, fixed=_beside(task)), homes)
     counted = _account(task, settings, found, world, homes, model_state(now))
     best = replace(_inside(task, settings, found, world), activations=plan.activations)
     return plan_from(now, homes, counted), best
@@ -254,39 +256,58 @@ def _inside(task: Task, settings: Settings, found: Sequence[Blueprint], world: W
 
 def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], world: World) -> Plan:
     """Plan, count exactly, and plan again with that much less until it fits. What is beside the program's own bytes,
-    such as buffers, depends on the answer; so first only the states of that answer are placed again."""
-    fixed, totals = {Tier.DEVICE: 0 if task.chooses else task.model.activations()}, dict[Tier, int]()
-    least = dict(fixed)
+    such as buffers, depends on the answer; so first only the states of that answer are placed again. If they then cost
+    time, another answer may be better: a few more are looked at."""
+    fixed, totals = _beside(task), dict[Tier, int]()
+    least, inside = dict(fixed), list[Plan]()
     for tries in range(MOST_TRIES):
         try:
-            solution: Solution | None = solve(replace(task, fixed=fixed))
+            first = solve(replace(task, fixed=fixed))
         except PrepareError:
+            if inside:
+                break
             if tries == 0 or tries > MOST_TRIES // 2:
                 raise
             fixed = {tier: (size + least.get(tier, 0)) // 2 for tier, size in fixed.items()}  # another may need less
             continue
+        solution: Solution | None = first
         for _ in range(2):
             assert solution is not None
             homes = homes_by_group(solution)
             assumed = model_state(solution)
             counted = _account(task, settings, found, world, homes, assumed)
             totals = {tier: sum(counted.get(tier, {}).values()) for tier in Tier}
-            if all(totals[tier] <= task.limits.get(tier, 0) for tier in Tier):
-                return plan_from(solution, homes, counted, _notes(task))
             before = solution.task.fixed
             beside = {tier: totals[tier] - sum(assumed.get(tier, {}).values()) + before.get(tier, 0) for tier in Tier}
+            if all(totals[tier] <= task.limits.get(tier, 0) for tier in Tier):
+                inside.append(plan_from(solution, homes, counted, _notes(task)))
+                break
             solution = place_states(solution, {tier: int(1.002 * size) + 1 for tier, size in beside.items()})
             if solution is None:
                 break
+        if inside and (len(inside) >= MOST_INSIDE or _is_as_hoped(inside[-1], first.timeline.step_s)):
+            break
         for tier in Tier:  # what the program does not know of, as far as it was seen
             over, limit = totals[tier] - task.limits.get(tier, 0), task.limits.get(tier, 0)
             nearly = tries * over if 0 < over < NEARLY * limit else 0  # each answer is another one, and off by others
             fixed[tier] = max(fixed.get(tier, 0), int(1.002 * beside[tier]) + 1) + nearly
+    if inside:
+        return min(inside, key=lambda plan: plan.predicted.step_s or _moved(plan))
     beyond = {tier.value: size - task.limits.get(tier, 0) for tier, size in totals.items()}
     raise PrepareError(
         f"no placement was found whose bytes stay inside the limits: the last one is {beyond} bytes over. Give the "
         "tier that is over more, with Budget(...)"
     )
+
+
+def _beside(task: Task) -> dict[Tier, int]:
+    """Bytes that are there whatever is placed where: activations, if there is no choice about them."""
+    return {Tier.DEVICE: 0 if task.chooses else task.model.activations()}
+
+
+def _is_as_hoped(plan: Plan, hoped_s: float) -> bool:
+    """Whether the exact count has cost no time."""
+    return (plan.predicted.step_s or 0.0) <= hoped_s * (1 + SLACK)
 
 
 def _account(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,19 @@ import torch
 from torch import nn
 
 import zerostd
-from planning.machines import LAPTOP
+from planning.machines import H200, LAPTOP
 from support.agreement import agree
 from support.compare import assert_bitwise
 from support.processes import doing
 from zerostd import Budget, Placement, Plan, PrepareError
+from zerostd.communication import World
+from zerostd.parameters.blueprints import Blueprint, blueprints
+from zerostd.parameters.checking import optimizer_options
+from zerostd.planning import GroupProfile, ModelProfile
+from zerostd.planning.refitting import Seen
 from zerostd.policy import Homes, Kind, Route, Tier
+from zerostd.proposing import fitting, propose, revise, sizes_of
+from zerostd.settings import Settings, make_settings
 
 WIDTH, DEPTH = 256, 8
 GROUP_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 4  # of parameters, in fp32
@@ -237,3 +245,51 @@ def test_homes_that_make_no_sense() -> None:
             Homes(states=states)
     with pytest.raises(PrepareError, match="gradients of a plan"):
         Homes(gradients=Tier.DISK)
+
+
+# -- another machine's device --
+
+GIB = 2**30
+
+
+def for_a_device(width: int = 2048, depth: int = 16) -> tuple[Settings, list[Blueprint], World]:
+    """67 million parameters for an accelerator that need not be here: 1040 MiB with their states."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth))).to(torch.bfloat16)
+    told = {"stage": None, "precision": "bf16", "accumulate": 1, "max_grad_norm": None, "budget": None, "globs": ["*"]}
+    settings = make_settings(model, adamw(model), **told)
+    found = blueprints(model, optimizer_options(model, adamw(model)), settings.precision, ["*"])
+    return settings, found, World.pretend(torch.device("cuda"), 1, 1)
+
+
+def test_activations_count_in_the_plan_that_is_obeyed() -> None:
+    """All is on the device, which ran out: with its activations the plan does not fit, and the other one does."""
+    settings, found, world = for_a_device()
+    limits: dict[Tier, int] = {Tier.DEVICE: 60 * GIB, Tier.HOST: 60 * GIB}
+    plan = fitting(settings, found, world, limits)
+    assert plan is not None and plan.predicted.total(Tier.DEVICE) == pytest.approx(1040 * MIB, rel=0.01)
+    limits[Tier.DEVICE] = 1290 * MIB
+    seen = Seen(0.005, 0.0017, 0.0033, activation_bytes=440 * MIB)
+    now, best = revise(settings.obeying(plan, sizes_of(found)), found, world, limits, H200, seen)
+    assert now.predicted.total(Tier.DEVICE) == pytest.approx(1480 * MIB, rel=0.01)
+    assert best.predicted.total(Tier.DEVICE) <= limits[Tier.DEVICE] < now.predicted.total(Tier.DEVICE)
+    assert best.predicted.bytes[Tier.DEVICE][Kind.ACTIVATIONS] == 440 * MIB
+
+
+def test_more_of_the_host_makes_no_plan_slower() -> None:
+    """The first answer needs buffers that it did not count; to place its states again is not all that can be done."""
+    settings, found, world = for_a_device(7168, 24)
+    size = 7168 * 7169
+    groups = tuple(
+        GroupProfile(one.name, size, forward_flops=1e11, kept_bytes=6.7e7, boundary_bytes=4.2e6, peak_bytes=1.3e8)
+        for one in found
+        if one.members
+    )
+    profile = ModelProfile("wide", groups, samples=8, forward_s=0.038, backward_s=0.083)
+
+    def seconds(host: int) -> float:
+        limits: dict[Tier, int] = {Tier.DEVICE: 20 * GIB, Tier.HOST: host * GIB}
+        return propose(settings, found, world, limits, profile, H200).predicted.step_s or 0.0
+
+    taken = [seconds(host) for host in (6, 8, 9, 10, 12, 64)]
+    assert all(other <= one * 1.04 for one, other in itertools.pairwise(taken)), taken

@@ -158,7 +158,7 @@ def _simpler(task: Task, solution: Solution) -> Iterator[Task]:
         if task.accumulate * least < solution.timeline.step_s:
             yield replace(task, activations=frozenset({"recompute"}))
     is_off = any(share.gradients_host + share.parameters_host + share.parameters_disk for share in solution.shares)
-    if is_off and task.accumulate > 1:  # what is off comes and goes in every pass
+    if is_off:  # what is off comes and goes in every pass, behind what is streamed
         yield replace(task, can_place=task.can_place & {Kind.OPTIMIZER_STATES})
 
 
