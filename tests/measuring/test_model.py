@@ -457,3 +457,12 @@ def test_bad_calls_are_refused_with_the_remedy() -> None:
         profile_model(model, precision="int8")
     with pytest.raises(PrepareError, match="is not a parameter of this model"):
         profile_model(model, torch.optim.SGD(MLP().parameters(), lr=0.1))
+
+
+def test_recomputing_ends_with_the_last_tensor_that_is_saved() -> None:
+    """The last product of a block is not done again: nobody saves what comes out of it."""
+    block = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    profile = profile_model(nn.Sequential(block, nn.Tanh()), batch=torch.randn(4, 8), groups=["0"])
+    group = next(one for one in profile.groups if one.name == "0")
+    assert group.forward_flops == 2 * 2 * 8 * 32
+    assert group.again_flops == 2 * 8 * 32 and group.again == 0.5

@@ -148,13 +148,16 @@ def test_a_model_that_recomputes_now_keeps_in_less_time() -> None:
 
 
 def test_what_was_measured_takes_the_place_of_the_estimate() -> None:
+    """More than the estimate is needed for a moment, and not kept; less is less of everything."""
     groups = tuple(GroupProfile(f"g{i}", 10**6, 0, 10.0, 5e8, 1e8, 2e8) for i in range(4))
-    model = ModelProfile("even", groups, samples=1, forward_s=0.4, backward_s=0.8, activation_bytes=3 * 10**9)
-    found = loads(task_of(model, activations=ANY))
-    assert activation_bytes(found, [KEPT] * 4)[0] == pytest.approx(3e9)
-    estimate = replace(model, activation_bytes=None)
-    part = activation_bytes(loads(task_of(estimate, activations=ANY)), [AGAIN] * 4)[0] / estimate.activations()
-    assert activation_bytes(found, [AGAIN] * 4)[0] == pytest.approx(3e9 * part)
+    model = ModelProfile("even", groups, samples=1, forward_s=0.4, backward_s=0.8)
+    assert model.activations() == 4 * 5e8 + 2e8
+    more = loads(task_of(replace(model, activation_bytes=3 * 10**9), activations=ANY))
+    assert activation_bytes(more, [KEPT] * 4)[0] == pytest.approx(3e9)
+    assert activation_bytes(more, [AGAIN] * 4)[0] == pytest.approx(4 * 1e8 + 5e8 + 1e9)
+    less = loads(task_of(replace(model, activation_bytes=11 * 10**8), activations=ANY))
+    assert activation_bytes(less, [KEPT] * 4)[0] == pytest.approx(11e8)
+    assert activation_bytes(less, [AGAIN] * 4)[0] == pytest.approx((4 * 1e8 + 5e8 + 2e8) / 2)
 
 
 @given(st.integers(1, 40))

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from planning.by_hand import step_seconds, update_seconds
 from planning.machines import gpt, machines, models, plain, task_of
-from zerostd.planning import DiskRates, MachineProfile, ModelProfile, Task
+from zerostd.optimizers import routes
+from zerostd.planning import DiskRates, Link, MachineProfile, ModelProfile, Task
 from zerostd.planning.costs import loads
 from zerostd.planning.demands import Shares
-from zerostd.planning.simulation import simulate
+from zerostd.planning.simulation import QUEUED, TILE, _Steps, simulate
 
 RESIDENT = Shares()
 HALVES = Shares(resident=0.0, cpu=0.55, streamed=0.45)
@@ -89,6 +90,21 @@ def test_another_pass_adds_its_compute(clips: bool, share: Shares) -> None:
     assert five - two == pytest.approx(3 * 0.9, rel=0.01)
     if share is RESIDENT:
         assert two - seconds(task, share) == pytest.approx(0.9)
+
+
+def test_parameters_come_behind_what_is_streamed() -> None:
+    """A lane is a queue: tiles that are in it already go first, and no other is put in between."""
+    task = task_of(plain([10**9, 10**8], 0.0))
+    task = replace(task, machine=replace(task.machine, link=Link(50e9, 50e9, 1e12)))
+    moved = [Shares(resident=0.0, streamed=1.0), Shares(parameters_host=1.0)]
+    steps = _Steps(task, loads(task), moved)
+    steps.ask(0)
+    steps.wait_for(1, "parameters")
+    tiles = QUEUED * TILE * 12 / 50e9
+    assert steps.now == pytest.approx(tiles + 2 * 10**8 / 50e9)
+    steps.wait_for(0, "updates")
+    assert steps.now == pytest.approx(10**9 * 12 / 50e9 + 2 * 10**8 / 50e9)
+    assert TILE == routes.TILE_NUMEL
 
 
 # -- measured --

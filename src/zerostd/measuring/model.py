@@ -74,7 +74,7 @@ def profile_model(
     costs = tried.costs if tried is not None else [Cost() for _ in found]
     order = list(dict.fromkeys([*(tried.order if tried is not None else ()), *range(len(found))]))
     profiles = [_profile(found[index], costs[index], num_samples) for index in order]
-    profiles = [one for one in profiles if one != GroupProfile(one.name, 0, stays=one.stays)]
+    profiles = [one for one in profiles if one != GroupProfile(one.name, 0, stays=one.stays, again_flops=0.0)]
     probed = probe_passes(model, found, checked, batch) if probe and tried is not None else None
     seconds_and_bytes: dict[str, Any] = {} if probed is None else asdict(probed)
     return ModelProfile(
@@ -106,6 +106,7 @@ def _profile(blueprint: Blueprint, cost: Cost, num_samples: int) -> GroupProfile
         boundary_bytes=cost.boundary / num_samples,
         peak_bytes=(cost.largest + cost.inside) / num_samples,
         stays=blueprint.name == ROOT,
+        again_flops=cost.again / num_samples,
     )
 
 

@@ -41,6 +41,7 @@ class Cost:
 
     flops: int = 0
     recomputed: int = 0  # of these, in what torch.utils.checkpoint will recompute
+    again: int = 0  # of these, before the last tensor is saved: recomputing ends there
     kept: float = 0.0  # bytes
     boundary: float = 0.0
     largest: float = 0.0  # output of an operation
@@ -318,8 +319,10 @@ class Watch(TorchDispatchMode):
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         self._num_packed += 1
+        cost = self.costs[self._frames[-1].index]
+        cost.again = cost.flops
         if self._is_new(tensor, self._seen.kept):
-            self.costs[self._frames[-1].index].kept += self._size(tensor)
+            cost.kept += self._size(tensor)
         return tensor.detach()  # itself would hold the graph that holds it
 
     def _keep_inside(self, frame: _Frame, tensor: torch.Tensor) -> torch.Tensor:

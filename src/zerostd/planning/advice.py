@@ -93,8 +93,7 @@ def recomputing(task: Task) -> int | None:
     model = task.model
     if model.recomputes or model.recomputed or not model.knows_activations:
         return None
-    other = replace(model, recomputes=True, activation_bytes=None).activations()
-    return int(other * model.measured_part)
+    return replace(model, groups=model.measured_groups, recomputes=True, activation_bytes=None).activations()
 
 
 def _of_tiers(short: Mapping[Tier, float]) -> str:

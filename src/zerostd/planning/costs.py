@@ -170,7 +170,7 @@ def stages_of(stage: Stage | None, world_size: int) -> list[Stage]:
 
 def loads(task: Task) -> list[Load]:
     """One for each group of the model, in forward order."""
-    groups = task.model.groups
+    groups = task.model.measured_groups
     forward = _forward_seconds(task)
     wire = wire_of(task.machine.wires, task.world_size)
     return [_load(task, index, group, forward[index], wire) for index, group in enumerate(groups)]
@@ -216,13 +216,13 @@ def _load(task: Task, index: int, group: GroupProfile, forward_s: float, wire: W
 def _activations(
     task: Task, group: GroupProfile, forward_s: float, backward_s: float, in_backward: float
 ) -> Activations:
-    """As the profile says, or in proportion to it where the sum was measured."""
-    samples = (task.model.samples or 0) * task.model.measured_part
+    samples = task.model.samples or 0
     kept, peak = samples * group.kept_bytes, samples * group.peak_bytes
     if group.stays:
         return Activations(0.0, 0.0, peak, peak, 0.0, 0.0, 0.0, staying=kept)
-    longer_s = max(forward_s + backward_s, in_backward) - max(backward_s, in_backward)
-    return Activations(kept, samples * group.boundary_bytes, peak, kept + peak, kept, longer_s, forward_s)
+    again_s = group.again * forward_s
+    longer_s = max(again_s + backward_s, in_backward) - max(backward_s, in_backward)
+    return Activations(kept, samples * group.boundary_bytes, peak, kept + peak, kept, longer_s, again_s)
 
 
 def _forward_seconds(task: Task) -> list[float]:

@@ -6,7 +6,7 @@ of the batch: an image, a sequence, a graph.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 __all__ = ["WAYS", "GroupProfile", "ModelProfile"]
@@ -26,6 +26,14 @@ class GroupProfile:
     boundary_bytes: float = 0.0  # of them when the group is recomputed: its inputs
     peak_bytes: float = 0.0  # most that one sample needs beside what is kept, while the group runs
     stays: bool = False  # its activations are kept, whatever others do with theirs
+    again_flops: float | None = None  # when it is recomputed, up to the last tensor that is saved; None: all
+
+    @property
+    def again(self) -> float:
+        """Part of its forward that recomputing does."""
+        if self.again_flops is None or not self.forward_flops:
+            return 1.0
+        return self.again_flops / self.forward_flops
 
 
 @dataclass(frozen=True)
@@ -66,10 +74,27 @@ class ModelProfile:
         return self.samples is not None and any(group.kept_bytes for group in self.groups)
 
     @cached_property
-    def measured_part(self) -> float:
-        """Of the estimate that was found when activations were measured; 1 if they were not."""
-        estimate = self._estimate()
-        return 1.0 if self.activation_bytes is None or not estimate else self.activation_bytes / estimate
+    def measured_groups(self) -> tuple[GroupProfile, ...]:
+        """The groups with activations that add up to what was measured. If that is less than the estimate, all are in
+        proportion less. What is more is needed for a moment only: what is kept was seen, what an operation needs beside
+        its output was not."""
+        estimate, measured = self._estimate(), self.activation_bytes
+        if measured is None or not estimate:
+            return self.groups
+        most = (self.samples or 0) * max(group.peak_bytes for group in self.groups)
+        more = measured - estimate
+        if more <= 0 or not most or self.recomputes:
+            part = measured / estimate
+            return tuple(
+                replace(
+                    group,
+                    kept_bytes=part * group.kept_bytes,
+                    boundary_bytes=part * group.boundary_bytes,
+                    peak_bytes=part * group.peak_bytes,
+                )
+                for group in self.groups
+            )
+        return tuple(replace(group, peak_bytes=(1 + more / most) * group.peak_bytes) for group in self.groups)
 
     def _estimate(self) -> float:
         if self.samples is None:

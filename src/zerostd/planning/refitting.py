@@ -18,7 +18,8 @@ __all__ = ["Seen", "refit"]
 
 MOST_ROUNDS = 8
 CLOSE = 0.02  # of what a worker was seen to take
-LEAST_SECONDS = 1e-4  # of a worker in a step, for its rate to be told
+LEAST_SECONDS = 1e-4  # of a worker in a step, for its rate to be told, and
+LEAST_PART = 0.1  # of a step: in less, what it shares with others hides how fast it is
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def refit(task: Task, homes: Mapping[str, Homes], seen: Seen) -> Task:
         ratios = {
             worker: seconds / expected[worker]
             for worker, seconds in seen.busy.items()
-            if seconds > LEAST_SECONDS and expected.get(worker, 0.0) > LEAST_SECONDS
+            if min(seconds, expected.get(worker, 0.0)) > LEAST_SECONDS and seconds > LEAST_PART * seen.step_s
         }
         if all(abs(ratio - 1.0) < CLOSE for ratio in ratios.values()):
             break

@@ -21,6 +21,8 @@ __all__ = ["Timeline", "simulate"]
 NUM_STEPS = 2  # the last one is taken: what a step leaves to the next is the same from the first one on
 MOST_PASSES = 4  # that are simulated one by one
 AHEAD = 1  # groups that are brought before they are needed
+TILE = 8 << 20  # parameters that are streamed at a time
+QUEUED = 2.0  # such tiles that are in the lane before parameters that are to be brought
 EPSILON = 1e-12
 
 
@@ -33,6 +35,7 @@ class _Flow:
     takes: dict[str, float]  # bytes of up, down and memory for one unit
     group: int
     asks: bool = False  # for the group's update, when done
+    behind: float = 0.0  # of parameters to be brought: those of tiles that are in the lane before them
     kind: Any = None  # the same for flows that take the same
 
     def __post_init__(self) -> None:
@@ -199,7 +202,9 @@ class _Steps:
             takes = {"up": 1.0, "link": 1.0, "memory": 1.0}
             if self.shares[index].parameters_disk > 0.5:
                 takes["read"] = 1.0
-            self.running["bring"] = _Flow(self.loads[index].parameters, 1e15, takes, index)
+            self.running["bring"] = _Flow(self.loads[index].parameters, 1e15, takes, index, behind=QUEUED * TILE)
+        if "bring" in self.running and "streamed" not in self.running:
+            self.running["bring"].behind = 0.0
         for name, group in self.away.jobs():
             if name not in self.running:
                 takes = {"down" if name == "send" else "up": 1.0, "link": 1.0, "memory": 1.0}
@@ -208,13 +213,15 @@ class _Steps:
     def _speeds(self) -> dict[str, float]:
         """Units a second of each running job: as fast as its scarcest resource allows, shared evenly among those that
         want it and what they leave to the others."""
-        running = tuple((name, flow.kind) for name, flow in self.running.items())
+        running = tuple((name, flow.kind, flow.behind > 0) for name, flow in self.running.items())
         if running not in self.speeds:
             self.speeds[running] = self._find_speeds()
         return self.speeds[running]
 
     def _find_speeds(self) -> dict[str, float]:
         speeds = {name: flow.most for name, flow in self.running.items()}
+        if "bring" in speeds and "streamed" in speeds:  # one after the other in a lane
+            speeds["bring" if self.running["bring"].behind > 0 else "streamed"] = 0.0
         for _ in range(8):
             worst, ratio = "", 1.0
             for resource, rate in self.rates.items():
@@ -273,11 +280,16 @@ class _Steps:
             return
         speeds = self._speeds()
         ends = {name: flow.left / max(speeds[name], 1e-30) for name, flow in self.running.items()}
+        bring = self.running.get("bring")
+        if bring is not None and bring.behind > 0:
+            ends["behind"] = bring.behind / max(speeds["streamed"], 1e-30)
         step = min(most, *ends.values())
         self.now += step
+        if bring is not None and bring.behind > 0:
+            bring.behind = 0.0 if ends["behind"] <= step * (1 + 1e-12) else bring.behind - speeds["streamed"] * step
         for name, flow in list(self.running.items()):
             flow.left -= speeds[name] * step
-            self.busy[name] = self.busy.get(name, 0.0) + step
+            self.busy[name] = self.busy.get(name, 0.0) + (step if speeds[name] else 0.0)
             if ends[name] <= step * (1 + 1e-12) + EPSILON:
                 del self.running[name]
                 if name == "bring":
