@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import subprocess
 import sys
@@ -31,8 +32,11 @@ DEVICE = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _cache(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[None]:
     """Measured once for all of these tests, and nothing left of others on the device."""
+    caplog.set_level(logging.INFO, "zerostd")  # why a plan was kept
     monkeypatch.setenv("ZEROSTD_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     for name in ("last_exc", "last_value", "last_traceback"):  # of a test that failed: they keep its model
         vars(sys).pop(name, None)
@@ -67,10 +71,16 @@ def held(model: nn.Module, tier: str) -> int:
 
 
 @contextmanager
-def another_process(num_bytes: int) -> Iterator[None]:
-    """That holds so much of the device."""
-    take = f"import torch; x = torch.empty({num_bytes}, dtype=torch.uint8, device='cuda')"
-    code = f"{take}; print('has', flush=True); input()"
+def another_process(left: int) -> Iterator[None]:
+    """That takes the device's memory but for so many bytes and a segment of torch's."""
+    code = f"""
+import torch
+kept = []
+while (more := torch.cuda.mem_get_info()[0] - {left}) > 24 << 20:
+    kept.append(torch.empty(max(20 << 20, more * 9 // 10), dtype=torch.uint8, device="cuda"))
+print("has", flush=True)
+input()
+"""
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdin is not None
     assert process.stdout.readline() == "has\n"
@@ -78,6 +88,7 @@ def another_process(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
+            process.stdin.write("\n")
             process.stdin.close()
         process.wait(60)
 
@@ -88,12 +99,9 @@ def test_memory_that_another_process_takes_is_left_to_it() -> None:
     train(model, optimizer, EVERY + 1)
     assert adapter_of(model).revisions == [] and held(model, "host") == 0
     torch.cuda.empty_cache()
-    before = torch.cuda.mem_get_info()[0]
-    with another_process(100 * MIB):
-        beside = before - torch.cuda.mem_get_info()[0] - 100 * MIB  # what its driver takes
     states = held(model, "device")
-    with another_process(torch.cuda.mem_get_info()[0] - beside - 60 * MIB):
-        ours = fill(50 * MIB)  # what torch keeps for us would be room enough
+    with another_process(60 * MIB):
+        ours = fill(64 * MIB)  # what torch keeps for us would be room enough
         train(model, optimizer, 4 * EVERY)
         adapter = adapter_of(model)
         room, needs = adapter._room()[Tier.DEVICE], adapter._needs(Tier.DEVICE)
@@ -105,10 +113,11 @@ def test_memory_that_another_process_takes_is_left_to_it() -> None:
 
 
 def fill(left: int) -> list[torch.Tensor]:
-    """Tensors that leave so many bytes of what torch keeps and of the device together."""
+    """Tensors that leave so many bytes of what torch keeps and of the device together. They fit into what is left over
+    where a tensor is a little larger than whole 2 MiB."""
     found = []
-    while free_bytes(DEVICE, None)["device"] > left and torch.cuda.mem_get_info()[0] > 24 * MIB:
-        found.append(torch.empty(2 * MIB, dtype=torch.uint8, device=DEVICE))
+    while free_bytes(DEVICE, None)["device"] > left:
+        found.append(torch.empty(19 * MIB // 10, dtype=torch.uint8, device=DEVICE))
     return found
 
 
@@ -158,9 +167,9 @@ def test_a_processor_that_others_use_gets_less_to_do() -> None:
 
 
 def test_what_a_plan_leaves_for_activations_is_used_once_they_are_known() -> None:
-    torch.cuda.set_per_process_memory_fraction(1.9 * GIB / torch.cuda.mem_get_info()[1])
+    torch.cuda.set_per_process_memory_fraction(1.45 * GIB / torch.cuda.mem_get_info()[1])
     model, optimizer = prepared()
-    assert held(model, "host") > 0, "half of the device is kept for activations"
+    assert held(model, "host") > 200 * MIB, "a good part of the device is kept for activations"
     train(model, optimizer, 2 * EVERY)
     (revision,) = adapter_of(model).revisions
     assert revision.reason == "after the first steps"

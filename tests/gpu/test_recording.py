@@ -46,7 +46,7 @@ def test_lanes_have_the_times_of_the_device(tmp_path: Path) -> None:
     assert all(0.0 <= event["start"] <= event["end"] for event in events)
     lanes = {event["lane"] for event in events}
     assert lanes >= {"compute", "up", "down", "update", "cpu", "gradients"}
-    for lane in ("up", "down", "update"):  # one after the other
+    for lane in ("down", "update"):  # one after the other; up is where two workers put things in at once
         mine = sorted((event["start"], event["end"]) for event in events if event["lane"] == lane)
         assert all(one[1] <= other[0] + 1e-5 for one, other in itertools.pairwise(mine)), lane
     streamed = sum(event["bytes"] for event in events if (event["lane"], event["tier"]) == ("down", "device"))
