@@ -83,7 +83,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("measure", help="measure the machine anew, and keep it")
-    for name, steps, warm, limit in (("jobs", 6, 5, 240), ("sweep", 3, 2, 480)):
+    for name, steps, warm, limit in (("jobs", 10, 5, 240), ("sweep", 5, 2, 480)):
         verb = verbs.add_parser(name, parents=[case_options()], allow_abbrev=False)
         verb.set_defaults(steps=steps, warm=warm)
         verb.add_argument("--job", action="append", default=[], help='such as "1.3b micro=8 clip=1 device=24"')
@@ -143,23 +143,24 @@ def run_sweep(options: argparse.Namespace) -> None:
 
 def sweep_one(case: Case, options: argparse.Namespace, records: list[Record]) -> None:
     """The plan, all placements until the time is up, and the plan again."""
-    begin, placements = time.perf_counter(), grid(bool(case.job.clip))
+    begin, rows = time.perf_counter(), grid(bool(case.job.clip))
     with Process(case, options.disk_path) as process:
 
         def ask(name: str, entry: Record) -> Record:
             found = {"placement": entry.get("placement"), **process.ask({**entry, "releases": True}, options.each)}
-            records.append(keep("sweep.jsonl", case, {**found, "entry": name, "num_grid": len(placements)}))
+            records.append(keep("sweep.jsonl", case, {**found, "entry": name, "num_rows": len(rows)}))
             tell(f"{case.label}: {name}: {outcome(found)}")
             return found
 
         first = ask("plan", {"plan": None})
-        for number, placement in enumerate(placements, start=1):
-            if time.perf_counter() - begin > options.limit:
-                break
-            entry = {"placement": placement, "activations": first.get("activations", 0)}
-            ask(f"{number} of {len(placements)}", entry)
-            if number % 8 == 0:
-                publish(options, records, prints=False)
+        for number, row in enumerate(rows, start=1):
+            for placement in row:
+                if time.perf_counter() - begin > options.limit:
+                    break
+                found = ask(f"row {number} of {len(rows)}", {"placement": placement, "model": first.get("model")})
+                if found.get("fits"):
+                    break  # others of the row move more
+            publish(options, records, prints=False)
         if "plan" in first:
             ask("plan again", {"plan": first["plan"]})
 

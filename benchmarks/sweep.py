@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import sys
@@ -34,9 +35,14 @@ from zerostd.communication import World
 from zerostd.measuring import load_or_measure
 from zerostd.measuring.model import profile_model
 from zerostd.optimizers.elementwise import find_states
-from zerostd.parameters.blueprints import Blueprint, blueprints
+from zerostd.parameters.blueprints import ROOT, Blueprint, blueprints
 from zerostd.parameters.checking import optimizer_options
 from zerostd.parameters.homes import plan_flats
+from zerostd.planning import GroupProfile, ModelProfile, Task
+from zerostd.planning.activations import activation_bytes
+from zerostd.planning.costs import loads
+from zerostd.planning.demands import Shares
+from zerostd.policy import Way
 from zerostd.preparing import device_of
 from zerostd.proposing import sizes_of
 from zerostd.runtime import PREFETCH_DEPTH
@@ -45,10 +51,12 @@ from zerostd.settings import Settings, rules_for
 GIB = 2**30
 TIERS = ("device", "host", "disk")
 PRECISION = "bf16"
-FAR_OVER = 1.1  # of the budget: what is predicted to need more of the device is not tried
+FAR_OVER = 1.01  # of the budget: what is predicted to need more of the device is not tried
 LEFT_BEHIND = 4 * GIB  # on the device, or on the host, after a placement: with more, the next has a process of its own
-SHARES = (1.0, 0.5, 0.75, 0.25)  # of the states on the host; the order is that of trying
-PARTS = (0.5, 0.8, 0.65, 0.3, 1.0)  # of those, that the processor updates
+SHARES = (0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of what is moved, on the host
+PARTS = (0.5, 0.75, 1.0)  # of the states there, that the processor updates
+RECOMPUTED = (0.5, 0.0, 1.0)  # of the groups
+RECOMPUTING = frozenset({"keep", "recompute"})
 KEPT: list[Any] = []  # what is not taken down: it goes with the process, which is faster
 
 Bytes = dict[str, dict[str, int]]  # by tier and kind
@@ -86,27 +94,32 @@ def case_from(data: Record) -> Case:
     return Case(**{**data, "job": Job(**data["job"])})
 
 
-def grid(clips: bool) -> list[Record]:
-    """Options of every placement of a sweep."""
-    found: list[Record] = [{}, {"gradients": "host"}]
-    for part in PARTS:
+def grid(clips: bool) -> list[list[Record]]:
+    """Options of every placement of a sweep. Those of one row differ only in how much is off the device, least first:
+    where one fits, the others move more for nothing."""
+    found = []
+    patterns = [(kinds, False) for kinds in (0, 1, 2)] + [(kinds, True) for kinds in (0, 1) if clips]
+    for again, (kinds, speculates), part in itertools.product(RECOMPUTED, patterns, PARTS):
+        row = []
         for share in SHARES:
-            states = "host" if share == 1.0 else {"device": 1.0 - share, "host": share}
-            for gradients in ("device", "host"):
-                for parameters in ("device", "host") if share == 1.0 else ("device",):
-                    for speculates in (False, True) if clips and parameters == "device" else (False,):
-                        found.append({"optimizer_states": states, "cpu_share": part, "gradients": gradients,
-                                      "parameters": parameters, "speculate": speculates})  # fmt: skip
+            home = "host" if share == 1.0 else {"device": 1.0 - share, "host": share}
+            homes = dict.fromkeys(("optimizer_states", "gradients", "parameters")[: kinds + 1], home)
+            activations = {"device": 1.0 - again, "recompute": again}
+            row.append({**homes, "activations": activations, "cpu_share": part, "speculate": speculates})
+        found.append(row)
     return found
 
 
 def words(placement: Record) -> str:
     """A placement in few words: what is off the device, how much of the states the processor updates."""
     said = []
-    for kind in ("optimizer_states", "gradients", "parameters"):
+    for kind in ("optimizer_states", "gradients", "parameters", "activations"):
         home = placement.get(kind, "device")
         shares = {home: 1.0} if isinstance(home, str) else home
-        off = [f"{tier} {part:.0%}" for tier, part in shares.items() if tier != "device"]
+        if any(isinstance(way, str) for way in shares.values()):  # by group
+            ways = [way for name, way in shares.items() if name != ROOT]
+            shares = {way: ways.count(way) / len(ways) for way in dict.fromkeys(ways)}
+        off = [f"{tier} {part:.0%}" for tier, part in shares.items() if tier != "device" and part]
         said += [f"{kind.removeprefix('optimizer_')} {' '.join(off)}"] if off else []
     if said and placement.get("cpu_share") is not None:
         said.append(f"processor {placement['cpu_share']:.0%}")
@@ -201,7 +214,7 @@ def decide(
     if "placement" in entry:
         placement = zerostd.Placement(**entry["placement"])
         counted = count(case, found, placement, model, optimizer)
-        counted.setdefault("device", {})["activations"] = entry["activations"]
+        counted.setdefault("device", {})["activations"] = held_by(entry["model"], placement)
         needed = sum(counted["device"].values())
         if case.device is not None and needed > FAR_OVER * case.device * GIB:
             raise zerostd.PrepareError(f"{needed / GIB:.3f} GiB of the device are predicted, so it was not tried")
@@ -253,6 +266,18 @@ def count(
     )
     rules = rules_for(settings, World.pretend(device_of(model), 1, 1))
     return plain(predict(plan_flats(found, rules), rules, prefetch_depth=PREFETCH_DEPTH))
+
+
+def held_by(model: Record, placement: zerostd.Placement) -> int:
+    """Bytes of the device that activations take, for a model as it was profiled."""
+    groups = tuple(GroupProfile(**group) for group in model["groups"])
+    task = Task(ModelProfile(**{**model, "groups": groups}), load_or_measure(), {}, activations=RECOMPUTING)
+    ways = placement.ways([group.name for group in groups if group.name != ROOT])
+    shares = [
+        Shares(activations_recomputed=float(ways.get(group.name) is Way.RECOMPUTE)) if task.chooses else Shares()
+        for group in groups
+    ]
+    return int(activation_bytes(loads(task), shares)[0]) if task.chooses else task.model.activations()
 
 
 def plain(counted: Any) -> Bytes:
@@ -355,9 +380,11 @@ def report_sweep(records: Sequence[Record]) -> list[str]:
 def section(case: Case, records: Sequence[Record]) -> list[str]:
     """All placements by their time, and where the plan is among them."""
     good = sorted((one for one in records if "error" not in one), key=lambda one: one["step_s"])
-    num_grid, num_tried = records[0]["num_grid"], sum(not is_plan(one) for one in records)
+    over = sum("error" in one and not is_plan(one) for one in records)
+    rows = {one["entry"] for one in records if not is_plan(one)}
     lines = [f"## {case.label}", "", f"{case.job.steps} steps after {case.job.warm} to warm up.", *compare(good)]
-    lines += [f"{num_tried} placements of {num_grid} were looked at; {num_grid - num_tried} were not, for time."]
+    lines += [f"{len(rows)} of {records[0]['num_rows']} rows of placements were looked at, each up to the first that"]
+    lines += [f"fits; {over} placements before it were refused, since they would not."]
     lines += [f"Worst errors in bytes: {', '.join(f'{tier} {worst(good, bytes_off(tier))}' for tier in TIERS)}.", ""]
     best = next((one["step_s"] for one in good if not is_plan(one) and one["fits"]), None)
     lines += ["| placement | step s | / best | step to step s | device GiB | host GiB | fits |"]
@@ -368,8 +395,8 @@ def section(case: Case, records: Sequence[Record]) -> list[str]:
         sizes = [f"{one['measured_bytes'][tier] / GIB:.3f}" for tier in ("device", "host")]
         cells = [f"{one['step_s']:.4f}", ratio, f"{one['median_s']:.4f}", *sizes, "yes" if one["fits"] else "no"]
         lines.append(f"| {mine}{told(one)} | " + " | ".join(cells) + " |")
-    lines += [f"| {told(one)} | {cell(one['error'])} |" + " |" * 5 for one in records if "error" in one]
-    return lines
+    failed = [one for one in records if "error" in one and not one.get("refused")]
+    return [*lines, *(f"| {told(one)} | {cell(one['error'])} |" + " |" * 5 for one in failed)]
 
 
 def is_plan(record: Record) -> bool:
