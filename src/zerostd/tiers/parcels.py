@@ -163,8 +163,8 @@ class Carrier:
         self._make_room(NUM_BUNDLES)
 
     def begin(self) -> None:
-        """Another pass."""
-        self._num_passed, self._num_before = 0, self._num_passed
+        """Another pass. One without gradients passes nothing, and nothing is learnt from it."""
+        self._num_before, self._num_passed = self._num_passed or self._num_before, 0
 
     def pass_by(self) -> None:
         """A group ran and sent nothing. When the last one of them has, nothing that left is here; until then the
