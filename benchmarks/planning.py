@@ -52,6 +52,8 @@ JOBS = (
     "1.3b micro=8 device=24 host=8 disk",
 )
 
+MOST_FITTING = 2  # placements of a row of a sweep: where the first one cuts a group, the second may be better
+
 
 def main() -> None:
     options = parse()
@@ -154,12 +156,12 @@ def sweep_one(case: Case, options: argparse.Namespace, records: list[Record]) ->
 
         first = ask("plan", {"plan": None})
         for number, row in enumerate(rows, start=1):
+            num_fitting = 0
             for placement in row:
-                if time.perf_counter() - begin > options.limit:
+                if num_fitting == MOST_FITTING or time.perf_counter() - begin > options.limit:
                     break
                 found = ask(f"row {number} of {len(rows)}", {"placement": placement, "model": first.get("model")})
-                if found.get("fits"):
-                    break  # others of the row move more
+                num_fitting += bool(found.get("fits"))
             publish(options, records, prints=False)
         if "plan" in first:
             ask("plan again", {"plan": first["plan"]})

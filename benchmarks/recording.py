@@ -26,6 +26,8 @@ from peers import ADAMW, Job
 import zerostd
 from offload import DEVICE, System, command, make_model, synchronize, tell
 
+WARM = 5  # steps before the first round
+
 
 def main() -> None:
     options = parse()
@@ -58,9 +60,8 @@ def parse() -> argparse.Namespace:
 
 def measure(options: argparse.Namespace, states: str) -> str:
     """One row."""
-    names = {name: 0 for name in Job.__dataclass_fields__}
-    sizes = {"size": options.size, "micro": options.micro, "seq": options.seq, "accumulate": 1, "pieces": 1}
-    model = make_model(Job(**{**names, "clip": 0.0, "recompute": False, **sizes}), System("zerostd"))
+    job = Job(options.size, options.micro, options.seq, 1, clip=0.0, recompute=False, steps=options.steps, warm=WARM)
+    model = make_model(job, System("zerostd"))
     model, optimizer = zerostd.prepare(
         model,
         torch.optim.AdamW(model.parameters(), fused=True, **ADAMW),
@@ -70,7 +71,7 @@ def measure(options: argparse.Namespace, states: str) -> str:
         placement=zerostd.Placement(optimizer_states=states),
     )
     batch = draw(torch.Generator(DEVICE).manual_seed(1), options.micro, options.seq)
-    train(model, optimizer, batch, 5)
+    train(model, optimizer, batch, WARM)
     found: dict[bool, list[float]] = {False: [], True: []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(options.rounds):

@@ -96,7 +96,7 @@ def case_from(data: Record) -> Case:
 
 def grid(clips: bool) -> list[list[Record]]:
     """Options of every placement of a sweep. Those of one row differ only in how much is off the device, least first:
-    where one fits, the others move more for nothing."""
+    where some fit, the others move more for nothing."""
     found = []
     patterns = [(kinds, False) for kinds in (0, 1, 2)] + [(kinds, True) for kinds in (0, 1) if clips]
     for again, (kinds, speculates), part in itertools.product(RECOMPUTED, patterns, PARTS):
@@ -383,7 +383,7 @@ def section(case: Case, records: Sequence[Record]) -> list[str]:
     over = sum("error" in one and not is_plan(one) for one in records)
     rows = {one["entry"] for one in records if not is_plan(one)}
     lines = [f"## {case.label}", "", f"{case.job.steps} steps after {case.job.warm} to warm up.", *compare(good)]
-    lines += [f"{len(rows)} of {records[0]['num_rows']} rows of placements were looked at, each up to the first that"]
+    lines += [f"{len(rows)} of {records[0]['num_rows']} rows of placements were looked at, each up to the second that"]
     lines += [f"fits; {over} placements before it were refused, since they would not."]
     lines += [f"Worst errors in bytes: {', '.join(f'{tier} {worst(good, bytes_off(tier))}' for tier in TIERS)}.", ""]
     best = next((one["step_s"] for one in good if not is_plan(one) and one["fits"]), None)

@@ -157,6 +157,7 @@ class Adapter:
         found = self._collect(_Found(self._room(), is_short, is_slow, self._seen))
         taken = [tier for tier, room in found.room.items() if self._needs(tier) > (1 - MARGIN / 2) * room]
         taken = [] if only_short or self._step < self._next["room"] else taken
+        num_revisions = len(self.revisions)
         if found.is_short:
             self._revise("the device ran out of memory", found)
         elif taken:
@@ -164,6 +165,8 @@ class Adapter:
             self._revise(f"memory was taken by others, and {room} is what there is for us", found)
         elif found.is_slow:
             self._watch(f"steps take {median(self._times):.3g} s and took {self._usual or 0.0:.3g} s before")
+        if (found.is_short or taken) and len(self.revisions) == num_revisions:
+            self._next["room"] = self._next["speed"]  # there was nothing to be done about it
         self._times = []
 
     def _is_slower(self) -> bool:
@@ -234,8 +237,6 @@ class Adapter:
         self._times, self._usual = [], None
         self._pause *= 2
         self._next["speed"] = self._step + self._pause * EVERY
-        if not text:
-            self._next["room"] = self._next["speed"]
         if text:
             plan = Plan.from_json(text)
             moved = move(self.runtime, plan)

@@ -289,7 +289,8 @@ def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], worl
             break
         for tier in Tier:  # what the program does not know of, as far as it was seen
             over, limit = totals[tier] - task.limits.get(tier, 0), task.limits.get(tier, 0)
-            nearly = tries * over if 0 < over < NEARLY * limit else 0  # each answer is another one, and off by others
+            is_near = over < NEARLY * limit or tries > 1  # each answer is another one, and off by others or by more
+            nearly = tries * over if over > 0 and is_near else 0
             fixed[tier] = max(fixed.get(tier, 0), int(1.002 * beside[tier]) + 1) + nearly
     if inside:
         return min(inside, key=lambda plan: plan.predicted.step_s or _moved(plan))

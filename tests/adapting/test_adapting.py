@@ -18,7 +18,7 @@ import zerostd
 from support.agreement import agree
 from support.compare import assert_bitwise
 from zerostd import Budget, Plan, adapting
-from zerostd.adapting import EVERY, NUM_FIRST, NUM_WATCHED, Adapter, Revision
+from zerostd.adapting import EVERY, NUM_FIRST, NUM_WATCHED, Adapter, Revision, _Found
 from zerostd.planning import Prediction
 from zerostd.policy import Homes, Kind, Route, Tier
 
@@ -109,6 +109,21 @@ def test_memory_that_others_take_is_given_to_them(
     assert sum(zerostd.memory(model).now["host"].values()) <= 0.9 * before
     assert "revised after step" in caplog.text and "of the host" in caplog.text
     same_numbers(model, str(tmp_path), 2 * EVERY, 6 * EVERY)
+
+
+def test_a_search_for_speed_does_not_put_off_the_look_at_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that were slow for a while, with no better plan to be found, and then others take memory."""
+    model, optimizer = prepared(Plan({"*": HOST}, limits=LIMITS), str(tmp_path))
+    memory, adapter = Memory(monkeypatch, model, 64 * MIB), adapter_of(model)
+    train(model, optimizer, 2 * EVERY - 1)
+    for _ in range(6):
+        adapter._revise("steps take longer", adapter._collect(_Found(adapter._room(), seen=adapter._seen)))
+    assert adapter.revisions == [] and adapter._next["speed"] > 9 * EVERY
+    memory.total = sum(zerostd.memory(model).now["host"].values())
+    train(model, optimizer, EVERY + 2)
+    assert len(for_room(model)) == 1
 
 
 def slow(move: Callable[..., int], seconds: float) -> Callable[..., int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from zerostd import Budget, Placement, Plan, PrepareError
 from zerostd.communication import World
 from zerostd.parameters.blueprints import Blueprint, blueprints
 from zerostd.parameters.checking import optimizer_options
-from zerostd.planning import GroupProfile, ModelProfile
+from zerostd.planning import DiskRates, GroupProfile, ModelProfile, Processor
 from zerostd.planning.refitting import Seen
 from zerostd.policy import Homes, Kind, Route, Tier
 from zerostd.proposing import fitting, propose, revise, sizes_of
@@ -293,3 +295,29 @@ def test_more_of_the_host_makes_no_plan_slower() -> None:
 
     taken = [seconds(host) for host in (6, 8, 9, 10, 12, 64)]
     assert all(other <= one * 1.04 for one, other in itertools.pairwise(taken)), taken
+
+
+def test_a_tight_host_is_met_whatever_the_rates_are(tmp_path: Path) -> None:
+    """What leaves the host for the disk needs buffers on the host: the more leaves, the larger they are."""
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(24)))
+    limits = {Tier.DEVICE: 1700 << 10, Tier.HOST: 64 * MIB, Tier.DISK: 64 * MIB}
+    plan = Plan({"*": Homes(states=((Tier.HOST, Route.CPU, 1.0),))}, limits=limits)
+    told = {"stage": None, "precision": "bf16", "accumulate": None, "max_grad_norm": None, "placement": None}
+    settings = make_settings(
+        model, adamw(model), **told, plan=plan, budget=Budget(disk_path=str(tmp_path)), globs=["*"]
+    )
+    found = blueprints(model, optimizer_options(model, adamw(model)), settings.precision, ["*"])
+    obeying, world = settings.obeying(plan, sizes_of(found)), World.pretend(torch.device("cpu"), 1, 1)
+    limits[Tier.HOST] = 4405 << 10  # of 4.8 MiB that it takes
+    draw = random.Random(0)
+
+    def between(low: float, high: float) -> float:
+        return low * (high / low) ** draw.random()
+
+    for _ in range(40):
+        disk = DiskRates(str(tmp_path), between(2e8, 4e9), between(2e8, 4e9), between(1e8, 2e9))
+        cores = Processor(2, {1: between(1, 4), 2: between(0.6, 3)}, between(5e9, 3e10))
+        machine = replace(LAPTOP, resident_ns=between(0.5, 3), processor=cores, disk=disk)
+        seen = Seen(between(0.002, 0.05), between(5e-4, 0.01), between(0.001, 0.02), busy={"cpu": between(5e-4, 0.02)})
+        _, best = revise(obeying, found, world, limits, machine, seen)
+        assert best.predicted.total(Tier.HOST) <= limits[Tier.HOST]

@@ -289,7 +289,7 @@ class _Steps:
             bring.behind = 0.0 if ends["behind"] <= step * (1 + 1e-12) else bring.behind - speeds["streamed"] * step
         for name, flow in list(self.running.items()):
             flow.left -= speeds[name] * step
-            self.busy[name] = self.busy.get(name, 0.0) + (step if speeds[name] else 0.0)
+            self.busy[name] = self.busy.get(name, 0.0) + step
             if ends[name] <= step * (1 + 1e-12) + EPSILON:
                 del self.running[name]
                 if name == "bring":
