@@ -33,7 +33,7 @@ from typing import Self, TextIO
 
 from gpt import RESULTS, machine
 from peers import Job
-from sweep import GIB, TIERS, Case, bytes_off, case_from, grid, off, percent, report_sweep, told, words, worst
+from sweep import GIB, TIERS, Case, bytes_off, case_from, grid, off, paces, percent, report_sweep, told, words, worst
 
 import zerostd
 from offload import RESULT, Record, cell, command, job_options, tell
@@ -53,6 +53,8 @@ JOBS = (
 )
 
 MOST_FITTING = 2  # placements of a row of a sweep: where the first one cuts a group, the second may be better
+PROMISING = 1.2  # of the best so far: rows whose first is slower have no second
+NUM_FINALISTS, NUM_TURNS = 3, 3  # placements that are trained again beside the plan, by turns
 
 
 def main() -> None:
@@ -144,8 +146,9 @@ def run_sweep(options: argparse.Namespace) -> None:
 
 
 def sweep_one(case: Case, options: argparse.Namespace, records: list[Record]) -> None:
-    """The plan, all placements until the time is up, and the plan again."""
+    """The plan, all placements until the time is up, and then the best of them and the plan by turns."""
     begin, rows = time.perf_counter(), grid(bool(case.job.clip))
+    best: list[Record] = []  # that fit, by time
     with Process(case, options.disk_path) as process:
 
         def ask(name: str, entry: Record) -> Record:
@@ -161,10 +164,18 @@ def sweep_one(case: Case, options: argparse.Namespace, records: list[Record]) ->
                 if num_fitting == MOST_FITTING or time.perf_counter() - begin > options.limit:
                     break
                 found = ask(f"row {number} of {len(rows)}", {"placement": placement, "model": first.get("model")})
-                num_fitting += bool(found.get("fits"))
+                if not found.get("fits"):
+                    continue
+                num_fitting += 1
+                best = sorted([*best, found], key=lambda one: one["median_s"])
+                if found["median_s"] > PROMISING * best[0]["median_s"]:
+                    break
             publish(options, records, prints=False)
-        if "plan" in first:
-            ask("plan again", {"plan": first["plan"]})
+        finalists = [{"placement": one["placement"], "model": first.get("model")} for one in best[:NUM_FINALISTS]]
+        for turn in range(1, NUM_TURNS + 1 if "plan" in first else 1):
+            ask(f"plan, turn {turn}", {"plan": first["plan"]})
+            for entry in finalists:
+                ask(f"turn {turn}", entry)
 
 
 def outcome(found: Record) -> str:
@@ -297,12 +308,13 @@ A measured step is the time of all measured steps by their number, with everythi
 at both ends; from step to step is the median of single ones, from start to start, which leaves out what the last one
 had still to do. Device memory is the most that was allocated while training, and what is predicted of it has
 activations in it; where the processor is the device it is the ledger's, without activations on either side. Host and
-disk are the ledger's peaks. Errors are predicted against measured: below zero, too little was predicted."""
+disk are the ledger's peaks. Errors are predicted against measured: below zero, too little was predicted. `processor` is
+how fast it updates right before and after training, of what it did when the machine was measured for the plan."""
 HEAD = [
     "| job | placement | predicted s | measured s | error % | step to step s | error % |"
     + "".join(f" {tier} GiB predicted | measured | error % |" for tier in TIERS)
-    + " planned in s |",
-    "|---|---|" + "--:|" * 15,
+    + " planned in s | processor |",
+    "|---|---|" + "--:|" * 16,
 ]
 
 
@@ -322,7 +334,7 @@ def report_jobs(records: list[Record]) -> list[str]:
     lines = list(HEAD)
     for record in records:
         label = case_from(record["case"]).label
-        lines.append(f"| {label} | {cell(record['error'])} |" + " |" * 15 if "error" in record else row(label, record))
+        lines.append(f"| {label} | {cell(record['error'])} |" + " |" * 16 if "error" in record else row(label, record))
     good = [record for record in records if "error" not in record]
     if not good:
         return lines
@@ -344,7 +356,7 @@ def row(label: str, record: Record) -> str:
     for tier in TIERS:
         sizes = [record[name][tier] for name in ("predicted_bytes", "measured_bytes")]
         cells += [*(f"{size / GIB:.3f}" if size else "-" for size in sizes), percent(off(*sizes))]
-    return "| " + " | ".join([*cells, f"{record['planned_s']:.2f}"]) + " |"
+    return "| " + " | ".join([*cells, f"{record['planned_s']:.2f}", paces(record)]) + " |"
 
 
 if __name__ == "__main__":

@@ -131,19 +131,19 @@ def test_a_batch_that_does_not_fit_makes_room_for_the_next() -> None:
         train(model, optimizer, 1, rows)
     optimizer.zero_grad()
     gc.collect()
-    for _ in range(8):  # a loop that tries again
+    num_done = 0  # one after the other
+    for _ in range(10):  # a loop that tries again: what is missing is not known, so each time more room is made
         try:
             train(model, optimizer, 1, rows)
+            num_done += 1
         except torch.OutOfMemoryError:
+            num_done = 0
             optimizer.zero_grad()
             gc.collect()
-        else:
-            break
-    else:
-        pytest.fail(f"no room was made: {adapter_of(model).revisions}\n{zerostd.memory(model)}")
+    assert num_done >= 4, f"{adapter_of(model).revisions}\n{zerostd.memory(model)}"
     assert adapter_of(model).revisions[0].reason == "the device ran out of memory"
+    assert len(adapter_of(model).revisions) <= 5
     assert held(model, "host") > 0
-    train(model, optimizer, 3, rows)
 
 
 def test_a_processor_that_others_use_gets_less_to_do() -> None:
