@@ -158,12 +158,14 @@ def sweep_one(case: Case, options: argparse.Namespace, records: list[Record]) ->
             return found
 
         first = ask("plan", {"plan": None})
+        if "plan" not in first:
+            return
         for number, row in enumerate(rows, start=1):
             num_fitting = 0
             for placement in row:
                 if num_fitting == MOST_FITTING or time.perf_counter() - begin > options.limit:
                     break
-                found = ask(f"row {number} of {len(rows)}", {"placement": placement, "model": first.get("model")})
+                found = ask(f"row {number} of {len(rows)}", {"placement": placement, "model": first["model"]})
                 if not found.get("fits"):
                     continue
                 num_fitting += 1
@@ -171,8 +173,8 @@ def sweep_one(case: Case, options: argparse.Namespace, records: list[Record]) ->
                 if found["median_s"] > PROMISING * best[0]["median_s"]:
                     break
             publish(options, records, prints=False)
-        finalists = [{"placement": one["placement"], "model": first.get("model")} for one in best[:NUM_FINALISTS]]
-        for turn in range(1, NUM_TURNS + 1 if "plan" in first else 1):
+        finalists = [{"placement": one["placement"], "model": first["model"]} for one in best[:NUM_FINALISTS]]
+        for turn in range(1, NUM_TURNS + 1):
             ask(f"plan, turn {turn}", {"plan": first["plan"]})
             for entry in finalists:
                 ask(f"turn {turn}", entry)

@@ -297,9 +297,8 @@ def held_by(model: Record, placement: zerostd.Placement) -> int:
 @cache
 def updates() -> Updates:
     """What the processor's pace is taken from; made once, and kept."""
-    return Updates(
-        Host(torch.device(DEVICE), Ledger(), os.cpu_count() or 1), QUICK, free_bytes(torch.device(DEVICE), None)["host"]
-    )
+    device = choose_device(None)
+    return Updates(Host(device, Ledger(), os.cpu_count() or 1), QUICK, free_bytes(device, None)["host"])
 
 
 def pace() -> float:
