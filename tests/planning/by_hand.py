@@ -8,7 +8,9 @@ gradient there, what the processor updates has it on the host. No resource has m
 
 A group that is recomputed runs its forward again before its backward. Activations that go to the host leave in the
 order of forward, and forward begins with a group when those of the second before it are gone; they come back in the
-order of backward, each not before backward has done with the second group after it.
+order of backward, each not before backward has done with the second group after it. With `makes_room` the groups that
+send nothing make room for more: what left need not be gone as long as it is no more than they are still going to leave
+on the device, and may come back when backward has passed groups that left as much.
 """
 
 from __future__ import annotations
@@ -93,18 +95,25 @@ def done_at(releases: Sequence[float], works: Sequence[float]) -> list[float]:
     return done
 
 
-def step_seconds(task: Task, loads: Sequence[Load], shares: Sequence[Shares], works: Sequence[Work] = ()) -> float:
+def step_seconds(
+    task: Task,
+    loads: Sequence[Load],
+    shares: Sequence[Shares],
+    works: Sequence[Work] = (),
+    *,
+    makes_room: bool = False,
+) -> float:
     """One step, from a backward to the next; `works` are the updates' seconds, if somebody has them already."""
     placed, last = list(zip(loads, shares, strict=True)), len(loads) - 1
     works = works or [update_seconds(task, load, share) for load, share in placed]
-    ends = backward_ends(task, placed)
+    ends = backward_ends(task, placed, makes_room=makes_room)
     releases = ends if task.is_early else [ends[0]] * len(loads)
     done = [done_at(releases, [work[resource] for work in works]) for resource in works[0]]
     updated = sum(load.updated * share.resident for load, share in placed)
     ready = [max(one[group] for one in done) for group in range(len(loads))]
     begun = ends[0] + updated * task.machine.resident_ns * 1e-9
-    now = forward_end(task, placed, begun, ready, releases)
-    now += (task.accumulate - 1) * pass_seconds(task, placed, ends[0])
+    now = forward_end(task, placed, begun, ready, releases, makes_room=makes_room)
+    now += (task.accumulate - 1) * pass_seconds(task, placed, ends[0], makes_room=makes_room)
     beside = [seconds_beside(task, *one, is_last=group == last) for group, one in enumerate(placed)]
     return max(now, *(sum(work[resource] for work in [*works, *beside]) for resource in works[0]))
 
@@ -122,7 +131,41 @@ def longer(load: Load, share: Shares) -> float:
     return load.activations.longer_s * share.activations_recomputed if load.activations is not None else 0.0
 
 
-def backward_ends(task: Task, placed: Placed) -> list[float]:
+def stays(load: Load, share: Shares) -> float | None:
+    """Bytes of activations that a group leaves on the device; None of one that sends them."""
+    if share.activations_host:
+        return None
+    if load.activations is None:
+        return 0.0
+    return load.activations.boundary if share.activations_recomputed else load.activations.kept
+
+
+def last_gone(placed: Placed, group: int) -> int:
+    """The last group whose activations must be gone when forward begins with a group, where others make room."""
+    kept = [stays(*one) for one in placed]
+    to_come, nearest = sum(size or 0.0 for size in kept[group:]), group - 2
+    if group and kept[group - 1] is not None and any(kept):
+        nearest = group - 1
+    elif not any(kept):
+        return nearest
+    for first in range(nearest, -1, -1):
+        if sum(sent(*one) for one in placed[first:group]) > to_come:
+            return first
+    return -1
+
+
+def may_return(placed: Placed, group: int) -> int:
+    """The first group in backward with which those of a group may come back, where others make room."""
+    kept = [stays(*one) for one in placed]
+    for at in range(len(placed) - 1, group, -1):
+        passed = [size for size in kept[at + 1 :] if size is not None]
+        freed = sum(passed if kept[at] is not None else passed[1:])
+        if (kept[at] is None and at == group + 1) or sum(sent(*one) for one in placed[group : at + 1]) <= freed:
+            return at
+    return group
+
+
+def backward_ends(task: Task, placed: Placed, *, makes_room: bool = False) -> list[float]:
     """When backward has done with each group."""
     ends, now, brought, back = [0.0] * len(placed), 0.0, 0.0, 0.0
     for group in reversed(range(len(placed))):
@@ -131,7 +174,8 @@ def backward_ends(task: Task, placed: Placed) -> list[float]:
             off = share.parameters_host + share.parameters_disk if group < len(placed) - 1 else 0.0
             brought += (load.parameters * off + sent(load, share)) / task.machine.link.up
         if sent(load, share):
-            has_room = ends[group + 2] if group + 2 < len(placed) else 0.0
+            after = may_return(placed, group) + 1 if makes_room else group + 2
+            has_room = ends[after] if after < len(placed) else 0.0
             back = max(back, has_room) + sent(load, share) / task.machine.link.up
             now = max(now, back)
         now = max(now, brought) + load.backward_s + longer(load, share)
@@ -140,25 +184,32 @@ def backward_ends(task: Task, placed: Placed) -> list[float]:
 
 
 def forward_end(
-    task: Task, placed: Placed, now: float, ready: Sequence[float] = (), starts: Sequence[float] = ()
+    task: Task,
+    placed: Placed,
+    now: float,
+    ready: Sequence[float] = (),
+    starts: Sequence[float] = (),
+    *,
+    makes_room: bool = False,
 ) -> float:
     """When forward is done, if groups are `ready` then. Between the start of its updates and a group, activations of
     groups up to the second before it pass through every resource on their way."""
-    gone, leaving, link = [0.0, 0.0], 0.0, task.machine.link
+    gone, link = list[float](), task.machine.link
     for group, (load, share) in enumerate(placed):
-        now = max(now, gone[group], *ready[group : group + 1])
-        if starts and link is not None and group >= 2:
-            leaving += sent(*placed[group - 2])
+        last = last_gone(placed, group) if makes_room else group - 2
+        now = max(now, gone[last] if last >= 0 else 0.0, *ready[group : group + 1])
+        if starts and link is not None and last >= 0:
+            leaving = sum(sent(*one) for one in placed[: last + 1])
             now = max(now, starts[group] + leaving / min(link.down, link.both, task.memory_rate))
         now += load.forward_s
-        gone.append(max(now, gone[-1]) + (sent(load, share) / link.down if link is not None else 0.0))
+        gone.append(max([now, *gone[-1:]]) + (sent(load, share) / link.down if link is not None else 0.0))
     return now
 
 
-def pass_seconds(task: Task, placed: Placed, backward_s: float) -> float:
+def pass_seconds(task: Task, placed: Placed, backward_s: float, *, makes_room: bool = False) -> float:
     """Of a pass before the last one: arithmetic, or the pace at which activations leave and come back."""
     if any(sent(load, share) for load, share in placed):
-        return backward_s + forward_end(task, placed, 0.0)
+        return backward_s + forward_end(task, placed, 0.0, makes_room=makes_room)
     return sum(load.forward_s + load.backward_s + longer(load, share) for load, share in placed)
 
 

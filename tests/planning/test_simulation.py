@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planning.by_hand import step_seconds, update_seconds
 from planning.machines import gpt, machines, models, plain, task_of
 from zerostd.optimizers import routes
-from zerostd.planning import DiskRates, Link, MachineProfile, ModelProfile, Task
+from zerostd.planning import DiskRates, GroupProfile, Link, MachineProfile, ModelProfile, Task
 from zerostd.planning.costs import loads
 from zerostd.planning.demands import Shares
 from zerostd.planning.simulation import QUEUED, TILE, _Steps, simulate
@@ -105,6 +105,23 @@ def test_parameters_come_behind_what_is_streamed() -> None:
     steps.wait_for(0, "updates")
     assert steps.now == pytest.approx(10**9 * 12 / 50e9 + 2 * 10**8 / 50e9)
     assert TILE == routes.TILE_NUMEL
+
+
+def test_groups_that_keep_theirs_make_room_for_activations_that_leave() -> None:
+    """Each group of 24 takes as long forward as a sixth of its activations does on the link: what three leave takes
+    three quarters of a forward, and what twelve leave three forwards."""
+    group = GroupProfile("block", 10**6, forward_flops=1.0, kept_bytes=1e9, boundary_bytes=1e8)
+    groups = tuple(replace(group, name=f"g{index}") for index in range(24))
+    model = ModelProfile("alike", groups, samples=1, forward_s=1.0, backward_s=2.0)
+    task = task_of(model, activations=frozenset({"keep", "host"}))
+    link = Link(24 / 6 * 1e9, 24 / 6 * 1e9, 1e12)  # bytes a second
+    task = replace(task, machine=replace(task.machine, link=link))
+    away = Shares(activations_host=1.0)
+    for sent, waits in ((3, False), (12, True)):
+        shares = [away] * sent + [RESIDENT] * (24 - sent)
+        waited = simulate(task, loads(task), shares).waits.get("activations", 0.0)
+        assert (waited > 0.01) is waits, waited
+        assert waits or waited == 0.0
 
 
 # -- measured --

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerostd.planning.activations import NUM_BUFFERS, way_of
+from zerostd.planning.activations import way_of
+from zerostd.planning.away import Away
 from zerostd.planning.costs import Load, Task
 from zerostd.planning.demands import Shares
 
@@ -40,52 +41,6 @@ class _Flow:
 
     def __post_init__(self) -> None:
         self.kind = tuple(self.takes.items())
-
-
-class _Away:
-    """Activations that rest on the host: on their way there, and wanted back."""
-
-    def __init__(self, found: Sequence[Load], shares: Sequence[Shares]) -> None:
-        self.sizes = [
-            load.activations.kept if load.activations is not None and way_of(share) == "host" else 0.0
-            for load, share in zip(found, shares, strict=True)
-        ]
-        self.leaving: list[int] = []  # groups, in order; the first is on its way
-        self.gone = [False] * len(found)
-        self.wanted: list[int] = []
-
-    def leave(self, group: int) -> None:
-        """Its forward is done."""
-        if self.sizes[group]:
-            self.gone[group] = True
-            self.leaving.append(group)
-
-    def has_room(self, group: int) -> bool:
-        """Whether those of the second group before it are gone."""
-        return group - NUM_BUFFERS not in self.leaving
-
-    def is_back(self, group: int) -> bool:
-        """Whether its backward can begin."""
-        return not self.gone[group]
-
-    def want(self, groups: range) -> None:
-        """Backward needs them next."""
-        self.wanted += [group for group in groups if self.gone[group] and group not in self.wanted]
-
-    def jobs(self) -> Iterator[tuple[str, int]]:
-        """What can be done now."""
-        if self.leaving:
-            yield "send", self.leaving[0]
-        if self.wanted and self.wanted[0] not in self.leaving:
-            yield "return", self.wanted[0]
-
-    def done(self, name: str, group: int) -> None:
-        """One of them is."""
-        if name == "send":
-            self.leaving.remove(group)
-        else:
-            self.wanted.remove(group)
-            self.gone[group] = False
 
 
 @dataclass
@@ -123,7 +78,7 @@ class _Steps:
         self.unfinished = [0] * len(found)  # jobs of each group's update
         self.present = [not _is_off(share) for share in shares]
         self.wanted: list[int] = []  # groups to bring, in order
-        self.away = _Away(found, shares)
+        self.away = Away(found, shares)
         self.waits: dict[str, float] = {}
         self.busy: dict[str, float] = {}
         self.speeds: dict[Any, dict[str, float]] = {}  # by what is running: it is the same again and again
@@ -342,6 +297,7 @@ def _passes(steps: _Steps, count: int) -> None:
 
 def _forward(steps: _Steps, *, first: bool) -> None:
     what = "updates" if first else "parameters"
+    steps.away.begin()
     for group, load in enumerate(steps.loads):
         _bring_ahead(steps, range(group, min(len(steps.loads), group + AHEAD + 1)))
         steps.wait_for(group, what)
@@ -349,13 +305,14 @@ def _forward(steps: _Steps, *, first: bool) -> None:
         steps.run(load.forward_s)
         steps.away.leave(group)
         _let_go(steps, group, keep=group == len(steps.loads) - 1)
+    steps.wait_until(steps.away.has_room, len(steps.loads))
 
 
 def _backward(steps: _Steps, *, last: bool, adds: bool) -> None:
     for group in reversed(range(len(steps.loads))):
         load, share = steps.loads[group], steps.shares[group]
         _bring_ahead(steps, range(group, max(-1, group - AHEAD - 1), -1))
-        steps.away.want(range(group, max(-1, group - NUM_BUFFERS), -1))
+        steps.away.want(group)
         steps.wait_for(group, "parameters")
         steps.wait_until(steps.away.is_back, group)
         again = load.activations if way_of(share) == "recompute" else None

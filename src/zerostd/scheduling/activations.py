@@ -2,13 +2,15 @@
 
 What is saved goes through a pack hook of autograd's, while a group runs whose activations do not stay. Parameters and
 buffers are not activations, and small tensors are not worth the way: both stay. What lies in one storage travels once,
-whatever tensors see it. A group that is recomputed saves its inputs only, see recomputing.py.
+whatever tensors see it. A group that is recomputed saves its inputs only, see recomputing.py. Where some groups send
+theirs, what others leave on the device is counted in the first forward of each: that much room there is for what is on
+its way, before they run and when backward has passed them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +26,12 @@ from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.recomputing import Recomputed, is_worth_recomputing
 from zerostd.tiers.parcels import Bundle, Carrier, Parcel, View
 
-__all__ = ["Activations"]
+__all__ = ["Activations", "Passed"]
 
 WORTH_MOVING = 256 * 2**10  # bytes
 
 Storage = torch.UntypedStorage
+Passed = tuple[weakref.ref[Bundle], int]  # a group whose activations stay: the bundle before it, and its bytes
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,20 @@ class _Kept:
     version: int | None  # None: it may change
 
 
+@dataclass
+class _Left:
+    """What a group's forward leaves."""
+
+    bundle: Bundle | None  # None: it stays, and is counted
+    num_bytes: int = 0
+
+
 @dataclass(frozen=True)
 class _Running:
     """A group's forward that runs now."""
 
     module: nn.Module
-    bundle: Bundle
+    left: _Left
     hooks: torch.autograd.graph.saved_tensors_hooks
 
 
@@ -68,10 +79,15 @@ class Activations:
         self._carrier = carrier
         self._peers = peers
         self._ways = {group: ways.get(group.name, Way.DEVICE) for group in gatherer.groups}
+        self._sends = peers is None and any(way.tier is not Tier.DEVICE for way in self._ways.values())
+        self._sizes = dict.fromkeys(
+            _outer(root, gatherer.groups), 0
+        )  # bytes that a forward of each leaves on the device
         self._running: list[_Running] = []  # innermost last
         self._recomputed: list[Recomputed] = []
         self._ours: set[int] = set()  # storages of parameters and buffers
         self._known: dict[tuple[int, Tier], tuple[weakref.ref[Storage], weakref.ref[Parcel]]] = {}
+        self._counted: dict[int, weakref.ref[Storage]] = {}  # in this pass
         self._last: weakref.ref[Bundle] | None = None  # left in this pass
         self._checked: set[str] = set()  # groups that peers have compared
 
@@ -103,6 +119,7 @@ class Activations:
         self._carrier.begin()
         self._last = None
         self._known.clear()
+        self._counted.clear()
         self._ours = {id(tensor.untyped_storage()) for tensor in self._lasting()}
 
     def settle(self) -> None:
@@ -112,35 +129,52 @@ class Activations:
     def enter(self, group: Group, module: nn.Module) -> None:
         """A group's forward begins."""
         way = self._ways[group]
-        stays = way.tier is Tier.DEVICE and (self._peers is None or way.recomputes)
-        if stays or module is self._root or self._running or not torch.is_grad_enabled() or in_backward():
+        if module is self._root or self._running or not torch.is_grad_enabled() or in_backward():
             return
-        if has_saved_tensor_hooks():
+        stays = way.tier is Tier.DEVICE and (self._peers is None or way.recomputes)
+        if stays and (not self._sends or module in self._sizes or has_saved_tensor_hooks()):
+            return
+        if not stays and has_saved_tensor_hooks():
             raise MisuseError(
                 f"group {group.name!r} runs inside torch.utils.checkpoint, or other hooks on saved tensors, and "
                 f"Placement has its activations at {way.value!r}: use one of them. 'recompute', 'recompute+host' and "
                 "'recompute+disk' do what checkpointing does; with Placement(activations={'blocks.*': ...}) others stay"
             )
-        bundle = Bundle(group.name, way.tier, self._last)
+        left = _Left(None if stays else Bundle(group.name, way.tier, self._last))
 
         def pack(tensor: torch.Tensor) -> _Moved | _Kept:
-            return self._pack(tensor, bundle)
+            return self._pack(tensor, left)
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
         hooks.__enter__()
-        self._running.append(_Running(module, bundle, hooks))
+        self._running.append(_Running(module, left, hooks))
 
-    def leave(self, group: Group, module: nn.Module, *, failed: bool) -> None:
-        """It has ended; what it left goes on its way, unless nobody will come back for it."""
-        if not self._running or self._running[-1].module is not module:
-            if not self._running and module is not self._root and torch.is_grad_enabled() and not in_backward():
-                self._carrier.pass_by()
-            return
-        running = self._running.pop()
-        running.hooks.__exit__()
-        bundle = running.bundle
-        if failed:
-            return
+    def leave(self, group: Group, module: nn.Module, *, failed: bool) -> Passed | None:
+        """It has ended; what it left goes on its way, unless nobody will come back for it. Of one whose activations
+        stay: the bytes of them, and the bundle that was left last before it, if there is one."""
+        if self._running:
+            if self._running[-1].module is not module:
+                return None
+            running = self._running.pop()
+            running.hooks.__exit__()
+            if failed:
+                return None
+            if running.left.bundle is not None:
+                self._send(group, running.left.bundle)
+                return None
+            self._sizes[module] = running.left.num_bytes
+        if failed or module is self._root or not self._sends or not torch.is_grad_enabled() or in_backward():
+            return None
+        size = self._sizes.get(module, 0)
+        self._carrier.pass_by(size)
+        return None if self._last is None else (self._last, size)
+
+    def pass_back(self, passed: Passed) -> None:
+        """Backward comes to a group whose activations stayed."""
+        bundle, size = passed
+        self._carrier.pass_back(bundle(), size)
+
+    def _send(self, group: Group, bundle: Bundle) -> None:
         if self._peers is not None and group.name not in self._checked:
             self._checked.add(group.name)
             self._peers.check_same(group.name, [parcel.num_bytes for parcel in bundle.parcels])
@@ -152,11 +186,11 @@ class Activations:
     def _keep_input(self, tensor: torch.Tensor) -> _Moved | _Kept:
         """Of a recomputed group."""
         if self._running:
-            return self._pack(tensor, self._running[-1].bundle)
+            return self._pack(tensor, self._running[-1].left)
         return _Kept(tensor.detach(), version_of(tensor))
 
     @torch.no_grad()
-    def _pack(self, tensor: torch.Tensor, bundle: Bundle) -> _Moved | _Kept:
+    def _pack(self, tensor: torch.Tensor, left: _Left) -> _Moved | _Kept:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return _Kept(tensor.detach(), None)
         storage = tensor.untyped_storage()
@@ -165,9 +199,20 @@ class Activations:
         is_plain = not tensor.is_conj() and not tensor.is_neg()
         if storage.nbytes() < WORTH_MOVING or tensor.device != self._gatherer.wires.world.device or not is_plain:
             return _Kept(tensor.detach(), version_of(tensor))
-        parcel = self._parcel_of(tensor, storage, bundle.tier)
-        bundle.add(parcel)
-        return _Moved(bundle, parcel, View.of(tensor))
+        if left.bundle is None:
+            left.num_bytes += self._count(storage)
+            return _Kept(tensor.detach(), version_of(tensor))
+        parcel = self._parcel_of(tensor, storage, left.bundle.tier)
+        left.bundle.add(parcel)
+        return _Moved(left.bundle, parcel, View.of(tensor))
+
+    def _count(self, storage: Storage) -> int:
+        """Its bytes, the first time in a pass."""
+        seen = self._counted.get(id(storage))
+        if seen is not None and seen() is storage:
+            return 0
+        self._counted[id(storage)] = weakref.ref(storage)
+        return int(storage.nbytes())
 
     def _parcel_of(self, tensor: torch.Tensor, storage: Storage, tier: Tier) -> Parcel:
         """The one that has its storage in this tier already, or a new one."""
@@ -200,6 +245,14 @@ class Activations:
             for flat in group.flats:
                 yield flat.full
         yield from self._root.buffers()
+
+
+def _outer(root: nn.Module, groups: Sequence[Group]) -> Iterator[nn.Module]:
+    """Modules of groups, other than the root, with those of others inside, which speak for themselves."""
+    modules = {module for group in groups for module in group.modules if module is not root}
+    for module in modules:
+        if any(inner in modules for inner in module.modules() if inner is not module):
+            yield module
 
 
 def _changed(size: torch.Size) -> RuntimeError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from zerostd.compat import calls_of, no_dynamo
 from zerostd.monitoring.watch import Doing
 from zerostd.parameters import Group
-from zerostd.scheduling.activations import Activations
+from zerostd.scheduling.activations import Activations, Passed
 from zerostd.scheduling.backward import Backward
 from zerostd.scheduling.gathering import Gatherer, Phase
 from zerostd.scheduling.tensors import map_tensors, tensors_in
@@ -185,7 +186,11 @@ class Hooks:
             self.backward.done_with(group)
 
     def _after_group(self, group: Group, module: nn.Module, args: Any, output: Any) -> None:
-        self.activations.leave(group, module, failed=output is None)
+        passed = self.activations.leave(group, module, failed=output is None)
+        if passed is not None:
+            outputs = (tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.grad_fn is not None)
+            for tensor in itertools.islice(outputs, 1):
+                tensor.register_hook(functools.partial(_passed_back, weakref.ref(self), passed))
         if group in self._active:
             del self._active[len(self._active) - 1 - self._active[::-1].index(group)]
         moving = [moved for moved in (group, *group.borrowed.values()) if moved.gives_back]
@@ -221,6 +226,13 @@ def _arrived(backward: weakref.ref[Backward], index: int, parameter: nn.Paramete
     found = backward()
     if found is not None:
         found.arrived(found.slots[index], parameter)
+
+
+def _passed_back(hooks: weakref.ref[Hooks], passed: Passed, grad: torch.Tensor) -> None:
+    """A hook of an output, which holds as little. A gradient that is asked for inside of forward tells nothing."""
+    found = hooks()
+    if found is not None and not found._depth:
+        found.activations.pass_back(passed)
 
 
 class _Countdown:

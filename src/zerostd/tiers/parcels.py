@@ -2,18 +2,19 @@
 
 A parcel is one storage, whatever tensors lie in it. Parcels travel in bundles, those that one forward of a group has
 left. On the way out the device keeps two bundles, the one that is leaving and the one that was left last; on the way
-back two again, the one that is used and the one that will be used next. The loop runs ahead of the device, so a thread
-puts copies into the lanes when the device has come to them: put in at once, they would hold up what is behind.
+back two again, the one that is used and the one that will be used next. Groups that keep theirs make room for more:
+bundles may use what these are still going to fill in a forward, and what they have let go of in a backward. The loop
+runs ahead of the device, so a thread puts copies into the lanes when the device has come to them: put in at once, they
+would hold up what is behind.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 
@@ -27,7 +28,7 @@ from zerostd.tiers.worker import Worker
 
 __all__ = ["Bundle", "Carrier", "Parcel", "Peers", "View"]
 
-NUM_BUNDLES = 2  # on the device, on their way out, and again on their way back
+NUM_BUNDLES = 2  # on the device, on their way out, and again on their way back, whatever others keep
 SPOILT = -1  # instead of a version
 SLICE = 16  # bytes: slices begin where any number may
 
@@ -107,6 +108,13 @@ class Bundle:
     parcels: dict[Parcel, None] = field(default_factory=dict)  # in order
     is_here: bool = True
 
+    def chain(self) -> Iterator[Bundle]:
+        """This one, and those left before it, the last one first."""
+        one: Bundle | None = self
+        while one is not None:
+            yield one
+            one = None if one.before is None else one.before()
+
     def add(self, parcel: Parcel) -> None:
         """It is wanted together with the others."""
         if parcel not in self.parcels:
@@ -135,8 +143,10 @@ class Carrier:
         self._pools = {tier: Pool(stores, tier, Kind.ACTIVATIONS, limit) for tier, limit in limits.items()}
         self._staging = Pool(stores, Tier.HOST, Kind.BUFFERS)  # on the way to the disk and back
         self._leaving: deque[weakref.ref[Bundle]] = deque()
-        self._num_passed, self._num_before = 0, 0  # groups that sent nothing, in this pass and in the one before
-        self._wanted: list[Bundle] = []  # the one that is used, and the next
+        self._kept, self._kept_before = 0, 0  # bytes that groups keep, in this pass and in the one before
+        self._freed, self._held = 0, 0  # bytes of those that backward has passed, and of the one it is in
+        self._used: Bundle | None = None
+        self._wanted: list[Bundle] = []  # the one that is used, and those brought for later
         self._passing: deque[tuple[Transfer, list[Room]]] = deque()  # staging that is in use until then
         self._last_up: Transfer = Done()
         self._made: Worker | None = None
@@ -160,41 +170,69 @@ class Carrier:
             for parcel in new:
                 parcel.sent = sent
         self._leaving.append(weakref.ref(bundle))
-        self._make_room(NUM_BUNDLES)
+        self._let_go(NUM_BUNDLES, 0 if bundle.tier is Tier.DISK else self._to_come)
 
     def begin(self) -> None:
         """Another pass. One without gradients passes nothing, and nothing is learnt from it."""
-        self._num_before, self._num_passed = self._num_passed or self._num_before, 0
+        self._kept_before, self._kept = self._kept or self._kept_before, 0
+        self._leaving = deque(ref for ref in self._leaving if _is_here(ref()))
 
-    def pass_by(self) -> None:
-        """A group ran and sent nothing. When the last one of them has, nothing that left is here; until then the
-        device does not wait for it, or only if it takes longer than they do."""
-        self._num_passed += 1
-        if self._leaving and self._num_before:
-            self._make_room(math.ceil(NUM_BUNDLES * (1.0 - self._num_passed / self._num_before)))
+    def pass_by(self, size: int) -> None:
+        """A group ran and kept so many bytes. When the last one of them has, nothing that left is here; until then the
+        device does not wait for it, or only if what left is more than they are going to keep."""
+        self._kept += size
+        if self._kept_before:
+            self._let_go(0, self._to_come)
 
-    def _make_room(self, most: int) -> None:
-        """Let go of all that is leaving but the last ones."""
-        while len(self._leaving) > max(0, most):
+    def pass_back(self, bundle: Bundle | None, size: int) -> None:
+        """The backward begins of a group that kept so many bytes, so those of the one before are free. The bundle that
+        was left last before the group and others comes back, as far as there is room for them."""
+        self._freed, self._held = self._freed + self._held, size
+        self._bring_ahead([] if bundle is None else self._ahead(bundle, 0))
+
+    @property
+    def _to_come(self) -> int:
+        """Bytes that groups are still going to keep in this pass, if it is like the one before."""
+        return max(0, self._kept_before - self._kept)
+
+    def _let_go(self, least: int, most: int) -> None:
+        """Let go of what left first, until so few bundles or so few bytes are leaving."""
+        while len(self._leaving) > least and _num_bytes(filter(_is_here, (ref() for ref in self._leaving))) > most:
             gone = self._leaving.popleft()()
             if gone is not None and gone.is_here and gone not in self._wanted:
                 for sent in dict.fromkeys(parcel.sent for parcel in gone.parcels):
                     sent.wait()
                 gone.forget()
 
-    def want(self, bundle: Bundle) -> None:
-        """A bundle is going to be used: it is here when this returns, and the one behind it is on its way."""
-        if self._wanted and self._wanted[0] is bundle:
-            return
-        ahead = None if bundle.before is None else bundle.before()
-        wanted = [bundle] if ahead is None else [bundle, ahead]
-        for one in wanted:
+    def _ahead(self, bundle: Bundle, least: int) -> list[Bundle]:
+        """Of a bundle and those behind it so many at least, those that are coming, and those that there is room for.
+        One that has not left yet is none of them, nor one on disk: staging is for two."""
+        found, size = list[Bundle](), 0
+        for index, one in enumerate(bundle.chain()):
+            size += _num_bytes([one])
+            is_coming = one in self._wanted
+            if index >= least and not is_coming and (size > self._freed or one.tier is Tier.DISK):
+                break
+            if index < least or is_coming or not one.is_here:
+                found.append(one)
+        return found
+
+    def _bring_ahead(self, bundles: list[Bundle]) -> None:
+        for one in bundles:
             if not one.is_here:
                 self._bring(one)
+        self._wanted += [one for one in bundles if one not in self._wanted]
+
+    def want(self, bundle: Bundle) -> None:
+        """A bundle is going to be used: it is here when this returns, and the one behind it is on its way."""
+        if self._used is bundle:
+            return
+        wanted = self._ahead(bundle, NUM_BUNDLES)
+        self._bring_ahead(wanted)
         for one in self._wanted:
             if one not in wanted:
                 one.forget()
-        self._wanted = wanted
+        self._used, self._wanted = bundle, wanted
         for arrival in dict.fromkeys(parcel.arrival for parcel in bundle.parcels):
             arrival.wait()
         for parcel in bundle.parcels:
@@ -205,7 +243,8 @@ class Carrier:
 
     def settle(self) -> None:
         """Nothing that was brought back is in use any more."""
-        wanted, self._wanted = self._wanted, []
+        wanted, self._wanted, self._used = self._wanted, [], None
+        self._freed = self._held = 0
         for bundle in wanted:
             bundle.forget()
 
@@ -303,6 +342,15 @@ class Carrier:
             self._made = Worker("the carrier of activations", self._stores.device)
             self._stores.stop_users.append(self._made.stop)
         return self._made
+
+
+def _is_here(bundle: Bundle | None) -> TypeGuard[Bundle]:
+    return bundle is not None and bundle.is_here
+
+
+def _num_bytes(bundles: Iterable[Bundle]) -> int:
+    """What they have, or would have, on the device."""
+    return sum(parcel.num_bytes for parcel in dict.fromkeys(parcel for one in bundles for parcel in one.parcels))
 
 
 def _see(storage: torch.UntypedStorage, view: View, device: torch.device) -> torch.Tensor:

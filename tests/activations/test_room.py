@@ -1,0 +1,354 @@
+"""Groups that keep their activations make room for those of others on their way: as many bytes, and the same bits."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zerostd
+from zerostd import Placement
+from zerostd.compat import has_saved_tensor_hooks
+from zerostd.policy import Tier
+from zerostd.runtime import runtime_of
+from zerostd.scheduling.activations import Activations
+from zerostd.tiers.parcels import Carrier
+
+WIDTH, ROWS = 64, 1024
+INPUT = ROWS * WIDTH * 4  # bytes, just worth moving
+ALIKE = (2,) * 8
+UNLIKE = (2, 6, 2, 4, 1, 8, 2, 3)
+FIRST = {"[0-3]": "host"}
+
+
+class Wide(nn.Module):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, times * WIDTH), nn.Linear(times * WIDTH, WIDTH)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.inner(x))
+        if self.fails:
+            raise ValueError("broken")
+        return x + self.outer(y)
+
+
+def left_by(times: int) -> int:
+    """Bytes: its input, and what goes in and comes out of the middle."""
+    return (1 + 2 * times) * INPUT
+
+
+class Chain(nn.Sequential):
+    def __init__(self, times: Sequence[int]) -> None:
+        super().__init__(*(Wide(one) for one in times))
+        self.rounds = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.rounds):
+            x = super().forward(x)
+        return x
+
+
+def made(times: Sequence[int] = ALIKE) -> Chain:
+    torch.manual_seed(0)
+    return Chain(times)
+
+
+def prepared(activations: Any, times: Sequence[int] = ALIKE) -> tuple[Chain, torch.optim.Optimizer]:
+    model = made(times)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    _, optimizer = zerostd.prepare(model, optimizer, placement=Placement(activations=activations), groups=["*"])
+    return model, optimizer
+
+
+def activations_of(model: nn.Module) -> Activations:
+    return runtime_of(model, "test").hooks.activations
+
+
+def carrier_of(model: nn.Module) -> Carrier:
+    return activations_of(model)._carrier
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    return model(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))).square().mean()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    for step in range(steps):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+Loop = Callable[[Chain, torch.optim.Optimizer], None]
+
+
+def assert_as_plain(model: Chain, optimizer: torch.optim.Optimizer, loop: Loop, times: Sequence[int] = ALIKE) -> None:
+    """After the same loop with plain torch."""
+    other = made(times)
+    other.rounds = model.rounds
+    loop(model, optimizer)
+    loop(other, torch.optim.AdamW(other.parameters(), 1e-3))
+    state = zerostd.full_state_dict(model)
+    assert all(torch.equal(state[name], value) for name, value in other.state_dict().items())
+    carrier_of(model)._worker.drain()
+    assert carrier_of(model).pool(Tier.HOST).used == 0 and not has_saved_tensor_hooks()
+
+
+def leaving(carrier: Carrier) -> list[str]:
+    """Names of those on their way out whose bytes are on the device."""
+    bundles = [ref() for ref in carrier._leaving]
+    return [bundle.name for bundle in bundles if bundle is not None and bundle.is_here]
+
+
+def bytes_back(carrier: Carrier) -> int:
+    return sum(parcel.num_bytes for bundle in carrier._wanted for parcel in bundle.parcels)
+
+
+# -- forward --
+
+
+def test_what_leaves_may_stay_until_others_need_the_room() -> None:
+    model, optimizer = prepared(FIRST)
+    carrier, seen = carrier_of(model), list[int]()
+    for block in model:
+        block.register_forward_hook(lambda *_: seen.append(len(leaving(carrier))))
+    train(model, optimizer, 1)
+    assert seen == [1, 2, 2, 2, 2, 2, 2, 2]  # nothing is known yet
+    assert [activations_of(model)._sizes[block] for block in list(model)[4:]] == [left_by(2)] * 4
+    for _ in range(2):
+        seen.clear()
+        train(model, optimizer, 1)
+        assert seen == [1, 2, 3, 4, 3, 2, 1, 0]
+
+
+def test_bytes_count_not_groups() -> None:
+    """As much as is still going to be kept, and two bundles at least while they are sent."""
+    model, optimizer = prepared(FIRST, UNLIKE)
+    carrier, seen = carrier_of(model), list[list[str]]()
+    train(model, optimizer, 1)
+    for block in model:
+        block.register_forward_hook(lambda *_: seen.append(leaving(carrier)))
+    train(model, optimizer, 1)
+    to_come = sum(left_by(times) for times in UNLIKE[4:])
+    for index, here in enumerate(seen):
+        to_come -= left_by(UNLIKE[index]) if index >= 4 else 0
+        there = sum(left_by(UNLIKE[int(name)]) for name in here)
+        assert there <= to_come or (index < 4 and len(here) <= 2)
+        assert here == [str(one) for one in range(4)][min(index, 3) + 1 - len(here) :][: len(here)]
+        first = min(index, 3) - len(here)  # the last one that was let go of: it had to
+        if first >= 0 and (index >= 4 or len(here) >= 2):
+            assert there + left_by(UNLIKE[first]) > to_come
+    assert seen[3] == ["0", "1", "2", "3"] and seen[-1] == []
+
+
+@pytest.mark.parametrize("ways", [{"[0-3]": "host", "[4-7]": "recompute"}, {"[0-3]": "host", "[45]": "recompute"}])
+def test_recomputed_groups_count_with_their_inputs(ways: dict[str, str]) -> None:
+    model, optimizer = prepared(ways)
+    train(model, optimizer, 1)
+    sizes = activations_of(model)._sizes
+    assert sizes[model[4]] == INPUT
+    loss = loss_of(model, 1)
+    assert leaving(carrier_of(model)) == []
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model, optimizer = prepared(ways)
+    assert_as_plain(model, optimizer, train)
+
+
+def test_a_pass_without_gradients_teaches_nothing() -> None:
+    model, optimizer = prepared(FIRST)
+    with torch.no_grad():
+        loss_of(model, 0)
+    assert not activations_of(model)._sizes
+    train(model, optimizer, 1)
+    known = carrier_of(model)._kept
+    assert known == 4 * left_by(2)
+    with torch.no_grad():
+        loss_of(model, 0)
+    loss_of(model, 0).backward()
+    assert carrier_of(model)._kept_before == known
+
+
+def test_nobody_counts_where_nothing_is_sent() -> None:
+    for ways, wanted in (({"[45]": "recompute"}, [False] * 3), (FIRST, [True, False, False])):
+        model, optimizer = prepared(ways)
+        packed = list[bool]()
+        model[6].inner.register_forward_hook(functools.partial(_note_hooks, packed))
+        train(model, optimizer, 3)
+        assert packed == wanted
+        assert any(wanted) or not activations_of(model)._sizes
+
+
+def _note_hooks(found: list[bool], *_: Any) -> None:
+    found.append(has_saved_tensor_hooks())
+
+
+# -- backward --
+
+
+def watch_backward(model: Chain, seen: dict[str, list[str]], room: dict[str, tuple[int, int]]) -> None:
+    """Notes by block, as its backward begins, what was brought back and how much, and how much was free."""
+    carrier = carrier_of(model)
+
+    def note(name: str, grad: Tensor) -> None:
+        seen[name] = [bundle.name for bundle in carrier._wanted]
+        room[name] = (bytes_back(carrier), carrier._freed)
+
+    def hook(name: str, block: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(functools.partial(note, name))
+
+    for name, block in model.named_children():
+        block.register_forward_hook(functools.partial(hook, name))
+
+
+def test_bundles_come_back_into_what_backward_has_freed() -> None:
+    model, optimizer = prepared(FIRST)
+    seen, room = dict[str, list[str]](), dict[str, tuple[int, int]]()
+    watch_backward(model, seen, room)
+    train(model, optimizer, 1)
+    assert [seen[name] for name in "7654"] == [[], [], [], ["1"]]  # the last two have not left
+    for _ in range(2):
+        train(model, optimizer, 1)
+        assert [seen[name] for name in "7654"] == [[], ["3"], ["3", "2"], ["3", "2", "1"]]
+        assert [seen[name] for name in "3210"] == [["3", "2", "1"], ["3", "2", "1"], ["2", "1", "0"], ["1", "0"]]
+        assert all(there <= free for there, free in room.values())
+        assert carrier_of(model)._wanted == [] and carrier_of(model)._freed == 0
+
+
+@pytest.mark.parametrize("ways", [FIRST, {"[0135]": "host"}, {"[0-6]": "host"}, {"[24]": "host", "3": "disk"}])
+def test_never_more_than_is_free_and_two_bundles(ways: dict[str, str]) -> None:
+    model, optimizer = prepared(ways, UNLIKE)
+    seen, room = dict[str, list[str]](), dict[str, tuple[int, int]]()
+    watch_backward(model, seen, room)
+    two = 2 * left_by(max(UNLIKE))
+    for _ in range(3):
+        train(model, optimizer, 1)
+        assert len(room) == 8 and all(there <= free + two for there, free in room.values())
+
+
+def test_each_bundle_comes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    brought = list[str]()
+    bring = Carrier._bring
+    monkeypatch.setattr(Carrier, "_bring", lambda self, bundle: (brought.append(bundle.name), bring(self, bundle)))
+    for times in (ALIKE, UNLIKE):
+        model, optimizer = prepared(FIRST, times)
+        train(model, optimizer, 1)
+        brought.clear()
+        train(model, optimizer, 2)
+        assert brought == ["3", "2", "1", "0"] * 2
+
+
+def test_what_was_brought_and_not_wanted_is_let_go_of() -> None:
+    model, optimizer = prepared(FIRST)
+    train(model, optimizer, 1)
+    middle = list[Tensor]()
+    handle = model[4].register_forward_hook(lambda block, args, output: middle.append(output))
+    loss = loss_of(model, 0)
+    handle.remove()
+    (asked,) = torch.autograd.grad(loss, middle, retain_graph=True)  # comes to none that was sent
+    carrier = carrier_of(model)
+    assert carrier._wanted == [] and carrier._freed == 0 and leaving(carrier) == []
+    loss.backward()
+    assert asked.abs().sum() > 0 and carrier._wanted == []
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# -- the same bits --
+
+
+WAYS: dict[str, Any] = {
+    "first": FIRST,
+    "shares": {"device": 0.5, "host": 0.5},
+    "disk": {"[0-2]": "disk", "3": "host"},
+    "between": {"[0235]": "host"},
+    "recomputed": {"[01]": "host", "[23]": "recompute+host", "[45]": "recompute"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("times", [ALIKE, UNLIKE], ids=["alike", "unlike"])
+def test_training(way: str, times: tuple[int, ...]) -> None:
+    model, optimizer = prepared(WAYS[way], times)
+    assert_as_plain(model, optimizer, functools.partial(train, steps=4), times)
+
+
+@pytest.mark.parametrize("way", ["first", "between", "disk"])
+def test_groups_that_run_twice(way: str) -> None:
+    model, optimizer = prepared(WAYS[way], UNLIKE)
+    model.rounds = 2
+    assert_as_plain(model, optimizer, train, UNLIKE)
+    if way == "first":
+        assert carrier_of(model)._kept == 2 * sum(left_by(times) for times in UNLIKE[4:])
+
+
+@pytest.mark.parametrize("way", ["first", "between", "disk"])
+def test_two_forwards_before_their_backwards(way: str) -> None:
+    def loop(model: Chain, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(3):
+            first = loss_of(model, step)
+            with torch.no_grad():
+                loss_of(model, 7)
+            second = loss_of(model, step + 10)
+            (first * 2).backward() if step % 2 else second.backward(retain_graph=True)
+            with torch.no_grad():
+                loss_of(model, 8)
+            second.backward() if step % 2 else (second + first).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = prepared(WAYS[way])
+    assert_as_plain(model, optimizer, loop)
+
+
+@pytest.mark.parametrize("broken", [2, 5])
+def test_a_forward_that_fails_teaches_nothing_and_leaves_nothing(broken: int) -> None:
+    model, optimizer = prepared(FIRST)
+    model[broken].fails = True
+    with pytest.raises(ValueError, match="broken"):
+        loss_of(model, 0)
+    assert not has_saved_tensor_hooks()
+    assert set(activations_of(model)._sizes) == set(list(model)[4:broken])
+    model[broken].fails = False
+    gc.collect()
+    assert_as_plain(model, optimizer, train)
+    assert activations_of(model)._sizes == dict.fromkeys(list(model)[4:], left_by(2))
+
+
+def test_groups_inside_checkpointing_count_nothing() -> None:
+    class Checkpointing(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            for index, block in enumerate(self):
+                x = checkpoint(block, x, use_reentrant=False) if index >= 6 else block(x)
+            return x
+
+    model, other = made(), made()
+    model.__class__ = other.__class__ = Checkpointing
+    _, optimizer = zerostd.prepare(
+        model, torch.optim.AdamW(model.parameters(), 1e-3), placement=Placement(activations=FIRST), groups=["*"]
+    )
+    assert_as_plain(model, optimizer, train)
+    assert set(activations_of(model)._sizes) == {model[4], model[5]}
+
+
+def test_a_graph_that_is_dropped_is_freed() -> None:
+    model, optimizer = prepared(FIRST)
+    train(model, optimizer, 2)
+    loss = loss_of(model, 0)
+    pool = carrier_of(model).pool(Tier.HOST)
+    assert pool.used > 0
+    del loss
+    gc.collect()
+    carrier_of(model)._worker.drain()
+    assert pool.used == 0
