@@ -34,7 +34,7 @@ from offload import DEVICE, RESULT, HostPeak, Record, System, cell, describe, el
 from zerostd.accounting import predict
 from zerostd.communication import World
 from zerostd.measuring import load_or_measure
-from zerostd.measuring.identity import free_bytes
+from zerostd.measuring.identity import choose_device, free_bytes
 from zerostd.measuring.model import profile_model
 from zerostd.measuring.rates import Updates
 from zerostd.measuring.timing import Sizes

@@ -80,9 +80,7 @@ class Activations:
         self._peers = peers
         self._ways = {group: ways.get(group.name, Way.DEVICE) for group in gatherer.groups}
         self._sends = peers is None and any(way.tier is not Tier.DEVICE for way in self._ways.values())
-        self._sizes = dict.fromkeys(
-            _outer(root, gatherer.groups), 0
-        )  # bytes that a forward of each leaves on the device
+        self._sizes = dict.fromkeys(_outer(root, gatherer.groups), 0)  # bytes that each leaves on the device
         self._running: list[_Running] = []  # innermost last
         self._recomputed: list[Recomputed] = []
         self._ours: set[int] = set()  # storages of parameters and buffers
