@@ -43,15 +43,17 @@ class Model(nn.Module):
         return x.float().square().mean()
 
 
-def train(activations: Any, steps: int = 6, **placement: Any) -> tuple[list[float], dict[str, Tensor], int, nn.Module]:
-    """Losses, final parameters, and the most that was allocated beside what the model holds."""
+def prepared(activations: Any, **placement: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = Model().to("cuda", torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     placed = Placement(activations=activations, **placement)
-    model, optimizer = zerostd.prepare(
-        model, optimizer, precision="bf16", accumulate=1, placement=placed, groups=["blocks.*"]
-    )
+    return zerostd.prepare(model, optimizer, precision="bf16", accumulate=1, placement=placed, groups=["blocks.*"])
+
+
+def train(activations: Any, steps: int = 6, **placement: Any) -> tuple[list[float], dict[str, Tensor], int, nn.Module]:
+    """Losses, final parameters, and the most that was allocated beside what the model holds."""
+    model, optimizer = prepared(activations, **placement)
     source, losses = torch.Generator("cuda").manual_seed(1), []
     torch.manual_seed(2)
     for step in range(steps):
@@ -109,6 +111,28 @@ def test_offloaded_inputs_leave_two_bundles(kept: Any) -> None:
     _, _, offloaded, _ = train("recompute+host")
     saved = recomputed - offloaded
     assert saved > (DEPTH - 4) * INPUT, (recomputed / INPUT, offloaded / INPUT)
+
+
+def test_groups_that_stay_make_room_and_take_no_more(kept: Any) -> None:
+    """The first half leaves while the second runs, and comes back into what that has freed."""
+    losses, state, peak, _ = train({"device": 0.5, "host": 0.5})
+    assert losses == kept[0]
+    assert all(torch.equal(state[name], value) for name, value in kept[1].items())
+    _, _, everything, _ = train("host")
+    assert peak < (kept[2] + everything) / 2 + 0.1 * kept[2], (peak, kept[2], everything)
+
+
+def test_a_graph_that_is_kept_finds_what_was_still_leaving() -> None:
+    """The last groups are used before they have left, and their memory again before the copies are made."""
+    model = prepared("host")[0]
+    x = torch.randn(8 * ROWS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(3):
+        loss = model(x)
+        (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+        taken = [torch.full((8 * ROWS, WIDTH), 7.0, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
+        (second,) = torch.autograd.grad(loss, x)
+        assert torch.equal(first, second)
+        del taken
 
 
 def test_lengths_that_vary_do_not_fragment() -> None:

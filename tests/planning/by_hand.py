@@ -143,12 +143,9 @@ def stays(load: Load, share: Shares) -> float | None:
 def last_gone(placed: Placed, group: int) -> int:
     """The last group whose activations must be gone when forward begins with a group, where others make room."""
     kept = [stays(*one) for one in placed]
-    to_come, nearest = sum(size or 0.0 for size in kept[group:]), group - 2
-    if group and kept[group - 1] is not None and any(kept):
-        nearest = group - 1
-    elif not any(kept):
-        return nearest
-    for first in range(nearest, -1, -1):
+    to_come, left = sum(size or 0.0 for size in kept[group:]), [one for one in range(group) if sent(*placed[one])]
+    others = left[:-1] if group and kept[group - 1] is None else left[:-2]  # than those that may be leaving anyway
+    for first in reversed(others):
         if sum(sent(*one) for one in placed[first:group]) > to_come:
             return first
     return -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from zerostd.planning.activations import NUM_BUFFERS, way_of
@@ -11,41 +12,55 @@ from zerostd.planning.demands import Shares
 __all__ = ["Away"]
 
 
+ALIKE = 0.01  # of their bytes, that groups differ in which are taken for the same
+
+
 class Away:
     """Activations that rest on the host: on their way there, and wanted back. Those of other groups stay, and make
-    room for them: before they are there in forward, and when backward has passed them."""
+    room for them: before they are there in forward, and when backward has passed them. How much they leave is known of
+    groups that are like one that sends its own, and of those that leave their inputs only."""
 
     def __init__(self, found: Sequence[Load], shares: Sequence[Shares]) -> None:
-        kept = [_left(load, share) for load, share in zip(found, shares, strict=True)]
-        goes = [way_of(share) == "host" for share in shares]
-        self.sizes = [size if away else 0.0 for size, away in zip(kept, goes, strict=True)]
-        self.stays = [None if away else size for size, away in zip(kept, goes, strict=True)]
+        left = [_left(load, share) for load, share in zip(found, shares, strict=True)]
+        ways = [way_of(share) for share in shares]
+        self.sizes = [size if way == "host" else 0.0 for size, way in zip(left, ways, strict=True)]
+        known = {size for size in self.sizes if size}
+        self.stays = [
+            None if way == "host" else size if way == "recompute" or _is_like(size, known) else 0.0
+            for size, way in zip(left, ways, strict=True)
+        ]
         self.leaving: list[int] = []  # groups, in order; the first is on its way
         self.gone = [False] * len(found)
         self.wanted: list[int] = []
-        self.total = sum(size for size in self.stays if size is not None)  # bytes
-        self.to_come = self.freed = self.held = 0.0  # of them: of groups to come, of those passed in backward, of this
+        self.num_to_come = 0  # groups that send nothing
+        self.to_come = self.freed = self.held = 0.0  # bytes of those, of groups passed in backward, of the one it is in
+        self.begin()
 
     def begin(self) -> None:
         """A forward begins."""
-        self.to_come = self.total
+        self._count_from(0)
         self.freed = self.held = 0.0
+
+    def _count_from(self, group: int) -> None:
+        staying = [size for size in self.stays[group:] if size is not None]
+        self.num_to_come, self.to_come = len(staying), sum(staying)
 
     def leave(self, group: int) -> None:
         """Its forward is done."""
-        self.to_come = sum(size for size in self.stays[group + 1 :] if size is not None)
+        self._count_from(group + 1)
         if self.sizes[group]:
             self.gone[group] = True
             self.leaving.append(group)
 
     def has_room(self, group: int) -> bool:
         """Whether what is leaving may do so while groups from this one on run: if it is no more than will stay of
-        them. Otherwise those of the second group before it are gone, or all, if the one before it keeps its own."""
+        them. Otherwise only the last one's is, or two while groups run that send nothing, none when the last did."""
         if sum(self.sizes[one] for one in self.leaving) <= self.to_come:
             return True
-        if group and self.total and self.stays[group - 1] is not None:
-            return False
-        return group == len(self.sizes) or group - NUM_BUFFERS not in self.leaving
+        if group and self.stays[group - 1] is not None:
+            num_staying = sum(size is not None for size in self.stays)
+            return len(self.leaving) <= math.ceil(NUM_BUFFERS * self.num_to_come / num_staying)
+        return group == len(self.sizes) or len(self.leaving) < NUM_BUFFERS
 
     def is_back(self, group: int) -> bool:
         """Whether its backward can begin."""
@@ -78,6 +93,10 @@ class Away:
         else:
             self.wanted.remove(group)
             self.gone[group] = False
+
+
+def _is_like(size: float, known: set[float]) -> bool:
+    return any(abs(size - one) <= ALIKE * one for one in known)
 
 
 def _left(load: Load, share: Shares) -> float:

@@ -3,15 +3,17 @@
 What is saved goes through a pack hook of autograd's, while a group runs whose activations do not stay. Parameters and
 buffers are not activations, and small tensors are not worth the way: both stay. What lies in one storage travels once,
 whatever tensors see it. A group that is recomputed saves its inputs only, see recomputing.py. Where some groups send
-theirs, what others leave on the device is counted in the first forward of each: that much room there is for what is on
-its way, before they run and when backward has passed them.
+theirs, others make room for what is on its way: before they run, and when backward has passed them. How much they leave
+on the device is known without asking autograd if they are like one that sends its own: of the same class, with
+parameters of the same shapes and as many bytes of output.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +26,7 @@ from zerostd.parameters import Group
 from zerostd.policy import Tier, Way
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.recomputing import Recomputed, is_worth_recomputing
+from zerostd.scheduling.tensors import tensors_in
 from zerostd.tiers.parcels import Bundle, Carrier, Parcel, View
 
 __all__ = ["Activations", "Passed"]
@@ -51,20 +54,12 @@ class _Kept:
     version: int | None  # None: it may change
 
 
-@dataclass
-class _Left:
-    """What a group's forward leaves."""
-
-    bundle: Bundle | None  # None: it stays, and is counted
-    num_bytes: int = 0
-
-
 @dataclass(frozen=True)
 class _Running:
     """A group's forward that runs now."""
 
     module: nn.Module
-    left: _Left
+    bundle: Bundle
     hooks: torch.autograd.graph.saved_tensors_hooks
 
 
@@ -80,12 +75,13 @@ class Activations:
         self._peers = peers
         self._ways = {group: ways.get(group.name, Way.DEVICE) for group in gatherer.groups}
         self._sends = peers is None and any(way.tier is not Tier.DEVICE for way in self._ways.values())
-        self._sizes = dict.fromkeys(_outer(root, gatherer.groups), 0)  # bytes that each leaves on the device
+        self._kinds = {module: _kind(module) for group in gatherer.groups for module in group.modules}
+        self._left: dict[tuple[Any, int], int] = {}  # bytes, by kind of a module that sent them and bytes of its output
         self._running: list[_Running] = []  # innermost last
         self._recomputed: list[Recomputed] = []
         self._ours: set[int] = set()  # storages of parameters and buffers
         self._known: dict[tuple[int, Tier], tuple[weakref.ref[Storage], weakref.ref[Parcel]]] = {}
-        self._counted: dict[int, weakref.ref[Storage]] = {}  # in this pass
+        self._inputs: dict[int, int] = {}  # bytes by storage, of the recomputed group that runs now
         self._last: weakref.ref[Bundle] | None = None  # left in this pass
         self._checked: set[str] = set()  # groups that peers have compared
 
@@ -117,7 +113,7 @@ class Activations:
         self._carrier.begin()
         self._last = None
         self._known.clear()
-        self._counted.clear()
+        self._inputs.clear()
         self._ours = {id(tensor.untyped_storage()) for tensor in self._lasting()}
 
     def settle(self) -> None:
@@ -127,55 +123,60 @@ class Activations:
     def enter(self, group: Group, module: nn.Module) -> None:
         """A group's forward begins."""
         way = self._ways[group]
-        if module is self._root or self._running or not torch.is_grad_enabled() or in_backward():
-            return
         stays = way.tier is Tier.DEVICE and (self._peers is None or way.recomputes)
-        if stays and (not self._sends or module in self._sizes or has_saved_tensor_hooks()):
+        if stays or module is self._root or self._running or not torch.is_grad_enabled() or in_backward():
             return
-        if not stays and has_saved_tensor_hooks():
+        if has_saved_tensor_hooks():
             raise MisuseError(
                 f"group {group.name!r} runs inside torch.utils.checkpoint, or other hooks on saved tensors, and "
                 f"Placement has its activations at {way.value!r}: use one of them. 'recompute', 'recompute+host' and "
                 "'recompute+disk' do what checkpointing does; with Placement(activations={'blocks.*': ...}) others stay"
             )
-        left = _Left(None if stays else Bundle(group.name, way.tier, self._last))
+        bundle = Bundle(group.name, way.tier, self._last)
 
         def pack(tensor: torch.Tensor) -> _Moved | _Kept:
-            return self._pack(tensor, left)
+            return self._pack(tensor, bundle)
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
         hooks.__enter__()
-        self._running.append(_Running(module, left, hooks))
+        self._running.append(_Running(module, bundle, hooks))
 
-    def leave(self, group: Group, module: nn.Module, *, failed: bool) -> Passed | None:
-        """It has ended; what it left goes on its way, unless nobody will come back for it. Of one whose activations
-        stay: the bytes of them, and the bundle that was left last before it, if there is one."""
+    def leave(self, group: Group, module: nn.Module, output: Any) -> Passed | None:
+        """It has ended, without an output if it failed; what it left goes on its way, unless nobody will come back for
+        it. Of one whose activations stay: the bytes of them, and the bundle that was left last before it, if any."""
+        inputs, self._inputs = self._inputs, {}
         if self._running:
-            if self._running[-1].module is not module:
-                return None
-            running = self._running.pop()
-            running.hooks.__exit__()
-            if failed:
-                return None
-            if running.left.bundle is not None:
-                self._send(group, running.left.bundle)
-                return None
-            self._sizes[module] = running.left.num_bytes
-        if failed or module is self._root or not self._sends or not torch.is_grad_enabled() or in_backward():
+            if self._running[-1].module is module:
+                running = self._running.pop()
+                running.hooks.__exit__()
+                if output is not None:
+                    self._send(group, running.bundle, self._like(module, output))
             return None
-        size = self._sizes.get(module, 0)
+        is_training = torch.is_grad_enabled() and not in_backward()
+        if output is None or module is self._root or not self._sends or not is_training:
+            return None
+        size = self._left.get(self._like(module, output), 0)
+        if self._ways[group].recomputes:
+            size = sum(inputs.values())
+        elif has_saved_tensor_hooks():  # somebody else's: nobody knows what they leave
+            size = 0
         self._carrier.pass_by(size)
         return None if self._last is None else (self._last, size)
+
+    def _like(self, module: nn.Module, output: Any) -> tuple[Any, int]:
+        """The same for forwards that leave as much."""
+        return self._kinds[module], sum(tensor.nbytes for tensor in tensors_in(output))
 
     def pass_back(self, passed: Passed) -> None:
         """Backward comes to a group whose activations stayed."""
         bundle, size = passed
         self._carrier.pass_back(bundle(), size)
 
-    def _send(self, group: Group, bundle: Bundle) -> None:
+    def _send(self, group: Group, bundle: Bundle, like: tuple[Any, int]) -> None:
         if self._peers is not None and group.name not in self._checked:
             self._checked.add(group.name)
             self._peers.check_same(group.name, [parcel.num_bytes for parcel in bundle.parcels])
+        self._left[like] = sum(parcel.num_bytes for parcel in bundle.parcels if parcel.num_users == 1)
         if bundle.parcels:
             self._gatherer.wires.ledger.owner = group.name
             self._carrier.send(bundle)
@@ -184,33 +185,28 @@ class Activations:
     def _keep_input(self, tensor: torch.Tensor) -> _Moved | _Kept:
         """Of a recomputed group."""
         if self._running:
-            return self._pack(tensor, self._running[-1].left)
+            return self._pack(tensor, self._running[-1].bundle)
+        storage = tensor.untyped_storage()
+        if id(storage) not in self._ours and self._is_worth_moving(tensor, storage):
+            self._inputs[id(storage)] = storage.nbytes()
         return _Kept(tensor.detach(), version_of(tensor))
 
+    def _is_worth_moving(self, tensor: torch.Tensor, storage: Storage) -> bool:
+        return storage.nbytes() >= WORTH_MOVING and tensor.device == self._gatherer.wires.world.device
+
     @torch.no_grad()
-    def _pack(self, tensor: torch.Tensor, left: _Left) -> _Moved | _Kept:
+    def _pack(self, tensor: torch.Tensor, bundle: Bundle) -> _Moved | _Kept:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return _Kept(tensor.detach(), None)
         storage = tensor.untyped_storage()
         if id(storage) in self._ours:
             return _Kept(tensor.detach(), None)
         is_plain = not tensor.is_conj() and not tensor.is_neg()
-        if storage.nbytes() < WORTH_MOVING or tensor.device != self._gatherer.wires.world.device or not is_plain:
+        if not is_plain or not self._is_worth_moving(tensor, storage):
             return _Kept(tensor.detach(), version_of(tensor))
-        if left.bundle is None:
-            left.num_bytes += self._count(storage)
-            return _Kept(tensor.detach(), version_of(tensor))
-        parcel = self._parcel_of(tensor, storage, left.bundle.tier)
-        left.bundle.add(parcel)
-        return _Moved(left.bundle, parcel, View.of(tensor))
-
-    def _count(self, storage: Storage) -> int:
-        """Its bytes, the first time in a pass."""
-        seen = self._counted.get(id(storage))
-        if seen is not None and seen() is storage:
-            return 0
-        self._counted[id(storage)] = weakref.ref(storage)
-        return int(storage.nbytes())
+        parcel = self._parcel_of(tensor, storage, bundle.tier)
+        bundle.add(parcel)
+        return _Moved(bundle, parcel, View.of(tensor))
 
     def _parcel_of(self, tensor: torch.Tensor, storage: Storage, tier: Tier) -> Parcel:
         """The one that has its storage in this tier already, or a new one."""
@@ -245,12 +241,9 @@ class Activations:
         yield from self._root.buffers()
 
 
-def _outer(root: nn.Module, groups: Sequence[Group]) -> Iterator[nn.Module]:
-    """Modules of groups, other than the root, with those of others inside, which speak for themselves."""
-    modules = {module for group in groups for module in group.modules if module is not root}
-    for module in modules:
-        if any(inner in modules for inner in module.modules() if inner is not module):
-            yield module
+def _kind(module: nn.Module) -> tuple[Any, ...]:
+    """The same for modules that do the same, as far as one can see."""
+    return type(module), *(parameter.shape for parameter in module.parameters())
 
 
 def _changed(size: torch.Size) -> RuntimeError:

@@ -186,7 +186,7 @@ class Hooks:
             self.backward.done_with(group)
 
     def _after_group(self, group: Group, module: nn.Module, args: Any, output: Any) -> None:
-        passed = self.activations.leave(group, module, failed=output is None)
+        passed = self.activations.leave(group, module, output)
         if passed is not None:
             outputs = (tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.grad_fn is not None)
             for tensor in itertools.islice(outputs, 1):

@@ -10,6 +10,7 @@ would hold up what is behind.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -71,6 +72,8 @@ class Parcel:
     sent: Transfer = field(default_factory=Done)  # from the device
     written: Transfer = field(default_factory=Done)  # to its room, if that is on disk
     arrival: Transfer = field(default_factory=Done)
+    is_sent: bool = False  # what the device does from now on comes after that
+    leaving: torch.Tensor | None = None  # its bytes, if they are not used any more before they are sent
     is_whole: bool = True  # slices of other ranks are here too
     num_users: int = 0  # bundles that have it here
 
@@ -129,8 +132,17 @@ class Bundle:
             parcel.num_users -= 1
             if parcel.num_users == 0 and parcel.rests:  # a backward inside of its forward comes too early
                 parcel.is_spoilt()  # asked while it can be seen
+                parcel.leaving = None if parcel.is_sent else parcel.here  # a graph that is kept comes back for the copy
                 parcel.here = parcel.left = None
         self.is_here = False
+
+
+@dataclass
+class _Staying:
+    """What groups leave on the device that send nothing, as far as is known."""
+
+    num_groups: int = 0
+    num_bytes: int = 0
 
 
 class Carrier:
@@ -143,7 +155,7 @@ class Carrier:
         self._pools = {tier: Pool(stores, tier, Kind.ACTIVATIONS, limit) for tier, limit in limits.items()}
         self._staging = Pool(stores, Tier.HOST, Kind.BUFFERS)  # on the way to the disk and back
         self._leaving: deque[weakref.ref[Bundle]] = deque()
-        self._kept, self._kept_before = 0, 0  # bytes that groups keep, in this pass and in the one before
+        self._staying, self._staying_before = _Staying(), _Staying()  # in this pass and in the one before
         self._freed, self._held = 0, 0  # bytes of those that backward has passed, and of the one it is in
         self._used: Bundle | None = None
         self._wanted: list[Bundle] = []  # the one that is used, and those brought for later
@@ -174,15 +186,21 @@ class Carrier:
 
     def begin(self) -> None:
         """Another pass. One without gradients passes nothing, and nothing is learnt from it."""
-        self._kept_before, self._kept = self._kept or self._kept_before, 0
+        if self._staying.num_groups:
+            self._staying_before = self._staying
+        self._staying = _Staying()
         self._leaving = deque(ref for ref in self._leaving if _is_here(ref()))
 
     def pass_by(self, size: int) -> None:
-        """A group ran and kept so many bytes. When the last one of them has, nothing that left is here; until then the
-        device does not wait for it, or only if what left is more than they are going to keep."""
-        self._kept += size
-        if self._kept_before:
-            self._let_go(0, self._to_come)
+        """A group ran and kept so many bytes, as far as is known. When the last one of them has, nothing that left is
+        here; until then the device does not wait for it, or only if what left is more than they are going to keep, or
+        takes longer than they do."""
+        now, before = self._staying, self._staying_before
+        now.num_bytes += size
+        now.num_groups += 1
+        if before.num_groups:
+            share = max(0.0, 1.0 - now.num_groups / before.num_groups)
+            self._let_go(math.ceil(NUM_BUNDLES * share), self._to_come)
 
     def pass_back(self, bundle: Bundle | None, size: int) -> None:
         """The backward begins of a group that kept so many bytes, so those of the one before are free. The bundle that
@@ -193,7 +211,8 @@ class Carrier:
     @property
     def _to_come(self) -> int:
         """Bytes that groups are still going to keep in this pass, if it is like the one before."""
-        return max(0, self._kept_before - self._kept)
+        now, before = self._staying, self._staying_before
+        return max(0, before.num_bytes - now.num_bytes) if now.num_groups < before.num_groups else 0
 
     def _let_go(self, least: int, most: int) -> None:
         """Let go of what left first, until so few bundles or so few bytes are leaving."""
@@ -202,6 +221,8 @@ class Carrier:
             if gone is not None and gone.is_here and gone not in self._wanted:
                 for sent in dict.fromkeys(parcel.sent for parcel in gone.parcels):
                     sent.wait()
+                for parcel in gone.parcels:
+                    parcel.is_sent = True
                 gone.forget()
 
     def _ahead(self, bundle: Bundle, least: int) -> list[Bundle]:
@@ -240,6 +261,8 @@ class Carrier:
                 assert parcel.here is not None
                 self.peers.gather(parcel.here)
             parcel.is_whole = True
+            if parcel.leaving is not None:  # it has arrived, so it was sent
+                parcel.leaving, parcel.is_sent = None, True
 
     def settle(self) -> None:
         """Nothing that was brought back is in use any more."""
