@@ -259,7 +259,7 @@ def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], worl
     such as buffers, depends on the answer; so first only the states of that answer are placed again. If they then cost
     time, another answer may be better: a few more are looked at."""
     fixed, totals = _beside(task), dict[Tier, int]()
-    least, inside = dict(fixed), list[Plan]()
+    least, inside = dict(fixed), list[tuple[float, Plan]]()
     for tries in range(MOST_TRIES):
         try:
             first = solve(replace(task, fixed=fixed))
@@ -280,12 +280,12 @@ def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], worl
             before = solution.task.fixed
             beside = {tier: totals[tier] - sum(assumed.get(tier, {}).values()) + before.get(tier, 0) for tier in Tier}
             if all(totals[tier] <= task.limits.get(tier, 0) for tier in Tier):
-                inside.append(plan_from(solution, homes, counted, _notes(task)))
+                inside.append((solution.cost_s, plan_from(solution, homes, counted, _notes(task))))
                 break
             solution = place_states(solution, {tier: int(1.002 * size) + 1 for tier, size in beside.items()})
             if solution is None:
                 break
-        if inside and (len(inside) >= MOST_INSIDE or _is_as_hoped(inside[-1], first.timeline.step_s)):
+        if inside and (len(inside) >= MOST_INSIDE or inside[-1][0] <= first.cost_s * (1 + SLACK)):
             break
         for tier in Tier:  # what the program does not know of, as far as it was seen
             over, limit = totals[tier] - task.limits.get(tier, 0), task.limits.get(tier, 0)
@@ -293,7 +293,7 @@ def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], worl
             nearly = tries * over if over > 0 and is_near else 0
             fixed[tier] = max(fixed.get(tier, 0), int(1.002 * beside[tier]) + 1) + nearly
     if inside:
-        return min(inside, key=lambda plan: plan.predicted.step_s or _moved(plan))
+        return min(inside, key=lambda one: one[0] or _moved(one[1]))[1]
     beyond = {tier.value: size - task.limits.get(tier, 0) for tier, size in totals.items()}
     raise PrepareError(
         f"no placement was found whose bytes stay inside the limits: the last one is {beyond} bytes over. Give the "
@@ -304,11 +304,6 @@ def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], worl
 def _beside(task: Task) -> dict[Tier, int]:
     """Bytes that are there whatever is placed where: activations, if there is no choice about them."""
     return {Tier.DEVICE: 0 if task.chooses else task.model.activations()}
-
-
-def _is_as_hoped(plan: Plan, hoped_s: float) -> bool:
-    """Whether the exact count has cost no time."""
-    return (plan.predicted.step_s or 0.0) <= hoped_s * (1 + SLACK)
 
 
 def _account(

@@ -19,6 +19,7 @@ from planning.by_hand import fits, step_seconds
 from planning.machines import EVERYTHING, GIB, LAPTOP, gpt, plain, task_of, tight
 from zerostd.errors import PrepareError
 from zerostd.planning import GroupProfile, ModelProfile, Task, make_plan, planner, simulation
+from zerostd.planning import solution as solutions
 from zerostd.planning.costs import loads, merged
 from zerostd.planning.demands import WHOLE, Shares
 from zerostd.planning.linear import Infeasible
@@ -99,6 +100,35 @@ def test_the_prediction_is_no_better_than_the_rules_allow(task: Task) -> None:
 
 
 # -- what goes where --
+
+
+def test_of_steps_nearly_as_short_the_one_that_needs_the_processor_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.3 B parameters in 22.5 GiB, as on an H200: with parameters and gradients on the host as well, and everything
+    there updated by the processor, or with more streamed and no later when the processor is slow."""
+    block = GroupProfile("", 50_331_648, 0, 1.0, kept_bytes=67e6, boundary_bytes=4.2e6, peak_bytes=60e6)
+    first = replace(block, name="embedding", trained=67_000_000, forward_flops=0.01, kept_bytes=1e6, boundary_bytes=1e6)
+    last = replace(block, name="head", trained=65_000_000, forward_flops=1.3, kept_bytes=5e7, boundary_bytes=5e7)
+    groups = (first, *(replace(block, name=f"block{index}") for index in range(24)), last)
+    task = task_of(
+        ModelProfile("gpt", groups, samples=8, forward_s=0.039, backward_s=0.084),
+        {Tier.DEVICE: int(22.5 * GIB), Tier.HOST: 8 * GIB},
+        activations=frozenset({"keep", "recompute"}),
+    )
+    chosen = solve(task)
+    assert chosen.slow_s < 1.02 * chosen.timeline.step_s
+    monkeypatch.setattr(solutions, "SLOW_PACE", 1.0)
+    hasty = solve(task)
+    assert hasty.cost_s == hasty.timeline.step_s
+    monkeypatch.undo()
+    hasty = replace(hasty)  # without what it remembers
+    assert hasty.slow_s > 1.04 * hasty.timeline.step_s and hasty.cost_s > 1.02 * chosen.cost_s
+
+
+def test_a_processor_that_is_the_device_is_as_slow_for_all() -> None:
+    limits = {Tier.DEVICE: 3 * GIB, Tier.DISK: 100 * GIB}
+    task = task_of(plain([10**8] * 4, 0.1), limits, machine=LAPTOP, num_threads=4)
+    found = solve(task)
+    assert found.cost_s == found.slow_s == found.timeline.step_s > 0
 
 
 @pytest.mark.parametrize("clips", [False, True])

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Self
 
@@ -47,6 +47,11 @@ class Processor:
                 part = (num_threads - low) / (high - low)
                 return 1.0 / ((1.0 - part) / slow + part / fast)
         return known[-1][1]
+
+    def at_pace(self, pace: float) -> Processor:
+        """The same with this part of its rates, while others use it too."""
+        slower = {num_threads: ns / pace for num_threads, ns in self.update_ns.items()}
+        return replace(self, update_ns=slower, memory=self.memory * pace)
 
 
 @dataclass(frozen=True)

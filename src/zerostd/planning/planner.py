@@ -144,7 +144,7 @@ def solve(task: Task) -> Solution:
     for simpler in _simpler(task, best):  # the program does not see all that it costs to do one thing here, one there
         with contextlib.suppress(PrepareError):
             other = _solve(simpler)
-            if other.timeline.step_s < best.timeline.step_s * (1 - SLACK):
+            if other.cost_s < best.cost_s * (1 - SLACK):
                 best = replace(other, task=task)
     return best
 
@@ -155,7 +155,7 @@ def _simpler(task: Task, solution: Solution) -> Iterator[Task]:
     if task.chooses and "recompute" in task.ways and used != {"recompute"}:
         again_s = sum(load.activations.longer_s for load in solution.loads if load.activations is not None)
         least = again_s + sum(load.forward_s + load.backward_s for load in solution.loads)
-        if task.accumulate * least < solution.timeline.step_s:
+        if task.accumulate * least < solution.cost_s:
             yield replace(task, activations=frozenset({"recompute"}))
     is_off = any(share.gradients_host + share.parameters_host + share.parameters_disk for share in solution.shares)
     if is_off:  # what is off comes and goes in every pass, behind what is streamed
@@ -200,9 +200,10 @@ def _chosen(task: Task, found: list[Load], fixed: Sequence[Shares], optimum: Opt
     for one in made:
         if one.shares == at_home and one.timeline.step_s <= shortest * (1 + WORTH_MOVING):
             return one
-    near = [one for one in made if one.timeline.step_s <= shortest * (1 + SLACK)]
+    least = min(one.cost_s for one in made)
+    near = [one for one in made if one.cost_s <= least * (1 + SLACK)]
     few = min(_bytes_off(one) for one in near) * (1 + FEW)
-    return min((one for one in near if _bytes_off(one) <= few), key=lambda one: one.timeline.step_s)
+    return min((one for one in near if _bytes_off(one) <= few), key=lambda one: one.cost_s)
 
 
 def _settled(task: Task, found: Sequence[Load]) -> tuple[list[Shares], Optimum]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from zerostd.planning.activations import activation_bytes, way_of
 from zerostd.planning.costs import Load, Task
 from zerostd.planning.demands import Shares
 from zerostd.planning.program import Optimum
-from zerostd.planning.simulation import Timeline
+from zerostd.planning.simulation import Timeline, simulate
 from zerostd.policy import Homes, Kind, Route, Tier
 
 __all__ = ["Solution", "activations_by_group", "fits", "homes_by_group", "model_state", "shares_of"]
 
 TOLERANCE = 1e-5
+SLOW_PACE = 0.8  # of its rates, that a processor has in slow minutes: 0.5 to 1.1 were seen within one hour
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,20 @@ class Solution:
     shares: list[Shares]
     optimum: Optimum  # of the program, with these parameters and gradients
     timeline: Timeline
+
+    @cached_property
+    def slow_s(self) -> float:
+        """A step while others use the processor and its memory too."""
+        machine = self.task.machine
+        if machine.link is None:  # all of it is the processor's, whatever is done
+            return self.timeline.step_s
+        slower = replace(machine, processor=machine.processor.at_pace(SLOW_PACE))
+        return simulate(replace(self.task, machine=slower), self.loads, self.shares).step_s
+
+    @property
+    def cost_s(self) -> float:
+        """What placements are compared by: a step, half of them in such minutes."""
+        return (self.timeline.step_s + self.slow_s) / 2
 
 
 def homes_by_group(solution: Solution) -> dict[str, Homes]:
