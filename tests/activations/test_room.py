@@ -18,6 +18,7 @@ from zerostd import Placement
 from zerostd.compat import has_saved_tensor_hooks
 from zerostd.policy import Tier
 from zerostd.runtime import runtime_of
+from zerostd.scheduling import activations
 from zerostd.scheduling.activations import Activations
 from zerostd.tiers.parcels import Carrier
 
@@ -239,6 +240,17 @@ def test_groups_that_keep_theirs_run_without_hooks() -> None:
     model, optimizer = prepared(FIRST)
     assert_as_plain(model, optimizer, loop)
     assert packed and not any(packed)
+
+
+def test_lengths_that_vary_for_ever_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "MOST_KINDS", 3)
+    model, optimizer = prepared(FIRST)
+    for more in range(8):
+        model(torch.ones(ROWS + more, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert carrier_of(model)._staying.num_bytes > 4 * left_by(2) * 0.99
+        assert len(activations_of(model)._left) <= 3
 
 
 # -- backward --

@@ -32,6 +32,7 @@ from zerostd.tiers.parcels import Bundle, Carrier, Parcel, View
 __all__ = ["Activations", "Passed"]
 
 WORTH_MOVING = 256 * 2**10  # bytes
+MOST_KINDS = 256  # of forwards that are remembered: lengths may vary for ever
 
 Storage = torch.UntypedStorage
 Passed = tuple[weakref.ref[Bundle], int]  # a group whose activations stay: the bundle before it, and its bytes
@@ -176,6 +177,8 @@ class Activations:
         if self._peers is not None and group.name not in self._checked:
             self._checked.add(group.name)
             self._peers.check_same(group.name, [parcel.num_bytes for parcel in bundle.parcels])
+        if len(self._left) >= MOST_KINDS:
+            self._left.clear()
         self._left[like] = sum(parcel.num_bytes for parcel in bundle.parcels if parcel.num_users == 1)
         if bundle.parcels:
             self._gatherer.wires.ledger.owner = group.name
