@@ -43,7 +43,9 @@ def open_and_drop(rank: int, times: int) -> list[tuple[int, int]]:
 
 def test_dropped_models_give_back_threads_and_sockets(ranks):
     for found in ranks(2, open_and_drop, 4):
-        assert found[-1] == found[0]
+        *before, (threads, files) = found
+        assert threads <= min(one for one, _ in before), found  # fewer if something was left of earlier tests
+        assert files <= min(one for _, one in before), found
 
 
 class Fails(torch.autograd.Function):
