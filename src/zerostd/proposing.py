@@ -282,7 +282,9 @@ def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], worl
             if all(totals[tier] <= task.limits.get(tier, 0) for tier in Tier):
                 inside.append((solution.cost_s, plan_from(solution, homes, counted, _notes(task))))
                 break
-            solution = place_states(solution, {tier: int(1.002 * size) + 1 for tier, size in beside.items()})
+            solution = place_states(
+                solution, {tier: max(before.get(tier, 0), int(1.002 * size) + 1) for tier, size in beside.items()}
+            )
             if solution is None:
                 break
         if inside and (len(inside) >= MOST_INSIDE or inside[-1][0] <= first.cost_s * (1 + SLACK)):

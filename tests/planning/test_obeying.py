@@ -314,7 +314,7 @@ def test_a_tight_host_is_met_whatever_the_rates_are(tmp_path: Path) -> None:
     def between(low: float, high: float) -> float:
         return low * (high / low) ** draw.random()
 
-    for _ in range(40):
+    for _ in range(60):
         disk = DiskRates(str(tmp_path), between(2e8, 4e9), between(2e8, 4e9), between(1e8, 2e9))
         cores = Processor(2, {1: between(1, 4), 2: between(0.6, 3)}, between(5e9, 3e10))
         machine = replace(LAPTOP, resident_ns=between(0.5, 3), processor=cores, disk=disk)
