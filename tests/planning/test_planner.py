@@ -232,6 +232,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     monkeypatch.setattr(scipy.optimize, "linprog", solving)
     monkeypatch.setattr(planner, "simulate", simulating)
+    monkeypatch.setattr(solutions, "simulate", simulating)
     return found
 
 
@@ -257,7 +258,7 @@ def test_many_groups_are_placed_together(
     plan = make_plan(task)
     assert list(plan.homes) == [group.name for group in model.groups]
     assert all(plan.predicted.total(tier) <= limit * (1 + 1e-5) + 10_000 for tier, limit in task.limits.items())
-    assert counts["solved"] <= 24 and counts["simulated"] <= 32
+    assert counts["solved"] <= 28 and counts["simulated"] <= 72  # half of them with a slow processor
     assert counts["variables"] <= 30 * MOST_LOADS and counts["entries"] <= 150 * MOST_LOADS
 
 

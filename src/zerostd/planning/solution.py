@@ -29,14 +29,18 @@ class Solution:
     optimum: Optimum  # of the program, with these parameters and gradients
     timeline: Timeline
 
+    @property
+    def slow_task(self) -> Task:
+        """The same while others use the processor and its memory too."""
+        machine = self.task.machine
+        return replace(self.task, machine=replace(machine, processor=machine.processor.at_pace(SLOW_PACE)))
+
     @cached_property
     def slow_s(self) -> float:
-        """A step while others use the processor and its memory too."""
-        machine = self.task.machine
-        if machine.link is None:  # all of it is the processor's, whatever is done
+        """A step in such minutes. Where the device is the processor, they say nothing about placements."""
+        if self.task.machine.link is None:
             return self.timeline.step_s
-        slower = replace(machine, processor=machine.processor.at_pace(SLOW_PACE))
-        return simulate(replace(self.task, machine=slower), self.loads, self.shares).step_s
+        return simulate(self.slow_task, self.loads, self.shares).step_s
 
     @property
     def cost_s(self) -> float:
