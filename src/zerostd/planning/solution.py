@@ -37,10 +37,11 @@ class Solution:
 
     @cached_property
     def slow_s(self) -> float:
-        """A step in such minutes. Where the device is the processor, they say nothing about placements."""
+        """A step in such minutes, never a shorter one. Where the device is the processor, they say nothing about
+        placements."""
         if self.task.machine.link is None:
             return self.timeline.step_s
-        return simulate(self.slow_task, self.loads, self.shares).step_s
+        return max(self.timeline.step_s, simulate(self.slow_task, self.loads, self.shares).step_s)
 
     @property
     def cost_s(self) -> float:
