@@ -116,6 +116,7 @@ def test_of_steps_nearly_as_short_the_one_that_needs_the_processor_less(monkeypa
     )
     chosen = solve(task)
     assert chosen.slow_s < 1.02 * chosen.timeline.step_s
+    assert chosen.optimum.prices == optimise(task, chosen.loads, fixed=chosen.shares).prices
     monkeypatch.setattr(solutions, "SLOW_PACE", 1.0)
     hasty = solve(task)
     assert hasty.cost_s == hasty.timeline.step_s

@@ -164,6 +164,8 @@ def _better(best: Solution, others: Iterable[Task]) -> Solution:
             found = Solution(best.task, made.loads, made.shares, made.optimum, timeline)
             if found.cost_s < best.cost_s * (1 - WORTH_CHANGING):
                 best = found
+                with contextlib.suppress(Infeasible):  # by a hair; then its prices are those of the other task
+                    best = replace(found, optimum=optimise(found.task, found.loads, fixed=found.shares))
     return best
 
 
