@@ -1,4 +1,5 @@
-"""Activations on their way to the host and back, in the simulation. The rules are those of tiers/parcels.py."""
+"""Activations on their way to the host and back, in the simulation. The rules are those of tiers/parcels.py, but that
+one group's at most are leaving where another sends its own next, as the program has it: there two may be."""
 
 from __future__ import annotations
 
