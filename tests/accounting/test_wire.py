@@ -6,10 +6,12 @@ this process's TCP sockets sent. P is padded as the layout states.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import stat
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,6 +31,9 @@ from support.side_by_side import data, seeded
 
 BYTES_SENT = 200  # offset of tcpi_bytes_sent in Linux's struct tcp_info
 STEPS = 3
+ON_LINUX = pytest.mark.skipif(
+    not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"), reason="needs Linux"
+)
 
 
 class Tower(nn.Module):
@@ -70,19 +75,21 @@ def watching(counted: dict[str, int]) -> Iterator[None]:
         counted[name] = counted[name] * (size - 1) // size
 
 
-def tcp_bytes_sent() -> int:
-    total = 0
+def tcp_bytes_sent() -> dict[int, int]:
+    """By the socket's number in the kernel: one that is closed between two looks takes nothing away from the others."""
+    found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
+            status = os.stat(int(name))
+            if not stat.S_ISSOCK(status.st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as copy:
                 if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
                     info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    total += struct.unpack_from("Q", info, BYTES_SENT)[0]
+                    found[status.st_ino] = struct.unpack_from("Q", info, BYTES_SENT)[0]
         except OSError:
             continue
-    return total
+    return found
 
 
 def counts(rank: int, stage: int, precision: str, passes: int, width: int, reentrant: bool | None) -> dict[str, Any]:
@@ -103,14 +110,15 @@ def counts(rank: int, stage: int, precision: str, passes: int, width: int, reent
     with zerostd.gathered(model):  # nothing is on its way
         pass
     dist.barrier()
-    before, sent, calls = zerostd.memory(model).sent, tcp_bytes_sent(), {}
+    before, sockets, calls = zerostd.memory(model).sent, tcp_bytes_sent(), {}
     with watching(calls):
         for number in range(STEPS):
             step(number)
         if stage in (1, 2):
             model.state_dict()  # the last step's parameters have arrived
     dist.barrier()
-    sent, after = tcp_bytes_sent() - sent, zerostd.memory(model).sent
+    sent = sum(total - sockets.get(number, 0) for number, total in tcp_bytes_sent().items())
+    after = zerostd.memory(model).sent
     found = {
         "ledger": sum(after[verb] - before.get(verb, 0) for verb in ("gather", "reduce") if verb in after) // STEPS,
         "calls": sum(calls.values()) // STEPS,
@@ -168,7 +176,7 @@ def on_the_wire(rank: int, size: int) -> list[tuple[int, float, float]]:
     return [(stage, counted["tcp"], closed_form(stage, counted["padded"], size, 4)) for stage, counted in found]
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"), reason="needs Linux")
+@ON_LINUX
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_kernel_counts_the_same_bytes(ranks, size):
     """Mean over the ranks, since gloo passes a broadcast on along a tree; headers and agreements are small change."""
@@ -177,3 +185,40 @@ def test_the_kernel_counts_the_same_bytes(ranks, size):
         stage, wanted = each[0][0], each[0][2]
         mean = sum(sent for _, sent, _ in each) / size
         assert wanted <= mean <= 1.01 * wanted, f"stage {stage}, {size} ranks: {mean:.0f} bytes each, not {wanted}"
+
+
+def num_threads(at_most: int) -> int:
+    """Threads of this process; one that was joined may be listed for a moment longer."""
+    deadline = time.monotonic() + 10
+    while (found := len(os.listdir("/proc/self/task"))) > at_most and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def one_after_another(rank: int) -> list[str]:
+    """Models that stay after they are released. The first one makes what torch makes once, such as its threads."""
+    kept, failures = [], []
+    gc.collect()
+    gc.disable()
+    try:
+        for stage in (3, 1, 2, 3):
+            doing(f"stage {stage}, after {len(kept)} others")
+            model = seeded(Tower)
+            model, optimizer = zerostd.prepare(model, torch.optim.AdamW(model.parameters()), stage=stage)
+            model(data(2, 96, number=0, rank=rank)).square().mean().backward()
+            optimizer.step()
+            during = tcp_bytes_sent().keys()
+            kept.append(zerostd.release(model))
+            if len(kept) == 1:
+                sockets, threads = tcp_bytes_sent().keys(), len(os.listdir("/proc/self/task"))
+            elif tcp_bytes_sent().keys() - sockets or num_threads(threads) > threads or not during > sockets:
+                found = len(sockets), threads, len(during), len(tcp_bytes_sent()), num_threads(threads)
+                failures.append(f"rank {rank}, {len(kept)} models, stage {stage}: sockets and threads {found}")
+        return failures
+    finally:
+        gc.enable()
+
+
+@ON_LINUX
+def test_a_released_model_keeps_no_connection(ranks):
+    agree(ranks(2, one_after_another))

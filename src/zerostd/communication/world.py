@@ -25,7 +25,7 @@ TIMEOUT_VARIABLE = "ZEROSTD_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Channels:
     """Process groups of one prepared model. Gathers, reduces and control messages have one each: their order
     relative to each other may differ between ranks, the order inside one may not."""
@@ -34,6 +34,15 @@ class Channels:
     reduce: dist.ProcessGroup
     control: dist.ProcessGroup  # gloo, on the CPU: reading its results costs no device synchronisation
     store: Any  # the process group's own key-value store
+
+    def close(self) -> None:
+        """End the groups. Gloo closes its sockets and ends its threads with the last reference to a group, so they
+        are let go here and not when the model goes, which may stay for long after it was released."""
+        for name in ("gather", "reduce", "control"):
+            group = self.__dict__.pop(name, None)
+            if group is not None and dist.is_initialized():
+                with contextlib.suppress(ValueError):  # gone with the user's process group
+                    dist.destroy_process_group(group)
 
 
 @dataclass(frozen=True)
@@ -87,10 +96,8 @@ class World:
 
     def close(self) -> None:
         """Give the channels back, if they are still there; the user's own process group stays."""
-        if self.channels is not None and dist.is_initialized():
-            for group in (self.channels.gather, self.channels.reduce, self.channels.control):
-                with contextlib.suppress(ValueError):  # closed already, or gone with the user's process group
-                    dist.destroy_process_group(group)
+        if self.channels is not None:
+            self.channels.close()
 
 
 def _timeout_s() -> float:
