@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Self, TextIO
 
 from gpt import RESULTS, machine
+from pacing import paced_s
 from peers import Job
 from sweep import GIB, TIERS, Case, bytes_off, case_from, grid, off, paces, percent, report_sweep, told, words, worst
 
@@ -311,12 +312,13 @@ at both ends; from step to step is the median of single ones, from start to star
 had still to do. Device memory is the most that was allocated while training, and what is predicted of it has
 activations in it; where the processor is the device it is the ledger's, without activations on either side. Host and
 disk are the ledger's peaks. Errors are predicted against measured: below zero, too little was predicted. `processor` is
-how fast it updates right before and after training, of what it did when the machine was measured for the plan."""
+how fast it updates right before and after training, of what it did when the machine was measured for the plan, and what
+the step was predicted to take at the mean of both stands before it."""
 HEAD = [
     "| job | placement | predicted s | measured s | error % | step to step s | error % |"
     + "".join(f" {tier} GiB predicted | measured | error % |" for tier in TIERS)
-    + " planned in s | processor |",
-    "|---|---|" + "--:|" * 16,
+    + " planned in s | predicted at that pace s | error % | processor |",
+    "|---|---|" + "--:|" * 18,
 ]
 
 
@@ -336,13 +338,14 @@ def report_jobs(records: list[Record]) -> list[str]:
     lines = list(HEAD)
     for record in records:
         label = case_from(record["case"]).label
-        lines.append(f"| {label} | {cell(record['error'])} |" + " |" * 16 if "error" in record else row(label, record))
+        lines.append(f"| {label} | {cell(record['error'])} |" + " |" * 18 if "error" in record else row(label, record))
     good = [record for record in records if "error" not in record]
     if not good:
         return lines
     lasts = dict.fromkeys((record["case"]["job"]["steps"], record["case"]["job"]["warm"]) for record in good)
     said = [f"in time {worst(good, lambda one: off(one['predicted_s'], one['step_s']))}"]
     said += [f"from step to step {worst(good, lambda one: off(one['predicted_s'], one['median_s']))}"]
+    said += [f"so at the processor's pace {worst(good, lambda one: off(paced_s(one), one['median_s']))}"]
     said += [f"in bytes of the {tier} {worst(good, bytes_off(tier))}" for tier in TIERS]
     trained = " or ".join(f"{steps} steps after {warm} to warm up" for steps, warm in lasts)
     lines += ["", f"{trained}. The worst errors: {'; '.join(said)}."]
@@ -358,7 +361,9 @@ def row(label: str, record: Record) -> str:
     for tier in TIERS:
         sizes = [record[name][tier] for name in ("predicted_bytes", "measured_bytes")]
         cells += [*(f"{size / GIB:.3f}" if size else "-" for size in sizes), percent(off(*sizes))]
-    return "| " + " | ".join([*cells, f"{record['planned_s']:.2f}", paces(record)]) + " |"
+    paced = paced_s(record)
+    cells += [f"{record['planned_s']:.2f}", f"{paced:.4f}" if paced else "-", percent(off(paced, record["median_s"]))]
+    return "| " + " | ".join([*cells, paces(record)]) + " |"
 
 
 if __name__ == "__main__":

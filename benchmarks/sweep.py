@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from gpt import GPT, draw
+from pacing import model_from
 from peers import ADAMW, Batch, Job
 
 import zerostd
@@ -43,7 +44,7 @@ from zerostd.optimizers.elementwise import find_states
 from zerostd.parameters.blueprints import ROOT, Blueprint, blueprints
 from zerostd.parameters.checking import optimizer_options
 from zerostd.parameters.homes import plan_flats
-from zerostd.planning import GroupProfile, ModelProfile, Task
+from zerostd.planning import Task
 from zerostd.planning.activations import activation_bytes
 from zerostd.planning.costs import loads, threads_of
 from zerostd.planning.demands import Shares
@@ -284,8 +285,8 @@ def count(
 
 def held_by(model: Record, placement: zerostd.Placement) -> int:
     """Bytes of the device that activations take, for a model as it was profiled."""
-    groups = tuple(GroupProfile(**group) for group in model["groups"])
-    task = Task(ModelProfile(**{**model, "groups": groups}), load_or_measure(), {}, activations=RECOMPUTING)
+    task = Task(model_from(model), load_or_measure(), {}, activations=RECOMPUTING)
+    groups = task.model.groups
     ways = placement.ways([group.name for group in groups if group.name != ROOT])
     shares = [
         Shares(activations_recomputed=float(ways.get(group.name) is Way.RECOMPUTE)) if task.chooses else Shares()

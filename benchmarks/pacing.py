@@ -1,0 +1,65 @@
+"""What a plan is predicted to take while the processor is slower, or faster, than it was when it was measured.
+
+Others may use a machine too, and then a step takes longer for no fault of the plan's. The processor's pace is measured
+beside every training (sweep.py); here the same simulation that the planner trusts is asked what such a pace costs.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import zerostd
+from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Task
+from zerostd.planning.costs import loads, threads_of
+from zerostd.planning.demands import Shares
+from zerostd.planning.model import WAYS
+from zerostd.planning.simulation import simulate
+from zerostd.planning.solution import shares_of
+
+__all__ = ["model_from", "paced_s"]
+
+Record = dict[str, Any]
+DOES = {"recompute": "activations_recomputed", "host": "activations_host"}
+
+
+def model_from(data: Record) -> ModelProfile:
+    """A profile as a record has it."""
+    return ModelProfile(**{**data, "groups": tuple(GroupProfile(**group) for group in data["groups"])})
+
+
+def paced_s(record: Record) -> float | None:
+    """A step's predicted time at the pace that was seen, the mean of before and after; None where either is missing.
+    The record's profile of the model is another one than the planner's, measured right after it, so it only says how
+    much longer a step becomes."""
+    paces = record.get("paces")
+    if not paces or not record.get("predicted_s") or "profile" not in record:
+        return None
+    slower = _step_s(record, sum(paces) / len(paces)) / _step_s(record, 1.0)
+    return float(record["predicted_s"] * slower)
+
+
+def _step_s(record: Record, pace: float) -> float:
+    plan, model, job = zerostd.Plan.from_json(record["plan"]), model_from(record["model"]), record["case"]["job"]
+    machine = MachineProfile.from_json(json.dumps(record["profile"]))
+    task = Task(
+        model,
+        replace(machine, processor=machine.processor.at_pace(pace)),
+        plan.limits,
+        plan.stage,
+        accumulate=job["accumulate"],
+        waits_for_norm=bool(job["clip"]),
+        speculates=plan.speculate,
+        num_threads=threads_of(machine, 1),
+        activations=frozenset() if model.recomputed else frozenset(WAYS),
+    )
+    names = [group.name for group in model.groups]
+    found = loads(task)
+    return simulate(task, found, [_shares(plan, names[load.members[0]]) for load in found]).step_s
+
+
+def _shares(plan: zerostd.Plan, group: str) -> Shares:
+    way = plan.activations_of(group)
+    shares = shares_of(plan.homes_of(group))
+    return replace(shares, **{DOES[way]: 1.0}) if way in DOES else shares
