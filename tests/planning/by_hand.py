@@ -4,7 +4,8 @@ Every resource does one job at a time: of those that may begin the one that forw
 as soon as a more urgent one may begin. Jobs on different resources know nothing of each other. Backward goes from the
 last group to the first, each update may begin when backward has done with its group (after all of backward, if it waits
 for the norm), and forward begins with a group when its update is done everywhere. What is updated on the device has its
-gradient there, what the processor updates has it on the host. No resource has more to do than a step is long.
+gradient there, what the processor updates has it on the host. No resource has more to do than a step is long, and a
+processor that is the device as well has both to do.
 
 A group that is recomputed runs its forward again before its backward. Activations that go to the host leave in the
 order of forward, and forward begins with a group when those of the second before it are gone; they come back in the
@@ -115,7 +116,11 @@ def step_seconds(
     now = forward_end(task, placed, begun, ready, releases, makes_room=makes_room)
     now += (task.accumulate - 1) * pass_seconds(task, placed, ends[0], makes_room=makes_room)
     beside = [seconds_beside(task, *one, is_last=group == last) for group, one in enumerate(placed)]
-    return max(now, *(sum(work[resource] for work in [*works, *beside]) for resource in works[0]))
+    busy = {resource: sum(work[resource] for work in [*works, *beside]) for resource in works[0]}
+    if task.machine.link is None:
+        computed = sum(load.forward_s + load.backward_s + longer(load, share) for load, share in placed)
+        busy["cpu"] += task.accumulate * computed + updated * task.machine.resident_ns * 1e-9
+    return max(now, *busy.values())
 
 
 Placed = Sequence[tuple[Load, Shares]]

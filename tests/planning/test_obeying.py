@@ -82,8 +82,8 @@ BUDGETS = {
     "all": {},
     "some on the host": {"device": "6MiB", "host": "100MiB"},
     "most on the host": {"device": "3MiB", "host": "100MiB"},
-    "on disk": {"device": "6MiB", "host": "11MiB", "disk": "200MiB"},
-    "most on disk": {"device": "5MiB", "host": "12MiB", "disk": "200MiB"},
+    "on disk": {"device": "6MiB", "host": "10MiB", "disk": "200MiB"},
+    "most on disk": {"device": "5MiB", "host": "9MiB", "disk": "200MiB"},
 }
 
 

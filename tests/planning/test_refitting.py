@@ -49,7 +49,8 @@ def seen_on(task: Task, homes: Homes) -> Seen:
     timeline = evaluate(task, dict.fromkeys([group.name for group in task.model.groups], homes)).timeline
     workers = {name: seconds for name, seconds in timeline.busy.items() if name in ("cpu", "streamed", "disk")}
     assert task.model.forward_s is not None and task.model.backward_s is not None
-    return Seen(timeline.step_s, task.model.forward_s, task.model.backward_s, busy=workers)
+    longer = timeline.busy["compute"] / (task.model.forward_s + task.model.backward_s)  # beside what else is done
+    return Seen(timeline.step_s, longer * task.model.forward_s, longer * task.model.backward_s, busy=workers)
 
 
 @pytest.mark.parametrize("clips", [False, True], ids=["", "clip"])

@@ -42,6 +42,21 @@ def test_all_on_the_device_is_compute_and_the_update(
     assert sum(timeline.waits.values()) == pytest.approx(0.0, abs=1e-9)
 
 
+@settings(max_examples=40, deadline=None)
+@given(models(), machines(), st.booleans(), st.integers(1, 3), st.floats(0.0, 1.0))
+def test_a_processor_that_is_the_device_does_one_thing_after_the_other(
+    model: ModelProfile, machine: MachineProfile, clips: bool, passes: int, part: float
+) -> None:
+    machine = replace(machine, link=None)
+    task = task_of(model, machine=machine, waits_for_norm=clips, accumulate=passes)
+    timeline = simulate(task, loads(task), [Shares(resident=1.0 - part, cpu=part)] * len(model.groups))
+    compute_s = passes * (model.forward_s + model.backward_s)
+    by_cpu_s = model.trained * part * machine.processor.ns(task.num_threads) * 1e-9
+    own_s = model.trained * (1.0 - part) * machine.resident_ns * 1e-9
+    assert timeline.step_s == pytest.approx(compute_s + own_s + by_cpu_s, rel=1e-6)
+    assert timeline.compute_s == pytest.approx(compute_s + own_s, rel=1e-9)
+
+
 def test_one_group_by_hand() -> None:
     """Nothing overlaps: backward, the update at the pace of what is slowest of it, forward."""
     n, task = 10**9, task_of(plain([10**9], 0.1))

@@ -30,6 +30,7 @@ from zerostd.policy import Homes, Kind, Tier
 __all__ = ["Solution", "evaluate", "homes_by_group", "make_plan", "model_state", "place_states", "plan_from", "solve"]
 
 PARTS = (0.4, 0.5, 0.6, 0.7, 0.85)  # of states on the host by the processor, tried in the simulation
+DIGITS = 9  # of seconds: among placements that differ in less, the first is taken
 FEW = 1e-3  # of the bytes off the device: as good as none
 WORTH_TELLING = 0.15  # of a step: what recomputing must bring
 WORTH_CHANGING = 0.01  # of a step: what another answer must bring
@@ -226,7 +227,7 @@ def _chosen(task: Task, found: list[Load], fixed: Sequence[Shares], optimum: Opt
             least = min(least, one.cost_s)
     near = [one for one in made if one.timeline.step_s <= least * (1 + SLACK) and one.cost_s <= least * (1 + SLACK)]
     few = min(_bytes_off(one) for one in near) * (1 + FEW)
-    return min((one for one in near if _bytes_off(one) <= few), key=lambda one: one.cost_s)
+    return min((one for one in near if _bytes_off(one) <= few), key=lambda one: round(one.cost_s, DIGITS))
 
 
 def _settled(task: Task, found: Sequence[Load]) -> tuple[list[Shares], Optimum]:

@@ -68,6 +68,8 @@ class Program:
         sent = self._sent() if level.sent.any() else {}
         self._windows(sent)
         self._brought()
+        if task.machine.link is None:
+            self._one_processor()
 
     def limit(self, more: Mapping[Tier, Mapping[int, float]] | None = None) -> None:
         """No tier holds more than it may; `more` is what else counts there, in units of GIGA."""
@@ -253,6 +255,14 @@ class Program:
             for before in (_shifted(there, -1), _shifted(self.end, -NUM_BUFFERS)):
                 linear.each_at_most([before, activations, (there, -1.0)], 0.0)
             linear.each_at_most([(there, 1.0), longer, (self.end, -1.0)], -backward_s)
+
+    def _one_processor(self) -> None:
+        """Where the processor is the device as well, it computes and updates, one thing after the other."""
+        linear, task, demands = self.linear, self.task, self.demands
+        computed = task.accumulate * (self._seconds("forward_s") + self._seconds("backward_s")).sum()
+        own = {"resident": demands.updated * task.machine.resident_ns * 1e-9}
+        own["activations_recomputed"] = task.accumulate * demands.longer_s
+        linear.at_most({**self.totals["cpu"], **self._in_one(own, 1.0), self.step: -1.0}, -float(computed))
 
 
 def quickest(task: Task, found: Sequence[Load], *, fixed: Sequence[Shares] | None = None) -> tuple[Program, Outcome]:

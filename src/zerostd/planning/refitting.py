@@ -36,20 +36,26 @@ class Seen:
 
 def refit(task: Task, homes: Mapping[str, Homes], seen: Seen) -> Task:
     """The task with compute and rates as they were seen under a plan with these homes."""
-    model = replace(task.model, forward_s=seen.forward_s, backward_s=seen.backward_s)
+    forward_s, backward_s = seen.forward_s, seen.backward_s
+    model = replace(task.model, forward_s=forward_s, backward_s=backward_s)
     if seen.activation_bytes is not None:
         model = replace(model, activation_bytes=seen.activation_bytes)
-    task = replace(task, model=model)
+    task, busy = replace(task, model=model), dict(seen.busy)
+    if task.machine.link is None:  # the processor computes, and what else it did has made that longer
+        busy["compute"] = task.accumulate * (forward_s + backward_s)
     for _ in range(MOST_ROUNDS):
         expected = evaluate(task, homes).timeline.busy
         ratios = {
             worker: seconds / expected[worker]
-            for worker, seconds in seen.busy.items()
+            for worker, seconds in busy.items()
             if min(seconds, expected.get(worker, 0.0)) > LEAST_SECONDS and seconds > LEAST_PART * seen.step_s
         }
         if all(abs(ratio - 1.0) < CLOSE for ratio in ratios.values()):
             break
-        task = replace(task, machine=_slower(task.machine, ratios))
+        computing = ratios.pop("compute", 1.0)
+        forward_s, backward_s = computing * forward_s, computing * backward_s
+        model = replace(model, forward_s=forward_s, backward_s=backward_s)
+        task = replace(task, model=model, machine=_slower(task.machine, ratios))
     return task
 
 

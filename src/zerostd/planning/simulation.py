@@ -25,6 +25,7 @@ AHEAD = 1  # groups that are brought before they are needed
 TILE = 8 << 20  # parameters that are streamed at a time
 QUEUED = 2.0  # such tiles that are in the lane before parameters that are to be brought
 EPSILON = 1e-12
+NOBODY = -1  # instead of a group
 
 
 @dataclass
@@ -65,6 +66,7 @@ class _Steps:
             self.rates |= {"up": machine.link.up, "down": machine.link.down, "link": machine.link.both}
         else:
             self.rates.pop("memory")
+        self.computing = {"cpu": 1.0} if machine.link is None else dict[str, float]()
         if task.disk is not None:
             self.rates |= {"read": task.disk.both, "write": task.disk.both}
         self.waiting: dict[str, list[tuple[int, _Flow]]] = {
@@ -202,11 +204,11 @@ class _Steps:
 
     # Time
 
-    def run(self, seconds: float) -> None:
-        """Let this much time pass."""
-        end = self.now + seconds
-        while self.now < end - EPSILON:
-            self._advance(end - self.now)
+    def run(self, seconds: float, what: str = "compute") -> None:
+        """Let the device do something. Where it is the processor, that takes longer while updates are made there."""
+        self.running[what] = _Flow(seconds, 1.0, self.computing, NOBODY)
+        while what in self.running:
+            self._advance(float("inf"))
 
     def wait_for(self, group: int, what: str) -> None:
         """Let time pass until a group is updated and its parameters are there."""
@@ -229,6 +231,7 @@ class _Steps:
         return "bring" in self.running and self.running["bring"].group == group
 
     def _advance(self, most: float) -> None:
+        """Until the next job is done, or for so many seconds."""
         self._start()
         if not self.running:
             self.now += most
@@ -247,6 +250,8 @@ class _Steps:
             self.busy[name] = self.busy.get(name, 0.0) + step
             if ends[name] <= step * (1 + 1e-12) + EPSILON:
                 del self.running[name]
+                if flow.group == NOBODY:
+                    continue
                 if name == "bring":
                     self.present[flow.group] = True
                     continue
@@ -272,7 +277,7 @@ def simulate(task: Task, found: Sequence[Load], shares: Sequence[Shares]) -> Tim
     for _ in range(NUM_STEPS):
         begun, steps.waits, steps.busy = steps.now, {}, {}
         _passes(steps, task.accumulate)
-        steps.run(resident)
+        steps.run(resident, "update")
         if not task.is_early:
             for group in range(len(found)):
                 steps.ask_when_landed(group)
