@@ -255,6 +255,7 @@ class Recording:
         line |= {"bytes": memory.now, "peak": memory.peak}
         if self._device.type != "cpu":
             line["allocated"] = torch.accelerator.memory_allocated(self._device)
+            line["most_allocated"] = torch.accelerator.max_memory_allocated(self._device)
             line["reserved"] = torch.accelerator.memory_reserved(self._device)
         self._line(line)
 

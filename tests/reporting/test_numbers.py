@@ -256,6 +256,33 @@ def test_plan_against_measured(tmp_path: Path) -> None:
     ]
 
 
+def with_activations(size: int) -> dict[str, Any]:
+    plan = plan_data(0.4)
+    plan["predicted"]["bytes"]["device"]["activations"] = size
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("more", "device", "activations"),
+    [
+        ({}, ("device without activations", (600, 500, pytest.approx(20.0))), (300, None, None)),
+        ({"allocated": 510, "most_allocated": 750}, ("device", (900, 750, pytest.approx(20.0))), (300, 250, 20.0)),
+        ({"allocated": 490}, ("device", (900, 500, pytest.approx(80.0))), (300, 0, None)),
+    ],
+    ids=["the processor", "a device", "less than the ledger has"],
+)
+def test_activations_are_what_the_allocator_gave_out_beside(
+    tmp_path: Path, more: Any, device: Any, activations: Any
+) -> None:
+    """They are planned, and the ledger does not see them: sums are of what both know."""
+    now = {"device": {"parameters": 400, "gradients": 100}}
+    lines = [step(0, 0, 1), step(1, 1, 2), held(0, 1.0, now), held(1, 2.0, now, **more), end(2)]
+    (plan,) = numbers(tmp_path, {0: lines}, plan=with_activations(300))["plans"]
+    found = rows(plan)
+    assert found[device[0]] == device[1] and found["device activations"] == activations
+    assert found["device parameters"] == (400, 400, 0.0)
+
+
 def test_each_plan_has_its_own_steps(tmp_path: Path) -> None:
     lines = [step(at, at, at + (0.8 if at < 2 else 0.4)) for at in range(6)]
     lines += [held(at, at, {"device": {"parameters": 100 if at < 2 else 50}}) for at in range(6)]

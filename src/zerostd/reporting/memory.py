@@ -10,7 +10,7 @@ from zerostd.reporting.reading import RankLog, Run
 from zerostd.reporting.records import Bytes, Held
 from zerostd.reporting.thinning import thin_largest
 
-__all__ = ["MOST_RANKS", "Sizes", "largest", "memory", "total"]
+__all__ = ["MOST_RANKS", "Sizes", "device_peak", "largest", "memory", "total"]
 
 MOST_RANKS = 8  # that are drawn
 
@@ -23,11 +23,16 @@ def memory(run: Run) -> dict[str, Any]:
     lines = [line for log in logs for line in log.of(Held)]
     return {
         "peaks": [peak for tier in Tier if (peak := _peak(logs, tier))["total"]],
-        "allocated": max((line.allocated for line in lines if line.allocated is not None), default=None),
+        "allocated": device_peak(lines),
         "reserved": max((line.reserved for line in lines if line.reserved is not None), default=None),
         "lines": len(lines),
         "ranks": [_series(log) for log in logs[:MOST_RANKS]],
     }
+
+
+def device_peak(lines: Iterable[Held]) -> int | None:
+    """The most that the device's allocator had given out; None: nobody looked."""
+    return max((size for line in lines if (size := line.device_peak) is not None), default=None)
 
 
 def largest(books: Iterable[Bytes]) -> Sizes:

@@ -14,7 +14,7 @@ from typing import Any
 from zerostd.errors import ZerostdError
 from zerostd.planning.plan import Plan
 from zerostd.policy import Kind, Tier
-from zerostd.reporting.memory import Sizes, largest, total
+from zerostd.reporting.memory import Sizes, device_peak, largest, total
 from zerostd.reporting.reading import Run
 from zerostd.reporting.records import Fields, Held, Replanned, Step, tidy_text
 from zerostd.reporting.speeds import step_seconds
@@ -25,6 +25,7 @@ __all__ = ["plans"]
 GIB = 2**30
 MOST_PLANS = 20
 MOST_SENTENCES = 60
+WITHOUT = "without activations"  # a part of the device's bytes
 BUSY = {"device": "compute"}  # a run's word for a resource: the plan's
 
 
@@ -132,19 +133,36 @@ def _time_rows(run: Run, steps: Mapping[int, Mapping[int, Step]], phase: _Phase)
 
 
 def _byte_rows(run: Run, phase: _Phase) -> Iterator[dict[str, Any]]:
-    """Tier by tier, of the rank that holds most there: the sum, then each kind."""
-    predicted = phase.plan.predicted
-    held = [largest(book for line in lines for book in (line.peak, line.bytes)) for lines in _lines(run, phase)]
+    """Tier by tier, of the rank that holds most there: the sum, then each kind. The ledger does not see activations
+    that stay on the device: they are what its allocator gave out beside, and where it has none, nobody knows."""
+    books = [(_peaks(lines), device_peak(lines)) for lines in _lines(run, phase)]
     for tier in Tier:
-        sizes: Sizes = max(held, key=lambda one: total(one, tier), default={})
-        measured = total(sizes, tier) if sizes else None
-        if not predicted.total(tier) and not measured:
+        sizes, peak = max(books, key=lambda one: _held(one, tier), default=(Sizes(), None))
+        planned = {kind: size for kind, size in phase.plan.predicted.bytes.get(tier, {}).items() if size}
+        measured = {kind: size for kind, size in sizes.get(tier, {}).items() if size}
+        if not planned and not measured:
             continue
-        yield _row(tier.value, "", "bytes", predicted.total(tier), measured)
-        for kind in Kind:
-            said, found = predicted.bytes.get(tier, {}).get(kind, 0), sizes.get(tier, {}).get(kind, 0)
-            if said or found:
-                yield _row(tier.value, kind.value, "bytes", said, found if sizes else None)
+        unknown = set() if sizes else set(Kind)
+        if sizes and tier is Tier.DEVICE and Kind.ACTIVATIONS in planned and Kind.ACTIVATIONS not in measured:
+            if peak is None:
+                unknown = {Kind.ACTIVATIONS}
+            else:
+                measured[Kind.ACTIVATIONS] = max(0, peak - sum(measured.values()))
+        known = [size for kind, size in planned.items() if kind not in unknown or not sizes]
+        part = WITHOUT if sizes and unknown else ""
+        yield _row(tier.value, part, "bytes", sum(known), sum(measured.values()) if sizes else None)
+        for kind in [kind for kind in Kind if kind in planned or kind in measured]:
+            found = None if kind in unknown else measured.get(kind, 0)
+            yield _row(tier.value, kind.value, "bytes", planned.get(kind, 0), found)
+
+
+def _peaks(lines: list[Held]) -> Sizes:
+    return largest(book for line in lines for book in (line.peak, line.bytes))
+
+
+def _held(book: tuple[Sizes, int | None], tier: Tier) -> int:
+    sizes, peak = book
+    return max(total(sizes, tier), (peak or 0) if tier is Tier.DEVICE else 0)
 
 
 def _lines(run: Run, phase: _Phase) -> Iterator[list[Held]]:

@@ -67,6 +67,12 @@ class Held:
     peak: Bytes
     allocated: int | None  # by the device's allocator
     reserved: int | None
+    most_allocated: int | None  # until then
+
+    @property
+    def device_peak(self) -> int | None:
+        """The most that was allocated, as far as the line knows."""
+        return max((size for size in (self.allocated, self.most_allocated) if size is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,11 +258,10 @@ def _step(fields: Fields) -> Step:
 
 
 def _held(fields: Fields) -> Held:
-    allocated, reserved = (
-        None if fields.data.get(name) is None else fields.whole(name) for name in ("allocated", "reserved")
-    )
+    names = ("allocated", "reserved", "most_allocated")
+    sizes = (None if fields.data.get(name) is None else fields.whole(name) for name in names)
     now, peak = fields.bytes("bytes"), fields.bytes("peak")
-    return Held(fields.whole("step"), fields.moment("time"), now, peak, allocated, reserved)
+    return Held(fields.whole("step"), fields.moment("time"), now, peak, *sizes)
 
 
 def _event(fields: Fields) -> Event:
