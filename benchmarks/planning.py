@@ -345,7 +345,7 @@ def report_jobs(records: list[Record]) -> list[str]:
     lasts = dict.fromkeys((record["case"]["job"]["steps"], record["case"]["job"]["warm"]) for record in good)
     said = [f"in time {worst(good, lambda one: off(one['predicted_s'], one['step_s']))}"]
     said += [f"from step to step {worst(good, lambda one: off(one['predicted_s'], one['median_s']))}"]
-    said += [f"so at the processor's pace {worst(good, lambda one: off(paced_s(one), one['median_s']))}"]
+    said += [f"and with the processor at its pace {worst(good, lambda one: off(paced_s(one), one['median_s']))}"]
     said += [f"in bytes of the {tier} {worst(good, bytes_off(tier))}" for tier in TIERS]
     trained = " or ".join(f"{steps} steps after {warm} to warm up" for steps, warm in lasts)
     lines += ["", f"{trained}. The worst errors: {'; '.join(said)}."]

@@ -25,7 +25,7 @@ TIMEOUT_VARIABLE = "ZEROSTD_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Channels:
     """Process groups of one prepared model. Gathers, reduces and control messages have one each: their order
     relative to each other may differ between ranks, the order inside one may not."""

@@ -208,7 +208,7 @@ class _Steps:
         """Let the device do something. Where it is the processor, that takes longer while updates are made there."""
         self.running[what] = _Flow(seconds, 1.0, self.computing, NOBODY)
         while what in self.running:
-            self._advance(float("inf"))
+            self._advance()
 
     def wait_for(self, group: int, what: str) -> None:
         """Let time pass until a group is updated and its parameters are there."""
@@ -216,32 +216,29 @@ class _Steps:
         if not self.present[group] and group not in self.wanted and not self._is_coming(group):
             self.wanted.insert(0, group)
         while self.unfinished[group] or not self.present[group]:
-            self._advance(float("inf"))
+            self._advance()
         self.waits[what] = self.waits.get(what, 0.0) + self.now - begun
 
     def wait_until(self, is_ready: Callable[[int], bool], group: int) -> None:
         """Let time pass while activations are on their way."""
         begun = self.now
         while not is_ready(group):
-            self._advance(float("inf"))
+            self._advance()
         if self.now > begun:
             self.waits["activations"] = self.waits.get("activations", 0.0) + self.now - begun
 
     def _is_coming(self, group: int) -> bool:
         return "bring" in self.running and self.running["bring"].group == group
 
-    def _advance(self, most: float) -> None:
-        """Until the next job is done, or for so many seconds."""
+    def _advance(self) -> None:
+        """Until the next job is done."""
         self._start()
-        if not self.running:
-            self.now += most
-            return
         speeds = self._speeds()
         ends = {name: flow.left / max(speeds[name], 1e-30) for name, flow in self.running.items()}
         bring = self.running.get("bring")
         if bring is not None and bring.behind > 0:
             ends["behind"] = bring.behind / max(speeds["streamed"], 1e-30)
-        step = min(most, *ends.values())
+        step = min(ends.values())  # somebody waits for one of them
         self.now += step
         if bring is not None and bring.behind > 0:
             bring.behind = 0.0 if ends["behind"] <= step * (1 + 1e-12) else bring.behind - speeds["streamed"] * step
