@@ -30,11 +30,12 @@ def model_from(data: Record) -> ModelProfile:
 
 
 def paced_s(record: Record) -> float | None:
-    """A step's predicted time at the pace that was seen, the mean of before and after; None where either is missing.
-    The record's profile of the model is another one than the planner's, measured right after it, so it only says how
-    much longer a step becomes."""
+    """A step's predicted time at the pace that was seen, the mean of before and after; None where either is missing,
+    and where the processor is the device: it computes more slowly then too, and nobody measured by how much. The
+    record's profile of the model is another one than the planner's, measured right after it, so it only says how much
+    longer a step becomes."""
     paces = record.get("paces")
-    if not paces or not record.get("predicted_s") or "profile" not in record:
+    if not paces or not record.get("predicted_s") or record.get("profile", {}).get("link") is None:
         return None
     slower = _step_s(record, sum(paces) / len(paces)) / _step_s(record, 1.0)
     return float(record["predicted_s"] * slower)

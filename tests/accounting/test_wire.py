@@ -6,12 +6,10 @@ this process's TCP sockets sent. P is padded as the layout states.
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import stat
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,9 +29,6 @@ from support.side_by_side import data, seeded
 
 BYTES_SENT = 200  # offset of tcpi_bytes_sent in Linux's struct tcp_info
 STEPS = 3
-ON_LINUX = pytest.mark.skipif(
-    not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"), reason="needs Linux"
-)
 
 
 class Tower(nn.Module):
@@ -176,7 +171,7 @@ def on_the_wire(rank: int, size: int) -> list[tuple[int, float, float]]:
     return [(stage, counted["tcp"], closed_form(stage, counted["padded"], size, 4)) for stage, counted in found]
 
 
-@ON_LINUX
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"), reason="needs Linux")
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_kernel_counts_the_same_bytes(ranks, size):
     """Mean over the ranks, since gloo passes a broadcast on along a tree; headers and agreements are small change."""
@@ -185,40 +180,3 @@ def test_the_kernel_counts_the_same_bytes(ranks, size):
         stage, wanted = each[0][0], each[0][2]
         mean = sum(sent for _, sent, _ in each) / size
         assert wanted <= mean <= 1.01 * wanted, f"stage {stage}, {size} ranks: {mean:.0f} bytes each, not {wanted}"
-
-
-def num_threads(at_most: int) -> int:
-    """Threads of this process; one that was joined may be listed for a moment longer."""
-    deadline = time.monotonic() + 10
-    while (found := len(os.listdir("/proc/self/task"))) > at_most and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return found
-
-
-def one_after_another(rank: int) -> list[str]:
-    """Models that stay after they are released. The first one makes what torch makes once, such as its threads."""
-    kept, failures = [], []
-    gc.collect()
-    gc.disable()
-    try:
-        for stage in (3, 1, 2, 3):
-            doing(f"stage {stage}, after {len(kept)} others")
-            model = seeded(Tower)
-            model, optimizer = zerostd.prepare(model, torch.optim.AdamW(model.parameters()), stage=stage)
-            model(data(2, 96, number=0, rank=rank)).square().mean().backward()
-            optimizer.step()
-            during = tcp_bytes_sent().keys()
-            kept.append(zerostd.release(model))
-            if len(kept) == 1:
-                sockets, threads = tcp_bytes_sent().keys(), len(os.listdir("/proc/self/task"))
-            elif tcp_bytes_sent().keys() - sockets or num_threads(threads) > threads or not during > sockets:
-                found = len(sockets), threads, len(during), len(tcp_bytes_sent()), num_threads(threads)
-                failures.append(f"rank {rank}, {len(kept)} models, stage {stage}: sockets and threads {found}")
-        return failures
-    finally:
-        gc.enable()
-
-
-@ON_LINUX
-def test_a_released_model_keeps_no_connection(ranks):
-    agree(ranks(2, one_after_another))

@@ -28,6 +28,7 @@ FIELDS = [
         "bytes",
         "peak",
         "allocated",
+        "most_allocated",
         "reserved",
         "name",
         "group",

@@ -5,7 +5,8 @@ Time runs from the start of the last backward pass of a step. E[g] is when backw
 next forward begins with it, so E falls and F rises with g. A group's update lies between the two (after the whole of
 backward, if it waits for the norm), and the windows of earlier groups lie inside those of later ones. On one resource
 such jobs can be done in time if and only if, for every g, those up to g fit between E[g] and F[g]. These rows, and that
-each resource has no more to do than a step is long, are the whole schedule; the rest are bytes.
+each resource has no more to do than a step is long, are the whole schedule; the rest are bytes. A processor that is the
+device as well has both to do.
 
 Activations that go to the host leave after their group's forward, one after the other, and forward begins with a group
 when those of the second before it are gone. They come back in the order of backward, each not before backward has done

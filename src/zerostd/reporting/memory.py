@@ -32,7 +32,8 @@ def memory(run: Run) -> dict[str, Any]:
 
 def device_peak(lines: Iterable[Held]) -> int | None:
     """The most that the device's allocator had given out; None: nobody looked."""
-    return max((size for line in lines if (size := line.device_peak) is not None), default=None)
+    sizes = (size for line in lines for size in (line.allocated, line.most_allocated))
+    return max((size for size in sizes if size is not None), default=None)
 
 
 def largest(books: Iterable[Bytes]) -> Sizes:

@@ -142,17 +142,16 @@ def _byte_rows(run: Run, phase: _Phase) -> Iterator[dict[str, Any]]:
         measured = {kind: size for kind, size in sizes.get(tier, {}).items() if size}
         if not planned and not measured:
             continue
-        unknown = set() if sizes else set(Kind)
+        unknown = set[Kind]()
         if sizes and tier is Tier.DEVICE and Kind.ACTIVATIONS in planned and Kind.ACTIVATIONS not in measured:
             if peak is None:
                 unknown = {Kind.ACTIVATIONS}
             else:
                 measured[Kind.ACTIVATIONS] = max(0, peak - sum(measured.values()))
-        known = [size for kind, size in planned.items() if kind not in unknown or not sizes]
-        part = WITHOUT if sizes and unknown else ""
-        yield _row(tier.value, part, "bytes", sum(known), sum(measured.values()) if sizes else None)
+        known = sum(size for kind, size in planned.items() if kind not in unknown)
+        yield _row(tier.value, WITHOUT if unknown else "", "bytes", known, sum(measured.values()) if sizes else None)
         for kind in [kind for kind in Kind if kind in planned or kind in measured]:
-            found = None if kind in unknown else measured.get(kind, 0)
+            found = measured.get(kind, 0) if sizes and kind not in unknown else None
             yield _row(tier.value, kind.value, "bytes", planned.get(kind, 0), found)
 
 

@@ -69,11 +69,6 @@ class Held:
     reserved: int | None
     most_allocated: int | None  # until then
 
-    @property
-    def device_peak(self) -> int | None:
-        """The most that was allocated, as far as the line knows."""
-        return max((size for size in (self.allocated, self.most_allocated) if size is not None), default=None)
-
 
 @dataclass(frozen=True, slots=True)
 class Event:

@@ -31,7 +31,7 @@ def scalars_of(log: RankLog) -> Iterator[Scalar]:
         for tier, kinds in held.bytes.items():
             for kind, size in kinds.items():
                 yield f"memory/{tier}/{kind}", held.step, float(size)
-        for name in ("allocated", "reserved"):
+        for name in ("allocated", "most_allocated", "reserved"):
             if (value := getattr(held, name)) is not None:
                 yield f"memory/device/{name}", held.step, float(value)
     for some in log.of(Seconds):
