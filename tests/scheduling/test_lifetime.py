@@ -69,7 +69,7 @@ def open_and_release(rank: int, times: int) -> list[tuple[int, int]]:
             threads, files = open_now()
             kept.append(zerostd.release(model))
             found.append(open_now(found[0] if found else None))
-            assert threads > found[-1][0] and files > found[-1][1], "nothing was open that could stay so"
+            assert threads > found[-1][0] and files > found[-1][1], "release gave nothing back"
     finally:
         gc.enable()
     return found
