@@ -1,4 +1,8 @@
-"""What every test may ask for: real ranks that stay alive, and `gpu` tests skipped where there is none."""
+"""What every test may ask for: real ranks that stay alive, and `gpu` tests skipped where there is none.
+
+Properties are tried with the same examples each time, so that a change is judged by what it changed; `make explore`
+draws others.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # `from support import ...`, here and in the ranks
 
 from support.processes import RankPool, environment
 
 MOST_RANKS = 4
+
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

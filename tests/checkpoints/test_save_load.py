@@ -156,7 +156,7 @@ def test_any_ranks_go_on(world_size: int, ranks: Any, saved: tuple[Path, dict[st
 
 # -- all ranks must come --
 
-LIMIT_S = 2.0
+LIMIT_S, LATEST_S = 3.0, 23.0  # after the latter, something else than the limit ended it
 
 
 def impatient(folder: str) -> Run:
@@ -195,7 +195,7 @@ def test_a_rank_that_does_not_come_is_named_in_time(ranks: Any, tmp_path: Path) 
         assert len(said) == 2
         for call, (text, seconds) in zip(("save", "load"), said, strict=True):
             assert f"zerostd.{call}()" in text and f"rank {1 - caller} has not come to it" in text, text
-            assert LIMIT_S - 0.5 < seconds < LIMIT_S + 3
+            assert LIMIT_S - 0.5 < seconds < LATEST_S
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["saved"]  # nothing of the others is left
 
 
@@ -222,7 +222,7 @@ def refused_on_one(rank: int, folder: str) -> list[tuple[str, float]]:
 def test_what_one_rank_cannot_save_is_told_to_all(ranks: Any, tmp_path: Path) -> None:
     for said in ranks(2, refused_on_one, str(tmp_path)):
         assert [("extra['lambda'] is a function" in said[0][0]), ("of mine" in said[1][0])] == [True, True]
-        assert max(seconds for _, seconds in said) < 10
+        assert max(seconds for _, seconds in said) < 30
     assert os.listdir(tmp_path) == ["last"]
 
 

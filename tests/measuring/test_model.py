@@ -278,10 +278,10 @@ def test_a_forward_that_takes_gradients_is_counted() -> None:
 def test_seven_billion_parameters_are_profiled_in_seconds_without_memory() -> None:
     with torch.device("meta"):
         model = GPT(vocabulary=50257, length=1024, width=4096, depth=32, heads=32)
-    before, start = psutil.Process().memory_info().rss, time.perf_counter()
+    before, start = psutil.Process().memory_info().rss, time.process_time()
     tokens = torch.empty(2, 1024, dtype=torch.long, device="meta")
     profile = profile_model(model, precision="bf16", batch=tokens)
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
     assert psutil.Process().memory_info().rss - before < 200 * 2**20
     assert profile.numel == sum(p.numel() for p in model.parameters()) > 6.6e9
     matrices = 32 * 12 * 4096**2 + 50257 * 4096

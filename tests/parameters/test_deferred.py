@@ -180,10 +180,10 @@ def test_default_dtype_is_the_one_of_the_recording() -> None:
 
 def test_hundred_billion_parameters_take_no_memory() -> None:
     gc.collect()
-    before, start = psutil.Process().memory_info().rss, time.perf_counter()
+    before, start = psutil.Process().memory_info().rss, time.process_time()
     with empty_init():
         model = nn.Sequential(*(nn.Linear(32768, 32768) for _ in range(94)))
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert psutil.Process().memory_info().rss - before < 200 << 20
     assert sum(parameter.numel() for parameter in model.parameters()) > 100e9
 

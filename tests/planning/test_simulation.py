@@ -164,10 +164,10 @@ def test_many_loads_take_no_time(share: Shares) -> None:
     task = task_of(gpt(1024, 158, 0.3))
     assert len(task.model.groups) == 160
     best = float("inf")
-    for _ in range(3):  # others may be busy
-        begun = time.perf_counter()
+    for _ in range(3):
+        begun = time.process_time()
         seconds(task, share)
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, time.process_time() - begun)
     assert best < 0.5
 
 
