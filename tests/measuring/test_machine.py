@@ -225,9 +225,9 @@ def test_updates_change_the_weights(host):
 def test_updates_know_what_they_had_of_their_cores(host):
     updates = Updates(host, replace(SMALL, parameters=4 * MIB), 10**12)
     updates.ns(1, SMALL)
-    assert 0.1 < updates.had <= 1.1
+    assert 0 < updates.had <= 1.1, updates.had  # less than one where others are busy
     updates.ns(4 * num_cores(), SMALL)  # more threads than cores: none has one to itself
-    assert updates.had < 0.5
+    assert 0 < updates.had < 0.5, updates.had
 
 
 @pytest.mark.parametrize("had, is_told", [(0.5, True), (0.95, False)])
@@ -245,11 +245,11 @@ def test_resident_updates_are_timed():
     assert 0.01 < resident_ns(CPU, replace(SMALL, parameters=MIB // 4), 10**12) < 1e4
 
 
-def test_slow_products_end_in_time_and_may_be_left_out():
+def test_slow_products_end_in_time_and_only_float32_is_not_left_out():
     begin = time.perf_counter()
-    assert matrix_rates(CPU, replace(SMALL, cpu_side=4096, seconds=0.0), 10**12) == {}
+    assert set(matrix_rates(CPU, replace(SMALL, cpu_side=4096, seconds=0.0), 10**12)) == {"float32"}
     assert set(matrix_rates(CPU, replace(SMALL, cpu_side=8192), 10**12)) >= {"float32"}
-    assert time.perf_counter() - begin < 5
+    assert time.perf_counter() - begin < 30
 
 
 def test_stamps_measure_what_lies_between():

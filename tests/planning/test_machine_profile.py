@@ -7,10 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import zerostd
 from planning.machines import H200, LAPTOP
 from zerostd.errors import PrepareError
-from zerostd.planning import MachineProfile, Wire
+from zerostd.planning import DiskRates, Link, MachineProfile, Processor, Wire
 
 WIRED = replace(H200, wires=(Wire("inside", 8, 3.6e11, 2e-5), Wire("network", 64, 5e10, 5e-5)), ranks_per_node=8)
 
@@ -59,3 +62,23 @@ def test_a_field_of_another_type_is_named(changes: dict[str, Any], said: str) ->
         MachineProfile.from_json(text, "machine.json")
     assert str(caught.value).startswith(f"machine.json: {said}") or said in str(caught.value)
     assert "measure again" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"matrix": {}}, "matrix is {}, and must have fields"),
+        ({"matrix": {"bfloat16": 0.0}}, "matrix.bfloat16 is 0.0, and must be a number above 0"),
+        ({"link": Link(0.0, 1e9, 1e9)}, "link.up is 0.0"),
+        ({"disk": DiskRates("/", 1e9, 1e9, 0.0)}, "disk.both is 0.0"),
+        ({"processor": Processor(2, {1: 1.0}, 0.0)}, "processor.memory is 0.0"),
+        ({"achieved": 0.0}, "achieved is 0.0"),
+        ({"ranks_per_node": 0}, "ranks_per_node is 0"),
+        ({"wires": (Wire("slow", 8, 0.0, 0.0),)}, "wires.0.bandwidth is 0.0"),
+    ],
+)
+def test_what_no_plan_can_be_made_of_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(PrepareError) as caught:
+        zerostd.plan(model, torch.optim.AdamW(model.parameters()), machine=replace(H200, **changes))
+    assert said in str(caught.value)

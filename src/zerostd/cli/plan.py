@@ -20,7 +20,7 @@ from zerostd.errors import PrepareError
 from zerostd.measuring import load_profile
 from zerostd.measuring.model import profile_model
 from zerostd.planning import MachineProfile, ModelProfile, Plan
-from zerostd.planning.cluster import NO_WIRES, Use, check_machine, plan_on, scaling
+from zerostd.planning.cluster import NO_WIRES, Use, plan_on, scaling
 from zerostd.policy import Precision, Stage
 
 __all__ = ["plan"]
@@ -252,7 +252,7 @@ def _machine(job: _Job) -> MachineProfile:
             "--disk-path is of this machine, and --cluster is another: its profile says what disk it has"
         )
     machine = load_profile(job.cluster)
-    check_machine(machine)
+    machine.check()
     return machine
 
 

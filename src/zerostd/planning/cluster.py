@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from zerostd.errors import PrepareError
 from zerostd.planning.costs import (
@@ -30,7 +29,7 @@ from zerostd.planning.planner import Solution, homes_by_group, model_state, plan
 from zerostd.planning.search import Fits, Option, divisions, shortest, table, try_all
 from zerostd.policy import Budget, Kind, Stage, Tier, shards
 
-__all__ = ["Row", "Use", "check_machine", "limits_of", "plan_on", "scaling", "sent_bytes", "state_bytes"]
+__all__ = ["Row", "Use", "limits_of", "plan_on", "scaling", "sent_bytes", "state_bytes"]
 
 NUM_GATHERED = 3  # groups that are whole at once: the one at work, the next, and in backward the one before
 NUM_STAGING = 2  # groups whose gradients are on their way
@@ -74,7 +73,7 @@ class Row:
 
 def plan_on(model: ModelProfile, machine: MachineProfile, use: Use) -> Plan:
     """The plan with the shortest step; PrepareError says what is missing if nothing fits."""
-    check_machine(machine)
+    machine.check()
     options = [
         Option(samples, passes, stage)
         for samples, passes in _divided(model, use)
@@ -224,33 +223,6 @@ def _share(machine: MachineProfile, local: int) -> MachineProfile:
     return replace(machine, matrix=matrix, resident_ns=machine.resident_ns * local)
 
 
-def check_machine(machine: MachineProfile) -> None:
-    """Refuse a profile, written by hand perhaps, with a field that no plan can be made of."""
-    for what, value in _needed(machine):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise PrepareError(f"machine profile: {what} is {value!r}, and must be a number above 0")
-
-
-def _needed(machine: MachineProfile) -> Iterator[tuple[str, Any]]:
-    """Fields that must be numbers above 0, by name."""
-    processor = machine.processor
-    yield from (("processor.num_cores", processor.num_cores), ("processor.memory", processor.memory))
-    yield from ((f"processor.update_ns.{threads}", ns) for threads, ns in processor.update_ns.items())
-    yield from (("ranks_per_node", machine.ranks_per_node), ("achieved", machine.achieved))
-    for name in ("matrix", "free"):
-        found = getattr(machine, name)
-        if not isinstance(found, Mapping) or not found:
-            raise PrepareError(f"machine profile: {name} is {found!r}, and must have fields")
-    yield from ((f"matrix.{dtype}", rate) for dtype, rate in machine.matrix.items())
-    yield from ((f"free.{tier}", size) for tier, size in machine.free.items() if size != 0)
-    for name, rates in (("link", ("up", "down", "both")), ("disk", ("read", "write", "both"))):
-        if (part := getattr(machine, name)) is not None:
-            yield from ((f"{name}.{rate}", getattr(part, rate)) for rate in rates)
-    for index, wire in enumerate(machine.wires):
-        yield from ((f"wires.{index}.ranks", wire.ranks), (f"wires.{index}.bandwidth", wire.bandwidth))
-        yield f"wires.{index}.latency", wire.latency or 1.0
-
-
 # -- closed forms --
 
 
@@ -295,7 +267,7 @@ def scaling(
         samples_per_step: Of all ranks together: larger worlds make fewer passes. None: each rank makes the passes that
             `use` says, and a step has more samples in a larger world.
     """
-    check_machine(machine)
+    machine.check()
     if model.samples is None:
         raise PrepareError("scaling needs to know the samples of one pass on one rank: give them with --samples")
     rows = []
