@@ -161,8 +161,6 @@ def plan(
     )
     if machine is None:
         check_budget(settings.budget)
-    else:
-        machine.check()
     device = device_of(model) if machine is None else torch.device("cpu" if machine.link is None else "cuda")
     found = blueprints(model, optimizer_options(model, optimizer), settings.precision, groups)
     world = World.pretend(device, world_size, machine.ranks_per_node if machine is not None else None)

@@ -337,7 +337,7 @@ def without(**changes: Any) -> str:
         (without(name=None), "'name'"),
         (without(speed=9), "no field 'speed'"),
         (without(matrix={}), "matrix is {}, and must have fields"),
-        (without(free={}), "free is {}, and must have fields"),
+        (without(free={}), "free.device is missing"),
         (without(free={"host": 10**12}), "free.device is missing"),
         (without(free={"device": "80GB"}), "free.device is '80GB'"),
         (without(matrix={"bfloat16": 0}), "matrix.bfloat16 is 0"),

@@ -14,6 +14,7 @@ import zerostd
 from planning.machines import H200, LAPTOP
 from zerostd.errors import PrepareError
 from zerostd.planning import DiskRates, Link, MachineProfile, Processor, Wire
+from zerostd.policy import Tier
 
 WIRED = replace(H200, wires=(Wire("inside", 8, 3.6e11, 2e-5), Wire("network", 64, 5e10, 5e-5)), ranks_per_node=8)
 
@@ -68,17 +69,27 @@ def test_a_field_of_another_type_is_named(changes: dict[str, Any], said: str) ->
     ("changes", "said"),
     [
         ({"matrix": {}}, "matrix is {}, and must have fields"),
+        ({"processor": Processor(2, {}, 1e9)}, "processor.update_ns is {}, and must have fields"),
         ({"matrix": {"bfloat16": 0.0}}, "matrix.bfloat16 is 0.0, and must be a number above 0"),
         ({"link": Link(0.0, 1e9, 1e9)}, "link.up is 0.0"),
         ({"disk": DiskRates("/", 1e9, 1e9, 0.0)}, "disk.both is 0.0"),
         ({"processor": Processor(2, {1: 1.0}, 0.0)}, "processor.memory is 0.0"),
         ({"achieved": 0.0}, "achieved is 0.0"),
+        ({"achieved": "most"}, "achieved is 'most', and must be a number above 0"),
         ({"ranks_per_node": 0}, "ranks_per_node is 0"),
         ({"wires": (Wire("slow", 8, 0.0, 0.0),)}, "wires.0.bandwidth is 0.0"),
     ],
 )
 def test_what_no_plan_can_be_made_of_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
-    model = nn.Linear(4, 4)
     with pytest.raises(PrepareError) as caught:
-        zerostd.plan(model, torch.optim.AdamW(model.parameters()), machine=replace(H200, **changes))
+        replace(H200, **changes)
     assert said in str(caught.value)
+
+
+def test_what_is_free_of_the_device_is_in_the_profile_or_in_the_budget() -> None:
+    model, machine = nn.Linear(4, 4), replace(H200, free={})
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(PrepareError, match=r"free\.device is missing; complete it, or give a budget"):
+        zerostd.plan(model, optimizer, machine=machine)
+    plan = zerostd.plan(model, optimizer, machine=machine, budget=zerostd.Budget(device="2GiB"))
+    assert set(plan.limits) == {Tier.DEVICE}

@@ -34,7 +34,7 @@ __all__ = ["Row", "Use", "limits_of", "plan_on", "scaling", "sent_bytes", "state
 NUM_GATHERED = 3  # groups that are whole at once: the one at work, the next, and in backward the one before
 NUM_STAGING = 2  # groups whose gradients are on their way
 NO_WIRES = "The machine profile has no wires, so time of collectives is not in the plan."
-NOWHERE = MachineProfile("nowhere", "none", {}, 0.0, {}, Processor(1, {1: 1.0}, 1.0), None)  # for bytes alone
+NOWHERE = MachineProfile("nowhere", "none", {"any": 1.0}, 0.0, {}, Processor(1, {1: 1.0}, 1.0), None)  # counts bytes
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,6 @@ class Row:
 
 def plan_on(model: ModelProfile, machine: MachineProfile, use: Use) -> Plan:
     """The plan with the shortest step; PrepareError says what is missing if nothing fits."""
-    machine.check()
     options = [
         Option(samples, passes, stage)
         for samples, passes in _divided(model, use)
@@ -197,8 +196,6 @@ def limits_of(
     machine: MachineProfile, world_size: int, budget: Budget, *, knows_activations: bool = True
 ) -> dict[Tier, int]:
     """Bytes that one rank may use of each tier: its part of the budget, or of what is free less a margin."""
-    if budget.device is None and "device" not in machine.free:
-        raise PrepareError("machine profile: free.device is missing; complete it, or give a budget for the device")
     if machine.disk is None and budget.disk is not None:
         raise PrepareError(
             f"a budget of {budget.disk} of the disk, but nothing is known of one: name a directory with --disk-path, "
@@ -267,7 +264,6 @@ def scaling(
         samples_per_step: Of all ranks together: larger worlds make fewer passes. None: each rank makes the passes that
             `use` says, and a step has more samples in a larger world.
     """
-    machine.check()
     if model.samples is None:
         raise PrepareError("scaling needs to know the samples of one pass on one rank: give them with --samples")
     rows = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from zerostd.errors import PrepareError
 from zerostd.planning.costs import FOR_ACTIVATIONS, FOR_LIBRARIES, MARGIN
 from zerostd.policy import Budget, Tier, parse_bytes
 
@@ -20,7 +21,7 @@ def limits_for(
     held: int = 0,
     knows_activations: bool = True,
 ) -> dict[Tier, int]:
-    """Bytes by tier, for one of `local` ranks that share a host; a tier of which nothing is known is left out.
+    """Bytes by tier, for one of `local` ranks that share a host; host and disk are left out if nobody knows of them.
 
     Where the device is the processor (`is_host`) they share its memory too; an accelerator leaves some to libraries.
     `held` bytes of the device are the model's own already.
@@ -29,7 +30,9 @@ def limits_for(
     left = 1.0 - MARGIN
     if budget.device is not None:
         limits[Tier.DEVICE] = max(0, parse_bytes(budget.device) - (0 if is_host else FOR_LIBRARIES))
-    elif "device" in free:
+    elif "device" not in free:
+        raise PrepareError("machine profile: free.device is missing; complete it, or give a budget for the device")
+    else:
         part = left if knows_activations else left * (1.0 - FOR_ACTIVATIONS)
         limits[Tier.DEVICE] = int((free["device"] // (local if is_host else 1) + held) * part)
     if budget.host is not None:

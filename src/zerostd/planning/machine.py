@@ -93,36 +93,29 @@ class MachineProfile:
     measured: str = ""  # date; empty: written by hand
 
     def __post_init__(self) -> None:
+        """Refuse, by name, what no plan can be made of."""
         for what, value in _numbers("", asdict(self)):
             if not (math.isfinite(value) and value >= 0):
                 raise PrepareError(f"machine profile: {what} is {value!r}; rates, times and bytes are numbers >= 0")
-        if not self.processor.update_ns:
-            raise PrepareError("machine profile: processor.update_ns is empty; give ns per parameter for some threads")
-
-    def check(self) -> None:
-        """Refuse a profile, written by hand perhaps, with a field that no plan can be made of."""
-        for what, value in self._needed():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        for name, table in (("matrix", self.matrix), ("processor.update_ns", self.processor.update_ns)):
+            if not table:
+                raise PrepareError(f"machine profile: {name} is {table!r}, and must have fields")
+        for what, value in self._rates():
+            if not isinstance(value, int | float) or not value > 0:
                 raise PrepareError(f"machine profile: {what} is {value!r}, and must be a number above 0")
 
-    def _needed(self) -> Iterator[tuple[str, Any]]:
-        """Fields that must be numbers above 0, by name."""
+    def _rates(self) -> Iterator[tuple[str, Any]]:
+        """What time is divided by, by name."""
         processor = self.processor
         yield from (("processor.num_cores", processor.num_cores), ("processor.memory", processor.memory))
         yield from ((f"processor.update_ns.{threads}", ns) for threads, ns in processor.update_ns.items())
         yield from (("ranks_per_node", self.ranks_per_node), ("achieved", self.achieved))
-        for name in ("matrix", "free"):
-            found = getattr(self, name)
-            if not isinstance(found, Mapping) or not found:
-                raise PrepareError(f"machine profile: {name} is {found!r}, and must have fields")
         yield from ((f"matrix.{dtype}", rate) for dtype, rate in self.matrix.items())
-        yield from ((f"free.{tier}", size) for tier, size in self.free.items() if size != 0)
         for name, rates in (("link", ("up", "down", "both")), ("disk", ("read", "write", "both"))):
             if (part := getattr(self, name)) is not None:
                 yield from ((f"{name}.{rate}", getattr(part, rate)) for rate in rates)
         for index, wire in enumerate(self.wires):
             yield from ((f"wires.{index}.ranks", wire.ranks), (f"wires.{index}.bandwidth", wire.bandwidth))
-            yield f"wires.{index}.latency", wire.latency or 1.0
 
     def to_json(self) -> str:
         """As text that from_json takes."""
