@@ -113,6 +113,7 @@ def counts(rank: int, stage: int, precision: str, passes: int, width: int, reent
             model.state_dict()  # the last step's parameters have arrived
     dist.barrier()
     sent = sum(total - sockets.get(number, 0) for number, total in tcp_bytes_sent().items())
+    dist.barrier()  # a rank that is done closes its connections, and with them what the others count
     after = zerostd.memory(model).sent
     found = {
         "ledger": sum(after[verb] - before.get(verb, 0) for verb in ("gather", "reduce") if verb in after) // STEPS,

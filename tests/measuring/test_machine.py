@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.files import opened
 from zerostd.errors import PrepareError, StorageError
 from zerostd.measuring import Sizes, measure_machine
 from zerostd.measuring.disk import disk_rates
@@ -143,12 +144,11 @@ def test_files_are_closed_when_the_disk_fails(tmp_path, monkeypatch):
     def refuse(*args: Any) -> int:
         raise OSError(5, "Input/output error")
 
-    before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
         patch.setattr("zerostd.tiers.disk._read", refuse)
         with pytest.raises(StorageError, match="Input/output error"):
             disk_rates(str(tmp_path), SMALL)
-    assert len(os.listdir("/proc/self/fd")) == before and os.listdir(tmp_path) == []
+    assert not opened(tmp_path) and os.listdir(tmp_path) == []
 
 
 def test_device_is_the_accelerator_or_the_processor():
@@ -225,7 +225,7 @@ def test_updates_change_the_weights(host):
 def test_updates_know_what_they_had_of_their_cores(host):
     updates = Updates(host, replace(SMALL, parameters=4 * MIB), 10**12)
     updates.ns(1, SMALL)
-    assert 0 < updates.had <= 1.1, updates.had  # less than one where others are busy
+    assert 0 < updates.had <= 1.0, updates.had  # less than one where others are busy
     updates.ns(4 * num_cores(), SMALL)  # more threads than cores: none has one to itself
     assert 0 < updates.had < 0.5, updates.had
 
@@ -256,7 +256,7 @@ def test_stamps_measure_what_lies_between():
     lane = Lane(CPU)
     begin = Stamp(lane.device, lane.stream)
     time.sleep(0.02)
-    assert 0.02 <= Stamp(lane.device, lane.stream).since(begin) < 1.0
+    assert 0.02 <= Stamp(lane.device, lane.stream).since(begin) < 60  # seconds, in whatever unit the device counts
 
 
 # Ranks

@@ -35,7 +35,7 @@ def test_a_span_lasts_as_long_as_its_block() -> None:
         *("transfer", "up", "blocks.1", 96, ("host", "device"), 7),
     )
     assert span.ended is not None and span.ended.has_passed()
-    assert 0.02 <= clock.seconds(span.ended) - clock.seconds(span.begun) < 1.0
+    assert 0.02 <= clock.seconds(span.ended) - clock.seconds(span.begun) < 60
     assert clock.seconds(span.begun) >= 0.0 and events.take() == []
 
 

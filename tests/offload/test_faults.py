@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import zerostd
 from support.compare import assert_bitwise
+from support.files import opened
 from support.side_by_side import data, seeded
 from zerostd import Budget, NotSupportedError, Placement, PrepareError
 from zerostd.errors import StorageError
@@ -87,12 +88,7 @@ def prepared(rules: Callable[[nn.Module], Any] = adamw, **options: Any) -> tuple
 
 def files_in(folder: Path) -> list[str]:
     """What lies in a folder or is open from it, named or not."""
-    links = []
-    for fd in os.listdir("/proc/self/fd"):
-        with_fd = f"/proc/self/fd/{fd}"
-        if os.path.islink(with_fd):
-            links.append(os.readlink(with_fd))
-    return [*os.listdir(folder), *(link for link in links if link.startswith(str(folder)))]
+    return [*os.listdir(folder), *opened(folder)]
 
 
 def threads() -> set[threading.Thread]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.files import opened
 from zerostd.errors import PrepareError, StorageError
 from zerostd.monitoring.ledger import Ledger
 from zerostd.policy import Kind, Tier
@@ -68,21 +68,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": SOURCE}
 
 
-def opened(folder: Path, process: int | str = "self") -> list[os.stat_result]:
-    """What a process has open of the files that were made in a folder."""
-    found = []
-    for entry in os.listdir(f"/proc/{process}/fd"):
-        link = f"/proc/{process}/fd/{entry}"
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            if os.readlink(link).startswith(str(folder)):
-                found.append(os.stat(link))
-    return found
-
-
 def reserved(folder: Path, process: int | str = "self") -> int:
     """Bytes of files without a name, which go with the last who has them open. Of a file system that others use too,
     what is free says nothing."""
-    return sum(one.st_blocks * 512 for one in opened(folder, process) if one.st_nlink == 0)
+    return sum(one.st_blocks * 512 for one in opened(folder, process).values() if one.st_nlink == 0)
 
 
 def filled(host: Host, num_bytes: int, seed: int) -> torch.Tensor:

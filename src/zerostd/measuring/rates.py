@@ -109,7 +109,8 @@ class Updates:
         """Nanoseconds to update one parameter; `had` learns what the threads had of their cores."""
         begin, used = time.perf_counter(), time.process_time()
         seconds = median_s(partial(self.step, num_threads), sizes)
-        self.had = (time.process_time() - used) / (time.perf_counter() - begin) / num_threads
+        had = (time.process_time() - used) / (time.perf_counter() - begin) / num_threads
+        self.had = min(had, 1.0)  # the process has other threads, which count too
         return seconds / self.numel * 1e9
 
 
