@@ -19,6 +19,7 @@ from zerostd.measuring.model import state_widths
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.homes import plan_flats
 from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Plan, Prediction, Task
+from zerostd.planning.advice import if_most_are_clipped
 from zerostd.planning.costs import WORTH_SPECULATING, stages_of, threads_of
 from zerostd.planning.limits import limits_for
 from zerostd.planning.model import WAYS
@@ -160,8 +161,11 @@ def propose(
             plans += _speculating(replace(task, speculates=True), settings, found, world, plans[-1])
     if not plans:
         raise refused[-1]
-    best = min(plans, key=lambda plan: plan.predicted.step_s or _moved(plan))
-    return replace(best, notes=(*best.notes, *(str(error) for error in refused)))
+    best, *others = sorted(plans, key=lambda plan: plan.predicted.step_s or _moved(plan))
+    told = [str(error) for error in refused]
+    if best.speculate:
+        told.append(if_most_are_clipped(next(plan.predicted.step_s or 0.0 for plan in others if not plan.speculate)))
+    return replace(best, notes=(*best.notes, *told))
 
 
 def _task(
@@ -259,7 +263,7 @@ def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], worl
     such as buffers, depends on the answer; so first only the states of that answer are placed again. If they then cost
     time, another answer may be better: a few more are looked at."""
     fixed, totals = _beside(task), dict[Tier, int]()
-    least, inside = dict(fixed), list[tuple[float, Plan]]()
+    least, inside = dict(fixed), list[tuple[Solution, Bytes]]()
     for tries in range(MOST_TRIES):
         try:
             first = solve(replace(task, fixed=fixed))
@@ -280,14 +284,14 @@ def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], worl
             before = solution.task.fixed
             beside = {tier: totals[tier] - sum(assumed.get(tier, {}).values()) + before.get(tier, 0) for tier in Tier}
             if all(totals[tier] <= task.limits.get(tier, 0) for tier in Tier):
-                inside.append((solution.cost_s, plan_from(solution, homes, counted, _notes(task))))
+                inside.append((solution, counted))
                 break
             solution = place_states(
                 solution, {tier: max(before.get(tier, 0), int(1.002 * size) + 1) for tier, size in beside.items()}
             )
             if solution is None:
                 break
-        if inside and (len(inside) >= MOST_INSIDE or inside[-1][0] <= first.cost_s * (1 + SLACK)):
+        if inside and (len(inside) >= MOST_INSIDE or inside[-1][0].cost_s <= first.cost_s * (1 + SLACK)):
             break
         for tier in Tier:  # what the program does not know of, as far as it was seen
             over, limit = totals[tier] - task.limits.get(tier, 0), task.limits.get(tier, 0)
@@ -295,7 +299,8 @@ def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], worl
             nearly = tries * over if over > 0 and is_near else 0
             fixed[tier] = max(fixed.get(tier, 0), int(1.002 * beside[tier]) + 1) + nearly
     if inside:
-        return min(inside, key=lambda one: one[0] or _moved(one[1]))[1]
+        best, counted = min(inside, key=lambda one: one[0].cost_s)
+        return plan_from(best, homes_by_group(best), counted, _notes(task))
     beyond = {tier.value: size - task.limits.get(tier, 0) for tier, size in totals.items()}
     raise PrepareError(
         f"no placement was found whose bytes stay inside the limits: the last one is {beyond} bytes over. Give the "

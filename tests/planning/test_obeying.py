@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -254,11 +256,13 @@ def test_homes_that_make_no_sense() -> None:
 GIB = 2**30
 
 
-def for_a_device(width: int = 2048, depth: int = 16) -> tuple[Settings, list[Blueprint], World]:
+def for_a_device(
+    width: int = 2048, depth: int = 16, clip: float | None = None
+) -> tuple[Settings, list[Blueprint], World]:
     """67 million parameters for an accelerator that need not be here: 1040 MiB with their states."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth))).to(torch.bfloat16)
-    told = {"stage": None, "precision": "bf16", "accumulate": 1, "max_grad_norm": None, "budget": None, "globs": ["*"]}
+    told = {"stage": None, "precision": "bf16", "accumulate": 1, "max_grad_norm": clip, "budget": None, "globs": ["*"]}
     settings = make_settings(model, adamw(model), **told)
     found = blueprints(model, optimizer_options(model, adamw(model)), settings.precision, ["*"])
     return settings, found, World.pretend(torch.device("cuda"), 1, 1)
@@ -278,16 +282,38 @@ def test_activations_count_in_the_plan_that_is_obeyed() -> None:
     assert best.predicted.bytes[Tier.DEVICE][Kind.ACTIVATIONS] == 440 * MIB
 
 
-def test_more_of_the_host_makes_no_plan_slower() -> None:
-    """The first answer needs buffers that it did not count; to place its states again is not all that can be done."""
-    settings, found, world = for_a_device(7168, 24)
-    size = 7168 * 7169
+WIDE = 7168
+
+
+def wide(found: Sequence[Blueprint]) -> ModelProfile:
+    """Layers of that width, as they were measured."""
     groups = tuple(
-        GroupProfile(one.name, size, forward_flops=1e11, kept_bytes=6.7e7, boundary_bytes=4.2e6, peak_bytes=1.3e8)
+        GroupProfile(
+            one.name, WIDE * (WIDE + 1), forward_flops=1e11, kept_bytes=6.7e7, boundary_bytes=4.2e6, peak_bytes=1.3e8
+        )
         for one in found
         if one.members
     )
-    profile = ModelProfile("wide", groups, samples=8, forward_s=0.038, backward_s=0.083)
+    return ModelProfile("wide", groups, samples=8, forward_s=0.038, backward_s=0.083)
+
+
+def test_a_plan_that_speculates_says_what_clipped_steps_take() -> None:
+    settings, found, world = for_a_device(WIDE, 24, clip=1.0)
+    limits = {Tier.DEVICE: 14 * GIB, Tier.HOST: 64 * GIB}
+    plan = propose(settings, found, world, limits, wide(found), H200)
+    late = propose(replace(settings, accumulate=None), found, world, limits, wide(found), H200)
+    assert plan.speculate and not late.speculate and "clipped" in plan.explain()
+    (clipped,) = (float(text) for note in plan.notes for text in re.findall(r"are clipped takes (\S+) s\.", note))
+    (without,) = (float(text) for note in plan.notes for text in re.findall(r"each step takes (\S+) s,", note))
+    assert without == pytest.approx(late.predicted.step_s, rel=0.01)
+    assert clipped >= 0.99 * without > 1.1 * (plan.predicted.step_s or 0.0)
+    assert not any("clipped takes" in note or "speculating" in note for note in late.notes)
+
+
+def test_more_of_the_host_makes_no_plan_slower() -> None:
+    """The first answer needs buffers that it did not count; to place its states again is not all that can be done."""
+    settings, found, world = for_a_device(WIDE, 24)
+    profile = wide(found)
 
     def seconds(host: int) -> float:
         limits: dict[Tier, int] = {Tier.DEVICE: 20 * GIB, Tier.HOST: host * GIB}

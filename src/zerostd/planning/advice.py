@@ -1,4 +1,5 @@
-"""What to tell when nothing fits: how many bytes are missing in which tier, and the smallest changes that would do."""
+"""What to tell when nothing fits: how many bytes are missing in which tier, and the smallest changes that would do; and
+what to do where a plan counts on what may not come."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from zerostd.planning.plan import size_text
 from zerostd.planning.rounding import missing, room
 from zerostd.policy import Tier
 
-__all__ = ["explain_missing", "recomputing"]
+__all__ = ["explain_missing", "if_most_are_clipped", "recomputing"]
 
 FEW = 1000.0  # bytes, within the solver's tolerance
 SPARE = 1e-5  # of model state, asked for beyond what is missing: whole numbers are found with some tolerance
@@ -94,6 +95,14 @@ def recomputing(task: Task) -> int | None:
     if model.recomputes or model.recomputed or not model.knows_activations:
         return None
     return replace(model, groups=model.measured_groups, recomputes=True, activation_bytes=None).activations()
+
+
+def if_most_are_clipped(without_s: float) -> str:
+    """For a plan that speculates, where the best that does not takes so long."""
+    return (
+        f"Without speculating each step takes {without_s:.3g} s, clipped or not: if most are, leave accumulate= out of "
+        "prepare."
+    )
 
 
 def _of_tiers(short: Mapping[Tier, float]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zerostd.errors import PrepareError
+from zerostd.planning.advice import if_most_are_clipped
 from zerostd.planning.costs import (
     FOR_ACTIVATIONS,
     WORTH_SPECULATING,
@@ -87,6 +88,8 @@ def plan_on(model: ModelProfile, machine: MachineProfile, use: Use) -> Plan:
     else:
         known = replace(use, accumulate=best.option.accumulate)
         told = [table(fits, refused, best.option), *_notes(solution.task, known)]
+    if plan.speculate:
+        told.append(if_most_are_clipped(best.seconds))
     return replace(plan, notes=(*plan.notes, *told))
 
 

@@ -268,7 +268,7 @@ def _sentences(plan: Plan) -> list[str]:
             + (f"; next is {WORDS.get(rest[0], rest[0])} with {busy[rest[0]] / predicted.step_s:.0%}." if rest else ".")
         )
         for tier in Tier:
-            gain = min(predicted.prices.get(tier, 0.0) * 2**30, predicted.step_s - (predicted.compute_s or 0.0))
+            gain = predicted.prices.get(tier, 0.0) * 2**30
             if tier in plan.limits:
                 worth = f"would save {gain * 1e3:.2g} ms a step" if gain > 1e-6 else "would change nothing"
                 lines.append(f"One more GiB of the {tier.value} {worth}.")

@@ -14,7 +14,7 @@ from zerostd.planning.costs import Load, Task, loads, merged
 from zerostd.planning.demands import WHOLE, Shares, work
 from zerostd.planning.linear import Infeasible
 from zerostd.planning.plan import Plan, Prediction, size_text
-from zerostd.planning.program import SLACK, Optimum, optimise
+from zerostd.planning.program import GIGA, SLACK, Optimum, optimise, quickest
 from zerostd.planning.rounding import settle
 from zerostd.planning.simulation import simulate
 from zerostd.planning.solution import (
@@ -30,6 +30,7 @@ from zerostd.policy import Homes, Kind, Tier
 __all__ = ["Solution", "evaluate", "homes_by_group", "make_plan", "model_state", "place_states", "plan_from", "solve"]
 
 PARTS = (0.4, 0.5, 0.6, 0.7, 0.85)  # of states on the host by the processor, tried in the simulation
+GIB = 2**30
 DIGITS = 9  # of seconds: among placements that differ in less, the first is taken
 FEW = 1e-3  # of the bytes off the device: as good as none
 WORTH_TELLING = 0.15  # of a step: what recomputing must bring
@@ -60,18 +61,37 @@ def plan_from(
         compute_s=solution.timeline.compute_s if knows_time else None,
         bytes=counted,
         busy={name: seconds for name, seconds in busy.items() if seconds > 1e-9},
-        prices=solution.optimum.prices,
+        prices=_prices(solution),
     )
     return Plan(
         homes=homes,
         stage=task.stage,
         world_size=task.world_size,
-        speculate=task.speculates and any(share.resident < 1 for share in solution.shares),
+        speculate=_speculates(solution),
         predicted=predicted,
         limits=dict(task.limits),
         notes=(*(_notes(solution) if knows_time else ()), *notes),
         activations=activations_by_group(solution),
     )
+
+
+def _prices(solution: Solution) -> dict[Tier, float]:
+    """Seconds for a byte, of the next GiB: by how much the program's step becomes shorter, in shares of groups, since
+    whole ones may have to change places to make use of it; and a step has its arithmetic, with nothing recomputed."""
+    task, found = solution.asked or solution.task, solution.loads
+    least_s = task.accumulate * sum(load.compute_s for load in found)
+    most_s = max(0.0, solution.timeline.step_s - least_s)
+    try:
+        _, first = quickest(task, found)
+    except Infeasible:  # in shares, while whole groups fit by a hair
+        return {tier: min(price, most_s / GIB) for tier, price in solution.optimum.prices.items()}
+    made = {}
+    for tier in Tier:
+        made[tier] = first.prices.get(tier.value, 0.0) / GIGA
+        if made[tier] and tier in task.limits:
+            _, more = quickest(replace(task, limits={**task.limits, tier: task.limits[tier] + GIB}), found)
+            made[tier] = min(made[tier], max(0.0, first.objective - more.objective) / GIB, most_s / GIB)
+    return made
 
 
 def _notes(solution: Solution) -> Iterator[str]:
@@ -80,6 +100,18 @@ def _notes(solution: Solution) -> Iterator[str]:
         yield from _about_activations(solution)
     else:
         yield from _if_recomputed(solution)
+    if _speculates(solution):
+        yield _if_clipped(solution)
+
+
+def _speculates(solution: Solution) -> bool:
+    return solution.task.speculates and any(share.resident < 1 for share in solution.shares)
+
+
+def _if_clipped(solution: Solution) -> str:
+    """What a step takes whose update waits for the norm after all."""
+    late = simulate(replace(solution.task, speculates=False), solution.loads, solution.shares)
+    return f"Updates begin before the norm is known. A step whose gradients are clipped takes {late.step_s:.3g} s."
 
 
 def _about_activations(solution: Solution) -> Iterator[str]:
@@ -164,9 +196,7 @@ def _better(best: Solution, others: Iterable[Task]) -> Solution:
             timeline = simulate(best.task, made.loads, made.shares)
             found = Solution(best.task, made.loads, made.shares, made.optimum, timeline)
             if found.cost_s < best.cost_s * (1 - WORTH_CHANGING):
-                best = found
-                with contextlib.suppress(Infeasible):  # by a hair; then its prices are those of the other task
-                    best = replace(found, optimum=optimise(found.task, found.loads, fixed=found.shares))
+                best = replace(found, asked=replace(other, machine=found.task.machine))
     return best
 
 
@@ -200,7 +230,8 @@ def place_states(solution: Solution, fixed: Mapping[Tier, int]) -> Solution | No
         optimum = optimise(task, solution.loads, fixed=solution.shares)
     except Infeasible:
         return None
-    return _chosen(task, solution.loads, solution.shares, optimum)
+    chosen = _chosen(task, solution.loads, solution.shares, optimum)
+    return replace(chosen, asked=replace(solution.asked or task, fixed=fixed))
 
 
 def _chosen(task: Task, found: list[Load], fixed: Sequence[Shares], optimum: Optimum) -> Solution:

@@ -28,6 +28,7 @@ class Solution:
     shares: list[Shares]
     optimum: Optimum  # of the program, with these parameters and gradients
     timeline: Timeline
+    asked: Task | None = None  # with less to choose from, where this is the answer to that
 
     @property
     def slow_task(self) -> Task:
