@@ -144,3 +144,13 @@ def test_stages_and_speculation_are_searched_with_the_batch() -> None:
     assert plan.stage in (Stage.GRADIENTS, Stage.PARAMETERS)
     assert len(chosen(plan)[2]) == 4
     assert any("Twice the samples" in note for note in plan.notes)
+
+
+def test_a_plan_that_speculates_says_what_steps_take_without() -> None:
+    model, budget = replace(from_numbers("1.3B"), samples=4), Budget(device="20GiB")
+    plan = plan_on(model, H200, Use(clips=True, accumulate=1, budget=budget))
+    late = plan_on(model, H200, Use(clips=True, budget=budget))
+    assert plan.speculate and not late.speculate
+    assert f"Without speculating each step takes {late.predicted.step_s:.3g} s, clipped or not" in plan.explain()
+    assert "A step whose gradients are clipped takes" in plan.explain()
+    assert not any("speculating" in note or "are clipped" in note for note in late.notes)

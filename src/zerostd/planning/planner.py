@@ -79,19 +79,16 @@ def _prices(solution: Solution) -> dict[Tier, float]:
     """Seconds for a byte, of the next GiB: by how much the program's step becomes shorter, in shares of groups, since
     whole ones may have to change places to make use of it; and a step has its arithmetic, with nothing recomputed."""
     task, found = solution.asked or solution.task, solution.loads
+    made = solution.optimum.prices
+    with contextlib.suppress(Infeasible):  # in shares, while whole groups fit by a hair
+        _, first = quickest(task, found)
+        made = {tier: first.prices.get(tier.value, 0.0) / GIGA for tier in Tier}
+        for tier in (tier for tier in task.limits if made[tier]):
+            _, more = quickest(replace(task, limits={**task.limits, tier: task.limits[tier] + GIB}), found)
+            made[tier] = min(made[tier], max(0.0, first.objective - more.objective) / GIB)
     least_s = task.accumulate * sum(load.compute_s for load in found)
     most_s = max(0.0, solution.timeline.step_s - least_s)
-    try:
-        _, first = quickest(task, found)
-    except Infeasible:  # in shares, while whole groups fit by a hair
-        return {tier: min(price, most_s / GIB) for tier, price in solution.optimum.prices.items()}
-    made = {}
-    for tier in Tier:
-        made[tier] = first.prices.get(tier.value, 0.0) / GIGA
-        if made[tier] and tier in task.limits:
-            _, more = quickest(replace(task, limits={**task.limits, tier: task.limits[tier] + GIB}), found)
-            made[tier] = min(made[tier], max(0.0, first.objective - more.objective) / GIB, most_s / GIB)
-    return made
+    return {tier: min(price, most_s / GIB) for tier, price in made.items()}
 
 
 def _notes(solution: Solution) -> Iterator[str]:
