@@ -161,10 +161,9 @@ def propose(
             plans += _speculating(replace(task, speculates=True), settings, found, world, plans[-1])
     if not plans:
         raise refused[-1]
-    best, *others = sorted(plans, key=lambda plan: plan.predicted.step_s or _moved(plan))
-    told = [str(error) for error in refused]
-    if best.speculate:
-        told.append(if_most_are_clipped(next(plan.predicted.step_s or 0.0 for plan in others if not plan.speculate)))
+    best = min(plans, key=_seconds)
+    without_s = min(_seconds(plan) for plan in plans if not plan.speculate)
+    told = [*(str(error) for error in refused), *if_most_are_clipped(best, without_s)]
     return replace(best, notes=(*best.notes, *told))
 
 
@@ -240,9 +239,9 @@ def _speculating(task: Task, settings: Settings, found: Sequence[Blueprint], wor
     return [plan] if is_worth else []
 
 
-def _moved(plan: Plan) -> float:
-    """Without a time: the most that a resource has to do."""
-    return max(plan.predicted.busy.values(), default=0.0)
+def _seconds(plan: Plan) -> float:
+    """Of a step; without a time, the most that a resource has to do."""
+    return plan.predicted.step_s or max(plan.predicted.busy.values(), default=0.0)
 
 
 def _inside(task: Task, settings: Settings, found: Sequence[Blueprint], world: World) -> Plan:

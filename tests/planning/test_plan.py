@@ -37,6 +37,7 @@ predictions = st.builds(
     Prediction,
     step_s=st.none() | numbers,
     compute_s=st.none() | numbers,
+    clipped_s=st.none() | numbers,
     bytes=st.dictionaries(tiers, st.dictionaries(st.sampled_from(list(Kind)), sizes)),
     busy=st.dictionaries(st.sampled_from(["up", "down", "cpu", "memory", "a new one"]), numbers),
     prices=st.dictionaries(tiers, st.floats(0, 1e-6)),

@@ -146,11 +146,12 @@ def test_stages_and_speculation_are_searched_with_the_batch() -> None:
     assert any("Twice the samples" in note for note in plan.notes)
 
 
-def test_a_plan_that_speculates_says_what_steps_take_without() -> None:
-    model, budget = replace(from_numbers("1.3B"), samples=4), Budget(device="20GiB")
+@pytest.mark.parametrize(("samples", "is_advised"), [(4, False), (8, True)])
+def test_a_plan_that_speculates_says_what_steps_take_without(samples: int, is_advised: bool) -> None:
+    model, budget = replace(from_numbers("1.3B"), samples=samples), Budget(device="20GiB")
     plan = plan_on(model, H200, Use(clips=True, accumulate=1, budget=budget))
     late = plan_on(model, H200, Use(clips=True, budget=budget))
-    assert plan.speculate and not late.speculate
-    assert f"Without speculating each step takes {late.predicted.step_s:.3g} s, clipped or not" in plan.explain()
-    assert "A step whose gradients are clipped takes" in plan.explain()
-    assert not any("speculating" in note or "are clipped" in note for note in late.notes)
+    assert plan.speculate and not late.speculate and late.predicted.clipped_s is None
+    assert f"A step whose gradients are clipped takes {plan.predicted.clipped_s:.3g} s." in plan.explain()
+    advice = f"Without speculating each step takes {late.predicted.step_s:.3g} s, clipped or not"
+    assert (advice in plan.explain()) == is_advised and "speculating" not in late.explain()

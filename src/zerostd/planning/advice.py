@@ -8,13 +8,14 @@ from dataclasses import replace
 
 from zerostd.planning.costs import Load, Task
 from zerostd.planning.linear import Infeasible
-from zerostd.planning.plan import size_text
+from zerostd.planning.plan import Plan, size_text
 from zerostd.planning.rounding import missing, room
 from zerostd.policy import Tier
 
 __all__ = ["explain_missing", "if_most_are_clipped", "recomputing"]
 
 FEW = 1000.0  # bytes, within the solver's tolerance
+WORTH_SAYING = 0.02  # of a step
 SPARE = 1e-5  # of model state, asked for beyond what is missing: whole numbers are found with some tolerance
 
 
@@ -97,12 +98,13 @@ def recomputing(task: Task) -> int | None:
     return replace(model, groups=model.measured_groups, recomputes=True, activation_bytes=None).activations()
 
 
-def if_most_are_clipped(without_s: float) -> str:
+def if_most_are_clipped(plan: Plan, without_s: float) -> Iterator[str]:
     """For a plan that speculates, where the best that does not takes so long."""
-    return (
-        f"Without speculating each step takes {without_s:.3g} s, clipped or not: if most are, leave accumulate= out of "
-        "prepare."
-    )
+    if (plan.predicted.clipped_s or 0.0) > without_s * (1 + WORTH_SAYING):
+        yield (
+            f"Without speculating each step takes {without_s:.3g} s, clipped or not: if most are, leave accumulate= "
+            "out of prepare."
+        )
 
 
 def _of_tiers(short: Mapping[Tier, float]) -> str:

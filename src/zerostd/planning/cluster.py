@@ -88,9 +88,7 @@ def plan_on(model: ModelProfile, machine: MachineProfile, use: Use) -> Plan:
     else:
         known = replace(use, accumulate=best.option.accumulate)
         told = [table(fits, refused, best.option), *_notes(solution.task, known)]
-    if plan.speculate:
-        told.append(if_most_are_clipped(best.seconds))
-    return replace(plan, notes=(*plan.notes, *told))
+    return replace(plan, notes=(*plan.notes, *told, *if_most_are_clipped(plan, best.seconds)))
 
 
 def _divided(model: ModelProfile, use: Use) -> list[tuple[int | None, int | None]]:

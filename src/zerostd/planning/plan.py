@@ -18,6 +18,7 @@ from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, Way
 __all__ = ["Plan", "Prediction", "size_text"]
 
 VERSION = 1
+PREDICTED = ("step_s", "compute_s", "clipped_s", "bytes", "busy", "prices")
 ABOUT = ("version", "stage", "world_size", "speculate", "adaptive", "limits", "notes", "predicted")
 FIELDS = (*ABOUT, "homes", "activations")
 DOES = {"recompute": "recompute them in", "host": "send them to the host in", "keep": "keep them in"}
@@ -43,6 +44,7 @@ class Prediction:
 
     step_s: float | None = None  # None: nobody said how large a batch is
     compute_s: float | None = None  # of it the device is busy
+    clipped_s: float | None = None  # a step whose gradients are clipped, where updates begin before that is known
     bytes: Mapping[Tier, Mapping[Kind, int]] = field(default_factory=dict)  # at their peak
     busy: Mapping[str, float] = field(default_factory=dict)  # seconds of work in a step, by resource
     prices: Mapping[Tier, float] = field(default_factory=dict)  # seconds a step would be shorter for one more byte
@@ -130,6 +132,7 @@ class Plan:
             "predicted": {
                 "step_s": self.predicted.step_s,
                 "compute_s": self.predicted.compute_s,
+                "clipped_s": self.predicted.clipped_s,
                 "bytes": {
                     tier.value: {kind.value: size for kind, size in kinds.items()}
                     for tier, kinds in self.predicted.bytes.items()
@@ -146,7 +149,7 @@ class Plan:
         try:
             data = json.loads(text)
             _check_known(data, FIELDS, "a plan")
-            _check_known(data.get("predicted", {}), ("step_s", "compute_s", "bytes", "busy", "prices"), "a prediction")
+            _check_known(data.get("predicted", {}), PREDICTED, "a prediction")
             if data.get("version", VERSION) != VERSION:
                 raise ValueError(f"version {data['version']!r}, and this zerostd reads {VERSION}")
             predicted = data.get("predicted", {})
@@ -162,6 +165,7 @@ class Plan:
                 predicted=Prediction(
                     step_s=predicted.get("step_s"),
                     compute_s=predicted.get("compute_s"),
+                    clipped_s=predicted.get("clipped_s"),
                     bytes={
                         Tier(tier): {Kind(kind): int(size) for kind, size in kinds.items()}
                         for tier, kinds in predicted.get("bytes", {}).items()
@@ -267,6 +271,11 @@ def _sentences(plan: Plan) -> list[str]:
             f"{busy[first] / predicted.step_s:.0%} of it"
             + (f"; next is {WORDS.get(rest[0], rest[0])} with {busy[rest[0]] / predicted.step_s:.0%}." if rest else ".")
         )
+        if predicted.clipped_s is not None:
+            lines.append(
+                "Updates begin before the norm is known. "
+                f"A step whose gradients are clipped takes {predicted.clipped_s:.3g} s."
+            )
         for tier in Tier:
             gain = predicted.prices.get(tier, 0.0) * 2**30
             if tier in plan.limits:

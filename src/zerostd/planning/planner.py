@@ -59,6 +59,7 @@ def plan_from(
     predicted = Prediction(
         step_s=solution.timeline.step_s if knows_time else None,
         compute_s=solution.timeline.compute_s if knows_time else None,
+        clipped_s=_clipped_s(solution) if knows_time and _speculates(solution) else None,
         bytes=counted,
         busy={name: seconds for name, seconds in busy.items() if seconds > 1e-9},
         prices=_prices(solution),
@@ -97,18 +98,15 @@ def _notes(solution: Solution) -> Iterator[str]:
         yield from _about_activations(solution)
     else:
         yield from _if_recomputed(solution)
-    if _speculates(solution):
-        yield _if_clipped(solution)
 
 
 def _speculates(solution: Solution) -> bool:
     return solution.task.speculates and any(share.resident < 1 for share in solution.shares)
 
 
-def _if_clipped(solution: Solution) -> str:
+def _clipped_s(solution: Solution) -> float:
     """What a step takes whose update waits for the norm after all."""
-    late = simulate(replace(solution.task, speculates=False), solution.loads, solution.shares)
-    return f"Updates begin before the norm is known. A step whose gradients are clipped takes {late.step_s:.3g} s."
+    return simulate(replace(solution.task, speculates=False), solution.loads, solution.shares).step_s
 
 
 def _about_activations(solution: Solution) -> Iterator[str]:

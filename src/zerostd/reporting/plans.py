@@ -73,7 +73,9 @@ def _checked(raw: Any, source: str) -> Plan:
         if not isinstance(raw, dict):
             raise ValueError("it is no object")
         predicted = Fields(Fields(raw).table("predicted"))
-        predicted.count("step_s"), predicted.count("compute_s"), predicted.seconds("busy"), predicted.seconds("prices")
+        for name in ("step_s", "compute_s", "clipped_s"):
+            predicted.count(name)
+        predicted.seconds("busy"), predicted.seconds("prices")
         predicted.bytes("bytes")
         if not all(isinstance(note, str) for note in raw.get("notes", ())):
             raise ValueError("its notes are not all texts")
