@@ -62,7 +62,7 @@ FAR_OVER = 1.01  # of the budget: what is predicted to need more of the device i
 LEFT_BEHIND = 4 * GIB  # on the device, or on the host, after a placement: with more, the next has a process of its own
 SHARES = (0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of what is moved, on the host
 PARTS = (0.5, 0.75, 1.0)  # of the states there, that the processor updates
-RECOMPUTED = (0.5, 1.0, 0.0)  # of the groups
+RECOMPUTED = (0.5, 1.0, 0.0)  # of the groups; a time limit cuts off the last, the slowest ones so far
 RECOMPUTING = frozenset({"keep", "recompute"})
 QUICK = Sizes(turns=5, seconds=0.2)
 UNUSED: list[GPT] = []  # a model whose placement was refused: the next entry takes it

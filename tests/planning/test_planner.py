@@ -125,7 +125,8 @@ def test_a_price_is_what_more_memory_saves(size: int, options: dict[str, Any]) -
     def planned(more: int) -> Plan:
         return make_plan(as_measured({Tier.DEVICE: (size + more) * GIB, Tier.HOST: 100 * GIB}, **options))
 
-    plan, price = planned(0), planned(0).predicted.prices[Tier.DEVICE]
+    plan = planned(0)
+    price = plan.predicted.prices[Tier.DEVICE]
     saved = ((plan.predicted.step_s or 0.0) - (planned(3).predicted.step_s or 0.0)) / 3
     assert price * GIB == pytest.approx(saved, rel=0.2) and saved > 0.002
     assert f"One more GiB of the device would save {price * GIB * 1e3:.2g} ms a step." in plan.explain()

@@ -15,9 +15,10 @@ from zerostd.errors import PrepareError
 from zerostd.planning.model import WAYS
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, Way
 
-__all__ = ["Plan", "Prediction", "size_text"]
+__all__ = ["GIB", "Plan", "Prediction", "size_text"]
 
 VERSION = 1
+GIB = 2**30
 PREDICTED = ("step_s", "compute_s", "clipped_s", "bytes", "busy", "prices")
 ABOUT = ("version", "stage", "world_size", "speculate", "adaptive", "limits", "notes", "predicted")
 FIELDS = (*ABOUT, "homes", "activations")
@@ -47,7 +48,7 @@ class Prediction:
     clipped_s: float | None = None  # a step whose gradients are clipped, where updates begin before that is known
     bytes: Mapping[Tier, Mapping[Kind, int]] = field(default_factory=dict)  # at their peak
     busy: Mapping[str, float] = field(default_factory=dict)  # seconds of work in a step, by resource
-    prices: Mapping[Tier, float] = field(default_factory=dict)  # seconds a step would be shorter for one more byte
+    prices: Mapping[Tier, float] = field(default_factory=dict)  # seconds a step is shorter for a byte of the next GiB
 
     def total(self, tier: Tier) -> int:
         """Bytes of one tier."""
@@ -277,7 +278,7 @@ def _sentences(plan: Plan) -> list[str]:
                 f"A step whose gradients are clipped takes {predicted.clipped_s:.3g} s."
             )
         for tier in Tier:
-            gain = predicted.prices.get(tier, 0.0) * 2**30
+            gain = predicted.prices.get(tier, 0.0) * GIB
             if tier in plan.limits:
                 worth = f"would save {gain * 1e3:.2g} ms a step" if gain > 1e-6 else "would change nothing"
                 lines.append(f"One more GiB of the {tier.value} {worth}.")
@@ -304,7 +305,7 @@ def _activations_in_words(activations: Mapping[str, str]) -> Iterator[str]:
 
 def size_text(num_bytes: float) -> str:
     """Bytes in the unit that fits."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, size in (("TiB", 2**40), ("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{int(num_bytes)} B" if num_bytes else "-"

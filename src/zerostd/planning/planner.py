@@ -12,9 +12,9 @@ from zerostd.planning.activations import activation_bytes, way_of
 from zerostd.planning.advice import explain_missing, recomputing
 from zerostd.planning.costs import Load, Task, loads, merged
 from zerostd.planning.demands import WHOLE, Shares, work
-from zerostd.planning.linear import Infeasible
-from zerostd.planning.plan import Plan, Prediction, size_text
-from zerostd.planning.program import GIGA, SLACK, Optimum, optimise, quickest
+from zerostd.planning.linear import Infeasible, Outcome
+from zerostd.planning.plan import GIB, Plan, Prediction, size_text
+from zerostd.planning.program import SLACK, Optimum, optimise, prices_of, quickest
 from zerostd.planning.rounding import settle
 from zerostd.planning.simulation import simulate
 from zerostd.planning.solution import (
@@ -30,7 +30,6 @@ from zerostd.policy import Homes, Kind, Tier
 __all__ = ["Solution", "evaluate", "homes_by_group", "make_plan", "model_state", "place_states", "plan_from", "solve"]
 
 PARTS = (0.4, 0.5, 0.6, 0.7, 0.85)  # of states on the host by the processor, tried in the simulation
-GIB = 2**30
 DIGITS = 9  # of seconds: among placements that differ in less, the first is taken
 FEW = 1e-3  # of the bytes off the device: as good as none
 WORTH_TELLING = 0.15  # of a step: what recomputing must bring
@@ -80,16 +79,23 @@ def _prices(solution: Solution) -> dict[Tier, float]:
     """Seconds for a byte, of the next GiB: by how much the program's step becomes shorter, in shares of groups, since
     whole ones may have to change places to make use of it; and a step has its arithmetic, with nothing recomputed."""
     task, found = solution.asked or solution.task, solution.loads
-    made = solution.optimum.prices
-    with contextlib.suppress(Infeasible):  # in shares, while whole groups fit by a hair
-        _, first = quickest(task, found)
-        made = {tier: first.prices.get(tier.value, 0.0) / GIGA for tier in Tier}
+    made: dict[Tier, float] = {}
+    with contextlib.suppress(Infeasible):  # it is a plan that no longer fits
+        first = _shortest(task, solution)
+        made = prices_of(first)
         for tier in (tier for tier in task.limits if made[tier]):
-            _, more = quickest(replace(task, limits={**task.limits, tier: task.limits[tier] + GIB}), found)
+            more = _shortest(replace(task, limits={**task.limits, tier: task.limits[tier] + GIB}), solution)
             made[tier] = min(made[tier], max(0.0, first.objective - more.objective) / GIB)
     least_s = task.accumulate * sum(load.compute_s for load in found)
     most_s = max(0.0, solution.timeline.step_s - least_s)
     return {tier: min(price, most_s / GIB) for tier, price in made.items()}
+
+
+def _shortest(task: Task, solution: Solution) -> Outcome:
+    """In shares of groups; as whole ones, where only those were found to fit."""
+    with contextlib.suppress(Infeasible):
+        return quickest(task, solution.loads)[1]
+    return quickest(task, solution.loads, fixed=solution.shares)[1]
 
 
 def _notes(solution: Solution) -> Iterator[str]:
@@ -189,7 +195,7 @@ def _better(best: Solution, others: Iterable[Task]) -> Solution:
         with contextlib.suppress(PrepareError):
             made = _solve(other)
             timeline = simulate(best.task, made.loads, made.shares)
-            found = Solution(best.task, made.loads, made.shares, made.optimum, timeline)
+            found = Solution(best.task, made.loads, made.shares, timeline)
             if found.cost_s < best.cost_s * (1 - WORTH_CHANGING):
                 best = replace(found, asked=replace(other, machine=found.task.machine))
     return best
@@ -226,7 +232,7 @@ def place_states(solution: Solution, fixed: Mapping[Tier, int]) -> Solution | No
     except Infeasible:
         return None
     chosen = _chosen(task, solution.loads, solution.shares, optimum)
-    return replace(chosen, asked=replace(solution.asked or task, fixed=fixed))
+    return replace(chosen, asked=solution.asked and replace(solution.asked, fixed=fixed))
 
 
 def _chosen(task: Task, found: list[Load], fixed: Sequence[Shares], optimum: Optimum) -> Solution:
@@ -242,7 +248,7 @@ def _chosen(task: Task, found: list[Load], fixed: Sequence[Shares], optimum: Opt
     made = list[Solution]()
     for choice in choices if at_home is None else [*choices, at_home]:
         if all(choice != one.shares for one in made) and (fits(task, found, choice) or not made):
-            made.append(Solution(task, found, choice, optimum, simulate(task, found, choice)))
+            made.append(Solution(task, found, choice, simulate(task, found, choice)))
     shortest = min(one.timeline.step_s for one in made)
     for one in made:
         if one.shares == at_home and one.timeline.step_s <= shortest * (1 + WORTH_MOVING):
@@ -274,8 +280,7 @@ def evaluate(task: Task, homes: Mapping[str, Homes]) -> Solution:
     found = merged(loads(task), MOST_LOADS)
     names = [group.name for group in task.model.groups]
     shares = [shares_of(homes[names[load.members[0]]]) for load in found]
-    timeline = simulate(task, found, shares)
-    return Solution(task, found, shares, Optimum(timeline.step_s, shares, {}, {}, {}), timeline)
+    return Solution(task, found, shares, simulate(task, found, shares))
 
 
 def _all_resident(load: Load) -> Shares:

@@ -27,7 +27,7 @@ from zerostd.planning.demands import NAMES, PRODUCTS, STATES, WHOLE, Demands, Fa
 from zerostd.planning.linear import Array, Infeasible, Linear, Outcome, Term
 from zerostd.policy import Kind, Tier
 
-__all__ = ["GIGA", "SLACK", "Infeasible", "Optimum", "Program", "optimise", "quickest"]
+__all__ = ["GIGA", "SLACK", "Infeasible", "Optimum", "Program", "optimise", "prices_of", "quickest"]
 
 GIGA = 1e9
 SLACK = 0.03  # a step that much longer is worth fewer bytes on disk and host: no prediction is surer than that
@@ -43,7 +43,6 @@ class Optimum:
 
     step_s: float
     shares: list[Shares]  # of each load
-    prices: dict[Tier, float]  # seconds a step would be shorter with one more byte of the tier
     used: dict[Tier, float]  # bytes
     busy: dict[str, float]  # seconds of work in a step, by resource
 
@@ -282,6 +281,11 @@ def quickest(task: Task, found: Sequence[Load], *, fixed: Sequence[Shares] | Non
     return next(one for one in tried if one[1].objective <= shortest * (1 + SLACK) + 1e-9)
 
 
+def prices_of(shortest: Outcome) -> dict[Tier, float]:
+    """Seconds the shortest step would be shorter with one more byte of a tier."""
+    return {tier: shortest.prices.get(tier.value, 0.0) / GIGA for tier in Tier}
+
+
 def optimise(task: Task, found: Sequence[Load], *, fixed: Sequence[Shares] | None = None) -> Optimum:
     """The shortest step; of those within SLACK of it the one with the fewest bytes on disk, then on the host, and what
     forward needs first is nearest. With `fixed` only the states are placed. Raises Infeasible."""
@@ -307,7 +311,6 @@ def optimise(task: Task, found: Sequence[Load], *, fixed: Sequence[Shares] | Non
     return Optimum(
         step_s=first.objective,
         shares=program.shares(outcome),
-        prices={tier: first.prices.get(tier.value, 0.0) / GIGA for tier in Tier},
         used={tier: outcome.of(program.bytes[tier]) * GIGA + program.constant[tier] for tier in Tier},
         busy={resource: outcome.of(terms) for resource, terms in program.totals.items()},
     )

@@ -9,7 +9,6 @@ from functools import cached_property
 from zerostd.planning.activations import activation_bytes, way_of
 from zerostd.planning.costs import Load, Task
 from zerostd.planning.demands import Shares
-from zerostd.planning.program import Optimum
 from zerostd.planning.simulation import Timeline, simulate
 from zerostd.policy import Homes, Kind, Route, Tier
 
@@ -26,7 +25,6 @@ class Solution:
     task: Task
     loads: list[Load]
     shares: list[Shares]
-    optimum: Optimum  # of the program, with these parameters and gradients
     timeline: Timeline
     asked: Task | None = None  # with less to choose from, where this is the answer to that
 
