@@ -32,8 +32,8 @@ from peers import ADAMW, Batch, Job
 
 import zerostd
 from offload import DEVICE, RESULT, HostPeak, Record, System, cell, describe, elapsed, make_model, mark, synchronize
-from zerostd.accounting import predict
 from zerostd.communication import World
+from zerostd.engine.runtime import PREFETCH_DEPTH
 from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import choose_device, free_bytes
 from zerostd.measuring.model import profile_model
@@ -43,16 +43,16 @@ from zerostd.monitoring import Ledger
 from zerostd.optimizers.elementwise import find_states
 from zerostd.parameters.blueprints import ROOT, Blueprint, blueprints
 from zerostd.parameters.checking import optimizer_options
-from zerostd.parameters.homes import plan_flats
 from zerostd.planning import Task
 from zerostd.planning.activations import activation_bytes
 from zerostd.planning.costs import loads, threads_of
 from zerostd.planning.demands import Shares
 from zerostd.policy import Way
-from zerostd.preparing import device_of
-from zerostd.proposing import sizes_of
-from zerostd.runtime import PREFETCH_DEPTH
-from zerostd.settings import Settings, rules_for
+from zerostd.preparing.accounting import predict
+from zerostd.preparing.building import device_of
+from zerostd.preparing.homes import plan_flats
+from zerostd.preparing.proposing import sizes_of
+from zerostd.preparing.settings import Settings, rules_for
 from zerostd.tiers.host import Host
 
 GIB = 2**30

@@ -16,7 +16,7 @@ from zerostd.api import (
     release,
     save,
 )
-from zerostd.checkpointing.merging import merge
+from zerostd.checkpointing.storage.merging import merge
 from zerostd.errors import (
     CheckpointError,
     CommunicationError,
@@ -31,8 +31,8 @@ from zerostd.monitoring import Memory
 from zerostd.parameters.deferred import empty_init
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
-from zerostd.recording import Recording, record
-from zerostd.tracking import track
+from zerostd.reporting.recording import Recording, record
+from zerostd.reporting.tracking import track
 
 __version__ = "0.1.0"
 

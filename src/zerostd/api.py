@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostd.adapting import adapt
-from zerostd.checkpointing import Saving
-from zerostd.checkpointing import latest as newest
-from zerostd.checkpointing.ordinary import is_ordinary
+from zerostd.checkpointing.full_state import full_values
+from zerostd.checkpointing.importing import load_ordinary
+from zerostd.checkpointing.loading import load_checkpoint
+from zerostd.checkpointing.saving import save_checkpoint
+from zerostd.checkpointing.storage import Saving
+from zerostd.checkpointing.storage import latest as newest
+from zerostd.checkpointing.storage.ordinary import is_ordinary
 from zerostd.communication import World
+from zerostd.engine.runtime import Runtime, runtime_of
 from zerostd.errors import CheckpointError, MisuseError, PrepareError
-from zerostd.importing import load_ordinary
-from zerostd.loading import load_checkpoint
 from zerostd.measuring.model import profile_model
 from zerostd.monitoring import Memory
 from zerostd.optimizers.adopting import Adoption
@@ -34,12 +36,10 @@ from zerostd.parameters.blueprints import blueprints
 from zerostd.parameters.checking import MARK, check_model, describe_optimizer, optimizer_options
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
-from zerostd.preparing import begin_early, build, device_of, make_routes
-from zerostd.proposing import plan_for
-from zerostd.runtime import Runtime, runtime_of
-from zerostd.saving import save_checkpoint
-from zerostd.settings import check_budget, make_settings
-from zerostd.whole import full_values
+from zerostd.preparing.building import begin_early, build, device_of, make_routes
+from zerostd.preparing.proposing import plan_for
+from zerostd.preparing.settings import check_budget, make_settings
+from zerostd.replanning.adapting import adapt
 
 __all__ = [
     "apply_to_device",

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import zerostd
 from zerostd import Budget, MisuseError, Placement, PrepareError
+from zerostd.engine.runtime import runtime_of
 from zerostd.policy import Tier, Way
-from zerostd.runtime import runtime_of
+from zerostd.scheduling.offloading import ActivationOffloader
 from zerostd.tiers.debug import DEBUG
-from zerostd.tiers.parcels import Carrier
 
 WIDTH, LENGTH, SAMPLES, DEPTH, WORDS = 128, 64, 8, 4, 31
 INPUT = SAMPLES * LENGTH * WIDTH * 4  # bytes of what a block takes, in fp32: just worth moving
@@ -110,7 +110,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4, pa
     return losses
 
 
-def carrier_of(model: nn.Module) -> Carrier:
+def carrier_of(model: nn.Module) -> ActivationOffloader:
     return runtime_of(model, "test").hooks.activations._carrier
 
 

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 import zerostd
 from zerostd import Placement
 from zerostd.compat import has_saved_tensor_hooks
+from zerostd.engine.runtime import runtime_of
 from zerostd.policy import Tier
-from zerostd.runtime import runtime_of
 from zerostd.scheduling import activations
 from zerostd.scheduling.activations import Activations
-from zerostd.tiers.parcels import Carrier
+from zerostd.scheduling.offloading import ActivationOffloader
 
 WIDTH, ROWS = 64, 1024
 INPUT = ROWS * WIDTH * 4  # bytes, just worth moving
@@ -74,7 +74,7 @@ def activations_of(model: nn.Module) -> Activations:
     return runtime_of(model, "test").hooks.activations
 
 
-def carrier_of(model: nn.Module) -> Carrier:
+def carrier_of(model: nn.Module) -> ActivationOffloader:
     return activations_of(model)._carrier
 
 
@@ -104,13 +104,13 @@ def assert_as_plain(model: Chain, optimizer: torch.optim.Optimizer, loop: Loop, 
     assert carrier_of(model).pool(Tier.HOST).used == 0 and not has_saved_tensor_hooks()
 
 
-def leaving(carrier: Carrier) -> list[str]:
+def leaving(carrier: ActivationOffloader) -> list[str]:
     """Names of those on their way out whose bytes are on the device."""
     bundles = [ref() for ref in carrier._leaving]
     return [bundle.name for bundle in bundles if bundle is not None and bundle.is_here]
 
 
-def bytes_back(carrier: Carrier) -> int:
+def bytes_back(carrier: ActivationOffloader) -> int:
     return sum(parcel.num_bytes for bundle in carrier._wanted for parcel in bundle.parcels)
 
 
@@ -299,8 +299,10 @@ def test_never_more_than_is_free_and_two_bundles(ways: dict[str, str]) -> None:
 
 def test_each_bundle_comes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     brought = list[str]()
-    bring = Carrier._bring
-    monkeypatch.setattr(Carrier, "_bring", lambda self, bundle: (brought.append(bundle.name), bring(self, bundle)))
+    bring = ActivationOffloader._bring
+    monkeypatch.setattr(
+        ActivationOffloader, "_bring", lambda self, bundle: (brought.append(bundle.name), bring(self, bundle))
+    )
     for times in (ALIKE, UNLIKE):
         model, optimizer = prepared(FIRST, times)
         train(model, optimizer, 1)

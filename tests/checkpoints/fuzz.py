@@ -24,9 +24,9 @@ import zerostd
 from checkpoints.runs import compared
 from support.side_by_side import seeded
 from zerostd import CheckpointError
-from zerostd.checkpointing.files import Reader
-from zerostd.checkpointing.manifest import Manifest
-from zerostd.checkpointing.values import decode, encode
+from zerostd.checkpointing.storage.files import Reader
+from zerostd.checkpointing.storage.manifest import Manifest
+from zerostd.checkpointing.storage.values import decode, encode
 
 EXAMPLES = 60  # of each check, in the tests
 FILE = "rank-00000-of-00001.safetensors"

@@ -27,8 +27,8 @@ from checkpoints.runs import Job, Run, compared, unlike
 from support.agreement import agree
 from support.processes import TESTS, doing
 from zerostd import CheckpointError
-from zerostd.checkpointing import sinks
-from zerostd.checkpointing.manifest import BLOCK
+from zerostd.checkpointing.storage import sinks
+from zerostd.checkpointing.storage.manifest import BLOCK
 
 pytestmark = pytest.mark.timeout(90)  # some of these could hang
 

@@ -12,7 +12,7 @@ import pytest
 
 from checkpoints import fuzz
 from zerostd import CheckpointError
-from zerostd.checkpointing.manifest import BLOCK, Manifest, Part, TensorEntry, num_blocks
+from zerostd.checkpointing.storage.manifest import BLOCK, Manifest, Part, TensorEntry, num_blocks
 
 FILE, SECOND = "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"
 LONG = BLOCK // 4 + 1  # elements of a float32 tensor of two blocks

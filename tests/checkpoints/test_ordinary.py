@@ -23,7 +23,7 @@ from support.compare import assert_bitwise
 from support.processes import doing
 from support.side_by_side import seeded
 from zerostd import Budget, CheckpointError, MisuseError
-from zerostd.checkpointing.ordinary import OrdinaryModel
+from zerostd.checkpointing.storage.ordinary import OrdinaryModel
 
 MIB = 2**20
 State = dict[str, Tensor]

@@ -488,7 +488,7 @@ def test_states_that_have_no_place(tmp_path: Path) -> None:
 
 
 def _groups(run: Run) -> list[dict[str, Any]]:
-    from zerostd.saving import describe_optimizer
+    from zerostd.checkpointing.saving import describe_optimizer
 
     groups: list[dict[str, Any]] = describe_optimizer(run.model.__dict__["_zerostd"], run.optimizer)["groups"]
     return groups

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import zerostd
 from checkpoints.runs import Job, Run
-from zerostd.checkpointing.reading import Checkpoint
+from zerostd.checkpointing.storage.reading import Checkpoint
 
 SAVE_EVERY, KEEP = 2, 2
 LIMIT_S = 20.0

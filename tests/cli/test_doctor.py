@@ -12,10 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from zerostd.cli import checks as room
+from zerostd.cli.checks import Status, examine
 from zerostd.cli.main import app
 from zerostd.kernels import native
-from zerostd.measuring import doctor as room
-from zerostd.measuring.doctor import Status, examine
 from zerostd.measuring.timing import Sizes
 
 NAMES = [

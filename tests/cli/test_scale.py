@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zerostd
-from zerostd import runtime
+from zerostd.engine import runtime
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_profile
 from zerostd.measuring.model import profile_model

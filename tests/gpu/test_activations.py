@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import zerostd
 from zerostd import Placement
+from zerostd.engine.runtime import runtime_of
 from zerostd.policy import Tier
-from zerostd.runtime import runtime_of
 
 pytestmark = pytest.mark.gpu
 

@@ -18,11 +18,11 @@ from torch import nn
 
 import zerostd
 from zerostd import Plan
-from zerostd.adapting import EVERY, NUM_FIRST, NUM_WATCHED, Adapter
 from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import free_bytes
 from zerostd.measuring.model import profile_model
 from zerostd.policy import Homes, Kind, Route, Tier
+from zerostd.replanning.adapting import EVERY, NUM_FIRST, NUM_WATCHED, Adapter
 
 pytestmark = pytest.mark.gpu
 

@@ -23,7 +23,7 @@ from zerostd.optimizers import from_disk, on_cpu, routes
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.debug import DEBUG
 from zerostd.tiers.host import pss
-from zerostd.tiers.lanes import has_arrived
+from zerostd.tiers.streams import has_arrived
 
 pytestmark = pytest.mark.gpu
 
@@ -359,7 +359,7 @@ def test_host_memory_is_pinned():
     train(model, optimizer, 1)
     for group in model.__dict__["_zerostd"].groups:
         for flat in group.flats:
-            columns = [*flat.shelves[0].columns.values(), flat.rest]
+            columns = [*flat.state_shards[0].columns.values(), flat.rest]
             assert len(columns) == 4 and all(column.tensor.is_pinned() for column in columns)
             assert flat.gradient.current.is_pinned()
     column = flat.rest.tensor
@@ -395,7 +395,7 @@ def test_out_of_memory_in_the_first_step_changes_nothing():
     model, optimizer, x = large(Placement())
     model(x).square().mean().backward()
     torch.cuda.synchronize()
-    masters = [shelf.read_master().clone() for flat in optimizer._updater.runs for shelf in flat.shelves]
+    masters = [shard.read_master().clone() for flat in optimizer._updater.runs for shard in flat.state_shards]
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 64 * MIB) / total)
@@ -406,12 +406,12 @@ def test_out_of_memory_in_the_first_step_changes_nothing():
         torch.cuda.set_per_process_memory_fraction(1.0)
     text = str(caught.value)
     assert all(word in text for word in ("zerostd held", "device", "parameters", "gradients", "MiB", "Placement"))
-    now = [shelf.read_master() for flat in optimizer._updater.runs for shelf in flat.shelves]
+    now = [shard.read_master() for flat in optimizer._updater.runs for shard in flat.state_shards]
     assert all(torch.equal(a, b) for a, b in zip(masters, now, strict=True))
     assert not optimizer.inner.state
     optimizer.step()
     assert optimizer.inner.state
-    changed = [shelf.read_master() for flat in optimizer._updater.runs for shelf in flat.shelves]
+    changed = [shard.read_master() for flat in optimizer._updater.runs for shard in flat.state_shards]
     assert not any(torch.equal(a, b) for a, b in zip(masters, changed, strict=True))
     optimizer.zero_grad()
     step_large(model, optimizer, x)

@@ -1,4 +1,4 @@
-"""Recording on a CUDA device: lanes have the device's times, nothing is held up, transfers are all there."""
+"""Recording on a CUDA device: streams have the device's times, nothing is held up, transfers are all there."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_lanes_have_the_times_of_the_device(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run" / "rank-0.jsonl").read_text().splitlines()]
     events = [line for line in lines if line["kind"] == "event" and line["step"] == 8]
     assert all(0.0 <= event["start"] <= event["end"] for event in events)
-    lanes = {event["lane"] for event in events}
-    assert lanes >= {"compute", "up", "down", "update", "cpu", "gradients"}
+    streams = {event["lane"] for event in events}
+    assert streams >= {"compute", "up", "down", "update", "cpu", "gradients"}
     for lane in ("down", "update"):  # one after the other; up is where two workers put things in at once
         mine = sorted((event["start"], event["end"]) for event in events if event["lane"] == lane)
         assert all(one[1] <= other[0] + 1e-5 for one, other in itertools.pairwise(mine)), lane

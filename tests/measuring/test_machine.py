@@ -25,7 +25,7 @@ from zerostd.monitoring import Ledger
 from zerostd.monitoring.stamps import Stamp
 from zerostd.planning.machine import MachineProfile
 from zerostd.tiers.host import Host, pss
-from zerostd.tiers.lanes import Lane
+from zerostd.tiers.streams import Stream
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -205,8 +205,8 @@ def test_what_goes_alone_at_the_end_does_not_count_as_both(host, monkeypatch):
     alone = {copies.up: size / 4.0, copies.down: size / 2.0}
     together: list[float] = []
 
-    def turn(*lanes: Lane) -> list[float]:
-        return [alone[lane] for lane in lanes] if len(lanes) == 1 else together
+    def turn(*streams: Stream) -> list[float]:
+        return [alone[lane] for lane in streams] if len(streams) == 1 else together
 
     monkeypatch.setattr(copies, "turn", turn)
     together[:] = [size / 4.0, size / 2.0]
@@ -253,7 +253,7 @@ def test_slow_products_end_in_time_and_only_float32_is_not_left_out():
 
 
 def test_stamps_measure_what_lies_between():
-    lane = Lane(CPU)
+    lane = Stream(CPU)
     begin = Stamp(lane.device, lane.stream)
     time.sleep(0.02)
     assert 0.02 <= Stamp(lane.device, lane.stream).since(begin) < 60  # seconds, in whatever unit the device counts

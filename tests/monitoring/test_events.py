@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 
 from zerostd.monitoring.events import HOST, NOTHING, Clock, Events
+from zerostd.monitoring.loop_timer import LoopPhase, LoopTimer
 from zerostd.monitoring.stamps import Stamp
-from zerostd.monitoring.watch import Doing, Watch
 
 
 def recording() -> Events:
@@ -77,15 +77,15 @@ def test_the_profiler_sees_the_same_names() -> None:
 
 def test_what_the_loop_does_is_one_span_after_the_other() -> None:
     events = recording()
-    watch = Watch(HOST, events)
-    watch.mark(Doing.FORWARD)
+    watch = LoopTimer(HOST, events)
+    watch.mark(LoopPhase.FORWARD)
     watch.at("a")
-    before = watch.mark(Doing.WAITING, "updates")
+    before = watch.mark(LoopPhase.WAITING, "updates")
     watch.mark(before)
     watch.at("b")
-    watch.mark(Doing.BACKWARD)
-    watch.mark(Doing.STEP)
-    watch.mark(Doing.OUTSIDE)
+    watch.mark(LoopPhase.BACKWARD)
+    watch.mark(LoopPhase.STEP)
+    watch.mark(LoopPhase.OUTSIDE)
     spans = events.take()
     assert [(one.name, one.group, one.cause) for one in spans] == [
         ("forward", "", ""),

@@ -24,8 +24,8 @@ import zerostd
 from support.models import MODELS
 from support.side_by_side import data, seeded
 from zerostd import Budget, Placement, preparing
-from zerostd.parameters.homes import demand
 from zerostd.policy import Kind, Tier
+from zerostd.preparing.homes import demand
 from zerostd.sharding.portions import UNIT
 
 MIB = 2**20

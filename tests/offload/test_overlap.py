@@ -47,8 +47,8 @@ from zerostd import MisuseError, Placement, PrepareError
 from zerostd.errors import StorageError
 from zerostd.policy import Route, Tier
 from zerostd.sharding.portions import UNIT, assign_tiers, cut_portions, default_cpu_share
-from zerostd.tiers import Done, Several, Work, Worker, synchronize
-from zerostd.tiers.lanes import has_arrived
+from zerostd.tiers import AllOf, Done, Work, Worker, synchronize
+from zerostd.tiers.streams import has_arrived
 
 every_placement = pytest.mark.parametrize("name", PLACEMENTS)
 DELAY_S = 0.02
@@ -432,9 +432,9 @@ def test_a_worker_does_what_has_arrived_and_then_what_was_given_first(worker: Wo
 def test_a_worker_waits_for_all_that_a_job_needs(worker: Worker) -> None:
     """What has arrived in part would hold up what could be done meanwhile."""
     gate, seen, on_the_way = held(worker), [], Work()
-    worker.submit(functools.partial(seen.append, "given first"), 5, Several(Work(), Work()))
-    worker.submit(functools.partial(seen.append, "in part"), 0, Several(Done(), on_the_way))
-    worker.submit(functools.partial(seen.append, "all of it"), 9, Several(Done(), Done()))
+    worker.submit(functools.partial(seen.append, "given first"), 5, AllOf(Work(), Work()))
+    worker.submit(functools.partial(seen.append, "in part"), 0, AllOf(Done(), on_the_way))
+    worker.submit(functools.partial(seen.append, "all of it"), 9, AllOf(Done(), Done()))
     gate.set()
     worker.drain()
     assert seen == ["all of it", "given first", "in part"]
@@ -473,7 +473,7 @@ def test_parts_behind_one_that_fails_are_not_done(worker: Worker) -> None:
 
 def test_several_transfers_are_over_when_all_are() -> None:
     first, second = Work(), Work()
-    both = Several(first, second)
+    both = AllOf(first, second)
     first.finish()
     assert not both.is_done() and not has_arrived(both)
     second.finish()
@@ -483,7 +483,7 @@ def test_several_transfers_are_over_when_all_are() -> None:
     failed = Work()
     failed.fail(StorageError("the disk is gone"))
     with pytest.raises(StorageError, match="the disk is gone"):
-        Several(first, failed).wait()
+        AllOf(first, failed).wait()
 
 
 def test_drain_waits_for_what_runs_and_what_waits(worker: Worker) -> None:

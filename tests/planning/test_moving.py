@@ -15,13 +15,13 @@ from support.agreement import agree
 from support.compare import assert_bitwise
 from support.processes import doing
 from zerostd import Budget, MisuseError, Plan
-from zerostd.accounting import predict
-from zerostd.moving import move
-from zerostd.parameters.homes import plan_flats
+from zerostd.engine.runtime import PREFETCH_DEPTH
 from zerostd.policy import Homes, Route, Stage, Tier
-from zerostd.proposing import homes_of
-from zerostd.runtime import PREFETCH_DEPTH
-from zerostd.settings import rules_for
+from zerostd.preparing.accounting import predict
+from zerostd.preparing.homes import plan_flats
+from zerostd.preparing.proposing import homes_of
+from zerostd.preparing.settings import rules_for
+from zerostd.replanning.moving import move
 
 DEVICE = Homes()
 HOST = Homes(states=((Tier.HOST, Route.CPU, 1.0),))

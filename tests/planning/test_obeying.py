@@ -27,8 +27,8 @@ from zerostd.parameters.checking import optimizer_options
 from zerostd.planning import DiskRates, GroupProfile, ModelProfile, Processor
 from zerostd.planning.refitting import Seen
 from zerostd.policy import Homes, Kind, Route, Tier
-from zerostd.proposing import fitting, propose, revise, sizes_of
-from zerostd.settings import Settings, make_settings
+from zerostd.preparing.proposing import fitting, propose, revise, sizes_of
+from zerostd.preparing.settings import Settings, make_settings
 
 WIDTH, DEPTH = 256, 8
 GROUP_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 4  # of parameters, in fp32
@@ -171,7 +171,9 @@ def test_a_plan_is_made_before_and_obeyed(tmp_path: Path) -> None:
         homes = plan.homes_of(group.name)
         for flat in group.flats:
             assert flat.rest.tier is homes.parameters
-            assert [(s.portion.tier, s.portion.route) for s in flat.shelves] == [(t, r) for t, r, _ in homes.states]
+            assert [(s.portion.tier, s.portion.route) for s in flat.state_shards] == [
+                (t, r) for t, r, _ in homes.states
+            ]
     assert not off_by(plan, model)
 
 

@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 from zerostd.errors import PrepareError
 from zerostd.monitoring import Ledger
 from zerostd.policy import Kind, Tier
-from zerostd.tiers import Stores
+from zerostd.tiers import TierAllocator
 from zerostd.tiers.disk import Disk
 from zerostd.tiers.host import Host
-from zerostd.tiers.pool import Pool, Room
+from zerostd.tiers.pool import Pool, PoolBlock
 
 CPU, PAGE = torch.device("cpu"), 4096
 
 
 def host_pool(limit: int | None = None) -> Pool:
     ledger = Ledger()
-    return Pool(Stores(CPU, Host(CPU, ledger, 1), None, ledger), Tier.HOST, Kind.ACTIVATIONS, limit)
+    return Pool(TierAllocator(CPU, Host(CPU, ledger, 1), None, ledger), Tier.HOST, Kind.ACTIVATIONS, limit)
 
 
-def memory_of(room: Room) -> torch.Tensor:
+def memory_of(room: PoolBlock) -> torch.Tensor:
     assert room.column.tensor is not None
     return room.column.tensor
 
@@ -34,7 +34,7 @@ def memory_of(room: Room) -> torch.Tensor:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.lists(st.integers(1, 5 * PAGE), max_size=5), st.integers(0, 9)), max_size=25))
 def test_rooms_never_overlap_and_come_back(turns: list[tuple[list[int], int]]) -> None:
-    pool, taken = host_pool(), list[tuple[Room, int]]()
+    pool, taken = host_pool(), list[tuple[PoolBlock, int]]()
     for number, (sizes, num_back) in enumerate(turns):
         taken += [(room, number % 251) for room in pool.take(sizes)]
         new = taken[len(taken) - len(sizes) :]
@@ -89,7 +89,7 @@ def test_a_limit_is_kept_and_nothing_is_lost() -> None:
 
 def test_rooms_on_disk(tmp_path: Path) -> None:
     ledger = Ledger()
-    stores = Stores(CPU, Host(CPU, ledger, 1), Disk(str(tmp_path), ledger), ledger)
+    stores = TierAllocator(CPU, Host(CPU, ledger, 1), Disk(str(tmp_path), ledger), ledger)
     pool, memory = Pool(stores, Tier.DISK, Kind.ACTIVATIONS), stores.host.allocate(2 * PAGE, Kind.BUFFERS)
     first, second = pool.take([PAGE + 7, PAGE - 5])
     for room, value in ((first, 3), (second, 4)):

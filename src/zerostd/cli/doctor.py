@@ -11,8 +11,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from zerostd.cli.checks import Finding, Status, examine
 from zerostd.cli.tables import show
-from zerostd.measuring.doctor import Finding, Status, examine
 
 __all__ = ["doctor"]
 

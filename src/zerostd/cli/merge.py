@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from zerostd.checkpointing.merging import merge_checkpoint
+from zerostd.checkpointing.storage.merging import merge_checkpoint
 from zerostd.errors import StorageError
 from zerostd.policy import parse_bytes
 

@@ -1,6 +1,6 @@
 """What one device and its processor can do: copies between them, updates on either, matrix products.
 
-Memory comes from the tiers and copies go through lanes, as in training, so what is timed is what will be used.
+Memory comes from the tiers and copies go through streams, as in training, so what is timed is what will be used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zerostd.monitoring.stamps import Stamp
 from zerostd.planning.machine import Link
 from zerostd.policy import Kind
 from zerostd.tiers.host import Host
-from zerostd.tiers.lanes import Lane
+from zerostd.tiers.streams import Stream
 
 __all__ = ["UPDATE_BYTES", "Copies", "Updates", "busy_memory", "link_rates", "matrix_rates", "resident_ns"]
 
@@ -37,18 +37,18 @@ class Copies:
     def __init__(self, device: torch.device, host: Host, sizes: Sizes, free: int) -> None:
         self.num_bytes = within(sizes.copy * sizes.copies, free)
         self.step = min(sizes.copy, self.num_bytes)
-        self.up, self.down = Lane(device), Lane(device)
+        self.up, self.down = Stream(device), Stream(device)
         self._above = torch.zeros(2, self.num_bytes, dtype=torch.uint8, device=device)
         self._below = [host.allocate(self.num_bytes, Kind.BUFFERS) for _ in (self.up, self.down)]
         finish(device)
 
-    def turn(self, *lanes: Lane) -> list[float]:
-        """Copy everything in each of `lanes`; seconds by lane from their common beginning."""
-        begins = [Stamp(lane.device, lane.stream) for lane in lanes]
+    def turn(self, *streams: Stream) -> list[float]:
+        """Copy everything in each of `streams`; seconds by lane from their common beginning."""
+        begins = [Stamp(lane.device, lane.stream) for lane in streams]
         for start in range(0, self.num_bytes, self.step):
-            for lane in lanes:
+            for lane in streams:
                 self._copy(lane, start, self.step)
-        ends = [Stamp(lane.device, lane.stream) for lane in lanes]
+        ends = [Stamp(lane.device, lane.stream) for lane in streams]
         return [end.since(begins[0]) for end in ends]
 
     def latency(self) -> float:
@@ -58,7 +58,7 @@ class Copies:
             self._copy(self.up, number * TINY_BYTES % self.num_bytes, TINY_BYTES)
         return Stamp(self.up.device, self.up.stream).since(begin) / NUM_TINY
 
-    def _copy(self, lane: Lane, start: int, num_bytes: int) -> None:
+    def _copy(self, lane: Stream, start: int, num_bytes: int) -> None:
         place = slice(start, start + num_bytes)
         with lane.after():
             if lane is self.up:
@@ -79,9 +79,9 @@ def link_rates(copies: Copies, sizes: Sizes) -> Link:
     return Link(up=up, down=down, both=max(together / first, 2 * size / last), latency=latency)
 
 
-def _median_turn(copies: Copies, sizes: Sizes, *lanes: Lane) -> list[float]:
+def _median_turn(copies: Copies, sizes: Sizes, *streams: Stream) -> list[float]:
     """Seconds by lane, of the turn in the middle."""
-    turns = sorted(turns_of(partial(copies.turn, *lanes), sizes), key=max)
+    turns = sorted(turns_of(partial(copies.turn, *streams), sizes), key=max)
     return turns[len(turns) // 2]
 
 

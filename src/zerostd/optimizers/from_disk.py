@@ -18,10 +18,10 @@ from zerostd.optimizers.on_cpu import Job, OnCpu, cut
 from zerostd.optimizers.orders import Order
 from zerostd.optimizers.streamed import Streamed, Tile
 from zerostd.optimizers.tiles import tile_numel
-from zerostd.parameters.shelf import Shelf
+from zerostd.parameters.state_shard import StateShard
 from zerostd.policy import Kind, Route
 from zerostd.sharding.portions import UNIT
-from zerostd.tiers import Done, Relay, Transfer, synchronize
+from zerostd.tiers import Done, QueuedTransfer, Transfer, synchronize
 from zerostd.tiers.debug import DEBUG
 
 __all__ = ["FromDisk"]
@@ -37,7 +37,7 @@ class _Slot:
     columns: dict[str, torch.Tensor]  # bytes
     reads: list[Transfer] = field(default_factory=list)
     writes: list[Transfer] = field(default_factory=list)
-    home: tuple[Shelf | None, slice] = (None, slice(0, 0))  # of what is on its way out
+    home: tuple[StateShard | None, slice] = (None, slice(0, 0))  # of what is on its way out
 
     def settle(self) -> None:
         """Return when nothing is on its way out."""
@@ -78,11 +78,11 @@ class FromDisk(OnCpu):
     def launch(self, order: Order) -> Transfer:
         """Start the update of a run; done when the new parameters are where they rest."""
         run, held = order.run, order.flat.gradient
-        if run.shelf.portion.route is not Route.STREAMED:
+        if run.shard.portion.route is not Route.STREAMED:
             return super().launch(order)
         assert held is not None
-        gradient, place, relay = held.current[run.region], order.flat.updated(run.shelf), Relay()
-        ready = order.can_begin(held.keeper.kept if held.keeper is not None else Done())
+        gradient, place, relay = held.current[run.region], order.flat.updated(run.shard), QueuedTransfer()
+        ready = order.can_begin(held.arrived)
         job = Job(order, gradient, ready, None if place is None else place[run.part], None, None, relay)
         relay.work = self.worker.submit_parts(self.parts(job), order.place, ready)
         return relay
@@ -94,46 +94,46 @@ class FromDisk(OnCpu):
     # In the thread
 
     def _do_all(self, job: Job) -> None:
-        is_streamed = job.run.shelf.portion.route is Route.STREAMED
+        is_streamed = job.run.shard.portion.route is Route.STREAMED
         if not is_streamed:
             synchronize(job.ready)
         factor = 1.0 if is_streamed else job.order.terms.host_factor()
         begun = time.perf_counter()
-        run, shelf, events = job.run, job.run.shelf, self.stores.ledger.events
-        size = 2 * run.numel * sum(column.dtype.itemsize for column in shelf.columns.values())
+        run, shard, events = job.run, job.run.shard, self.stores.ledger.events
+        size = 2 * run.numel * sum(column.dtype.itemsize for column in shard.columns.values())
         span = events.begin("update", "disk", job.order.group, size, step=job.order.step)
         starts = list(range(run.part.start // UNIT * UNIT, run.part.stop, self._tile_numel))
-        end = min(shelf.portion.numel, -(-run.part.stop // UNIT) * UNIT)
+        end = min(shard.portion.numel, -(-run.part.stop // UNIT) * UNIT)
         tiles = [slice(start, min(end, start + self._tile_numel)) for start in starts]
         for index in range(min(NUM_SLOTS - 1, len(tiles))):
-            self._read(shelf, tiles[index], self._slots[index])
+            self._read(shard, tiles[index], self._slots[index])
         singles = None
         for index, tile in enumerate(tiles):
             slot = self._slots[index % NUM_SLOTS]
             if index + NUM_SLOTS - 1 < len(tiles):
-                self._read(shelf, tiles[index + NUM_SLOTS - 1], self._slots[(index - 1) % NUM_SLOTS])
+                self._read(shard, tiles[index + NUM_SLOTS - 1], self._slots[(index - 1) % NUM_SLOTS])
             for read in slot.reads:
                 read.wait()
             inside = slice(max(tile.start, run.part.start), min(tile.stop, run.part.stop))
-            states = cut(_rooms(slot, shelf, tile), slice(inside.start - tile.start, inside.stop - tile.start))
+            states = cut(_rooms(slot, shard, tile), slice(inside.start - tile.start, inside.stop - tile.start))
             here = slice(inside.start - run.part.start, inside.stop - run.part.start)
             singles = (self._stream if is_streamed else self._update)(job, states, here, factor)
-            slot.home = (shelf, tile)
-            rooms = _rooms(slot, shelf, tile)
-            slot.writes += [column.start_write(tile.start, rooms[name]) for name, column in shelf.columns.items()]
+            slot.home = (shard, tile)
+            rooms = _rooms(slot, shard, tile)
+            slot.writes += [column.start_write(tile.start, rooms[name]) for name, column in shard.columns.items()]
             self.send(job, here)
         self.end(job, singles)
         events.end(span)
         self.busy_s += time.perf_counter() - begun
 
-    def _read(self, shelf: Shelf, tile: slice, slot: _Slot) -> None:
+    def _read(self, shard: StateShard, tile: slice, slot: _Slot) -> None:
         slot.settle()
         for other in self._slots:
             home, written = other.home
-            if home is shelf and written.start < tile.stop and tile.start < written.stop:
+            if home is shard and written.start < tile.stop and tile.start < written.stop:
                 other.settle()
-        rooms = _rooms(slot, shelf, tile)
-        slot.reads = [column.start_read(tile.start, rooms[name]) for name, column in shelf.columns.items()]
+        rooms = _rooms(slot, shard, tile)
+        slot.reads = [column.start_read(tile.start, rooms[name]) for name, column in shard.columns.items()]
 
     def _update(self, job: Job, states: dict[str, torch.Tensor], here: slice, factor: float) -> dict[str, Any] | None:
         return self.update(job, states, states, here, factor)
@@ -153,7 +153,7 @@ class FromDisk(OnCpu):
             slot.settle()
 
 
-def _rooms(slot: _Slot, shelf: Shelf, tile: slice) -> dict[str, torch.Tensor]:
+def _rooms(slot: _Slot, shard: StateShard, tile: slice) -> dict[str, torch.Tensor]:
     """A slot's memory as the columns of a tile."""
     numel = tile.stop - tile.start
-    return {name: slot.columns[name][: numel * c.dtype.itemsize].view(c.dtype) for name, c in shelf.columns.items()}
+    return {name: slot.columns[name][: numel * c.dtype.itemsize].view(c.dtype) for name, c in shard.columns.items()}

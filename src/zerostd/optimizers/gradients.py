@@ -15,6 +15,7 @@ from zerostd.communication import Wires
 from zerostd.errors import MisuseError
 from zerostd.optimizers.scaling import LossScale
 from zerostd.parameters import Flat, GradientHandle, Group
+from zerostd.parameters.gradient import vector_norm
 
 __all__ = ["Gradients"]
 
@@ -69,20 +70,16 @@ class Gradients:
         if not any(parameter.grad is not None for parameter in flat.parameters):
             return torch.zeros((), device=self.wires.world.device)
         if all(parameter.grad is not None for parameter in flat.parameters):
-            keeper = flat.gradient.keeper
-            if keeper is not None and keeper.norm is not None and order == 2.0:
-                return keeper.norm
-            return _norm(flat.gradient.settled(), order).to(self.wires.world.device)
+            return flat.gradient.norm(order)
         pieces = flat.layout.pieces(flat.region)
-        gradient = flat.gradient.settled()
         norms = [
-            _norm(gradient[p.offset : p.offset + p.numel], order).to(self.wires.world.device)
-            for p in pieces
-            if flat.parameters[p.index].grad is not None
+            flat.gradient.norm(order, slice(piece.offset, piece.offset + piece.numel))
+            for piece in pieces
+            if flat.parameters[piece.index].grad is not None
         ]
         if not norms:
             return torch.zeros((), device=self.wires.world.device)
-        return _norm(torch.stack(norms), order)
+        return vector_norm(torch.stack(norms), order)
 
     def _across(self, value: torch.Tensor, order: float) -> torch.Tensor:
         """Sum (or maximum) over ranks, if each holds another part."""
@@ -127,8 +124,7 @@ class Gradients:
             flat, index = self._places[name]
             piece = next((p for p in flat.layout.pieces(flat.region) if p.index == index), None)
             if piece is not None and flat.parameters[index].grad is not None and flat.gradient is not None:
-                part = flat.gradient.settled()[piece.offset : piece.offset + piece.numel]
-                parts[row] = _norm(part, order)
+                parts[row] = flat.gradient.norm(order, slice(piece.offset, piece.offset + piece.numel))
         if math.isinf(order):
             norms = self._across(parts, order)
         else:
@@ -164,11 +160,6 @@ class Gradients:
             self.scale(handle, inverse)
         norm = self.total_norm()
         found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(norm)).to(found_inf.dtype)))
-
-
-def _norm(tensor: torch.Tensor, order: float) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(tensor, order, dtype=torch.promote_types(tensor.dtype, torch.float32))
-    return norm.float()
 
 
 def _nothing() -> None:

@@ -23,10 +23,10 @@ from zerostd.kernels import Rule
 from zerostd.optimizers.arithmetic import Twin, copies, native_rule, next_singles, state_names, take_new
 from zerostd.optimizers.orders import Order
 from zerostd.optimizers.runs import Run
-from zerostd.parameters import Flat
-from zerostd.parameters.shelf import MASTER, Shelf
+from zerostd.parameters import Flat, Gradient
+from zerostd.parameters.state_shard import MASTER, StateShard
 from zerostd.policy import Kind, Route, Tier
-from zerostd.tiers import Column, Done, Lanes, Relay, Stores, Transfer, Worker, synchronize
+from zerostd.tiers import QueuedTransfer, Streams, TierAllocator, TierTensor, Transfer, Worker, synchronize
 
 __all__ = ["Job", "OnCpu", "cut"]
 
@@ -46,7 +46,7 @@ class Job:
     weights: torch.Tensor | None  # on the host: where new parameters are written; None: the master is the parameter
     target: torch.Tensor | None  # on the device: where they go from there
     rule: Rule | None
-    relay: Relay
+    relay: QueuedTransfer
 
     @property
     def run(self) -> Run:
@@ -58,16 +58,16 @@ class OnCpu:
     """Updates runs in a thread of its own."""
 
     def __init__(
-        self, inner: torch.optim.Optimizer, stores: Stores, lanes: Lanes, *, num_threads: int, name: str
+        self, inner: torch.optim.Optimizer, stores: TierAllocator, streams: Streams, *, num_threads: int, name: str
     ) -> None:
         self.inner = inner
         self.twin = Twin(inner)
         self.stores = stores
-        self.lanes = lanes
+        self.streams = streams
         self.num_threads = num_threads
         self.worker = Worker(name, stores.device)
         self.busy_s = 0.0  # that the thread has worked, in all
-        self._weights: dict[Shelf, torch.Tensor] = {}
+        self._weights: dict[StateShard, torch.Tensor] = {}
 
     def close(self) -> None:
         """End the thread and give its memory back."""
@@ -79,11 +79,12 @@ class OnCpu:
     def launch(self, order: Order) -> Transfer:
         """Start the update of a run; done when the new parameters are where they rest."""
         flat, run = order.flat, order.run
-        gradient, ready = self._gradient(flat, run)
-        ready = order.can_begin(ready)
+        assert flat.gradient is not None
+        gradient, arrived = flat.gradient.host_view(run.region)
+        ready = order.can_begin(arrived)
         rule = self._rule(order.options, run)
-        weights, target = self._weights_of(flat, run, gradient, on_trial=order.on_trial)
-        relay = Relay()
+        weights, target = self._weights_of(flat, run, on_trial=order.on_trial)
+        relay = QueuedTransfer()
         job = Job(order, gradient, ready, weights, target, rule, relay)
         if rule is not None:
             order.keep(next_singles(rule, run.singles))
@@ -99,10 +100,10 @@ class OnCpu:
     def _rule(self, options: dict[str, Any], run: Run) -> Rule | None:
         """Native, if the numbers are fp32 and the user has not asked for torch's fused kernel on this processor."""
         is_asked_for_fused = bool(options.get("fused")) and self.stores.device.type == "cpu"
-        if is_asked_for_fused or run.shelf.master.dtype != torch.float32:
+        if is_asked_for_fused or run.shard.master.dtype != torch.float32:
             return None
         rule = native_rule(self.inner, options, run.singles, exact_root=self.stores.device.type != "cpu")
-        missing = [name for name in (state_names(rule) if rule is not None else ()) if name not in run.shelf.columns]
+        missing = [name for name in (state_names(rule) if rule is not None else ()) if name not in run.shard.columns]
         if missing:
             raise MisuseError(
                 f"the optimizer now needs the state {missing[0]!r}, which its options at prepare did not: set them "
@@ -110,38 +111,25 @@ class OnCpu:
             )
         return rule
 
-    def _gradient(self, flat: Flat, run: Run) -> tuple[torch.Tensor, Transfer]:
-        gradient = flat.gradient
-        assert gradient is not None
-        if gradient.mirror is not None:
-            gradient.mirror.send(gradient.current)
-            return gradient.mirror.copy_of(run.shelf.portion.start)[run.part], gradient.mirror.arrived
-        ready = gradient.keeper.kept if gradient.keeper is not None else Done()
-        return gradient.current[run.region], ready
-
-    def _weights_of(
-        self, flat: Flat, run: Run, gradient: torch.Tensor, *, on_trial: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _weights_of(self, flat: Flat, run: Run, *, on_trial: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Where the kernel writes new parameters, and where they go from there."""
-        if run.shelf.holds_parameters:
+        if run.shard.holds_parameters:
             return None, None
-        place = flat.updated(run.shelf)
+        place = flat.updated(run.shard)
         if place is not None and place.device.type == "cpu":
             return place[run.part], None
-        mirror = flat.gradient.mirror if flat.gradient is not None else None
         target = None if place is None else place[run.part]
-        if mirror is not None and not on_trial and _fits(flat, gradient.dtype):
-            mirror.is_overwritten = True
-            return gradient.view(flat.rest.dtype), target
-        self.reserve(flat, run.shelf)
-        return self._weights[run.shelf][run.part], target
+        if flat.gradient is not None and not on_trial and _fits(flat, flat.gradient):
+            return flat.gradient.overwrite_host_copy(run.region).view(flat.rest.dtype), target
+        self.reserve(flat, run.shard)
+        return self._weights[run.shard][run.part], target
 
-    def reserve(self, flat: Flat, shelf: Shelf) -> None:
+    def reserve(self, flat: Flat, shard: StateShard) -> None:
         """Take host memory for a portion's new parameters."""
-        if shelf not in self._weights:
+        if shard not in self._weights:
             dtype = flat.rest.dtype
-            memory = self.stores.host.allocate(shelf.portion.numel * dtype.itemsize, Kind.BUFFERS)
-            self._weights[shelf] = memory.view(dtype)
+            memory = self.stores.host.allocate(shard.portion.numel * dtype.itemsize, Kind.BUFFERS)
+            self._weights[shard] = memory.view(dtype)
 
     def reserve_all(self, flats: list[Flat]) -> None:
         """Beforehand, where new parameters cannot take the place of the gradient's copy."""
@@ -149,10 +137,10 @@ class OnCpu:
             gradient = flat.gradient
             if gradient is None or self.stores.device.type == "cpu" or flat.rest.tier is Tier.HOST:
                 continue
-            for shelf in flat.shelves:
-                takes_its_place = gradient.mirror is not None and not shelf.spare and _fits(flat, gradient.rest_dtype)
-                if shelf.portion.route is Route.CPU and not takes_its_place:
-                    self.reserve(flat, shelf)
+            for shard in flat.state_shards:
+                takes_its_place = not shard.spare and _fits(flat, gradient)
+                if shard.portion.route is Route.CPU and not takes_its_place:
+                    self.reserve(flat, shard)
 
     # In the thread
 
@@ -218,14 +206,14 @@ class OnCpu:
         target, events = job.target[tile], self.stores.ledger.events
         told: dict[str, Any] = {"group": job.order.group, "num_bytes": target.nbytes, "step": job.order.step}
         with (
-            self.lanes.up.after(job.order.asked),
+            self.streams.up.after(job.order.asked),
             events.within("transfer", "up", way=UP, device=target.device, **told),
         ):
             target.copy_(job.weights[tile], non_blocking=True)
-            job.relay.mark = self.lanes.up.mark()
+            job.relay.mark = self.streams.up.mark()
 
 
-def _cut(columns: dict[str, Column], part: slice) -> Tensors:
+def _cut(columns: dict[str, TierTensor], part: slice) -> Tensors:
     return {name: column.tensor[part] for name, column in columns.items() if column.tensor is not None}
 
 
@@ -238,6 +226,7 @@ def cut(columns: Tensors, part: slice) -> Tensors:
     return {name: column[part] for name, column in columns.items()}
 
 
-def _fits(flat: Flat, dtype: torch.dtype) -> bool:
-    """Whether new parameters have room where a gradient of `dtype` was."""
-    return flat.rest.tensor is not None and dtype.itemsize == flat.rest.dtype.itemsize
+def _fits(flat: Flat, gradient: Gradient) -> bool:
+    """Whether new parameters fit where the host's copy of their gradient was."""
+    is_as_wide = gradient.rest_dtype.itemsize == flat.rest.dtype.itemsize
+    return gradient.has_host_copy and flat.rest.tensor is not None and is_as_wide

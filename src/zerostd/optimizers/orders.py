@@ -8,7 +8,7 @@ from typing import Any
 from zerostd.optimizers.arithmetic import Terms
 from zerostd.optimizers.runs import Run, Singles
 from zerostd.parameters import Flat, Group
-from zerostd.tiers import Column, Several, Transfer, mark_here
+from zerostd.tiers import AllOf, TierTensor, Transfer, record_event
 
 __all__ = ["Order"]
 
@@ -24,17 +24,17 @@ class Order:
     step: int  # that asks for it, as events count
     place: int  # of its group in forward: what is needed first is done first
     on_trial: bool  # into the second copy of the states
-    source: dict[str, Column]
-    target: dict[str, Column]
+    source: dict[str, TierTensor]
+    target: dict[str, TierTensor]
     asked: Transfer  # what the device had to do before: parameters are read no more, and the factor is known
 
     @classmethod
     def make(cls, group: Group, flat: Flat, run: Run, terms: Terms, *, step: int, on_trial: bool) -> Order:
         """The columns are those of this moment: when it is carried out, others may have taken their places."""
         run.settle()
-        target = run.shelf.spare if on_trial else run.shelf.columns
-        asked = mark_here(flat.full.device)
-        return cls(flat, run, terms, group.name, step, group.place, on_trial, run.shelf.columns, target, asked)
+        target = run.shard.spare if on_trial else run.shard.columns
+        asked = record_event(flat.full.device)
+        return cls(flat, run, terms, group.name, step, group.place, on_trial, run.shard.columns, target, asked)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class Order:
     def can_begin(self, gradient: Transfer) -> Transfer:
         """When the gradient is there and the device has come to where the update was asked for. A gradient may be there
         long before: begun then, the update would hold up its lane, and all others behind it."""
-        return Several(gradient, self.asked)
+        return AllOf(gradient, self.asked)
 
     def keep(self, singles: Singles | None) -> None:
         """The states of one value after the update."""

@@ -13,9 +13,9 @@ from zerostd.optimizers.states import fill_flat
 from zerostd.optimizers.update import Updater
 from zerostd.parameters import Flat
 from zerostd.parameters.records import Record, owned_pieces
-from zerostd.parameters.shelf import MASTER
+from zerostd.parameters.state_shard import MASTER
 from zerostd.policy import Tier
-from zerostd.tiers import Column
+from zerostd.tiers import TierTensor
 
 __all__ = ["gradient_column", "gradient_records", "put_flat", "single_states", "state_records", "wanted_states"]
 
@@ -36,16 +36,16 @@ def state_records(updater: Updater, flat: Flat, rank: int, group: str) -> Iterat
                 yield Record("state", interval.name, interval.shape, first, last, column, place, name, group)
 
 
-def _columns(updater: Updater, run: Run) -> dict[str, tuple[Column, int]]:
+def _columns(updater: Updater, run: Run) -> dict[str, tuple[TierTensor, int]]:
     """The long states of a run, and where in them it begins."""
     run.settle()
     if run.tensor is None:
-        named = run.shelf.columns.items() if run.singles is not None else ()
+        named = run.shard.columns.items() if run.singles is not None else ()
         return {name: (column, run.part.start) for name, column in named if name != MASTER}
     found = {}
     for name, value in updater.inner.state.get(run.tensor, {}).items():
         if isinstance(value, torch.Tensor) and value.shape == run.tensor.shape:
-            found[name] = (Column(value.numel(), value.dtype, Tier.DEVICE, value), 0)
+            found[name] = (TierTensor(value.numel(), value.dtype, Tier.DEVICE, value), 0)
     return found
 
 
@@ -64,14 +64,14 @@ def gradient_records(flat: Flat, rank: int, group: str) -> Iterator[Record]:
             yield Record("gradient", interval.name, interval.shape, start, stop, column, place, group=group)
 
 
-def gradient_column(flat: Flat, dtypes: Collection[torch.dtype] = ()) -> Column:
+def gradient_column(flat: Flat, dtypes: Collection[torch.dtype] = ()) -> TierTensor:
     """The gradient of a flat's region where it rests, in a form that loses nothing of numbers of these dtypes."""
     gradient = flat.gradient
     assert gradient is not None
     if any(torch.promote_types(dtype, gradient.rest_dtype) != gradient.rest_dtype for dtype in dtypes):
         gradient.use_sum()
     rest = gradient.settled()
-    return Column(rest.numel(), rest.dtype, Tier.HOST if gradient.host is not None else Tier.DEVICE, rest)
+    return TierTensor(rest.numel(), rest.dtype, Tier.HOST if gradient.host is not None else Tier.DEVICE, rest)
 
 
 def single_states(updater: Updater, rank: int) -> dict[str, dict[str, Any]]:

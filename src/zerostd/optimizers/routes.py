@@ -12,9 +12,9 @@ from zerostd.optimizers.orders import Order
 from zerostd.optimizers.streamed import Streamed
 from zerostd.optimizers.tiles import tile_numel
 from zerostd.parameters import Group
-from zerostd.parameters.shelf import Shelf
+from zerostd.parameters.state_shard import StateShard
 from zerostd.policy import Kind, Route, Tier
-from zerostd.tiers import Lanes, Stores, Transfer, mark_here
+from zerostd.tiers import Streams, TierAllocator, Transfer, record_event
 
 __all__ = ["Routes"]
 
@@ -29,45 +29,45 @@ class Routes:
         self,
         inner: torch.optim.Optimizer,
         groups: tuple[Group, ...],
-        stores: Stores,
-        lanes: Lanes,
+        stores: TierAllocator,
+        streams: Streams,
         *,
         num_threads: int,
     ) -> None:
         self.stores = stores
         self.device = stores.device
-        shelves = [shelf for group in groups for flat in group.trainable for shelf in flat.shelves]
+        state_shards = [shard for group in groups for flat in group.trainable for shard in flat.state_shards]
         self.cpu: OnCpu | None = None
         self.disk: FromDisk | None = None
-        if _some(shelves, Tier.HOST, Route.CPU):
-            self.cpu = OnCpu(inner, stores, lanes, num_threads=num_threads, name="the update on the processor")
+        if _some(state_shards, Tier.HOST, Route.CPU):
+            self.cpu = OnCpu(inner, stores, streams, num_threads=num_threads, name="the update on the processor")
 
         def make_streamed(tier: Tier) -> Streamed | None:
-            found = _some(shelves, tier, Route.STREAMED)
+            found = _some(state_shards, tier, Route.STREAMED)
             if not found:
                 return None
-            all_tiles = found if tier is Tier.HOST else [one for one in shelves if one.portion.tier is tier]
-            longest = max(shelf.portion.numel for shelf in all_tiles)  # of the disk they come as the disk cuts them
+            all_tiles = found if tier is Tier.HOST else [one for one in state_shards if one.portion.tier is tier]
+            longest = max(shard.portion.numel for shard in all_tiles)  # of the disk they come as the disk cuts them
             most = TILE_NUMEL if tier is Tier.HOST else from_disk.TILE_NUMEL
-            return Streamed(inner, _columns(found), tile_numel(most, longest), self.device, lanes, stores.ledger)
+            return Streamed(inner, _columns(found), tile_numel(most, longest), self.device, streams, stores.ledger)
 
         self.streamed = make_streamed(Tier.HOST)
-        on_disk = [shelf for shelf in shelves if shelf.portion.tier is Tier.DISK]
+        on_disk = [shard for shard in state_shards if shard.portion.tier is Tier.DISK]
         if on_disk:
-            self.disk = FromDisk(inner, stores, lanes, num_threads=num_threads, name="the update of states on disk")
-            self.disk.reserve_slots(_columns(on_disk), max(shelf.portion.numel for shelf in on_disk))
+            self.disk = FromDisk(inner, stores, streams, num_threads=num_threads, name="the update of states on disk")
+            self.disk.reserve_slots(_columns(on_disk), max(shard.portion.numel for shard in on_disk))
             self.disk.streamed = make_streamed(Tier.DISK)
         for route, tier in ((self.cpu, Tier.HOST), (self.disk, Tier.DISK)):
             if route is not None:
                 flats = [flat for group in groups for flat in group.trainable]
-                route.reserve_all([flat for flat in flats if any(s.portion.tier is tier for s in flat.shelves)])
+                route.reserve_all([flat for flat in flats if any(s.portion.tier is tier for s in flat.state_shards)])
         stores.stop_users += [route.worker.stop for route in self._made]
         self._numbers = stores.host.allocate(NUM_NUMBERS * 4, Kind.BUFFERS).view(torch.float32)
         self._turn = 0
 
     def launch(self, order: Order) -> Transfer:
         """Start the update of one run."""
-        portion = order.run.shelf.portion
+        portion = order.run.shard.portion
         route = self.streamed if portion.route is Route.STREAMED else self.cpu
         route = self.disk if portion.tier is Tier.DISK else route
         assert route is not None
@@ -84,7 +84,7 @@ class Routes:
         self._turn = (self._turn + 1) % NUM_NUMBERS
         memory = self._numbers[self._turn]
         memory.copy_(factor.reshape(()), non_blocking=True)
-        return HostNumber(memory, mark_here(self.device))
+        return HostNumber(memory, record_event(self.device))
 
     def close(self) -> None:
         """End the threads and give their memory back; nothing may be under way."""
@@ -112,14 +112,14 @@ class Routes:
             route.worker.check()
 
 
-def _some(shelves: list[Shelf], tier: Tier, route: Route) -> list[Shelf]:
-    return [shelf for shelf in shelves if shelf.portion.tier is tier and shelf.portion.route is route]
+def _some(state_shards: list[StateShard], tier: Tier, route: Route) -> list[StateShard]:
+    return [shard for shard in state_shards if shard.portion.tier is tier and shard.portion.route is route]
 
 
-def _columns(shelves: list[Shelf]) -> dict[str, torch.dtype]:
+def _columns(state_shards: list[StateShard]) -> dict[str, torch.dtype]:
     """Names and dtypes of all columns, the widest dtype of each."""
     found: dict[str, torch.dtype] = {}
-    for shelf in shelves:
-        for name, column in shelf.columns.items():
+    for shard in state_shards:
+        for name, column in shard.columns.items():
             found[name] = torch.promote_types(found.get(name, column.dtype), column.dtype)
     return found

@@ -1,6 +1,6 @@
 """Runs: the pieces of a region that are updated together, as few and as long as can be.
 
-Parameters that lie side by side, have the same options and whose states rest on one shelf form one run, so an optimizer
+Parameters that lie side by side, have the same options and whose states rest on one shard form one run, so an optimizer
 sees long flat tensors instead of many small ones. When some parameters of a run get no gradient in a step, the run is
 cut there, its states with it: untouched parameters stay untouched, and keep their own step count.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from zerostd.parameters import Flat
-from zerostd.parameters.shelf import MASTER, Shelf
+from zerostd.parameters.state_shard import MASTER, StateShard
 from zerostd.sharding import Piece
 
 __all__ = ["Run", "Runs"]
@@ -25,11 +25,11 @@ Singles = dict[str, Any]
 
 @dataclass(eq=False)
 class Run:
-    """Neighbouring pieces with the same options on one shelf."""
+    """Neighbouring pieces with the same options on one shard."""
 
     pieces: tuple[Piece, ...]
     options: int  # index of the user's param_group
-    shelf: Shelf
+    shard: StateShard
     tensor: torch.Tensor | None  # resident only: their part of the master, the key of their states
     singles: Singles | None = None  # elsewhere: states of one value for all elements; None before the first update
     tried: Singles | None = None  # likewise, of an update on trial
@@ -42,8 +42,8 @@ class Run:
 
     @property
     def part(self) -> slice:
-        """Where it lies on its shelf."""
-        start = self.shelf.portion.start
+        """Where it lies on its shard."""
+        start = self.shard.portion.start
         return slice(self.region.start - start, self.region.stop - start)
 
     @property
@@ -64,19 +64,19 @@ class Runs:
         self.flat = flat
         self.state = state
         self.runs: list[Run] = []
-        for shelf in flat.shelves:
+        for shard in flat.state_shards:
             pieces: list[Piece] = []
-            for piece in _pieces_on(shelf, flat.layout.pieces(flat.region)):
+            for piece in _pieces_on(shard, flat.layout.pieces(flat.region)):
                 if pieces and options[piece.index] != options[pieces[-1].index]:
-                    self._add(pieces, options[pieces[-1].index], shelf)
+                    self._add(pieces, options[pieces[-1].index], shard)
                     pieces = []
                 pieces.append(piece)
             if pieces:
-                self._add(pieces, options[pieces[-1].index], shelf)
+                self._add(pieces, options[pieces[-1].index], shard)
 
-    def _add(self, pieces: list[Piece], options: int | None, shelf: Shelf) -> None:
+    def _add(self, pieces: list[Piece], options: int | None, shard: StateShard) -> None:
         if options is not None:  # None: the user's optimizer does not have these parameters
-            self.runs.append(_make(tuple(pieces), options, shelf))
+            self.runs.append(_make(tuple(pieces), options, shard))
 
     def active(self, has_gradient: Sequence[bool]) -> list[Run]:
         """The runs to update when only parameters with `has_gradient` are; runs are cut where needed."""
@@ -96,7 +96,7 @@ class Runs:
             parts[-1].append(piece)
         if len(parts) == 1:
             return [run]
-        made = [_make(tuple(part), run.options, run.shelf) for part in parts]
+        made = [_make(tuple(part), run.options, run.shard) for part in parts]
         run.settle()
         for part in made:
             part.singles = copy.deepcopy(run.singles)
@@ -115,26 +115,26 @@ class Runs:
         if run.singles is None:
             return {}
         place = slice(run.part.start + part.start, run.part.start + part.stop)
-        tensors = {name: column.read(place) for name, column in run.shelf.columns.items() if name != MASTER}
+        tensors = {name: column.read(place) for name, column in run.shard.columns.items() if name != MASTER}
         return {**copy.deepcopy(run.singles), **tensors}
 
     def master(self, run: Run, part: slice) -> torch.Tensor:
         """The masters of a part of a run, in memory."""
-        return run.shelf.master.read(slice(run.part.start + part.start, run.part.start + part.stop))
+        return run.shard.master.read(slice(run.part.start + part.start, run.part.start + part.stop))
 
 
-def _make(pieces: tuple[Piece, ...], options: int, shelf: Shelf) -> Run:
-    run = Run(pieces, options, shelf, None)
-    if shelf.is_resident:
-        assert shelf.master.tensor is not None
-        run.tensor = shelf.master.tensor[run.part].detach()
+def _make(pieces: tuple[Piece, ...], options: int, shard: StateShard) -> Run:
+    run = Run(pieces, options, shard, None)
+    if shard.is_resident:
+        assert shard.master.tensor is not None
+        run.tensor = shard.master.tensor[run.part].detach()
     return run
 
 
-def _pieces_on(shelf: Shelf, pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Pieces of the region, cut to a shelf's portion."""
+def _pieces_on(shard: StateShard, pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """Pieces of the region, cut to a shard's portion."""
     for piece in pieces:
-        low, high = max(piece.offset, shelf.portion.start), min(piece.offset + piece.numel, shelf.portion.stop)
+        low, high = max(piece.offset, shard.portion.start), min(piece.offset + piece.numel, shard.portion.stop)
         if low < high:
             shift = low - piece.offset
             yield replace(piece, start=piece.start + shift, stop=piece.start + shift + high - low, offset=low)

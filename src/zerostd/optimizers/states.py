@@ -19,7 +19,7 @@ from zerostd.optimizers.runs import Run, Runs
 from zerostd.optimizers.scaling import LossScale
 from zerostd.optimizers.update import Updater
 from zerostd.parameters import Flat
-from zerostd.parameters.shelf import MASTER
+from zerostd.parameters.state_shard import MASTER
 from zerostd.policy import Route
 from zerostd.sharding import Piece
 
@@ -76,7 +76,7 @@ def save_states(updater: Updater, world: World, loss_scale: LossScale | None) ->
 def _read(runs: Runs, run: Run, piece: Piece) -> dict[str, Any]:
     part = _part(run, piece)
     found = runs.read(run, part)
-    if runs.flat.rest.dtype != run.shelf.master.dtype:
+    if runs.flat.rest.dtype != run.shard.master.dtype:
         found["master"] = runs.master(run, part)
     return found
 
@@ -195,7 +195,7 @@ def _put(updater: Updater, run: Run, key: str, values: torch.Tensor, part: slice
     """A long state of one piece."""
     place = slice(run.part.start + part.start, run.part.start + part.stop)
     if key == MASTER:
-        run.shelf.master.write(place, values)
+        run.shard.master.write(place, values)
         return
     if run.tensor is not None:
         states = updater.inner.state[run.tensor]
@@ -203,13 +203,13 @@ def _put(updater: Updater, run: Run, key: str, values: torch.Tensor, part: slice
             states[key] = torch.zeros_like(run.tensor, dtype=values.dtype)
         states[key][part].copy_(values)
         return
-    if key not in run.shelf.columns:
+    if key not in run.shard.columns:
         raise MisuseError(
             f"the state {key!r} has no place off the device, since the optimizer did not make one in its trial at "
             "prepare: it was saved by another optimizer, or with other options"
         )
     run.singles = {} if run.singles is None else run.singles
-    run.shelf.columns[key].write(place, values)
+    run.shard.columns[key].write(place, values)
 
 
 def _put_single(updater: Updater, run: Run, key: str, value: Any) -> None:
@@ -223,6 +223,6 @@ def _put_single(updater: Updater, run: Run, key: str, value: Any) -> None:
         updater.inner.state[run.tensor][key] = copied
         return
     if isinstance(copied, torch.Tensor):
-        follows = follows and run.shelf.portion.route is Route.STREAMED
+        follows = follows and run.shard.portion.route is Route.STREAMED
         copied = copied.to(updater.scratch.device if follows else "cpu")
     run.singles = {**(run.singles or {}), key: copied}

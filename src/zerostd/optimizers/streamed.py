@@ -4,8 +4,8 @@
     down: the slot -> home                free: when it is down, the slot takes the next tile
 
 Four slots are on their way at once, so both directions of the link and the device work at the same time. A thread puts
-tiles into the lanes as slots become free, and not before: until then, what forward needs first may still overtake. The
-arithmetic is the user's optimizer on the device, as for resident states: the same bits.
+tiles into the streams as slots become free, and not before: until then, what forward needs first may still overtake.
+The arithmetic is the user's optimizer on the device, as for resident states: the same bits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from zerostd.monitoring import Ledger
 from zerostd.optimizers.arithmetic import Twin, copies, take_new
 from zerostd.optimizers.orders import Order
 from zerostd.optimizers.runs import Singles
-from zerostd.parameters.shelf import MASTER
+from zerostd.parameters.state_shard import MASTER
 from zerostd.policy import Kind, Tier
-from zerostd.tiers import Done, Lanes, Relay, Transfer, Worker, synchronize
+from zerostd.tiers import Done, QueuedTransfer, Streams, Transfer, Worker, synchronize
 from zerostd.tiers.debug import DEBUG
 
 __all__ = ["Streamed", "Tile"]
@@ -63,7 +63,7 @@ class _Job:
     order: Order
     gradient: torch.Tensor  # of the flat's region
     ready: Transfer  # when it can begin
-    relay: Relay = field(default_factory=Relay)
+    relay: QueuedTransfer = field(default_factory=QueuedTransfer)
     after: Transfer = field(default_factory=Done)  # the last update's states are home
     before: Singles | None = None  # states of one value, before the update
 
@@ -77,13 +77,13 @@ class Streamed:
         columns: dict[str, torch.dtype],
         tile_numel: int,
         device: torch.device,
-        lanes: Lanes,
+        streams: Streams,
         ledger: Ledger,
     ) -> None:
         self.worker = Worker("the update on the device of states that rest on the host", device)
         self.twin = Twin(inner)
         self.tile_numel = tile_numel
-        self.lanes = lanes
+        self.streams = streams
         self.device = device
         self.ledger = ledger
         self.busy_s = 0.0  # that the thread has worked or waited for slots, in all
@@ -107,7 +107,7 @@ class Streamed:
         """Start the update of a run on the host; done when the new parameters are where they rest."""
         gradient = order.flat.gradient
         assert gradient is not None
-        ready = order.can_begin(gradient.keeper.kept if gradient.keeper is not None else Done())
+        ready = order.can_begin(gradient.arrived)
         job, numel = _Job(order, gradient.current, ready), order.run.numel
         tiles = [slice(low, min(numel, low + self.tile_numel)) for low in range(0, numel, self.tile_numel)]
         job.relay.work = self.worker.submit_parts([partial(self._do, job, tile) for tile in tiles], order.place, ready)
@@ -117,10 +117,10 @@ class Streamed:
 
     def _do(self, job: _Job, part: slice) -> None:
         begun = time.perf_counter()
-        order, run, shelf = job.order, job.order.run, job.order.run.shelf
+        order, run, shard = job.order, job.order.run, job.order.run.shard
         if part.start == 0:
-            job.after, job.before = shelf.landed, run.singles
-        weights = None if shelf.holds_parameters else order.flat.updated(shelf)
+            job.after, job.before = shard.landed, run.singles
+        weights = None if shard.holds_parameters else order.flat.updated(shard)
         here = slice(run.part.start + part.start, run.part.start + part.stop)
         tile = Tile(
             _cut(order.source, here),
@@ -129,7 +129,7 @@ class Streamed:
             None if weights is None else weights[here],
             job.ready,
         )
-        singles, job.relay.mark, shelf.landed = self.update(tile, order, job.before, job.after)
+        singles, job.relay.mark, shard.landed = self.update(tile, order, job.before, job.after)
         if part.stop == run.numel:
             order.keep(singles)
         self.busy_s += time.perf_counter() - begun
@@ -148,14 +148,14 @@ class Streamed:
             synchronize(tile.ready)  # here, lest the lane wait with everything behind it
         events, sizes = self.ledger.events, sum(column.nbytes for column in tile.source.values())
         told: dict[str, Any] = {"group": order.group, "num_bytes": sizes, "device": self.device, "step": order.step}
-        with self.lanes.up.after(after), events.within("transfer", "up", way=UP, **told):
+        with self.streams.up.after(after), events.within("transfer", "up", way=UP, **told):
             for name, column in tile.source.items():
                 if singles is not None or name == MASTER:
                     room[name].copy_(column, non_blocking=True)
             if incoming.device != self.device:
                 incoming = _room(slot.landing, numel, incoming.dtype).copy_(incoming, non_blocking=True)
-            up = self.lanes.up.mark()
-        with self.lanes.update.after(up, tile.ready), events.within("update", "update", **told):
+            up = self.streams.up.mark()
+        with self.streams.update.after(up, tile.ready), events.within("update", "update", **told):
             gradient.copy_(incoming)
             if order.terms.factor is not None:
                 gradient.mul_(order.terms.factor)
@@ -167,15 +167,15 @@ class Streamed:
                 weight.copy_(room[MASTER])
             elif weight is not None:
                 rounded = _room(slot.landing, numel, weight.dtype).copy_(room[MASTER])
-            done = self.lanes.update.mark()
-        with self.lanes.down.after(done), events.within("transfer", "down", way=DOWN, **told):
+            done = self.streams.update.mark()
+        with self.streams.down.after(done), events.within("transfer", "down", way=DOWN, **told):
             if weight is not None and weight.device != self.device:
                 weight.copy_(rounded, non_blocking=True)
             for name, column in tile.target.items():
                 column.copy_(room[name], non_blocking=True)
             for tensor in (*room.values(), gradient, slot.landing):
                 DEBUG.poison(tensor)
-            slot.free = self.lanes.down.mark()
+            slot.free = self.streams.down.mark()
         published = done if weight is not None and weight.device == self.device else slot.free
         return {name: value for name, value in made.items() if name not in room}, published, slot.free
 

@@ -73,7 +73,7 @@ class Updater:
         """Room for the gradients of the largest group's resident part, as the update reads them."""
         sizes = [sum(_resident_numel(flat) for flat in group.trainable) for group in groups]
         gradients = [flat.gradient for group in groups for flat in group.trainable if flat.gradient is not None]
-        needs_cast = any(gradient.dtype.itemsize < 4 or gradient.keeper is not None for gradient in gradients)
+        needs_cast = any(gradient.dtype.itemsize < 4 or gradient.comes_up for gradient in gradients)
         self.ledger.leave(Kind.BUFFERS, self.scratch.nbytes)
         self.scratch = self.scratch.new_empty(max(sizes, default=0) if needs_cast else 0)
         self.ledger.enter(Kind.BUFFERS, self.scratch.nbytes)
@@ -94,7 +94,7 @@ class Updater:
             if not any(has_gradient):
                 continue
             for run in self.runs[flat].active(has_gradient):
-                if scope is not Scope.ALL and bool(run.shelf.spare) != (scope is Scope.ON_TRIAL):
+                if scope is not Scope.ALL and bool(run.shard.spare) != (scope is Scope.ON_TRIAL):
                     continue
                 if run.tensor is not None:
                     used = self._give_gradient(flat, run, terms.factor, used)
@@ -105,8 +105,8 @@ class Updater:
                     group, flat, run, terms, step=self.ledger.events.step, on_trial=scope is Scope.ON_TRIAL
                 )
                 group.updates.append(self.routes.launch(order))
-            if flat.gradient is not None and flat.gradient.mirror is not None and flat.gradient.mirror.is_overwritten:
-                flat.gradient.mirror.is_current = flat.gradient.mirror.is_overwritten = False
+            if flat.gradient is not None:
+                flat.gradient.drop_overwritten_copy()
             torch.autograd.graph.increment_version(flat.parameters)  # a graph from before must not run on new values
         if resident:
             self._update_resident(group, resident, terms)
@@ -115,10 +115,10 @@ class Updater:
         """The updates on trial were right."""
         for flat in group.trainable:
             for run in self.runs[flat].runs:
-                run.is_adopted = bool(run.shelf.spare)
-            for shelf in flat.shelves:
-                if shelf.spare:
-                    shelf.adopt_spare()
+                run.is_adopted = bool(run.shard.spare)
+            for shard in flat.state_shards:
+                if shard.spare:
+                    shard.adopt_spare()
 
     def claim(self) -> None:
         """Take the memory that the first update will need, and give it back to the allocator: if there is not enough,
@@ -212,4 +212,4 @@ class Updater:
 
 
 def _resident_numel(flat: Flat) -> int:
-    return sum(shelf.portion.numel for shelf in flat.shelves if shelf.is_resident)
+    return sum(shard.portion.numel for shard in flat.state_shards if shard.is_resident)

@@ -16,10 +16,10 @@ from torch import nn
 
 from zerostd.monitoring import Ledger
 from zerostd.parameters.gradient import Gradient
-from zerostd.parameters.shelf import MASTER, Shelf
+from zerostd.parameters.state_shard import MASTER, StateShard
 from zerostd.policy import Kind, Tier
 from zerostd.sharding import Layout
-from zerostd.tiers import Column
+from zerostd.tiers import TierTensor
 from zerostd.tiers.debug import DEBUG
 
 __all__ = ["Flat"]
@@ -33,8 +33,8 @@ class Flat:
     is_sharded: bool  # parameters rest as this rank's slice only
     region: slice  # what this rank updates: its slice, or everything at stage 0
     full: torch.Tensor  # compute dtype, on the device; its storage is empty while released, if they rest elsewhere
-    rest: Column  # compute dtype: where parameters rest; a view into `full` unless sharded or off the device
-    shelves: tuple[Shelf, ...]  # what the optimizer keeps, portion by portion of the region; none if frozen
+    rest: TierTensor  # compute dtype: where parameters rest; a view into `full` unless sharded or off the device
+    state_shards: tuple[StateShard, ...]  # what the optimizer keeps, portion by portion of the region; none if frozen
     gradient: Gradient | None  # None if frozen
 
     def __init__(
@@ -51,8 +51,8 @@ class Flat:
         self.full = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.is_sharded = False
         self.region = slice(0, layout.numel)
-        self.rest = Column(layout.numel, dtype, Tier.DEVICE, self.full)
-        self.shelves = ()
+        self.rest = TierTensor(layout.numel, dtype, Tier.DEVICE, self.full)
+        self.state_shards = ()
         self.gradient = None
         self.views = [self.full[i.offset : i.end].view(i.shape) for i in layout.intervals]
         loud = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
@@ -67,14 +67,14 @@ class Flat:
     @property
     def is_updated_later(self) -> bool:
         """Whether updates go on after the step has returned."""
-        return any(not shelf.is_resident for shelf in self.shelves)
+        return any(not shard.is_resident for shard in self.state_shards)
 
-    def updated(self, shelf: Shelf) -> torch.Tensor | None:
+    def updated(self, shard: StateShard) -> torch.Tensor | None:
         """A portion of the region in the compute dtype: where an update publishes its master. None on disk."""
         if self.rest.tensor is None:
             return None
         mine = self.rest.tensor if self.gives_back else self.full[self.region]
-        return mine[shelf.portion.start : shelf.portion.stop]
+        return mine[shard.portion.start : shard.portion.stop]
 
     @torch.no_grad()
     def take(self, index: int, value: torch.Tensor) -> None:
@@ -96,12 +96,12 @@ class Flat:
             if piece.index != index:
                 continue
             part = value.reshape(-1)[piece.start : piece.stop]
-            for shelf in self.shelves:
-                found = shelf.overlap(piece.offset, piece.offset + piece.numel)
-                if found is not None and not shelf.holds_parameters:
-                    shelf.master.write(found[0], part[found[1]])
+            for shard in self.state_shards:
+                found = shard.overlap(piece.offset, piece.offset + piece.numel)
+                if found is not None and not shard.holds_parameters:
+                    shard.master.write(found[0], part[found[1]])
 
-    def settle(self, rank: int, rest: Column | None, *, is_sharded: bool) -> None:
+    def settle(self, rank: int, rest: TierTensor | None, *, is_sharded: bool) -> None:
         """All values are in: keep what rests on this rank, in `rest` if that is not the gathered buffer itself."""
         self.is_sharded = is_sharded
         if rest is None:
@@ -114,11 +114,11 @@ class Flat:
 
     def share_masters(self) -> None:
         """Shelves whose master is the parameter itself get it."""
-        for shelf in self.shelves:
-            if shelf.holds_parameters:
-                tensor = self.updated(shelf)
+        for shard in self.state_shards:
+            if shard.holds_parameters:
+                tensor = self.updated(shard)
                 assert tensor is not None
-                shelf.columns[MASTER] = Column(tensor.numel(), tensor.dtype, self.rest.tier, tensor)
+                shard.columns[MASTER] = TierTensor(tensor.numel(), tensor.dtype, self.rest.tier, tensor)
 
     def open(self) -> None:
         """Take memory for the gathered parameters."""
@@ -156,18 +156,18 @@ class Flat:
 
     def publish(self, *, only_resident: bool = False) -> None:
         """Round the masters into the compute dtype."""
-        for shelf in self.shelves:
-            if shelf.holds_parameters or (only_resident and not shelf.is_resident):
+        for shard in self.state_shards:
+            if shard.holds_parameters or (only_resident and not shard.is_resident):
                 continue
-            self.write_rest(shelf, shelf.read_master())
+            self.write_rest(shard, shard.read_master())
 
-    def write_rest(self, shelf: Shelf, values: torch.Tensor) -> None:
+    def write_rest(self, shard: StateShard, values: torch.Tensor) -> None:
         """New values of a portion to where parameters rest."""
-        target = self.updated(shelf)
+        target = self.updated(shard)
         if target is not None:
             target.copy_(values)
         else:
-            portion = slice(shelf.portion.start, shelf.portion.stop)
+            portion = slice(shard.portion.start, shard.portion.stop)
             self.rest.write(portion, values.to(self.rest.dtype))
 
     def take_edits(self) -> None:
@@ -176,21 +176,21 @@ class Flat:
         if self.gives_back:
             mine = self.full[self.region] if self.is_sharded else self.full
             self.rest.write(slice(0, self.rest.numel), mine)
-        for shelf in self.shelves:
-            if not shelf.holds_parameters:
-                master = shelf.read_master()
-                mine = self.full[self.region][shelf.portion.start : shelf.portion.stop].to(master.device)
+        for shard in self.state_shards:
+            if not shard.holds_parameters:
+                master = shard.read_master()
+                mine = self.full[self.region][shard.portion.start : shard.portion.stop].to(master.device)
                 edited = mine != master.to(mine.dtype)
                 values = torch.where(edited, mine.to(master.dtype), master)
-                shelf.master.write(slice(0, shelf.portion.numel), values)
+                shard.master.write(slice(0, shard.portion.numel), values)
 
     def exact(self) -> torch.Tensor:
         """This rank's region, or shard if it is frozen, at the precision it is kept in, on the device."""
-        if not self.shelves:
+        if not self.state_shards:
             return self.rest.read(slice(0, self.rest.numel)).to(self.full.device)
         parts = [part.to(self.full.device) for part in self._masters()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _masters(self) -> Iterator[torch.Tensor]:
-        for shelf in self.shelves:
-            yield shelf.read_master()
+        for shard in self.state_shards:
+            yield shard.read_master()

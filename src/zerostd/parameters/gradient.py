@@ -1,6 +1,6 @@
 """Where the gradient of one flat buffer rests between backward and step, and in which form.
 
-One backward pass a step: in the reduce dtype (2 bytes in bf16 runs). Several: summed in fp32. `region` is the slice
+One backward pass a step: in the reduce dtype (2 bytes in bf16 runs). AllOf: summed in fp32. `region` is the slice
 of the flat buffer this rank updates; a rank that keeps gradients whole (stages 0 and 1) has a buffer for all of it and
 reduces in place, one that shards them fills a passing buffer and keeps its region only. Gradients rest on the device or
 in host memory (hosting.py).
@@ -14,13 +14,13 @@ import torch
 
 from zerostd.compat import foreach_add_, foreach_copy_
 from zerostd.monitoring import Ledger
-from zerostd.parameters.hosting import Keeper, Mirror
+from zerostd.parameters.host_gradient import HostGradient, HostGradientCopy
 from zerostd.policy import Kind
 from zerostd.sharding import Layout
-from zerostd.tiers import synchronize
+from zerostd.tiers import Done, Transfer, synchronize
 from zerostd.tiers.host import Host
 
-__all__ = ["Gradient"]
+__all__ = ["Gradient", "vector_norm"]
 
 
 class Gradient:
@@ -33,8 +33,8 @@ class Gradient:
     sum: torch.Tensor | None  # fp32 (fp64 of fp64), the region's length; there when a step is several backward passes
     unsynced: torch.Tensor | None  # as `sum`, the flat buffer's length: passes under no_sync, not reduced yet
     host: Host | None  # where `rest` and `sum` are, if not on the device
-    keeper: Keeper | None  # how they get there, if the device has memory of its own
-    mirror: Mirror | None  # the host's copy of parts of a gradient on the device
+    keeper: HostGradient | None  # how they get there, if the device has memory of its own
+    mirror: HostGradientCopy | None  # the host's copy of parts of a gradient on the device
 
     def __init__(
         self,
@@ -209,6 +209,52 @@ class Gradient:
         self.rest = self.sum = self.whole = self.unsynced = None
         self._views.clear()
 
+    @property
+    def arrived(self) -> Transfer:
+        """When it is where it rests."""
+        return Done() if self.keeper is None else self.keeper.kept
+
+    @property
+    def comes_up(self) -> bool:
+        """Whether it rests on the host and the device has memory of its own."""
+        return self.keeper is not None
+
+    @property
+    def has_host_copy(self) -> bool:
+        """Whether it rests on the device and the CPU reads a copy of parts of it."""
+        return self.mirror is not None
+
+    def norm(self, order: float, part: slice | None = None) -> torch.Tensor:
+        """The norm of the region, or of a part of it: fp32, on the device."""
+        if part is None and self.keeper is not None and self.keeper.norm is not None and order == 2.0:
+            return self.keeper.norm
+        gradient = self.settled() if part is None else self.settled()[part]
+        return vector_norm(gradient, order).to(self.device)
+
+    def send_host_copy(self) -> None:
+        """Start copying down what the CPU will read."""
+        if self.mirror is not None:
+            self.mirror.send(self.current)
+
+    def host_view(self, part: slice) -> tuple[torch.Tensor, Transfer]:
+        """A part of the region in host memory, and when it is there; starts its way down if it rests on the device."""
+        if self.mirror is None:
+            return self.current[part], self.arrived
+        self.send_host_copy()
+        return self.mirror.copy_of(part), self.mirror.arrived
+
+    def overwrite_host_copy(self, part: slice) -> torch.Tensor:
+        """The memory of `host_view(part)`, to be overwritten by whoever has read it."""
+        assert self.mirror is not None
+        self.mirror.is_overwritten = True
+        return self.mirror.copy_of(part)
+
+    def drop_overwritten_copy(self) -> None:
+        """All updates of this gradient have been started: its host copy holds something else now."""
+        if self.mirror is not None and self.mirror.is_overwritten:
+            self.mirror.is_current = False
+            self.mirror.is_overwritten = False
+
     def copy_to(self, target: torch.Tensor, region: slice) -> None:
         """A part of it on the device, in the dtype of `target`; the host does not wait."""
         if self.keeper is None:
@@ -231,6 +277,12 @@ class Gradient:
         tensor = torch.zeros(numel, dtype=dtype, device=self.device)
         self.ledger.enter(Kind.GRADIENTS, tensor.nbytes)
         return tensor
+
+
+def vector_norm(tensor: torch.Tensor, order: float) -> torch.Tensor:
+    """A norm in fp32, computed in fp32 or wider."""
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, order, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return norm.float()
 
 
 def write(views: list[torch.Tensor], arrived: Sequence[torch.Tensor | None]) -> None:

@@ -13,7 +13,7 @@ import torch
 from zerostd.parameters.flat import Flat
 from zerostd.policy import Tier
 from zerostd.sharding import Piece
-from zerostd.tiers import Column
+from zerostd.tiers import TierTensor
 
 __all__ = ["Record", "owned_pieces", "tensor_record", "value_records"]
 
@@ -27,7 +27,7 @@ class Record:
     shape: tuple[int, ...]
     start: int
     stop: int
-    column: Column
+    column: TierTensor
     offset: int
     state: str = ""
     group: str = ""  # whose update changes it
@@ -45,7 +45,7 @@ class Record:
 def tensor_record(kind: str, of: str, tensor: torch.Tensor) -> Record:
     """A whole tensor as it is now."""
     flat = tensor.detach().to("cpu", copy=True).contiguous().view(-1)
-    column = Column(flat.numel(), flat.dtype, Tier.HOST, flat)
+    column = TierTensor(flat.numel(), flat.dtype, Tier.HOST, flat)
     return Record(kind, of, tuple(tensor.shape), 0, flat.numel(), column, 0)
 
 
@@ -62,25 +62,25 @@ def owned_pieces(flat: Flat, rank: int) -> Iterator[tuple[Piece, int, int]]:
 def value_records(flat: Flat, rank: int, group: str) -> Iterator[Record]:
     """The values of a flat's parameters at the precision they are kept in. Those without elements are rank 0's."""
     intervals = flat.layout.intervals
-    kept = flat.shelves[0].master if flat.shelves else flat.rest
+    kept = flat.state_shards[0].master if flat.state_shards else flat.rest
     for interval in intervals if rank == 0 else ():
         if not interval.numel:
             yield Record("parameter", interval.name, interval.shape, 0, 0, kept, 0, group=group)
 
-    def record(piece: Piece, start: int, stop: int, column: Column, offset: int) -> Record:
+    def record(piece: Piece, start: int, stop: int, column: TierTensor, offset: int) -> Record:
         interval = intervals[piece.index]
         return Record("parameter", interval.name, interval.shape, start, stop, column, offset, group=group)
 
-    if not flat.shelves:
+    if not flat.state_shards:
         mine = flat.layout.shard(rank)
         begin = mine.start if flat.is_sharded else 0
         for piece in flat.layout.pieces(mine):
             yield record(piece, piece.start, piece.stop, flat.rest, mine.start + piece.offset - begin)
         return
     for piece, low, high in owned_pieces(flat, rank):
-        for shelf in flat.shelves:
-            found = shelf.overlap(piece.offset + low, piece.offset + high)
+        for shard in flat.state_shards:
+            found = shard.overlap(piece.offset + low, piece.offset + high)
             if found is not None:
                 here, there = found
                 start, stop = piece.start + low + there.start, piece.start + low + there.stop
-                yield record(piece, start, stop, shelf.master, here.start)
+                yield record(piece, start, stop, shard.master, here.start)

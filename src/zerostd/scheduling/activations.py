@@ -21,13 +21,13 @@ from torch import nn
 from zerostd.communication.peers import Peers
 from zerostd.compat import has_saved_tensor_hooks, in_backward, version_of
 from zerostd.errors import MisuseError
-from zerostd.monitoring.watch import Doing
+from zerostd.monitoring.loop_timer import LoopPhase
 from zerostd.parameters import Group
 from zerostd.policy import Tier, Way
 from zerostd.scheduling.gathering import Gatherer
+from zerostd.scheduling.offloading import ActivationOffloader, GroupActivations, SavedStorage, View
 from zerostd.scheduling.recomputing import Recomputed, is_worth_recomputing
 from zerostd.scheduling.tensors import tensors_in
-from zerostd.tiers.parcels import Bundle, Carrier, Parcel, View
 
 __all__ = ["Activations", "Passed"]
 
@@ -35,15 +35,17 @@ WORTH_MOVING = 256 * 2**10  # bytes
 MOST_KINDS = 256  # of forwards that are remembered: lengths may vary for ever
 
 Storage = torch.UntypedStorage
-Passed = tuple[weakref.ref[Bundle], int]  # a group whose activations stay: the bundle before it, and its bytes
+Passed = tuple[
+    weakref.ref[GroupActivations], int
+]  # a group whose activations stay: the bundle before it, and its bytes
 
 
 @dataclass(frozen=True)
 class _Moved:
     """In place of a saved tensor that went elsewhere."""
 
-    bundle: Bundle
-    parcel: Parcel
+    bundle: GroupActivations
+    parcel: SavedStorage
     view: View
 
 
@@ -60,7 +62,7 @@ class _Running:
     """A group's forward that runs now."""
 
     module: nn.Module
-    bundle: Bundle
+    bundle: GroupActivations
     hooks: torch.autograd.graph.saved_tensors_hooks
 
 
@@ -68,7 +70,12 @@ class Activations:
     """Those of one prepared model."""
 
     def __init__(
-        self, root: nn.Module, gatherer: Gatherer, ways: Mapping[str, Way], carrier: Carrier, peers: Peers | None
+        self,
+        root: nn.Module,
+        gatherer: Gatherer,
+        ways: Mapping[str, Way],
+        carrier: ActivationOffloader,
+        peers: Peers | None,
     ) -> None:
         self._root = root
         self._gatherer = gatherer
@@ -81,9 +88,9 @@ class Activations:
         self._running: list[_Running] = []  # innermost last
         self._recomputed: list[Recomputed] = []
         self._ours: set[int] = set()  # storages of parameters and buffers
-        self._known: dict[tuple[int, Tier], tuple[weakref.ref[Storage], weakref.ref[Parcel]]] = {}
+        self._known: dict[tuple[int, Tier], tuple[weakref.ref[Storage], weakref.ref[SavedStorage]]] = {}
         self._inputs: dict[int, int] = {}  # bytes by storage, of the recomputed group that runs now
-        self._last: weakref.ref[Bundle] | None = None  # left in this pass
+        self._last: weakref.ref[GroupActivations] | None = None  # left in this pass
         self._checked: set[str] = set()  # groups that peers have compared
 
     @property
@@ -133,7 +140,7 @@ class Activations:
                 f"Placement has its activations at {way.value!r}: use one of them. 'recompute', 'recompute+host' and "
                 "'recompute+disk' do what checkpointing does; with Placement(activations={'blocks.*': ...}) others stay"
             )
-        bundle = Bundle(group.name, way.tier, self._last)
+        bundle = GroupActivations(group.name, way.tier, self._last)
 
         def pack(tensor: torch.Tensor) -> _Moved | _Kept:
             return self._pack(tensor, bundle)
@@ -173,7 +180,7 @@ class Activations:
         bundle, size = passed
         self._carrier.pass_back(bundle(), size)
 
-    def _send(self, group: Group, bundle: Bundle, like: tuple[Any, int]) -> None:
+    def _send(self, group: Group, bundle: GroupActivations, like: tuple[Any, int]) -> None:
         if self._peers is not None and group.name not in self._checked:
             self._checked.add(group.name)
             self._peers.check_same(group.name, [parcel.num_bytes for parcel in bundle.parcels])
@@ -198,7 +205,7 @@ class Activations:
         return storage.nbytes() >= WORTH_MOVING and tensor.device == self._gatherer.wires.world.device
 
     @torch.no_grad()
-    def _pack(self, tensor: torch.Tensor, bundle: Bundle) -> _Moved | _Kept:
+    def _pack(self, tensor: torch.Tensor, bundle: GroupActivations) -> _Moved | _Kept:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return _Kept(tensor.detach(), None)
         storage = tensor.untyped_storage()
@@ -211,14 +218,14 @@ class Activations:
         bundle.add(parcel)
         return _Moved(bundle, parcel, View.of(tensor))
 
-    def _parcel_of(self, tensor: torch.Tensor, storage: Storage, tier: Tier) -> Parcel:
+    def _parcel_of(self, tensor: torch.Tensor, storage: Storage, tier: Tier) -> SavedStorage:
         """The one that has its storage in this tier already, or a new one."""
         if (id(storage), tier) in self._known:
             seen, known = self._known[id(storage), tier]
             parcel = known()
             if seen() is storage and parcel is not None and parcel.version == version_of(tensor):
                 return parcel
-        parcel = Parcel.of(tensor)
+        parcel = SavedStorage.of(tensor)
         self._known[id(storage), tier] = (weakref.ref(storage), weakref.ref(parcel))
         return parcel
 
@@ -229,7 +236,7 @@ class Activations:
                 raise _changed(saved.tensor.shape)
             return saved.tensor
         watch = self._gatherer.watch
-        doing = watch.mark(Doing.WAITING, "activations")
+        doing = watch.mark(LoopPhase.WAITING, "activations")
         self._carrier.want(saved.bundle)
         watch.mark(doing)
         if saved.parcel.is_spoilt():

@@ -20,7 +20,7 @@ from torch import nn
 from zerostd.communication import Control
 from zerostd.compat import at_end_of_backward, in_backward
 from zerostd.errors import MisuseError
-from zerostd.monitoring.watch import Doing
+from zerostd.monitoring.loop_timer import LoopPhase
 from zerostd.parameters import GradientHandle, Group
 from zerostd.scheduling.gathering import Gatherer, Phase
 from zerostd.scheduling.reducing import Arrivals, Reducer, Slot
@@ -62,7 +62,7 @@ class Backward:
         self.passes.check(updates_early=self.on_ready is not None)
         self.on_begin()
         self.is_running = True
-        self.gatherer.watch.mark(Doing.BACKWARD)
+        self.gatherer.watch.mark(LoopPhase.BACKWARD)
         at_end_of_backward(self.end)
         self.control.begin_backward()
         self.gatherer.begin(Phase.BACKWARD)
@@ -76,7 +76,7 @@ class Backward:
         self.reducer.settle()
         self.gatherer.release_all()
         self._pass, self.is_running = Pass(), False
-        self.gatherer.watch.mark(Doing.OUTSIDE)
+        self.gatherer.watch.mark(LoopPhase.OUTSIDE)
 
     def arrived(self, slot: Slot, parameter: nn.Parameter) -> None:
         """Autograd has put a gradient into `parameter.grad`, or added one to its handle."""
@@ -149,7 +149,7 @@ class Backward:
         self._used.update(slot.parameter for slot in arrived)
         complete = self._pass.complete
         self._pass, self.is_running = Pass(), False
-        self.gatherer.watch.mark(Doing.OUTSIDE)
+        self.gatherer.watch.mark(LoopPhase.OUTSIDE)
         self.passes.count()
         if self.control.world.size > 1:
             if not self.is_syncing:

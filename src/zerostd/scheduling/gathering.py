@@ -14,9 +14,9 @@ from zerostd.communication import Control, Wires
 from zerostd.communication.wires import Pending
 from zerostd.errors import MisuseError
 from zerostd.monitoring.events import Span
-from zerostd.monitoring.watch import Doing, Watch
+from zerostd.monitoring.loop_timer import LoopPhase, LoopTimer
 from zerostd.parameters import Flat, Group, GroupState
-from zerostd.tiers import Inbound
+from zerostd.tiers import Uploader
 
 __all__ = ["Gatherer", "Phase"]
 
@@ -36,14 +36,14 @@ class Gatherer:
     prefetch_depth: int  # groups started ahead; 0 gathers only on demand
 
     def __init__(
-        self, groups: tuple[Group, ...], wires: Wires, control: Control, inbound: Inbound, *, prefetch_depth: int
+        self, groups: tuple[Group, ...], wires: Wires, control: Control, inbound: Uploader, *, prefetch_depth: int
     ) -> None:
         self.groups = groups
         self.wires = wires
         self.inbound = inbound
         self.control = control
         self.events = wires.ledger.events
-        self.watch = Watch(wires.world.device, self.events)
+        self.watch = LoopTimer(wires.world.device, self.events)
         self.prefetch_depth = prefetch_depth
         self.sequence = []
         self._next: dict[tuple[Phase, Group | None], Group] = {}
@@ -101,7 +101,7 @@ class Gatherer:
         """Return when the group's parameters are updated."""
         if not group.updates:
             return
-        doing = self.watch.mark(Doing.WAITING, "updates")
+        doing = self.watch.mark(LoopPhase.WAITING, "updates")
         for update in group.updates:
             update.wait()
         group.updates.clear()
@@ -112,7 +112,7 @@ class Gatherer:
         if group.state is not GroupState.GATHERING:
             return
         self.complete(group)
-        doing = self.watch.mark(Doing.WAITING, "parameters")
+        doing = self.watch.mark(LoopPhase.WAITING, "parameters")
         with self.control.explain(f"the gather of group {group.name!r}"):
             for pending in group.pending:
                 pending.wait()

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zerostd.compat import calls_of, no_dynamo
-from zerostd.monitoring.watch import Doing
+from zerostd.monitoring.loop_timer import LoopPhase
 from zerostd.parameters import Group
 from zerostd.scheduling.activations import Activations, Passed
 from zerostd.scheduling.backward import Backward
@@ -125,7 +125,7 @@ class Hooks:
         self.backward.abandon()
         if not self.backward.is_running:
             self.rules.before(module)
-            self.gatherer.watch.mark(Doing.FORWARD if torch.is_grad_enabled() else Doing.OUTSIDE)
+            self.gatherer.watch.mark(LoopPhase.FORWARD if torch.is_grad_enabled() else LoopPhase.OUTSIDE)
             self.activations.begin()
             self.gatherer.begin(Phase.FORWARD)
         cast = self.rules.on_input
@@ -149,7 +149,7 @@ class Hooks:
         self._active.clear()
         if not self.backward.is_running:
             self.gatherer.release_all()
-            self.gatherer.watch.mark(Doing.OUTSIDE)
+            self.gatherer.watch.mark(LoopPhase.OUTSIDE)
         if output is None:
             return None
         if self.rules.on_output is not None:

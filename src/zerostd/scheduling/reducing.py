@@ -116,8 +116,8 @@ class Reducer:
             assert gradient is not None
             if self.wires.world.size == 1:  # nothing to reduce, so nothing to put off
                 gradient.land_here(grads, accumulate=gradient.prepare_landing(wanted))
-                if is_last and gradient.mirror is not None:
-                    gradient.mirror.send(gradient.current)
+                if is_last:
+                    gradient.send_host_copy()
             elif not sync:
                 gradient.add_unsynced(grads, wanted)
             else:
@@ -143,7 +143,7 @@ class Reducer:
             if buffer is None:
                 buffer = self._stage(gradient.layout.numel, gradient.dtype)
             gradient.fill(buffer, grads, wanted)
-            if gradient.keeper is not None:
+            if gradient.comes_up:
                 self.settle()  # one landing place on the device at a time
             target = gradient.open_landing(accumulate=accumulate)
             pending = self.wires.reduce(buffer, target, accumulate=accumulate)

@@ -16,12 +16,12 @@ import torch
 
 from zerostd.monitoring.leaks import POOL
 from zerostd.policy import Kind, Tier
-from zerostd.tiers.column import Column, Stores, padded
 from zerostd.tiers.debug import DEBUG
 from zerostd.tiers.disk import Extent
 from zerostd.tiers.limits import check_host
+from zerostd.tiers.tier_tensor import TierAllocator, TierTensor, padded
 
-__all__ = ["Pool", "Room"]
+__all__ = ["Pool", "PoolBlock"]
 
 WASTE = 1.25  # slabs, over the most that was taken at once
 
@@ -55,10 +55,10 @@ class _Slab:
 _Place = tuple[_Slab, int, int]  # from, to
 
 
-class Room:
+class PoolBlock:
     """Bytes of a pool. They go back when the last reference to the room does, on whichever thread."""
 
-    def __init__(self, column: Column, place: _Place, returned: deque[_Place]) -> None:
+    def __init__(self, column: TierTensor, place: _Place, returned: deque[_Place]) -> None:
         self.column = column
         self._place = place
         self._returned = returned
@@ -70,7 +70,7 @@ class Room:
 class Pool:
     """Rooms in one tier, host or disk. `limit`: the most bytes that all slabs together may take."""
 
-    def __init__(self, stores: Stores, tier: Tier, kind: Kind, limit: int | None = None) -> None:
+    def __init__(self, stores: TierAllocator, tier: Tier, kind: Kind, limit: int | None = None) -> None:
         self.tier = tier
         self._stores = stores
         self._kind = kind
@@ -91,7 +91,7 @@ class Pool:
         self._collect()
         return self._used
 
-    def take(self, sizes: Sequence[int]) -> list[Room]:
+    def take(self, sizes: Sequence[int]) -> list[PoolBlock]:
         """A room for each of `sizes` bytes; PrepareError if there is no memory for them."""
         self._collect()
         if self._used == 0 and self.num_bytes > WASTE * max(self._most, sum(map(padded, sizes))):
@@ -104,20 +104,20 @@ class Pool:
         self._most = max(self._most, self._used)
         return [room for room in found if room is not None]
 
-    def _find(self, size: int) -> Room | None:
+    def _find(self, size: int) -> PoolBlock | None:
         wanted = padded(size)
         for slab in self._slabs:
             start = slab.take(wanted)
             if start is not None:
                 self._used += wanted
                 column = self._column(slab, start, size)
-                return Room(column, (slab, start, start + wanted), self._returned)
+                return PoolBlock(column, (slab, start, start + wanted), self._returned)
         return None
 
-    def _column(self, slab: _Slab, start: int, size: int) -> Column:
+    def _column(self, slab: _Slab, start: int, size: int) -> TierTensor:
         if isinstance(slab.memory, Extent):
-            return Column(size, torch.uint8, self.tier, None, self._stores.disk, slab.memory, start)
-        return Column(size, torch.uint8, self.tier, slab.memory[start : start + size])
+            return TierTensor(size, torch.uint8, self.tier, None, self._stores.disk, slab.memory, start)
+        return TierTensor(size, torch.uint8, self.tier, slab.memory[start : start + size])
 
     def _grow(self, num_bytes: int) -> None:
         ledger = self._stores.ledger

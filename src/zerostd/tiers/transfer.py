@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from zerostd.errors import StorageError, ZerostdError
 
-__all__ = ["Done", "Relay", "Several", "Transfer", "Work"]
+__all__ = ["AllOf", "Done", "QueuedTransfer", "Transfer", "Work"]
 
 
 @runtime_checkable
@@ -33,7 +33,7 @@ class Done(Transfer):
         return True
 
 
-class Several(Transfer):
+class AllOf(Transfer):
     """Transfers that are over when all of them are."""
 
     def __init__(self, *parts: Transfer) -> None:
@@ -97,7 +97,7 @@ class Work(Transfer):
             warnings.warn(f"a transfer failed and nobody waited for it: {self._error}", RuntimeWarning, stacklevel=2)
 
 
-class Relay(Transfer):
+class QueuedTransfer(Transfer):
     """A thread's work that ends by putting something into a lane."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zerostd.errors import StorageError, ZerostdError
-from zerostd.tiers.lanes import has_arrived
+from zerostd.tiers.streams import has_arrived
 from zerostd.tiers.transfer import Done, Transfer, Work
 
 __all__ = ["Worker"]

@@ -1,0 +1,231 @@
+"""From a module and checked options to a Runtime: decide everything, refuse what does not fit, then build.
+
+world -> blueprints -> plans for every flat, with homes -> bytes by tier, against what is free -> arenas -> groups one
+at a time -> hooks
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import nn
+
+from zerostd.communication import Control, Wires, World
+from zerostd.communication.peers import find_peers
+from zerostd.engine.runtime import Roads, Runtime
+from zerostd.errors import PrepareError
+from zerostd.monitoring import Ledger
+from zerostd.optimizers.early import Early
+from zerostd.optimizers.optimizer import ZeroOptimizer
+from zerostd.optimizers.routes import Routes
+from zerostd.parameters import GroupState
+from zerostd.parameters.blueprints import ROOT, Blueprint, Member, blueprints, describe_groups
+from zerostd.parameters.checking import describe_model, optimizer_options
+from zerostd.parameters.deferred import draw_seeds, is_deferred, make_real
+from zerostd.parameters.host_gradient import Staging
+from zerostd.policy import Budget, Kind, Precision, Tier, parse_bytes
+from zerostd.preparing.accounting import host_buffers, largest_on_disk
+from zerostd.preparing.groups import Ground, make_group
+from zerostd.preparing.homes import FlatPlan, Rules, demand, demand_of, plan_flats
+from zerostd.preparing.proposing import decide, homes_of
+from zerostd.preparing.settings import Settings, check_world, num_threads, rules_for, ways_for
+from zerostd.scheduling.activations import Activations
+from zerostd.scheduling.offloading import ActivationOffloader
+from zerostd.tiers import Streams, TierAllocator, Uploader
+from zerostd.tiers.debug import DEBUG
+from zerostd.tiers.disk import Disk
+from zerostd.tiers.host import Host
+from zerostd.tiers.limits import check_disk, check_host
+
+__all__ = ["begin_early", "build", "device_of", "make_routes", "open_disk"]
+
+
+def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, lines: list[str]) -> Runtime:
+    """Everything but the optimizer. `lines` is what must be equal on all ranks beside the settings."""
+    options = optimizer_options(model, optimizer)
+    found = blueprints(model, options, settings.precision, settings.globs)
+    device = device_of(model)
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta" and not is_deferred(parameter):
+            make_real(name, parameter, seed=0, device=device)  # raises: nobody knows its values
+    world = World.discover(device)
+    control = Control(world)
+    try:
+        lines = [*settings.describe(), *lines, *describe_model(model, options), *describe_groups(found)]
+        control.check_equal("models or options", lines)
+        settings = decide(settings, found, control, has_optimizer=optimizer is not None)
+        check_world(settings, world)
+        rules = rules_for(settings, world, homes_of(settings.plan, found))
+        plans = plan_flats(found, rules)
+        ways = ways_for(settings, [one.name for one in found if one.name != ROOT])
+        need = demand(plans, rules)
+        need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans, rules)
+        ledger = Ledger()
+        peers = find_peers(settings.decided[1].same_activations, world, ledger)
+        has_more = any(way.tier is Tier.DISK for way in ways.values())
+        stores = _make_stores(need, settings.budget, world, ledger, needs_disk=has_more)
+        _reserve(stores, plans, rules)
+    except BaseException:
+        world.close()
+        raise
+    ground = Ground(rules, device, ledger, stores, Streams.make(device), Staging())
+    runtime = _build(model, settings, found, plans, ground, control)
+    carrier = ActivationOffloader(stores, ground.streams, _left_of(need, settings.budget, world), peers)
+    activations = Activations(model, runtime.gatherer, ways, carrier, peers)
+    runtime.install(_casts(runtime.original_dtypes, settings.precision), activations)
+    return runtime
+
+
+def _make_stores(
+    need: Counter[tuple[Tier, Kind]], budget: Budget, world: World, ledger: Ledger, *, needs_disk: bool
+) -> TierAllocator:
+    """Check the bytes against what is free and what the budget allows, then take them."""
+    totals = Counter[Tier]()
+    for (tier, _), num_bytes in need.items():
+        totals[tier] += num_bytes
+    if budget.device is not None and totals[Tier.DEVICE] > parse_bytes(budget.device):
+        raise PrepareError(
+            f"the model state needs {totals[Tier.DEVICE] / 2**30:.3f} GiB on the device ({_parts(need, Tier.DEVICE)}; "
+            f"gathered groups and activations come on top), and Budget(device={budget.device!r}) allows less: place "
+            "more of it with Placement(optimizer_states='host')"
+        )
+    on_host, on_disk = totals[Tier.HOST] * world.local_size, totals[Tier.DISK] * world.local_size
+    limit = None if budget.host is None else parse_bytes(budget.host)
+    if on_host:
+        what = f"the host share of {world.local_size} rank(s) on this machine ({_parts(need, Tier.HOST)} each)"
+        check_host(on_host, what, limit)
+    host = Host(world.device, ledger, num_threads(world))
+    disk = None
+    if on_disk or needs_disk:
+        limit = None if budget.disk is None else parse_bytes(budget.disk)
+        disk = open_disk(budget, ledger)
+    stores = TierAllocator(world.device, host, disk, ledger)
+    if disk is not None:
+        try:
+            check_disk(on_disk, disk.path, limit)
+        except BaseException:
+            stores.close()
+            raise
+    return stores
+
+
+def _left_of(need: Counter[tuple[Tier, Kind]], budget: Budget, world: World) -> dict[Tier, int | None]:
+    """Bytes that a budget leaves to the activations of this rank; None: as many as there are. A disk knows its own."""
+    if budget.host is None:
+        return {Tier.HOST: None, Tier.DISK: None}
+    taken = sum(num_bytes for (tier, _), num_bytes in need.items() if tier is Tier.HOST)
+    return {Tier.HOST: max(0, parse_bytes(budget.host) // world.local_size - taken), Tier.DISK: None}
+
+
+def _reserve(stores: TierAllocator, plans: list[list[FlatPlan]], rules: Rules) -> None:
+    """Take the arenas of all flats, before the first one is built."""
+    try:
+        for plan in (plan for group in plans for plan in group):
+            for (tier, kind), num_bytes in demand_of(plan, rules).items():
+                if kind in (Kind.OPTIMIZER_STATES, Kind.PARAMETERS):
+                    stores.reserve(plan.owner, tier, kind, num_bytes)
+    except BaseException:
+        stores.close()
+        raise
+
+
+def _parts(need: Counter[tuple[Tier, Kind]], tier: Tier) -> str:
+    return ", ".join(f"{kind.value} {size / 2**30:.3f} GiB" for (where, kind), size in need.items() if where is tier)
+
+
+def _build(
+    model: nn.Module,
+    settings: Settings,
+    found: list[Blueprint],
+    plans: list[list[FlatPlan]],
+    ground: Ground,
+    control: Control,
+) -> Runtime:
+    world, device, ledger = control.world, ground.device, ground.ledger
+    wires = Wires(world, ledger)
+    dtypes = {p: p.dtype for p in model.parameters()}
+    seed = control.collect(torch.initial_seed())[0]
+    seeds = draw_seeds(model.named_parameters(), seed=seed)
+
+    def value_of(member: Member) -> torch.Tensor:
+        """First values: rank 0's, or made here from a seed that is the same everywhere."""
+        if member.parameter.device.type == "meta":
+            return make_real(member.name, member.parameter, seed=seeds[member.name], device=device)
+        value = member.parameter.data.to(device)
+        wires.broadcast([value])
+        return value
+
+    groups = []
+    for index, (blueprint, flats) in enumerate(zip(found, plans, strict=True)):
+        group = make_group(blueprint, index, flats, ground, value_of)
+        groups.append(group)
+        if group.gives_back:
+            for flat in group.flats:
+                flat.hide()
+            group.state = GroupState.RELEASED
+    inbound = Uploader(ground.stores, ground.streams, largest_on_disk=largest_on_disk(plans, ground.rules))
+    roads = Roads(ground, inbound, num_threads(world), tuple(found))
+    runtime = Runtime(model, groups, wires, control, roads, settings=settings, original_dtypes=dtypes)
+    runtime.backward.passes.wanted = settings.accumulate
+    _place_buffers(model, device, seed)
+    return runtime
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model lies; one built under empty_init goes to the accelerator, if there is one."""
+    real = {p.device for p in model.parameters() if p.device.type != "meta"}
+    is_deferred_model = any(p.device.type == "meta" for p in model.parameters())
+    if is_deferred_model and all(device.type == "cpu" for device in real):
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    else:
+        device = real.pop()
+    if device.type != "cpu" and device.index is None:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return device
+
+
+def _place_buffers(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Buffers that empty_init left on the host, or without memory, come to the device."""
+    for name, module in model.named_modules():
+        for short, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                module._buffers[short] = make_real(f"{name}.{short}", buffer, seed=seed, device=device)
+            elif buffer is not None and buffer.device != device:
+                module._buffers[short] = buffer.to(device)
+
+
+def _casts(dtypes: dict[nn.Parameter, torch.dtype], precision: Precision) -> tuple[torch.dtype, torch.dtype] | None:
+    """The root takes and returns the dtype its parameters had; inside it computes in another."""
+    outside = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
+    if precision.compute is None or outside == {precision.compute} or len(outside) != 1:
+        return None
+    return outside.pop(), precision.compute
+
+
+def make_routes(runtime: Runtime, inner: torch.optim.Optimizer) -> Routes | None:
+    """The routes to states off the device; None if there are none there."""
+    if not any(group.is_updated_later for group in runtime.groups):
+        return None
+    roads = runtime.roads
+    return Routes(inner, runtime.groups, roads.stores, roads.streams, num_threads=roads.num_threads)
+
+
+def begin_early(runtime: Runtime, optimizer: ZeroOptimizer) -> None:
+    """Let updates begin inside backward, if it is known which is the last pass of a step and nothing else is waited
+    for."""
+    settings, (_, placement) = runtime.settings, runtime.settings.decided
+    updater = optimizer._updater
+    optimizer.early, runtime.backward.on_ready = None, None
+    optimizer.counts_in_groups = optimizer.counts_in_groups_with(updater.routes)
+    knows_the_end = updater.routes is not None and settings.accumulate is not None and runtime.loss_scale is None
+    waits = DEBUG.is_serial or optimizer.counts_in_groups
+    if knows_the_end and not waits and (settings.max_grad_norm is None or placement.speculate):
+        is_on_trial = settings.max_grad_norm is not None
+        optimizer.early = Early(updater, runtime.gradients, runtime, optimizer.terms, is_on_trial=is_on_trial)
+        runtime.backward.on_ready = optimizer.early.ready
+
+
+def open_disk(budget: Budget, ledger: Ledger) -> Disk:
+    """The disk that a budget names."""
+    return Disk(budget.disk_path, ledger, limit=None if budget.disk is None else parse_bytes(budget.disk))

@@ -1,0 +1,194 @@
+"""What will lie where, decided before anything is allocated: pure arithmetic on blueprints, stage and placement.
+
+In: the groups to be. Out: a plan for each flat buffer, with the tier its parameters, its gradient and each portion of
+its optimizer states will rest in, and the bytes this takes of host and disk. `building.py` then does what it says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerostd.parameters.blueprints import Blueprint, Member
+from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, shards
+from zerostd.sharding import Layout, Portion, assign_tiers, cut_by_shares, cut_portions, make_layout
+from zerostd.tiers.tier_tensor import padded
+
+__all__ = ["FlatPlan", "Rules", "demand", "demand_of", "plan_flats"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What decides how much of a model this rank holds, and where."""
+
+    rank: int
+    size: int
+    stage: Stage
+    placement: Placement
+    cpu_share: float
+    reduce_dtype: torch.dtype | None  # for gradients of 16-bit parameters; None: the parameter's own
+    states: Mapping[str, torch.dtype]  # what the optimizer keeps for each element beside the master; empty: unknown
+    has_own_memory: bool  # the device's memory is not the host's
+    sums_gradients: bool  # several passes make a step
+    homes: Mapping[str, Homes] | None = None  # by name of group, instead of the placement's shares of the whole
+    reduces_all: bool = False  # `reduce_dtype` is for gradients of fp32 parameters too
+
+    def shards(self, kind: Kind) -> bool:
+        """Whether this kind is spread over ranks here; in a world of one nothing is."""
+        return self.size > 1 and shards(self.stage, kind)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether states off the device have a second copy."""
+        return self.placement.speculate
+
+
+@dataclass(frozen=True, eq=False)
+class FlatPlan:
+    """One flat buffer to be."""
+
+    members: tuple[Member, ...]  # in the layout's order
+    layout: Layout
+    region: slice
+    is_trained: bool
+    parameters: Tier
+    gradients: Tier
+    portions: tuple[Portion, ...]  # of the region; empty if frozen
+
+    @property
+    def owner(self) -> str:
+        """A name for what it has in the tiers: that of its first parameter."""
+        return self.members[0].name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What parameters compute in."""
+        return self.members[0].dtype
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """What they are updated in."""
+        return self.dtype if self.dtype.itemsize >= 4 else torch.float32
+
+    def gradient_dtype(self, rules: Rules) -> torch.dtype:
+        """What gradients travel and rest in."""
+        is_cast = self.dtype.itemsize < 4 or (rules.reduces_all and self.dtype is torch.float32)
+        return rules.reduce_dtype if is_cast and rules.reduce_dtype is not None else self.dtype
+
+    def rest_numel(self, rules: Rules) -> int:
+        """Parameters this rank holds while the group is released."""
+        return self.layout.shard_numel if rules.shards(Kind.PARAMETERS) else self.layout.numel
+
+    def shares_master(self, portion: Portion, rules: Rules) -> bool:
+        """Whether the parameter itself is the master: same numbers, same place, and nothing is tried beside it."""
+        same = self.master_dtype == self.dtype and portion.tier is self.parameters and portion.tier is not Tier.DISK
+        return same and not (rules.speculates and portion.tier is not Tier.DEVICE)
+
+    def columns(self, portion: Portion, rules: Rules) -> dict[str, torch.dtype]:
+        """States that are laid out beforehand, by name: those off the device."""
+        if portion.tier is Tier.DEVICE:
+            return {}
+        return {name: self.master_dtype if dtype == torch.float32 else dtype for name, dtype in rules.states.items()}
+
+
+def plan_flats(found: Sequence[Blueprint], rules: Rules) -> list[list[FlatPlan]]:
+    """Plans of the flats of every group."""
+    sorts: list[list[tuple[Member, ...]]] = []
+    for blueprint in found:
+        by_sort: dict[tuple[torch.dtype, bool], list[Member]] = {}
+        for member in blueprint.members:
+            by_sort.setdefault((member.dtype, member.options is not None), []).append(member)
+        sorts.append([tuple(members) for members in by_sort.values()])
+    members = [one for group in sorts for one in group]
+    layouts = [_lay_out(one, rules) for one in members]
+    regions = [_region(layout, rules) for _, layout in layouts]
+    trained = [one[0].options is not None for one in members]
+    sizes = [layout.numel * one[0].dtype.itemsize for one, (_, layout) in zip(members, layouts, strict=True)]
+    numels = [r.stop - r.start if is_trained else 0 for r, is_trained in zip(regions, trained, strict=True)]
+    if rules.homes is None:
+        parameters = assign_tiers(sizes, rules.placement.shares(Kind.PARAMETERS))
+        gradients = assign_tiers(numels, rules.placement.shares(Kind.GRADIENTS))
+        portions = cut_portions(numels, rules.placement.shares(Kind.OPTIMIZER_STATES), cpu_share=rules.cpu_share)
+    else:
+        homes = [rules.homes[one.name] for one, flats in zip(found, sorts, strict=True) for _ in flats]
+        parameters, gradients = [home.parameters for home in homes], [home.gradients for home in homes]
+        portions = [cut_by_shares(numel, home.states) for numel, home in zip(numels, homes, strict=True)]
+    parameters, gradients = (  # there is no arena of no bytes: what has no elements is on the device
+        [tier if size else Tier.DEVICE for tier, size in zip(tiers, sizes, strict=True)]
+        for tiers in (parameters, gradients)
+    )
+    plans = [
+        FlatPlan(ordered, layout, region, is_trained, *rest)
+        for (ordered, layout), region, is_trained, *rest in zip(
+            layouts, regions, trained, parameters, gradients, portions, strict=True
+        )
+    ]
+    lengths, start = [len(group) for group in sorts], 0
+    grouped = []
+    for length in lengths:
+        grouped.append(plans[start : start + length])
+        start += length
+    return grouped
+
+
+def _lay_out(members: tuple[Member, ...], rules: Rules) -> tuple[tuple[Member, ...], Layout]:
+    ordered = sorted(members, key=lambda member: -1 if member.options is None else member.options)
+    itemsize = members[0].dtype.itemsize
+    layout = make_layout([(m.name, tuple(m.parameter.shape)) for m in ordered], rules.size, itemsize)
+    by_name = {member.name: member for member in ordered}
+    return tuple(by_name[interval.name] for interval in layout.intervals), layout
+
+
+def _region(layout: Layout, rules: Rules) -> slice:
+    return layout.shard(rules.rank) if rules.shards(Kind.OPTIMIZER_STATES) else slice(0, layout.numel)
+
+
+def demand(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> Counter[tuple[Tier, Kind]]:
+    """Bytes of model state this takes of each tier on this rank; buffers of fixed size are left out."""
+    need: Counter[tuple[Tier, Kind]] = Counter()
+    for plan in (plan for group in plans for plan in group):
+        need.update(demand_of(plan, rules))
+    return need
+
+
+def demand_of(plan: FlatPlan, rules: Rules) -> Counter[tuple[Tier, Kind]]:
+    """The same of one flat."""
+    need: Counter[tuple[Tier, Kind]] = Counter()
+    need[plan.parameters, Kind.PARAMETERS] += _taken(plan.parameters, plan.rest_numel(rules) * plan.dtype.itemsize)
+    if not plan.is_trained:
+        return need
+    numel, dtype = plan.region.stop - plan.region.start, plan.gradient_dtype(rules)
+    itemsize = max(4, dtype.itemsize) if rules.sums_gradients else dtype.itemsize
+    keeps_whole = rules.size > 1 and not rules.shards(Kind.GRADIENTS)
+    if not keeps_whole or rules.sums_gradients:
+        need[plan.gradients, Kind.GRADIENTS] += numel * itemsize
+    if keeps_whole:  # for the wire; what this rank updates is a part of it, unless several passes are summed
+        need[Tier.DEVICE, Kind.GRADIENTS] += plan.layout.numel * dtype.itemsize
+    for portion in plan.portions:
+        _add_portion(need, plan, portion, rules, itemsize)
+    return need
+
+
+def _add_portion(
+    need: Counter[tuple[Tier, Kind]], plan: FlatPlan, portion: Portion, rules: Rules, itemsize: int
+) -> None:
+    widths = [dtype.itemsize for dtype in rules.states.values()]
+    if not plan.shares_master(portion, rules):
+        widths.append(plan.master_dtype.itemsize)
+    copies = 2 if rules.speculates and portion.tier is Tier.HOST else 1
+    sizes = [_taken(portion.tier, portion.numel * width) for width in widths]
+    need[portion.tier, Kind.OPTIMIZER_STATES] += copies * sum(sizes)
+    if rules.has_own_memory and portion.route is Route.CPU and plan.gradients is Tier.DEVICE:
+        need[Tier.HOST, Kind.BUFFERS] += padded(portion.numel * itemsize)
+    lands_on_gradient = plan.gradients is Tier.DEVICE and itemsize == plan.dtype.itemsize and not rules.speculates
+    goes_up = rules.has_own_memory and plan.parameters is Tier.DEVICE and not lands_on_gradient
+    if portion.route is Route.CPU and (goes_up or plan.parameters is Tier.DISK):  # new parameters, on their way
+        need[Tier.HOST, Kind.BUFFERS] += padded(portion.numel * plan.dtype.itemsize)
+
+
+def _taken(tier: Tier, num_bytes: int) -> int:
+    """Bytes that a column takes: off the device whole pages of an arena."""
+    return num_bytes if tier is Tier.DEVICE else padded(num_bytes)

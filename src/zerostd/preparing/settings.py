@@ -1,0 +1,191 @@
+"""What prepare was told, checked, and the rules that follow from it for one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostd.communication import World
+from zerostd.communication.world import thread_budget
+from zerostd.errors import NotSupportedError, PrepareError
+from zerostd.optimizers.elementwise import check_elementwise, find_states
+from zerostd.parameters.checking import check_model, check_optimizer
+from zerostd.planning import Plan
+from zerostd.planning.costs import NUM_BUSY_THREADS
+from zerostd.planning.plan import PLANNED
+from zerostd.policy import Budget, Homes, Kind, Placement, Precision, Stage, Tier, Way, parse_bytes
+from zerostd.preparing.homes import Rules
+from zerostd.sharding import default_cpu_share
+from zerostd.tiers.limits import check_disk, check_host
+
+__all__ = [
+    "Settings",
+    "check_budget",
+    "check_placement",
+    "check_world",
+    "make_settings",
+    "num_threads",
+    "rules_for",
+    "ways_for",
+]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What prepare was told. Stage and placement are None until a plan decides them."""
+
+    stage: Stage | None
+    precision: Precision
+    placement: Placement | None
+    budget: Budget
+    accumulate: int | None
+    max_grad_norm: float | None
+    globs: Sequence[str] | None
+    plan: Plan | None = None  # obeyed instead of a placement
+    states: Mapping[str, torch.dtype] = field(default_factory=dict)  # long states of the optimizer, by name
+
+    def describe(self) -> list[str]:
+        """What must be the same on all ranks."""
+        return [
+            f"stage {None if self.stage is None else self.stage.value}",
+            f"precision {self.precision.name}",
+            f"placement {self.placement}",
+            f"plan {None if self.plan is None else self.plan.to_json()}",
+            f"accumulate {self.accumulate}",
+            f"max_grad_norm {self.max_grad_norm}",
+        ]
+
+    def obeying(self, plan: Plan, sizes: Mapping[str, float]) -> Settings:
+        """The same with everything that a plan decides, for groups of these sizes."""
+        return replace(self, plan=plan, stage=plan.stage, placement=plan.placement(sizes))
+
+    @property
+    def decided(self) -> tuple[Stage, Placement]:
+        """Stage and placement, once they are known."""
+        assert self.stage is not None and self.placement is not None
+        return self.stage, self.placement
+
+
+def make_settings(model: nn.Module, optimizer: torch.optim.Optimizer | None, **told: Any) -> Settings:
+    """The options, checked before anything is looked at, with what is known of the optimizer."""
+    plan = told.get("plan")
+    if plan is not None and not isinstance(plan, Plan):
+        told["plan"] = plan = Plan.load(plan)
+    if plan is not None and (told["stage"] is not None or told["placement"] is not None):
+        raise PrepareError("plan= says what stage= and placement= would: leave them out, or the plan")
+    stage = None if told["stage"] is None else Stage.parse(told["stage"])
+    checked = {"stage": stage, "precision": Precision.parse(told["precision"]), "budget": told["budget"] or Budget()}
+    settings = Settings(**{"placement": None, **told, **checked})
+    _check_numbers(settings.accumulate, settings.max_grad_norm)
+    check_model(model)
+    if optimizer is not None:
+        check_optimizer(model, optimizer)
+        check_elementwise(optimizer)
+        settings = replace(settings, states=find_states(optimizer))
+    elif settings.max_grad_norm is not None:
+        raise PrepareError(f"max_grad_norm={settings.max_grad_norm} needs the optimizer: pass it to prepare")
+    if settings.placement is not None:
+        check_placement(settings, settings.placement, has_optimizer=optimizer is not None)
+    return settings
+
+
+def _check_numbers(accumulate: int | None, max_grad_norm: float | None) -> None:
+    if accumulate is not None and (isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1):
+        raise PrepareError(f"accumulate={accumulate!r} must be a whole number of backward passes, 1 or more")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise PrepareError(f"max_grad_norm={max_grad_norm!r} must be positive; leave it out for no clipping")
+
+
+def check_placement(settings: Settings, placement: Placement, *, has_optimizer: bool) -> None:
+    """Refuse what cannot be honoured, before anything is looked at."""
+    if Tier.DISK in placement.shares(Kind.GRADIENTS):
+        raise NotSupportedError(
+            f"Placement(gradients={placement.gradients!r}): gradients are written and read once a step, and rest on "
+            "the device or the host; use 'host'"
+        )
+    if not has_optimizer and set(placement.shares(Kind.OPTIMIZER_STATES)) != {Tier.DEVICE}:
+        raise PrepareError(
+            f"Placement(optimizer_states={placement.optimizer_states!r}) needs the optimizer, to know what it keeps: "
+            "pass it to prepare"
+        )
+    if placement.speculate and (settings.accumulate is None or settings.max_grad_norm is None):
+        raise PrepareError(
+            "Placement(speculate=True) updates before the norm is known, inside the last backward of a step: it needs "
+            f"max_grad_norm= (now {settings.max_grad_norm}) and accumulate= (now {settings.accumulate}) in prepare"
+        )
+    if placement.speculate and settings.precision.scales_loss:
+        raise PrepareError("Placement(speculate=True) does not go with precision='fp16', whose steps may be skipped")
+    if placement.speculate and set(placement.shares(Kind.PARAMETERS)) != {Tier.DEVICE}:
+        raise NotSupportedError("Placement(speculate=True) needs parameters='device'")
+
+
+def check_budget(budget: Budget) -> None:
+    """Refuse a budget that is not there."""
+    for tier, size in (("host", budget.host), ("disk", budget.disk)):
+        if size is None:
+            continue
+        if tier == "host":
+            check_host(parse_bytes(size), f"Budget(host={size!r})")
+        elif budget.disk_path is not None:
+            check_disk(parse_bytes(size), budget.disk_path)
+
+
+def check_world(settings: Settings, world: World) -> None:
+    """Refuse homes that need sharding where there is none."""
+    stage, placement = settings.decided
+    for kind, least in ((Kind.PARAMETERS, Stage.PARAMETERS), (Kind.GRADIENTS, Stage.GRADIENTS)):
+        if world.size > 1 and stage < least and set(placement.shares(kind)) != {Tier.DEVICE}:
+            share = getattr(placement, kind.value)
+            raise PrepareError(
+                f"Placement({kind.value}={share!r}) with stage={stage.value} on {world.size} ranks: what "
+                f"rests off the device is this rank's shard, so use stage={least.value} or more"
+            )
+
+
+def rules_for(settings: Settings, world: World, homes: Mapping[str, Homes] | None = None) -> Rules:
+    """What decides how much of a model this rank holds, and where."""
+    stage, placement = settings.decided
+    has_own_memory = world.device.type != "cpu"
+    share = placement.cpu_share
+    if Tier.DISK in placement.shares(Kind.PARAMETERS):
+        share = 1.0  # new parameters go to the disk from the host
+    if share is None:
+        kinds = (Kind.PARAMETERS, Kind.GRADIENTS)
+        off = {kind: 1.0 - placement.shares(kind).get(Tier.DEVICE, 0.0) for kind in kinds}
+        share = default_cpu_share(
+            num_threads(world),
+            has_link=has_own_memory,
+            parameters_off=off[Kind.PARAMETERS],
+            gradients_off=off[Kind.GRADIENTS],
+        )
+    return Rules(
+        rank=world.rank,
+        size=world.size,
+        stage=stage,
+        placement=placement,
+        cpu_share=share,
+        reduce_dtype=settings.precision.reduce,
+        states=settings.states,
+        has_own_memory=has_own_memory,
+        sums_gradients=settings.accumulate is not None and settings.accumulate > 1,
+        homes=homes,
+        reduces_all=settings.precision.compute is None,
+    )
+
+
+def ways_for(settings: Settings, groups: Sequence[str]) -> dict[str, Way]:
+    """What groups do with their activations: as the plan says, or else the placement."""
+    _, placement = settings.decided
+    if settings.plan is None:
+        return placement.ways(groups)
+    return {name: PLANNED[settings.plan.activations_of(name) or "keep"] for name in groups}
+
+
+def num_threads(world: World) -> int:
+    """For updates on the processor."""
+    budget = thread_budget(world.local_size)
+    return budget if world.device.type == "cpu" else max(1, budget - NUM_BUSY_THREADS)

@@ -1,0 +1,94 @@
+"""Another plan while training goes on: between two steps, states and gradients of groups go to other homes, one group
+at a time, so that the memory this takes is one group's. Parameters stay where they are. Values do not change by a bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from zerostd.engine.runtime import Runtime
+from zerostd.errors import MisuseError
+from zerostd.optimizers.states import carry_states
+from zerostd.parameters import Flat
+from zerostd.planning import Plan
+from zerostd.policy import Tier
+from zerostd.preparing.building import begin_early, make_routes, open_disk
+from zerostd.preparing.groups import move_flat
+from zerostd.preparing.homes import FlatPlan, plan_flats
+from zerostd.preparing.proposing import homes_of, sizes_of
+from zerostd.preparing.settings import check_world, rules_for
+
+__all__ = ["move"]
+
+
+@torch.no_grad()
+def move(runtime: Runtime, plan: Plan) -> list[str]:
+    """Obey another plan from the next step on. Returns the names of the groups that moved. Every rank must call it,
+    between optimizer.zero_grad() and the next backward."""
+    optimizer = runtime.optimizer
+    if optimizer is None:
+        raise MisuseError("moving to another plan needs the optimizer: pass it to prepare")
+    if any(slot.parameter.grad is not None for slot in runtime.backward.slots) or runtime.backward.is_running:
+        raise MisuseError("moving to another plan while there are gradients: do it after optimizer.zero_grad()")
+    settings = runtime.settings.obeying(plan, sizes_of(runtime.roads.found))
+    check_world(settings, runtime.world)
+    rules = rules_for(settings, runtime.world, homes_of(plan, runtime.roads.found))
+    plans = plan_flats(runtime.roads.found, rules)
+    changed = [
+        (group, flat, wanted)
+        for group, flats in zip(runtime.groups, plans, strict=True)
+        for flat, wanted in zip(group.flats, flats, strict=True)
+        if not _is_as(flat, wanted, speculates=plan.speculate)
+    ]
+    for _, flat, wanted in changed:
+        if flat.rest.tier is not wanted.parameters:
+            raise MisuseError(
+                f"the new plan has the parameters of {wanted.owner!r} on the {wanted.parameters.value}, and they are "
+                f"on the {flat.rest.tier.value}: only states and gradients move while training goes on"
+            )
+    optimizer.synchronize()
+    runtime.gatherer.finish_all()
+    for group in runtime.groups:
+        group.updates.clear()
+    updater = optimizer._updater
+    if updater.routes is not None:
+        updater.routes.close()
+    ground = replace(runtime.roads.ground, rules=rules)
+    if ground.stores.disk is None and any(_is_on_disk(wanted) for _, _, wanted in changed):
+        ground.stores.disk = open_disk(settings.budget, ground.ledger)
+    for _, flat, wanted in sorted(changed, key=lambda one: _on_device(one[2]) - _on_device_now(one[1])):
+        carry_states(updater, flat, lambda flat=flat, wanted=wanted: move_flat(flat, wanted, ground))  # type: ignore[misc]
+    runtime.roads = replace(runtime.roads, ground=ground)
+    runtime.settings = settings
+    updater.moved(runtime.groups, make_routes(runtime, updater.inner))
+    begin_early(runtime, optimizer)
+    runtime.hooks.renew()
+    runtime.backward.learn_again()
+    return list(dict.fromkeys(group.name for group, _, _ in changed))
+
+
+def _is_as(flat: Flat, wanted: FlatPlan, *, speculates: bool) -> bool:
+    """Whether a flat is as a plan wants it."""
+    if flat.gradient is None:
+        return flat.rest.tier is wanted.parameters
+    on_host = flat.gradient.host is not None
+    return (
+        flat.rest.tier is wanted.parameters
+        and on_host == (wanted.gradients is Tier.HOST)
+        and tuple(shard.portion for shard in flat.state_shards) == wanted.portions
+        and all(bool(shard.spare) == (speculates and shard.portion.tier is Tier.HOST) for shard in flat.state_shards)
+    )
+
+
+def _is_on_disk(plan: FlatPlan) -> bool:
+    return any(portion.tier is Tier.DISK for portion in plan.portions)
+
+
+def _on_device(plan: FlatPlan) -> int:
+    return sum(portion.numel for portion in plan.portions if portion.tier is Tier.DEVICE)
+
+
+def _on_device_now(flat: Flat) -> int:
+    return sum(shard.portion.numel for shard in flat.state_shards if shard.portion.tier is Tier.DEVICE)

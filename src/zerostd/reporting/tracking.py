@@ -1,0 +1,166 @@
+"""Progress of a training loop: a bar on a terminal, plain lines elsewhere, on rank 0 alone.
+
+What it shows is what the loop logs and what is known anyway: how long steps take, samples or tokens a second, bytes by
+tier. Nothing here waits for the device: a loss is shown when it has arrived.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sized
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+
+from zerostd.engine.runtime import Runtime, runtime_of
+from zerostd.planning.plan import size_text
+from zerostd.reporting.recording import EVERY, Number, Recording, record
+
+__all__ = ["Tracker", "track"]
+
+LINE_EVERY_S = 10.0
+SMOOTH = 0.9  # of a step's length is what the steps before took
+
+Batch = TypeVar("Batch")
+
+
+def track(
+    loader: Iterable[Batch],
+    model: nn.Module,
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    total: int | None = None,
+    every: int = EVERY,
+) -> Tracker[Batch]:
+    """Go through a loader, showing how training gets on; and record the run, if it has a directory.
+
+        steps = zerostd.track(loader, model, run_dir="runs/monday")
+        for batch in steps:
+            ...
+            optimizer.step()
+            steps.log(loss=loss)
+
+    Args:
+        loader: What gives the batches: any iterable.
+        model: The module that prepare was called on.
+        run_dir: As `path` of `zerostd.record`. None: nothing is recorded.
+        total: Number of batches, if the loader does not know it.
+        every: As for `zerostd.record`.
+    """
+    return Tracker(loader, runtime_of(model, "track"), record(model, run_dir, every=every) if run_dir else None, total)
+
+
+class Tracker(Generic[Batch]):
+    """A loader that shows progress. Leaving its loop, however that happens, closes the recording."""
+
+    def __init__(
+        self, loader: Iterable[Batch], runtime: Runtime, recording: Recording | None, total: int | None
+    ) -> None:
+        self.recording = recording
+        self._loader, self._runtime = loader, runtime
+        self._total = len(loader) if total is None and isinstance(loader, Sized) else total
+        self._numbers: dict[str, Number] = {}
+        self._shown: dict[str, float] = {}
+        self._step_s: float | None = None
+        self._rates = (0, 0)  # samples and tokens of a batch, as far as they can be seen
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._last_line = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._start()
+        try:
+            begun = time.perf_counter()
+            for number, batch in enumerate(self._loader):
+                if number:
+                    now = time.perf_counter()
+                    self._passed(number, now - begun)
+                    begun = now
+                self._rates = _sizes(batch)
+                yield batch
+            self._passed(self._total or 0, time.perf_counter() - begun)
+        finally:
+            self.close()
+
+    def log(self, **numbers: Any) -> None:
+        """Numbers of the step that was taken last, such as `loss`; tensors may be on the device. Samples and tokens
+        are those of the batch, if they can be told from it, unless given here."""
+        samples, tokens = self._rates
+        known = {name: value for name, value in (("samples", samples), ("tokens", tokens)) if value}
+        if self.recording is not None:
+            self.recording.log(**{**known, **numbers})
+        self._numbers |= {name: Number(value) for name, value in {**known, **numbers}.items() if value is not None}
+
+    def close(self) -> None:
+        """End the bar and the recording."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        if self.recording is not None:
+            self.recording.close()
+
+    def _start(self) -> None:
+        if self._bar is not None or self._runtime.world.rank != 0 or not sys.stderr.isatty():
+            return
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"))
+        self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+        self._task = self._bar.add_task("training", total=self._total, told="")
+        self._bar.start()
+
+    def _passed(self, number: int, seconds: float) -> None:
+        """One more batch is done."""
+        before = self._step_s
+        self._step_s = seconds if before is None else SMOOTH * before + (1 - SMOOTH) * seconds
+        for name in [name for name, one in self._numbers.items() if one.is_there()]:
+            self._shown[name] = self._numbers.pop(name).get()
+        if self._runtime.world.rank != 0:
+            return
+        if self._bar is not None:
+            self._bar.update(self._task, completed=number, told=self._told())
+        elif number == self._total or time.perf_counter() - self._last_line > LINE_EVERY_S:
+            self._last_line = time.perf_counter()
+            print(f"training {number}/{self._total or '?'} {self._told()}", file=sys.stderr, flush=True)
+
+    def _told(self) -> str:
+        """The numbers in a line."""
+        said = [f"{name} {value:.4g}" for name, value in self._shown.items() if name not in ("samples", "tokens")]
+        step_s = self._step_s or 0.0
+        said.append(f"{step_s:.3g} s a step")
+        for name in ("tokens", "samples"):
+            if self._shown.get(name) and step_s:
+                said.append(f"{self._shown[name] / step_s:.4g} {name}/s")
+                break
+        held: dict[str, int] = {}
+        for (tier, _), size in self._runtime.ledger.now.items():
+            held[tier.value] = held.get(tier.value, 0) + size
+        said += [f"{tier} {size_text(size)}" for tier, size in held.items() if size]
+        waited = self.recording.waited if self.recording is not None else None
+        return ", ".join(said + ([f"waiting {waited:.0%}"] if waited is not None else []))
+
+
+def _sizes(batch: Any) -> tuple[int, int]:
+    """Samples and tokens of a batch: the first length of its first tensor, and its elements if they are whole numbers
+    in two dimensions."""
+    if isinstance(batch, torch.Tensor):
+        if not batch.dim():
+            return 0, 0
+        is_text = batch.dim() == 2 and not batch.is_floating_point() and batch.dtype != torch.bool
+        return batch.shape[0], batch.numel() if is_text else 0
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
+    for part in parts:
+        found = _sizes(part)
+        if found != (0, 0):
+            return found
+    return 0, 0
