@@ -33,7 +33,7 @@ from peers import ADAMW, Batch, Job
 import zerostd
 from offload import DEVICE, RESULT, HostPeak, Record, System, cell, describe, elapsed, make_model, mark, synchronize
 from zerostd.communication import World
-from zerostd.engine.runtime import PREFETCH_DEPTH
+from zerostd.engine.settings import Settings
 from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import choose_device, free_bytes
 from zerostd.measuring.model import profile_model
@@ -41,7 +41,7 @@ from zerostd.measuring.rates import Updates
 from zerostd.measuring.timing import Sizes
 from zerostd.monitoring import Ledger
 from zerostd.optimizers.elementwise import find_states
-from zerostd.parameters.blueprints import ROOT, Blueprint, blueprints
+from zerostd.parameters.blueprints import ROOT, Blueprint, find_blueprints
 from zerostd.parameters.checking import optimizer_options
 from zerostd.planning import Task
 from zerostd.planning.activations import activation_bytes
@@ -51,8 +51,9 @@ from zerostd.policy import Way
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.building import device_of
 from zerostd.preparing.homes import plan_flats
+from zerostd.preparing.options import rules_for
 from zerostd.preparing.proposing import sizes_of
-from zerostd.preparing.settings import Settings, rules_for
+from zerostd.scheduling.gathering import PREFETCH_DEPTH
 from zerostd.tiers.host import Host
 
 GIB = 2**30
@@ -225,7 +226,7 @@ def decide(
     case: Case, entry: Record, model: GPT, optimizer: torch.optim.Optimizer, batch: Batch, budget: zerostd.Budget
 ) -> Record:
     """What prepare is told (`how`), and what is predicted of it."""
-    found = blueprints(model, optimizer_options(model, optimizer), zerostd.Precision.parse(PRECISION), None)
+    found = find_blueprints(model, optimizer_options(model, optimizer), zerostd.Precision.parse(PRECISION), None)
     if "placement" in entry:
         placement = zerostd.Placement(**entry["placement"])
         counted = count(case, found, placement, model, optimizer)

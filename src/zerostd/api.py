@@ -23,22 +23,22 @@ from zerostd.checkpointing.storage import Saving
 from zerostd.checkpointing.storage import latest as newest
 from zerostd.checkpointing.storage.ordinary import is_ordinary
 from zerostd.communication import World
-from zerostd.engine.runtime import Runtime, runtime_of
+from zerostd.engine.runtime import Runtime, owner_of, runtime_of
 from zerostd.errors import CheckpointError, MisuseError, PrepareError
 from zerostd.measuring.model import profile_model
 from zerostd.monitoring import Memory
-from zerostd.optimizers.adopting import Adoption
+from zerostd.optimizers.late_optimizer import LateOptimizer
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import put_states
 from zerostd.optimizers.update import Updater
 from zerostd.parameters import GroupState
-from zerostd.parameters.blueprints import blueprints
+from zerostd.parameters.blueprints import find_blueprints
 from zerostd.parameters.checking import MARK, check_model, describe_optimizer, optimizer_options
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
 from zerostd.preparing.building import begin_early, build, device_of, make_routes
+from zerostd.preparing.options import check_budget, make_settings
 from zerostd.preparing.proposing import plan_for
-from zerostd.preparing.settings import check_budget, make_settings
 from zerostd.replanning.adapting import adapt
 
 __all__ = [
@@ -111,7 +111,7 @@ def prepare(
     runtime = build(model, optimizer, settings, describe_optimizer(optimizer))
     object.__setattr__(model, MARK, runtime)
     if optimizer is None:
-        runtime.adoption = Adoption(lambda found: _make_optimizer(runtime, found), runtime.gradients)
+        runtime.late_optimizer = LateOptimizer(lambda found: _make_optimizer(runtime, found), runtime.gradients)
         return model, None
     return model, _make_optimizer(runtime, optimizer)
 
@@ -162,7 +162,7 @@ def plan(
     if machine is None:
         check_budget(settings.budget)
     device = device_of(model) if machine is None else torch.device("cpu" if machine.link is None else "cuda")
-    found = blueprints(model, optimizer_options(model, optimizer), settings.precision, groups)
+    found = find_blueprints(model, optimizer_options(model, optimizer), settings.precision, groups)
     world = World.pretend(device, world_size, machine.ranks_per_node if machine is not None else None)
     profile = None
     if batch is not None:
@@ -188,8 +188,7 @@ def _make_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptim
     earlier: dict[Any, dict[str, Any]] = {parameter: dict(states) for parameter, states in inner.state.items()}
     inner.state.clear()
     routes = make_routes(runtime, inner)
-    updater = Updater(inner, runtime.groups, runtime.world.device, runtime.ledger, routes)
-    updater.states = dict(settings.states)
+    updater = Updater(inner, runtime.groups, runtime.world.device, runtime.ledger, routes, settings.states)
     if earlier:
         put_states(updater, earlier)
     optimizer = ZeroOptimizer(
@@ -206,26 +205,13 @@ def _make_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptim
     return optimizer
 
 
-def _owner_of(module: nn.Module) -> Runtime:
-    """The runtime of a prepared model or of a part of one."""
-    runtime = module.__dict__.get(MARK)
-    if isinstance(runtime, Runtime):
-        return runtime
-    guard = module.__dict__.get("_apply")
-    owner = getattr(getattr(guard, "func", None), "__self__", None)
-    root = getattr(owner, "root", None)
-    if not isinstance(root, nn.Module):
-        raise MisuseError("zerostd.gathered needs a prepared model or a module inside one")
-    return runtime_of(root, "gathered")
-
-
 @contextlib.contextmanager
 def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     """Full parameters of `module` inside the context. With `write`, rank 0's changes are kept, on all ranks.
 
     Collective: every rank must enter it.
     """
-    runtime = _owner_of(module)
+    runtime = owner_of(module)
     inside = set(module.parameters())
     groups = [g for g in runtime.groups if any(p in inside for flat in g.flats for p in flat.parameters)]
     released = [group for group in groups if group.state is GroupState.RELEASED]
@@ -329,7 +315,6 @@ def save(
     runtime = runtime_of(model, "save")
     saving = save_checkpoint(runtime, _prepared(optimizer, "save"), Path(path), extra, keep, frozen=frozen)
     if wait:
-        runtime.saving = None
         saving.wait()
     return saving
 
@@ -380,11 +365,11 @@ def release(model: nn.Module) -> nn.Module:
         for parameter, value in full_values(runtime, group):
             parameter.data = value.clone()
             parameter.grad = None
-    if runtime.adoption is not None:
-        runtime.adoption.end()
+    if runtime.late_optimizer is not None:
+        runtime.late_optimizer.end()
     if runtime.optimizer is not None:
         runtime.optimizer.retire()
     runtime.world.close()
-    runtime.roads.stores.close()
+    runtime.resources.allocator.close()
     object.__delattr__(model, MARK)
     return model

@@ -24,7 +24,8 @@ from support.agreement import agree
 from support.compare import assert_bitwise, assert_close_states
 from support.processes import doing
 from support.side_by_side import LIMIT, adamw, data, seeded, sgd, world_size
-from zerostd import MisuseError, PrepareError, runtime
+from zerostd import MisuseError, PrepareError
+from zerostd.scheduling import gathering
 
 STAGES = (0, 1, 2, 3)
 Fact = Callable[[int, int], None]
@@ -785,15 +786,15 @@ def test_models_built_without_memory_are_the_same_on_any_number_of_ranks(ranks):
 
 @fact()
 def prefetching_changes_no_bit(rank: int, stage: int) -> None:
-    states, depth = [], runtime.PREFETCH_DEPTH
+    states, depth = [], gathering.PREFETCH_DEPTH
     try:
-        for runtime.PREFETCH_DEPTH in (0, 1, 2):
+        for gathering.PREFETCH_DEPTH in (0, 1, 2):
             model, optimizer = prepared(stage, precision="bf16")
             train(model, optimizer, rank, range(4))
             states.append(zerostd.full_state_dict(model))
             zerostd.release(model)
     finally:
-        runtime.PREFETCH_DEPTH = depth
+        gathering.PREFETCH_DEPTH = depth
     assert_bitwise(states[1], states[0], "depth 1")
     assert_bitwise(states[2], states[0], "depth 2")
 

@@ -337,7 +337,7 @@ def test_error_in_a_thread_reaches_the_loop(route, early, folder):
 
 def cut_short(model: nn.Module, kind: Kind) -> str:
     """Truncate the file that holds one kind; what errors call it."""
-    disk = model.__dict__["_zerostd"].roads.stores.disk
+    disk = model.__dict__["_zerostd"].resources.allocator.disk
     extent = next(extent for extent in disk._extents if extent.kind is kind)
     os.ftruncate(extent.fd, 0)
     return extent.file

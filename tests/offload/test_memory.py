@@ -23,8 +23,9 @@ from torch import Tensor, nn
 import zerostd
 from support.models import MODELS
 from support.side_by_side import data, seeded
-from zerostd import Budget, Placement, preparing
+from zerostd import Budget, Placement
 from zerostd.policy import Kind, Tier
+from zerostd.preparing import building
 from zerostd.preparing.homes import demand
 from zerostd.sharding.portions import UNIT
 
@@ -161,7 +162,7 @@ def test_what_prepare_asks_for_is_what_it_takes(precision, options, tmp_path, mo
         asked.append(demand(*args))
         return asked[-1]
 
-    monkeypatch.setattr(preparing, "demand", spy)
+    monkeypatch.setattr(building, "demand", spy)
     case = MODELS["gpt"]
     model = case.make(0)
     budget = Budget(disk_path=str(tmp_path))

@@ -22,13 +22,14 @@ from support.compare import assert_bitwise
 from support.processes import doing
 from zerostd import Budget, Placement, Plan, PrepareError
 from zerostd.communication import World
-from zerostd.parameters.blueprints import Blueprint, blueprints
+from zerostd.engine.settings import Settings
+from zerostd.parameters.blueprints import Blueprint, find_blueprints
 from zerostd.parameters.checking import optimizer_options
 from zerostd.planning import DiskRates, GroupProfile, ModelProfile, Processor
 from zerostd.planning.refitting import Seen
 from zerostd.policy import Homes, Kind, Route, Tier
+from zerostd.preparing.options import make_settings
 from zerostd.preparing.proposing import fitting, propose, revise, sizes_of
-from zerostd.preparing.settings import Settings, make_settings
 
 WIDTH, DEPTH = 256, 8
 GROUP_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 4  # of parameters, in fp32
@@ -266,7 +267,7 @@ def for_a_device(
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth))).to(torch.bfloat16)
     told = {"stage": None, "precision": "bf16", "accumulate": 1, "max_grad_norm": clip, "budget": None, "globs": ["*"]}
     settings = make_settings(model, adamw(model), **told)
-    found = blueprints(model, optimizer_options(model, adamw(model)), settings.precision, ["*"])
+    found = find_blueprints(model, optimizer_options(model, adamw(model)), settings.precision, ["*"])
     return settings, found, World.pretend(torch.device("cuda"), 1, 1)
 
 
@@ -337,7 +338,7 @@ def test_a_tight_host_is_met_whatever_the_rates_are(tmp_path: Path) -> None:
     settings = make_settings(
         model, adamw(model), **told, plan=plan, budget=Budget(disk_path=str(tmp_path)), globs=["*"]
     )
-    found = blueprints(model, optimizer_options(model, adamw(model)), settings.precision, ["*"])
+    found = find_blueprints(model, optimizer_options(model, adamw(model)), settings.precision, ["*"])
     obeying, world = settings.obeying(plan, sizes_of(found)), World.pretend(torch.device("cpu"), 1, 1)
     limits[Tier.HOST] = 4405 << 10  # of 4.8 MiB that it takes
     draw = random.Random(0)

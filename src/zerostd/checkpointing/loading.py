@@ -177,7 +177,7 @@ def _optimizer_problems(runtime: Runtime, optimizer: ZeroOptimizer, manifest: Ma
     there, mine = manifest.optimizer, describe_optimizer(runtime, optimizer)
     if there.get("class") != mine["class"]:
         return [f"its optimizer is {there.get('class')!r} and this one {mine['class']!r}"]
-    told = runtime.backward.passes.wanted
+    told = runtime.backward.passes.accumulate
     if told is not None and manifest.passes > told:
         return [f"it was saved after {manifest.passes} backward passes of a step, and accumulate={told} is less"]
     found = [sorted(group["parameters"]) for group in there["groups"]]

@@ -40,8 +40,9 @@ def save_checkpoint(
     if not frozen and all(flat.gradient is None for flat in flats_of(runtime)):
         raise MisuseError("zerostd.save(frozen=False) of a model in which nothing trains: there is nothing to save")
     control = runtime.gatherer.control
-    if runtime.saving is not None:
-        runtime.saving.settle()  # one at a time
+    for earlier in [observer for observer in runtime.observers if isinstance(observer, Saving)]:
+        earlier.settle()  # one at a time
+        runtime.observers.remove(earlier)
     try:
         facts, records = _facts_and_records(runtime, optimizer, extra, frozen=frozen)
     except CheckpointError as error:
@@ -50,7 +51,7 @@ def save_checkpoint(
     saving = Saving(path, records, facts, control, keep=keep)
     for group in runtime.groups:
         group.kept = saving.kept(group.name)
-    runtime.saving = saving
+    runtime.observers.append(saving)
     if facts.passes:
         saving.settle()
     return saving

@@ -28,7 +28,6 @@ class Control:
         self.world = world
         self.num_backwards = 0
         self.num_meetings = 0
-        self.num_flags = 0  # parameters that ranks agree about
         self._key = "zerostd" if world.channels is None else f"zerostd/{world.channels.control.group_name}"
 
     def begin_backward(self) -> None:
@@ -49,10 +48,10 @@ class Control:
             self._raise_for_order(list(sequence))
         return [bool(flag) for flag in message[:-8].tolist()]
 
-    def confirm(self, name: str) -> None:
+    def confirm(self, name: str, num_flags: int) -> None:
         """All ranks want to gather the group `name` now, or all get an error. As long as an agreement, so that a rank
-        that is there already is noticed too."""
-        self.agree([False] * self.num_flags, ["now", name])
+        that is there already is noticed too: `num_flags` is the number of parameters that train."""
+        self.agree([False] * num_flags, ["now", name])
 
     def check_equal(self, what: str, lines: Sequence[str]) -> None:
         """Refuse ranks whose `lines` differ, naming the first difference."""

@@ -4,111 +4,87 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from zerostd.checkpointing.storage.writing import Saving
-from zerostd.communication import Control, Wires, World
+from zerostd.communication import Wires, World
+from zerostd.engine.resources import Resources
+from zerostd.engine.settings import Settings
 from zerostd.errors import MisuseError
 from zerostd.monitoring import Ledger
 from zerostd.monitoring.loop_timer import LoopPhase
-from zerostd.optimizers.adopting import Adoption
 from zerostd.optimizers.gradients import Gradients
+from zerostd.optimizers.late_optimizer import LateOptimizer
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.scaling import LossScale, scale_gradient
 from zerostd.parameters import GradientHandle, Group
 from zerostd.parameters.blueprints import Blueprint
-from zerostd.parameters.checking import MARK
-from zerostd.preparing.groups import Ground
-from zerostd.preparing.settings import Settings
+from zerostd.parameters.checking import MARK, OWNER
+from zerostd.parameters.observing import StepObserver
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.backward import Backward
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.guards import Guards
 from zerostd.scheduling.hooks import Hooks, RootRules
 from zerostd.scheduling.reducing import Reducer, Slot
-from zerostd.tiers import Streams, TierAllocator, Uploader
 
-__all__ = ["Runtime", "runtime_of"]
-
-PREFETCH_DEPTH = 1
+__all__ = ["Runtime", "owner_of", "runtime_of"]
 
 Casts = tuple[torch.dtype, torch.dtype] | None
 OnTensor = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Roads:
-    """The tiers of one prepared model and the ways between them."""
-
-    ground: Ground
-    inbound: Uploader
-    num_threads: int  # for updates on the processor
-    found: tuple[Blueprint, ...]  # of the groups, in their order
-
-    @property
-    def stores(self) -> TierAllocator:
-        """Where bytes rest."""
-        return self.ground.stores
-
-    @property
-    def streams(self) -> Streams:
-        """Queues of work on the device."""
-        return self.ground.streams
-
-
-@dataclass
-class Listeners:
-    """Who is told of what training does."""
-
-    forward: Callable[[], None] = lambda: None  # before each forward of training
-    step: Callable[[], None] = lambda: None  # after each step
 
 
 class Runtime:
     """One prepared model. Also the `Schedule` its optimizer sees."""
 
     model: nn.Module
+    settings: Settings  # with everything that was left open decided
     original_dtypes: dict[nn.Parameter, torch.dtype]  # what release and full_state_dict give back
     optimizer: ZeroOptimizer | None
-    settings: Settings  # with everything that was left open decided
+    late_optimizer: LateOptimizer | None  # waits for an optimizer that is made after prepare
+    observers: list[StepObserver]
 
     def __init__(
         self,
         model: nn.Module,
-        groups: Sequence[Group],
-        wires: Wires,
-        control: Control,
-        roads: Roads,
+        gatherer: Gatherer,
+        activations: Activations,
+        resources: Resources,
         *,
         settings: Settings,
         original_dtypes: dict[nn.Parameter, torch.dtype],
     ) -> None:
         self.model = model
-        self.roads = roads
-        self.optimizer = None
-        self.adoption: Adoption | None = None
-        self.original_dtypes = original_dtypes
+        self.gatherer = gatherer
+        self.resources = resources
         self.settings = settings
+        self.original_dtypes = original_dtypes
+        self.optimizer = None
+        self.late_optimizer = None
         self.loss_scale = LossScale() if settings.precision.scales_loss else None
-        self.gatherer = Gatherer(tuple(groups), wires, control, roads.inbound, prefetch_depth=PREFETCH_DEPTH)
-        self.gradients = Gradients(self.groups, wires, self.loss_scale)
-        self.backward = Backward(self._slots(), self.gatherer, Reducer(wires, control, wires.ledger), control)
-        self.gradients.settle = self.backward.settle
-        self.backward.on_begin = self.gradients.forget_norms
-        self.guards = Guards(model, self.gatherer)
-        self.guards.finish_updates = self.finish_updates
-        self.saving: Saving | None = None  # a checkpoint on its way
-        self.listeners = Listeners()
+        reducer = Reducer(self.wires, gatherer.control, self.ledger)
+        self.gradients = Gradients(self.groups, self.wires, self.loss_scale, reducer.settle)
+        self.observers = [self.gradients]
+        self.backward = Backward(
+            self._slots(), gatherer, reducer, activations, self.observers, accumulate=settings.accumulate
+        )
+        casts = self._casts()
+        rules = RootRules(self._on_input(casts), self._on_output(casts), self._before_forward)
+        self.hooks = Hooks(model, gatherer, self.backward, activations, rules)
+        self.guards = Guards(model, gatherer, self.finish_updates)
         self._buffers_moved = True  # rank 0's buffers have to go to all before the next forward
 
     @property
     def groups(self) -> tuple[Group, ...]:
         """In the order of the model."""
         return self.gatherer.groups
+
+    @property
+    def blueprints(self) -> list[Blueprint]:
+        """What the groups were made from."""
+        return [group.blueprint for group in self.groups]
 
     @property
     def wires(self) -> Wires:
@@ -135,16 +111,21 @@ class Runtime:
                     slots.append(Slot(group, flat, index, parameter, handle))
         return slots
 
-    def install(self, casts: Casts, activations: Activations) -> None:
-        """Enter the model's forward and backward. `casts`: (outside, inside) dtypes of the root, if they differ."""
+    def install(self) -> None:
+        """Enter the model's forward and backward."""
         self.backward.reducer.reserve(self.groups)
-        rules = RootRules(self._on_input(casts), self._on_output(casts), self._before_forward)
         weakref.finalize(self.model, self.world.close)
-        weakref.finalize(self.model, self.roads.stores.close_aside)
-        self.backward.on_end = activations.settle
-        self.hooks = Hooks(self.model, self.gatherer, self.backward, activations, rules)
+        weakref.finalize(self.model, self.resources.allocator.close_aside)
         self.hooks.install()
         self.guards.install()
+
+    def _casts(self) -> Casts:
+        """(outside, inside): the root takes and returns the dtype its parameters had, and computes in another."""
+        compute = self.settings.precision.compute
+        outside = {dtype for dtype in self.original_dtypes.values() if dtype.is_floating_point}
+        if compute is None or outside == {compute} or len(outside) != 1:
+            return None
+        return outside.pop(), compute
 
     def _on_input(self, casts: Casts) -> OnTensor | None:
         if casts is None and self.loss_scale is None:
@@ -173,7 +154,8 @@ class Runtime:
         """Whoever looks after the plan comes first. Then DDP's rule for buffers: after a forward that may have changed
         them, all ranks take rank 0's."""
         if model.training and torch.is_grad_enabled():
-            self.listeners.forward()
+            for observer in self.observers:
+                observer.before_forward()
         if self._buffers_moved and self.world.size > 1:
             self.wires.broadcast(list(model.buffers()))
         self._buffers_moved = model.training and torch.is_grad_enabled() and self.backward.is_syncing
@@ -195,11 +177,9 @@ class Runtime:
     def stepped(self) -> None:
         """A step was taken."""
         self.backward.passes.step()
-        if self.saving is not None:
-            self.saving.poll()
-            self.saving = None if self.saving.is_finished else self.saving
         self.gatherer.watch.mark(LoopPhase.OUTSIDE)
-        self.listeners.step()
+        for observer in self.observers:
+            observer.after_step()
 
     def finish_updates(self) -> None:
         """Return when updates that go on after the step are done."""
@@ -223,6 +203,14 @@ class Runtime:
                     "sharded, so what is assigned to p.grad would be ignored. Change the loss instead"
                 )
         self.guards.check_frozen()
+
+
+def owner_of(module: nn.Module) -> Runtime:
+    """The runtime of a prepared model or of a module inside one."""
+    root = module.__dict__.get(OWNER, lambda: None)()
+    if root is None:
+        raise MisuseError("zerostd.gathered needs a prepared model or a module inside one")
+    return runtime_of(root, "gathered")
 
 
 def runtime_of(model: nn.Module, call: str) -> Runtime:

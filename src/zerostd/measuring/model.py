@@ -18,7 +18,7 @@ from zerostd.errors import PrepareError
 from zerostd.measuring.probe import probe_passes
 from zerostd.measuring.trial import Cost, try_forward
 from zerostd.optimizers.elementwise import check_elementwise, find_states
-from zerostd.parameters.blueprints import ROOT, Blueprint, Member, blueprints
+from zerostd.parameters.blueprints import ROOT, Blueprint, Member, find_blueprints
 from zerostd.parameters.checking import check_model, check_optimizer, optimizer_options
 from zerostd.planning.model import GroupProfile, ModelProfile
 from zerostd.policy import Precision
@@ -68,7 +68,7 @@ def profile_model(
     check_model(model)
     states = _states_of(model, optimizer)
     checked = Precision.parse(precision)
-    found = blueprints(model, optimizer_options(model, optimizer), checked, groups)
+    found = find_blueprints(model, optimizer_options(model, optimizer), checked, groups)
     num_samples = _check_samples(batch, samples)
     tried = None if batch is None else try_forward(model, found, checked, batch)
     costs = tried.costs if tried is not None else [Cost() for _ in found]

@@ -60,7 +60,7 @@ class Early:
         self._last_factor: HostNumber | None = None
 
     @torch.no_grad()
-    def ready(self, group: Group) -> None:
+    def start(self, group: Group) -> None:
         """A group's gradient has landed and backward needs its parameters no more. Groups whose slices ranks gather
         right after the update wait for step(), where all ranks go through them in one order."""
         if group.is_in_slices and not group.gives_back:

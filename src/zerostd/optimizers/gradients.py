@@ -16,27 +16,30 @@ from zerostd.errors import MisuseError
 from zerostd.optimizers.scaling import LossScale
 from zerostd.parameters import Flat, GradientHandle, Group
 from zerostd.parameters.gradient import vector_norm
+from zerostd.parameters.observing import StepObserver
 
 __all__ = ["Gradients"]
 
 
-class Gradients:
+class Gradients(StepObserver):
     """All gradients of one prepared model; also what the handles in `p.grad` pass their calls to."""
 
     groups: tuple[Group, ...]
     factor: torch.Tensor | float  # still to be multiplied in: clipping, unscaling
 
-    def __init__(self, groups: tuple[Group, ...], wires: Wires, loss_scale: LossScale | None) -> None:
+    def __init__(
+        self, groups: tuple[Group, ...], wires: Wires, loss_scale: LossScale | None, wait: Callable[[], None]
+    ) -> None:
         self.groups = groups
         self.wires = wires
         self.loss_scale = loss_scale
         self.factor = 1.0
-        self.settle: Callable[[], None] = _nothing  # Backward.settle: gradients must have landed before they are read
+        self._wait = wait  # until all gradients have landed, before they are read
         self.taken: str | None = None  # why gradients cannot be changed any more: the update has begun
         self._places: dict[str, tuple[Flat, int]] = {}
         self._norms: dict[tuple[float, str], torch.Tensor] = {}  # by order and parameter, of the gradients as they are
 
-    def forget_norms(self) -> None:
+    def before_backward(self) -> None:
         """Gradients have changed."""
         self._norms.clear()
 
@@ -54,7 +57,7 @@ class Gradients:
 
     def total_norm(self, order: float = 2.0) -> torch.Tensor:
         """The norm of all gradients as one vector, with `factor`; fp32, on the device."""
-        self.settle()
+        self._wait()
         device = self.wires.world.device
         parts = [self._norm_of(flat, order) for group in self.groups for flat in group.trainable]
         if math.isinf(order):
@@ -111,7 +114,7 @@ class Gradients:
 
     def norm(self, handle: GradientHandle, order: float) -> torch.Tensor:
         """One parameter's norm. The first call computes all of them with one exchange."""
-        self.settle()
+        self._wait()
         if (order, handle.of) not in self._norms:
             self._compute_norms(order)
         unscale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
@@ -133,7 +136,7 @@ class Gradients:
 
     def scale(self, handle: GradientHandle, factor: torch.Tensor | float) -> None:
         """Multiply one parameter's gradient."""
-        self.settle()
+        self._wait()
         self.check_taken("a change of p.grad")
         self._norms.clear()
         flat, index = self._places[handle.of]
@@ -160,7 +163,3 @@ class Gradients:
             self.scale(handle, inverse)
         norm = self.total_norm()
         found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(norm)).to(found_inf.dtype)))
-
-
-def _nothing() -> None:
-    return None

@@ -9,7 +9,7 @@ keeps in its param_groups move once."""
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,7 +49,8 @@ class Updater:
         groups: tuple[Group, ...],
         device: torch.device,
         ledger: Ledger,
-        routes: Routes | None = None,
+        routes: Routes | None,
+        states: Mapping[str, torch.dtype],
     ) -> None:
         self.inner = inner
         self.ledger = ledger
@@ -60,7 +61,7 @@ class Updater:
         self.scratch = torch.empty(0, dtype=torch.float32, device=device)
         self.take_scratch(groups)
         self.num_elements = sum(flat.region.stop - flat.region.start for flat in flats)  # updated by this rank
-        self.states: dict[str, torch.dtype] = {}  # long states the optimizer will make, as far as known
+        self.states = dict(states)  # long states the optimizer will make, as far as known
         self._has_claimed = False
         self._num_counted = self._num_booked = 0  # entries and bytes of states in the ledger
 

@@ -14,7 +14,7 @@ from torch import nn
 from zerostd.policy import Precision
 from zerostd.sharding import Node, find_groups
 
-__all__ = ["ROOT", "Blueprint", "Member", "blueprints", "describe_groups"]
+__all__ = ["ROOT", "Blueprint", "Member", "describe_groups", "find_blueprints"]
 
 ROOT = "(root)"
 
@@ -38,7 +38,7 @@ class Blueprint:
     members: tuple[Member, ...]
 
 
-def blueprints(
+def find_blueprints(
     model: nn.Module, options: dict[nn.Parameter, int], precision: Precision, globs: Sequence[str] | None
 ) -> list[Blueprint]:
     """Which parameters travel together. A parameter that several groups use belongs to the root."""

@@ -12,6 +12,7 @@ from zerostd.errors import PrepareError
 __all__ = [
     "GUARD",
     "MARK",
+    "OWNER",
     "check_model",
     "check_optimizer",
     "describe_model",
@@ -20,6 +21,7 @@ __all__ = [
 ]
 
 MARK = "_zerostd"  # attribute of a prepared root: what zerostd keeps for it
+OWNER = "_zerostd_root"  # attribute of every module of a prepared model: a weak reference to the root
 GUARD = "__reduce_ex__"  # attribute of every module of a prepared model: refuses copies
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import nn
 
+from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.flat import Flat
 from zerostd.tiers import Done, Transfer
 
@@ -40,6 +41,7 @@ class GroupState(enum.Enum):
 class Group:
     """Holder of one group's flat buffers and of what is pending on them."""
 
+    blueprint: Blueprint  # what it was made from
     name: str
     index: int  # position among the groups, the same on every rank
     place: int  # in the order in which forward needs groups, as far as known
@@ -50,10 +52,11 @@ class Group:
     updates: list[Update]  # of its parameters, still going on; the next gather waits for them
     borrowed: dict[str, Group]  # groups whose parameters this one's modules read, learnt as it happens
 
-    def __init__(self, name: str, index: int, modules: Sequence[nn.Module], flats: Sequence[Flat]) -> None:
-        self.name = name
+    def __init__(self, blueprint: Blueprint, index: int, flats: Sequence[Flat]) -> None:
+        self.blueprint = blueprint
+        self.name = blueprint.name
         self.index = self.place = index
-        self.modules = tuple(modules)
+        self.modules = blueprint.modules
         self.flats = tuple(flats)
         self.state = GroupState.GATHERED
         self.pending = []

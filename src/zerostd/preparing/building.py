@@ -13,24 +13,27 @@ from torch import nn
 
 from zerostd.communication import Control, Wires, World
 from zerostd.communication.peers import find_peers
-from zerostd.engine.runtime import Roads, Runtime
+from zerostd.engine.resources import Resources
+from zerostd.engine.runtime import Runtime
+from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
 from zerostd.monitoring import Ledger
 from zerostd.optimizers.early import Early
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.routes import Routes
-from zerostd.parameters import GroupState
-from zerostd.parameters.blueprints import ROOT, Blueprint, Member, blueprints, describe_groups
+from zerostd.parameters import Group, GroupState
+from zerostd.parameters.blueprints import ROOT, Blueprint, Member, describe_groups, find_blueprints
 from zerostd.parameters.checking import describe_model, optimizer_options
 from zerostd.parameters.deferred import draw_seeds, is_deferred, make_real
 from zerostd.parameters.host_gradient import Staging
-from zerostd.policy import Budget, Kind, Precision, Tier, parse_bytes
+from zerostd.policy import Budget, Kind, Tier, parse_bytes
 from zerostd.preparing.accounting import host_buffers, largest_on_disk
-from zerostd.preparing.groups import Ground, make_group
+from zerostd.preparing.groups import make_group
 from zerostd.preparing.homes import FlatPlan, Rules, demand, demand_of, plan_flats
+from zerostd.preparing.options import check_world, num_threads, rules_for, ways_for
 from zerostd.preparing.proposing import decide, homes_of
-from zerostd.preparing.settings import Settings, check_world, num_threads, rules_for, ways_for
 from zerostd.scheduling.activations import Activations
+from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.offloading import ActivationOffloader
 from zerostd.tiers import Streams, TierAllocator, Uploader
 from zerostd.tiers.debug import DEBUG
@@ -44,7 +47,7 @@ __all__ = ["begin_early", "build", "device_of", "make_routes", "open_disk"]
 def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, lines: list[str]) -> Runtime:
     """Everything but the optimizer. `lines` is what must be equal on all ranks beside the settings."""
     options = optimizer_options(model, optimizer)
-    found = blueprints(model, options, settings.precision, settings.globs)
+    blueprints = find_blueprints(model, options, settings.precision, settings.globs)
     device = device_of(model)
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta" and not is_deferred(parameter):
@@ -52,32 +55,38 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
     world = World.discover(device)
     control = Control(world)
     try:
-        lines = [*settings.describe(), *lines, *describe_model(model, options), *describe_groups(found)]
+        lines = [*settings.describe(), *lines, *describe_model(model, options), *describe_groups(blueprints)]
         control.check_equal("models or options", lines)
-        settings = decide(settings, found, control, has_optimizer=optimizer is not None)
+        settings = decide(settings, blueprints, control, has_optimizer=optimizer is not None)
         check_world(settings, world)
-        rules = rules_for(settings, world, homes_of(settings.plan, found))
-        plans = plan_flats(found, rules)
-        ways = ways_for(settings, [one.name for one in found if one.name != ROOT])
+        rules = rules_for(settings, world, homes_of(settings.plan, blueprints))
+        plans = plan_flats(blueprints, rules)
+        ways = ways_for(settings, [blueprint.name for blueprint in blueprints if blueprint.name != ROOT])
         need = demand(plans, rules)
         need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans, rules)
         ledger = Ledger()
         peers = find_peers(settings.decided[1].same_activations, world, ledger)
         has_more = any(way.tier is Tier.DISK for way in ways.values())
-        stores = _make_stores(need, settings.budget, world, ledger, needs_disk=has_more)
-        _reserve(stores, plans, rules)
+        allocator = _make_allocator(need, settings.budget, world, ledger, needs_disk=has_more)
+        _reserve(allocator, plans, rules)
     except BaseException:
         world.close()
         raise
-    ground = Ground(rules, device, ledger, stores, Streams.make(device), Staging())
-    runtime = _build(model, settings, found, plans, ground, control)
-    carrier = ActivationOffloader(stores, ground.streams, _left_of(need, settings.budget, world), peers)
-    activations = Activations(model, runtime.gatherer, ways, carrier, peers)
-    runtime.install(_casts(runtime.original_dtypes, settings.precision), activations)
+    streams = Streams.make(device)
+    uploader = Uploader(allocator, streams, largest_on_disk=largest_on_disk(plans, rules))
+    resources = Resources(allocator, streams, uploader, Staging(), num_threads(world))
+    wires = Wires(world, ledger)
+    original_dtypes = {parameter: parameter.dtype for parameter in model.parameters()}
+    groups = _make_groups(model, blueprints, plans, rules, resources, control, wires)
+    gatherer = Gatherer(groups, wires, control, uploader)
+    offloader = ActivationOffloader(allocator, streams, _left_of(need, settings.budget, world), peers)
+    activations = Activations(model, gatherer, ways, offloader, peers)
+    runtime = Runtime(model, gatherer, activations, resources, settings=settings, original_dtypes=original_dtypes)
+    runtime.install()
     return runtime
 
 
-def _make_stores(
+def _make_allocator(
     need: Counter[tuple[Tier, Kind]], budget: Budget, world: World, ledger: Ledger, *, needs_disk: bool
 ) -> TierAllocator:
     """Check the bytes against what is free and what the budget allows, then take them."""
@@ -100,14 +109,14 @@ def _make_stores(
     if on_disk or needs_disk:
         limit = None if budget.disk is None else parse_bytes(budget.disk)
         disk = open_disk(budget, ledger)
-    stores = TierAllocator(world.device, host, disk, ledger)
+    allocator = TierAllocator(world.device, host, disk, ledger)
     if disk is not None:
         try:
             check_disk(on_disk, disk.path, limit)
         except BaseException:
-            stores.close()
+            allocator.close()
             raise
-    return stores
+    return allocator
 
 
 def _left_of(need: Counter[tuple[Tier, Kind]], budget: Budget, world: World) -> dict[Tier, int | None]:
@@ -118,15 +127,15 @@ def _left_of(need: Counter[tuple[Tier, Kind]], budget: Budget, world: World) -> 
     return {Tier.HOST: max(0, parse_bytes(budget.host) // world.local_size - taken), Tier.DISK: None}
 
 
-def _reserve(stores: TierAllocator, plans: list[list[FlatPlan]], rules: Rules) -> None:
+def _reserve(allocator: TierAllocator, plans: list[list[FlatPlan]], rules: Rules) -> None:
     """Take the arenas of all flats, before the first one is built."""
     try:
         for plan in (plan for group in plans for plan in group):
             for (tier, kind), num_bytes in demand_of(plan, rules).items():
                 if kind in (Kind.OPTIMIZER_STATES, Kind.PARAMETERS):
-                    stores.reserve(plan.owner, tier, kind, num_bytes)
+                    allocator.reserve(plan.owner, tier, kind, num_bytes)
     except BaseException:
-        stores.close()
+        allocator.close()
         raise
 
 
@@ -134,22 +143,21 @@ def _parts(need: Counter[tuple[Tier, Kind]], tier: Tier) -> str:
     return ", ".join(f"{kind.value} {size / 2**30:.3f} GiB" for (where, kind), size in need.items() if where is tier)
 
 
-def _build(
+def _make_groups(
     model: nn.Module,
-    settings: Settings,
-    found: list[Blueprint],
+    blueprints: list[Blueprint],
     plans: list[list[FlatPlan]],
-    ground: Ground,
+    rules: Rules,
+    resources: Resources,
     control: Control,
-) -> Runtime:
-    world, device, ledger = control.world, ground.device, ground.ledger
-    wires = Wires(world, ledger)
-    dtypes = {p: p.dtype for p in model.parameters()}
+    wires: Wires,
+) -> tuple[Group, ...]:
+    """One group at a time, with rank 0's values or values made here from a seed that is the same everywhere."""
+    device = control.world.device
     seed = control.collect(torch.initial_seed())[0]
     seeds = draw_seeds(model.named_parameters(), seed=seed)
 
     def value_of(member: Member) -> torch.Tensor:
-        """First values: rank 0's, or made here from a seed that is the same everywhere."""
         if member.parameter.device.type == "meta":
             return make_real(member.name, member.parameter, seed=seeds[member.name], device=device)
         value = member.parameter.data.to(device)
@@ -157,19 +165,15 @@ def _build(
         return value
 
     groups = []
-    for index, (blueprint, flats) in enumerate(zip(found, plans, strict=True)):
-        group = make_group(blueprint, index, flats, ground, value_of)
+    for index, (blueprint, flats) in enumerate(zip(blueprints, plans, strict=True)):
+        group = make_group(blueprint, index, flats, rules, resources, value_of)
         groups.append(group)
         if group.gives_back:
             for flat in group.flats:
                 flat.hide()
             group.state = GroupState.RELEASED
-    inbound = Uploader(ground.stores, ground.streams, largest_on_disk=largest_on_disk(plans, ground.rules))
-    roads = Roads(ground, inbound, num_threads(world), tuple(found))
-    runtime = Runtime(model, groups, wires, control, roads, settings=settings, original_dtypes=dtypes)
-    runtime.backward.passes.wanted = settings.accumulate
     _place_buffers(model, device, seed)
-    return runtime
+    return tuple(groups)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -195,20 +199,12 @@ def _place_buffers(model: nn.Module, device: torch.device, seed: int) -> None:
                 module._buffers[short] = buffer.to(device)
 
 
-def _casts(dtypes: dict[nn.Parameter, torch.dtype], precision: Precision) -> tuple[torch.dtype, torch.dtype] | None:
-    """The root takes and returns the dtype its parameters had; inside it computes in another."""
-    outside = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
-    if precision.compute is None or outside == {precision.compute} or len(outside) != 1:
-        return None
-    return outside.pop(), precision.compute
-
-
 def make_routes(runtime: Runtime, inner: torch.optim.Optimizer) -> Routes | None:
     """The routes to states off the device; None if there are none there."""
     if not any(group.is_updated_later for group in runtime.groups):
         return None
-    roads = runtime.roads
-    return Routes(inner, runtime.groups, roads.stores, roads.streams, num_threads=roads.num_threads)
+    resources = runtime.resources
+    return Routes(inner, runtime.groups, resources.allocator, resources.streams, num_threads=resources.num_threads)
 
 
 def begin_early(runtime: Runtime, optimizer: ZeroOptimizer) -> None:
@@ -216,14 +212,15 @@ def begin_early(runtime: Runtime, optimizer: ZeroOptimizer) -> None:
     for."""
     settings, (_, placement) = runtime.settings, runtime.settings.decided
     updater = optimizer._updater
-    optimizer.early, runtime.backward.on_ready = None, None
+    optimizer.early = None
+    runtime.backward.group_updates = None
     optimizer.counts_in_groups = optimizer.counts_in_groups_with(updater.routes)
     knows_the_end = updater.routes is not None and settings.accumulate is not None and runtime.loss_scale is None
     waits = DEBUG.is_serial or optimizer.counts_in_groups
     if knows_the_end and not waits and (settings.max_grad_norm is None or placement.speculate):
         is_on_trial = settings.max_grad_norm is not None
         optimizer.early = Early(updater, runtime.gradients, runtime, optimizer.terms, is_on_trial=is_on_trial)
-        runtime.backward.on_ready = optimizer.early.ready
+        runtime.backward.group_updates = optimizer.early
 
 
 def open_disk(budget: Budget, ledger: Ledger) -> Disk:

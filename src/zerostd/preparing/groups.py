@@ -7,88 +7,84 @@ reserved before the first group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from zerostd.monitoring import Ledger
+from zerostd.engine.resources import Resources
 from zerostd.parameters.blueprints import Blueprint, Member
 from zerostd.parameters.flat import Flat
 from zerostd.parameters.gradient import Gradient
 from zerostd.parameters.group import Group
-from zerostd.parameters.host_gradient import HostGradient, HostGradientCopy, Staging
+from zerostd.parameters.host_gradient import HostGradient, HostGradientCopy
 from zerostd.parameters.state_shard import MASTER, StateShard
 from zerostd.policy import Kind, Route, Tier
 from zerostd.preparing.homes import FlatPlan, Rules, demand_of
 from zerostd.sharding import Portion
-from zerostd.tiers import Streams, TierAllocator, TierTensor
+from zerostd.tiers import TierAllocator, TierTensor
 
-__all__ = ["Ground", "make_group", "move_flat"]
+__all__ = ["make_group", "move_flat"]
 
 ValueOf = Callable[[Member], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Ground:
-    """What groups are built on."""
-
-    rules: Rules
-    device: torch.device
-    ledger: Ledger
-    stores: TierAllocator
-    streams: Streams
-    staging: Staging  # for gradients that rest on the host
-
-
-def make_group(blueprint: Blueprint, index: int, plans: Sequence[FlatPlan], ground: Ground, value_of: ValueOf) -> Group:
+def make_group(
+    blueprint: Blueprint,
+    index: int,
+    plans: Sequence[FlatPlan],
+    rules: Rules,
+    resources: Resources,
+    value_of: ValueOf,
+) -> Group:
     """Flatten, take this rank's part, and let the rest go. `value_of` gives a parameter's first values."""
-    flats = [_make_flat(plan, ground, value_of) for plan in plans]
-    return Group(blueprint.name, index, blueprint.modules, flats)
+    flats = [_make_flat(plan, rules, resources, value_of) for plan in plans]
+    return Group(blueprint, index, flats)
 
 
-def _make_flat(plan: FlatPlan, ground: Ground, value_of: ValueOf) -> Flat:
-    rules, dtype = ground.rules, plan.dtype
-    flat = Flat(plan.layout, [m.parameter for m in plan.members], dtype, ground.device, ground.ledger)
+def _make_flat(plan: FlatPlan, rules: Rules, resources: Resources, value_of: ValueOf) -> Flat:
+    allocator = resources.allocator
+    parameters = [member.parameter for member in plan.members]
+    flat = Flat(plan.layout, parameters, plan.dtype, allocator.device, allocator.ledger)
     flat.region = plan.region
     if plan.is_trained:
-        flat.state_shards = tuple(_make_shard(plan, portion, ground) for portion in plan.portions)
+        flat.state_shards = tuple(_make_shard(plan, portion, rules, allocator) for portion in plan.portions)
     for position, member in enumerate(plan.members):
         flat.take(position, value_of(member))
     is_sharded = rules.shards(Kind.PARAMETERS)
     rest: TierTensor | None = None
     if is_sharded or plan.parameters is not Tier.DEVICE:
-        rest = ground.stores.column(plan.owner, plan.parameters, Kind.PARAMETERS, plan.rest_numel(rules), dtype)
+        rest = allocator.column(plan.owner, plan.parameters, Kind.PARAMETERS, plan.rest_numel(rules), plan.dtype)
     flat.settle(rules.rank, rest, is_sharded=is_sharded)
     if plan.is_trained:
-        flat.gradient = _make_gradient(plan, ground)
+        flat.gradient = _make_gradient(plan, rules, resources)
     return flat
 
 
-def move_flat(flat: Flat, plan: FlatPlan, ground: Ground) -> None:
+def move_flat(flat: Flat, plan: FlatPlan, rules: Rules, resources: Resources) -> None:
     """Let masters, room for states and gradients be where `plan` says from now on, which differs in nothing else.
     Masters keep their values; states are the caller's, and no gradient may be wanted."""
+    allocator = resources.allocator
     masters = [shard.read_master().to("cpu", copy=True) for shard in flat.state_shards]
     region = torch.cat(masters) if masters else torch.empty(0)
     del masters
     if flat.gradient is not None:
         flat.gradient.close()
-    ground.stores.free(plan.owner, Kind.OPTIMIZER_STATES)
-    for (tier, kind), num_bytes in demand_of(plan, ground.rules).items():
+    allocator.free(plan.owner, Kind.OPTIMIZER_STATES)
+    for (tier, kind), num_bytes in demand_of(plan, rules).items():
         if kind is Kind.OPTIMIZER_STATES:
-            ground.stores.reserve(plan.owner, tier, kind, num_bytes)
-    flat.state_shards = tuple(_make_shard(plan, portion, ground) for portion in plan.portions)
+            allocator.reserve(plan.owner, tier, kind, num_bytes)
+    flat.state_shards = tuple(_make_shard(plan, portion, rules, allocator) for portion in plan.portions)
     flat.share_masters()
     for shard in flat.state_shards:
         if not shard.holds_parameters:
             shard.master.write(slice(0, shard.portion.numel), region[shard.portion.start : shard.portion.stop])
-    flat.gradient = _make_gradient(plan, ground)
+    flat.gradient = _make_gradient(plan, rules, resources)
 
 
-def _make_shard(plan: FlatPlan, portion: Portion, ground: Ground) -> StateShard:
-    rules, states = ground.rules, plan.columns(portion, ground.rules)
+def _make_shard(plan: FlatPlan, portion: Portion, rules: Rules, allocator: TierAllocator) -> StateShard:
+    states = plan.columns(portion, rules)
 
     def column(dtype: torch.dtype) -> TierTensor:
-        return ground.stores.column(plan.owner, portion.tier, Kind.OPTIMIZER_STATES, portion.numel, dtype)
+        return allocator.column(plan.owner, portion.tier, Kind.OPTIMIZER_STATES, portion.numel, dtype)
 
     shares = plan.shares_master(portion, rules)
     columns = {} if shares else {MASTER: column(plan.master_dtype)}
@@ -99,27 +95,27 @@ def _make_shard(plan: FlatPlan, portion: Portion, ground: Ground) -> StateShard:
     return StateShard(portion, columns, spare, holds_parameters=shares)
 
 
-def _make_gradient(plan: FlatPlan, ground: Ground) -> Gradient:
-    rules = ground.rules
+def _make_gradient(plan: FlatPlan, rules: Rules, resources: Resources) -> Gradient:
+    allocator = resources.allocator
     dtype = plan.gradient_dtype(rules)
     keep_whole = rules.size > 1 and not rules.shards(Kind.GRADIENTS)
     gradient = Gradient(
-        plan.layout, plan.region, keep_whole=keep_whole, dtype=dtype, device=ground.device, ledger=ground.ledger
+        plan.layout, plan.region, keep_whole=keep_whole, dtype=dtype, device=allocator.device, ledger=allocator.ledger
     )
-    host = ground.stores.host
+    host = allocator.host
     if plan.gradients is Tier.HOST:
         gradient.host = host
         if rules.has_own_memory:
-            gradient.keeper = HostGradient(ground.staging, ground.streams, ground.ledger)
+            gradient.keeper = HostGradient(resources.staging, resources.streams, allocator.ledger)
     elif rules.has_own_memory:
         parts = [slice(p.start, p.stop) for p in plan.portions if p.route is Route.CPU]
         if parts:
             rests_in = torch.promote_types(dtype, torch.float32) if rules.sums_gradients else dtype
-            gradient.mirror = HostGradientCopy(parts, rests_in, host, ground.streams)
+            gradient.mirror = HostGradientCopy(parts, rests_in, host, resources.streams)
     if rules.sums_gradients:
         gradient.use_sum()
     if gradient.host is not None:
         num_bytes = gradient.current.nbytes  # taken now: pinning in the middle of a step would hold it up
         if gradient.keeper is not None:
-            ground.staging.reserve(num_bytes, ground.device, ground.ledger)
+            resources.staging.reserve(num_bytes, allocator.device, allocator.ledger)
     return gradient

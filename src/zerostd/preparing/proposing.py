@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from zerostd.communication import Control, World
-from zerostd.engine.runtime import PREFETCH_DEPTH
+from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import free_bytes
@@ -28,7 +28,8 @@ from zerostd.planning.refitting import Seen, refit
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats
-from zerostd.preparing.settings import Settings, check_placement, rules_for
+from zerostd.preparing.options import check_placement, rules_for
+from zerostd.scheduling.gathering import PREFETCH_DEPTH
 
 __all__ = ["decide", "find_limits", "homes_of", "plan_for", "propose", "revise", "sizes_of"]
 

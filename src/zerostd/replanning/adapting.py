@@ -23,6 +23,7 @@ from zerostd.errors import PrepareError
 from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import free_bytes
 from zerostd.monitoring.loop_timer import LoopPhase
+from zerostd.parameters.observing import StepObserver
 from zerostd.planning import MachineProfile, Plan
 from zerostd.planning.costs import MARGIN
 from zerostd.planning.plan import size_text
@@ -68,10 +69,10 @@ def adapt(runtime: Runtime) -> None:
     """Look after a model from now on, if its plan may be revised: one with limits that is not frozen."""
     plan = runtime.settings.plan
     if plan is not None and plan.adaptive and plan.limits:
-        runtime.listeners.forward = Adapter(runtime).before_forward
+        runtime.observers.append(Adapter(runtime))
 
 
-class Adapter:
+class Adapter(StepObserver):
     """Of one prepared model."""
 
     revisions: list[Revision]
@@ -251,7 +252,7 @@ class Adapter:
         runtime, settings = self.runtime, self.runtime.settings
         limits = self._limits(room, seen)
         try:
-            now, best = revise(settings, runtime.roads.found, runtime.world, limits, machine, seen)
+            now, best = revise(settings, runtime.blueprints, runtime.world, limits, machine, seen)
         except PrepareError as error:
             log.warning("the plan is kept after step %d (%s), though nothing fits: %s", self._step, reason, error)
             return ""

@@ -4,8 +4,6 @@ at a time, so that the memory this takes is one group's. Parameters stay where t
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from zerostd.engine.runtime import Runtime
@@ -17,8 +15,8 @@ from zerostd.policy import Tier
 from zerostd.preparing.building import begin_early, make_routes, open_disk
 from zerostd.preparing.groups import move_flat
 from zerostd.preparing.homes import FlatPlan, plan_flats
+from zerostd.preparing.options import check_world, rules_for
 from zerostd.preparing.proposing import homes_of, sizes_of
-from zerostd.preparing.settings import check_world, rules_for
 
 __all__ = ["move"]
 
@@ -32,10 +30,10 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
         raise MisuseError("moving to another plan needs the optimizer: pass it to prepare")
     if any(slot.parameter.grad is not None for slot in runtime.backward.slots) or runtime.backward.is_running:
         raise MisuseError("moving to another plan while there are gradients: do it after optimizer.zero_grad()")
-    settings = runtime.settings.obeying(plan, sizes_of(runtime.roads.found))
+    settings = runtime.settings.obeying(plan, sizes_of(runtime.blueprints))
     check_world(settings, runtime.world)
-    rules = rules_for(settings, runtime.world, homes_of(plan, runtime.roads.found))
-    plans = plan_flats(runtime.roads.found, rules)
+    rules = rules_for(settings, runtime.world, homes_of(plan, runtime.blueprints))
+    plans = plan_flats(runtime.blueprints, rules)
     changed = [
         (group, flat, wanted)
         for group, flats in zip(runtime.groups, plans, strict=True)
@@ -55,12 +53,11 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
     updater = optimizer._updater
     if updater.routes is not None:
         updater.routes.close()
-    ground = replace(runtime.roads.ground, rules=rules)
-    if ground.stores.disk is None and any(_is_on_disk(wanted) for _, _, wanted in changed):
-        ground.stores.disk = open_disk(settings.budget, ground.ledger)
+    resources = runtime.resources
+    if resources.allocator.disk is None and any(_is_on_disk(wanted) for _, _, wanted in changed):
+        resources.allocator.disk = open_disk(settings.budget, runtime.ledger)
     for _, flat, wanted in sorted(changed, key=lambda one: _on_device(one[2]) - _on_device_now(one[1])):
-        carry_states(updater, flat, lambda flat=flat, wanted=wanted: move_flat(flat, wanted, ground))  # type: ignore[misc]
-    runtime.roads = replace(runtime.roads, ground=ground)
+        carry_states(updater, flat, lambda flat=flat, wanted=wanted: move_flat(flat, wanted, rules, resources))  # type: ignore[misc]
     runtime.settings = settings
     updater.moved(runtime.groups, make_routes(runtime, updater.inner))
     begin_early(runtime, optimizer)

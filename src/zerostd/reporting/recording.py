@@ -28,6 +28,7 @@ from zerostd.measuring.identity import machine_name, versions
 from zerostd.monitoring.events import HOST, Clock, Span
 from zerostd.monitoring.leaks import Leaks
 from zerostd.monitoring.stamps import Stamp
+from zerostd.parameters.observing import StepObserver
 
 __all__ = ["EVERY", "FORMAT", "Number", "Recording", "record"]
 
@@ -53,7 +54,7 @@ def record(model: nn.Module, path: str | os.PathLike[str], *, every: int = EVERY
     runtime = runtime_of(model, "record")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise MisuseError(f"every={every!r} must be a whole number of steps, 1 or more")
-    if getattr(runtime.listeners.step, "__self__", None) is not None:
+    if any(isinstance(observer, Recording) for observer in runtime.observers):
         raise MisuseError("this model is being recorded already: close that recording first")
     folder = Path(path)
     taken = runtime.gatherer.control.collect(sorted(one.name for one in folder.glob("*") if _is_ours(one.name)))
@@ -109,7 +110,7 @@ class _Step:
         return all(stamp.has_passed() for stamp in stamps) and all(one.is_there() for one in self.numbers.values())
 
 
-class Recording:
+class Recording(StepObserver):
     """Of one prepared model on this rank, from `zerostd.record` to `close`."""
 
     path: Path
@@ -127,7 +128,7 @@ class Recording:
         if runtime.world.rank == 0:
             _write_run(runtime, path)
         self._file = (path / f"rank-{runtime.world.rank}.jsonl").open("w", encoding="utf-8")
-        runtime.listeners.step = self._stepped
+        runtime.observers.append(self)
         self._clock = Clock(self._device)
         self._begun = Stamp(self._device)
         self._plan = runtime.settings.plan
@@ -155,8 +156,7 @@ class Recording:
             return
         self._runtime.ledger.events.choose(-1, is_on=False)
         self._runtime.ledger.leaks = None
-        if self._runtime.listeners.step == self._stepped:
-            self._runtime.listeners.step = lambda: None
+        self._runtime.observers.remove(self)
         self._runtime.finish_updates()
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
@@ -168,7 +168,7 @@ class Recording:
 
     # Between steps
 
-    def _stepped(self) -> None:
+    def after_step(self) -> None:
         """A step was taken: what there is of it is kept, and what has been done of earlier ones is written."""
         now, events = Stamp(self._device), self._runtime.ledger.events
         step = _Step(self._runtime.backward.passes.num_steps, self._begun, now, has_events=events.is_on)

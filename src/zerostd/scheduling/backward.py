@@ -11,21 +11,30 @@ parameters no more: from then on it may be updated, while the pass goes on for o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from zerostd.communication import Control
 from zerostd.compat import at_end_of_backward, in_backward
 from zerostd.errors import MisuseError
 from zerostd.monitoring.loop_timer import LoopPhase
 from zerostd.parameters import GradientHandle, Group
+from zerostd.parameters.observing import StepObserver
+from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.gathering import Gatherer, Phase
 from zerostd.scheduling.reducing import Arrivals, Reducer, Slot
 
 __all__ = ["Backward"]
+
+
+class GroupUpdates(Protocol):
+    """Updates that begin inside the last backward pass of a step."""
+
+    def start(self, group: Group) -> None:
+        """Update a group: its gradient has landed, and backward needs its parameters no more."""
 
 
 class Backward:
@@ -34,20 +43,29 @@ class Backward:
     slots: tuple[Slot, ...]  # in the same order on all ranks
     order: list[Group]  # in which groups are reduced: the same on all ranks
     update_order: list[Group]  # in which groups are updated and gathered again: likewise
+    group_updates: GroupUpdates | None  # None: updates wait for step()
     is_syncing: bool  # False inside no_sync: gradients are summed locally
 
-    def __init__(self, slots: Sequence[Slot], gatherer: Gatherer, reducer: Reducer, control: Control) -> None:
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        gatherer: Gatherer,
+        reducer: Reducer,
+        activations: Activations,
+        observers: Sequence[StepObserver],
+        *,
+        accumulate: int | None,
+    ) -> None:
         self.slots = tuple(slots)
         self.gatherer = gatherer
         self.reducer = reducer
-        self.control = control
-        control.num_flags = len(self.slots)
+        self.control = reducer.control
+        self.activations = activations
+        self.observers = observers
+        self.group_updates: GroupUpdates | None = None
         self.order = [group for group in reversed(gatherer.groups) if group.trainable]
         self.update_order = list(gatherer.groups)
-        self.on_begin: Callable[[], None] = _nothing
-        self.on_end: Callable[[], None] = _nothing
-        self.on_ready: Callable[[Group], None] | None = None  # in the last pass: the group may be updated
-        self.passes = Passes()
+        self.passes = Passes(accumulate)
         self.is_syncing = True
         self.is_running = False
         self._pass = Pass()
@@ -59,8 +77,9 @@ class Backward:
         if self.is_running:
             return
         self.settle()
-        self.passes.check(updates_early=self.on_ready is not None)
-        self.on_begin()
+        self.passes.check(updates_early=self.group_updates is not None)
+        for observer in self.observers:
+            observer.before_backward()
         self.is_running = True
         self.gatherer.watch.mark(LoopPhase.BACKWARD)
         at_end_of_backward(self.end)
@@ -115,12 +134,12 @@ class Backward:
 
     def _report(self, group: Group) -> None:
         """Tell that a group is ready, once, if it is."""
-        if self.on_ready is None or not self.passes.is_last or not self.is_syncing:
+        if self.group_updates is None or not self.passes.is_last or not self.is_syncing:
             return
         ready = self._pass
         if group in ready.passed and group in ready.landed and group not in ready.reported:
             ready.reported.add(group)
-            self.on_ready(group)
+            self.group_updates.start(group)
 
     def _send(self, *, all_of_them: bool = False) -> None:
         """Reduce in the shared order, as far as groups are complete."""
@@ -138,7 +157,7 @@ class Backward:
 
     def end(self) -> None:
         """The pass has ended: send what is left, show handles, ask who used what."""
-        self.on_end()
+        self.activations.settle()
         self._send(all_of_them=True)
         arrived = [slot for slot in self.slots if slot.parameter in self._pass.arrivals[slot.group].arrived]
         for slot in arrived:
@@ -196,7 +215,8 @@ class Backward:
             assert gradient is not None
             gradient.has_landed[slot.index] = slot.handle.of in names
             gradient.changed()
-        self.on_begin()
+        for observer in self.observers:
+            observer.before_backward()
         self.passes.num_done = num_passes
 
     @property
@@ -221,8 +241,8 @@ class Pass:
 class Passes:
     """Backward passes since the last step, and which of them is the last one before the next."""
 
-    def __init__(self) -> None:
-        self.wanted: int | None = None  # passes in a step, if the user has said so
+    def __init__(self, accumulate: int | None) -> None:
+        self.accumulate = accumulate  # passes in a step, if the user has said so
         self.num_done = 0
         self.num_before = 1  # in the step before
         self.num_steps = 0
@@ -230,15 +250,15 @@ class Passes:
     @property
     def is_last(self) -> bool:
         """Whether the pass that runs now makes the step complete; a guess, unless the user has said how many do."""
-        return self.num_done + 1 == (self.wanted or self.num_before)
+        return self.num_done + 1 == (self.accumulate or self.num_before)
 
     def check(self, *, updates_early: bool) -> None:
         """Refuse a pass that a running update would miss."""
-        if updates_early and self.wanted is not None and self.num_done >= self.wanted:
+        if updates_early and self.accumulate is not None and self.num_done >= self.accumulate:
             raise MisuseError(
-                f"backward pass {self.num_done + 1} since the last step, but prepare(accumulate={self.wanted}) said "
-                f"that {self.wanted} make a step, and the update has begun: call optimizer.step() after "
-                f"{self.wanted} passes, or say how many there are"
+                f"backward pass {self.num_done + 1} since the last step, but prepare(accumulate={self.accumulate}) "
+                f"said that {self.accumulate} make a step, and the update has begun: call optimizer.step() after "
+                f"{self.accumulate} passes, or say how many there are"
             )
 
     def count(self) -> None:
@@ -250,7 +270,3 @@ class Passes:
         self.num_before = max(1, self.num_done)
         self.num_done = 0
         self.num_steps += 1
-
-
-def _nothing() -> None:
-    return None

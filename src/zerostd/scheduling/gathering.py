@@ -18,7 +18,10 @@ from zerostd.monitoring.loop_timer import LoopPhase, LoopTimer
 from zerostd.parameters import Flat, Group, GroupState
 from zerostd.tiers import Uploader
 
-__all__ = ["Gatherer", "Phase"]
+__all__ = ["PREFETCH_DEPTH", "Gatherer", "Phase"]
+
+
+PREFETCH_DEPTH = 1  # groups gathered ahead
 
 
 class Phase(enum.Enum):
@@ -35,17 +38,16 @@ class Gatherer:
     sequence: list[str]  # groups whose gather was started since ranks last compared notes
     prefetch_depth: int  # groups started ahead; 0 gathers only on demand
 
-    def __init__(
-        self, groups: tuple[Group, ...], wires: Wires, control: Control, inbound: Uploader, *, prefetch_depth: int
-    ) -> None:
+    def __init__(self, groups: tuple[Group, ...], wires: Wires, control: Control, inbound: Uploader) -> None:
         self.groups = groups
         self.wires = wires
         self.inbound = inbound
         self.control = control
         self.events = wires.ledger.events
         self.watch = LoopTimer(wires.world.device, self.events)
-        self.prefetch_depth = prefetch_depth
+        self.prefetch_depth = PREFETCH_DEPTH
         self.sequence = []
+        self._num_trained = sum(len(flat.parameters) for group in groups for flat in group.trainable)
         self._next: dict[tuple[Phase, Group | None], Group] = {}
         self._last: dict[Phase, Group | None] = {phase: None for phase in Phase}
         self._gathers: dict[Group, Span | None] = {}  # under way, while events are recorded
@@ -53,7 +55,7 @@ class Gatherer:
     def need(self, group: Group, phase: Phase) -> None:
         """Return when `group` is gathered; those expected next are on their way then."""
         if not self._learn(group, phase) and group.state is GroupState.RELEASED and self.wires.world.size > 1:
-            self.control.confirm(group.name)
+            self.control.confirm(group.name, self._num_trained)
         self.watch.at(group.name)
         for needed in (group, *group.borrowed.values()):
             self.start(needed)

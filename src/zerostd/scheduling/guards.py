@@ -11,6 +11,7 @@ Everything is an attribute or a hook of the module itself and is taken off again
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zerostd.errors import MisuseError
 from zerostd.parameters import Group
-from zerostd.parameters.checking import GUARD
+from zerostd.parameters.checking import GUARD, OWNER
 from zerostd.scheduling.gathering import Gatherer
 
 __all__ = ["Guards"]
@@ -31,11 +32,11 @@ class Guards:
 
     is_open: bool  # state_dict is being called by zerostd itself
 
-    def __init__(self, root: nn.Module, gatherer: Gatherer) -> None:
+    def __init__(self, root: nn.Module, gatherer: Gatherer, finish_updates: Callable[[], None]) -> None:
         self.root = root
         self.gatherer = gatherer
         self.is_open = False
-        self.finish_updates: Callable[[], None] = _nothing  # masters must be home before they are changed
+        self._finish_updates = finish_updates  # masters must be home before they are changed
         self._places = {
             parameter: (group, flat, index)
             for group in gatherer.groups
@@ -52,6 +53,7 @@ class Guards:
         for module in self.root.modules():
             module.__dict__["_apply"] = functools.partial(self._apply, module)
             module.__dict__[GUARD] = self._refuse_copy
+            module.__dict__[OWNER] = weakref.ref(self.root)
             self._removables += [
                 module.register_state_dict_pre_hook(self._before_state_dict),
                 module.register_load_state_dict_pre_hook(self._before_load),
@@ -63,6 +65,7 @@ class Guards:
         for module in self.root.modules():
             module.__dict__.pop("_apply", None)
             module.__dict__.pop(GUARD, None)
+            module.__dict__.pop(OWNER, None)
         for removable in self._removables:
             removable.remove()
         self._removables.clear()
@@ -116,7 +119,7 @@ class Guards:
         if metadata.get("assign_to_params_buffers"):
             raise MisuseError("load_state_dict(assign=True) would replace prepared parameters: leave assign out")
         if self._depth == 0:
-            self.finish_updates()
+            self._finish_updates()
         self._depth += 1
         wanted = {self._places[p][0].name: self._places[p][0] for p in module.parameters(recurse=False)}
         for name in [name for name in self._loading if name not in wanted]:
@@ -143,7 +146,3 @@ class Guards:
         for flat in group.flats:
             flat.take_edits()
         self.gatherer.release(group)
-
-
-def _nothing() -> None:
-    return None

@@ -25,6 +25,7 @@ from zerostd.checkpointing.storage.progress import Progress
 from zerostd.checkpointing.storage.values import dtype_name
 from zerostd.communication import Control
 from zerostd.errors import CheckpointError
+from zerostd.parameters.observing import StepObserver
 from zerostd.parameters.records import Record
 from zerostd.policy import Tier
 from zerostd.tiers import Done, Stream, Transfer, Work, record_event
@@ -93,7 +94,7 @@ class _Aside:
         return block
 
 
-class Saving:
+class Saving(StepObserver):
     """A checkpoint on its way. It is there when all ranks have seen it finished: in `wait`, or in one of the steps that
     go on meanwhile. Made by all ranks together."""
 
@@ -128,7 +129,7 @@ class Saving:
         """When what a group had is written, and may change."""
         return self._kept.get(group, Done())
 
-    def poll(self) -> None:
+    def after_step(self) -> None:
         """Finish it if all ranks have written. All ranks call it at the same points."""
         if self.is_finished:
             return

@@ -17,10 +17,10 @@ from zerostd.optimizers.elementwise import check_elementwise
 from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.optimizer import ZeroOptimizer
 
-__all__ = ["Adoption"]
+__all__ = ["LateOptimizer"]
 
 
-class Adoption:
+class LateOptimizer:
     """Watches for the step of an optimizer on one prepared model's parameters."""
 
     def __init__(self, make: Callable[[torch.optim.Optimizer], ZeroOptimizer], gradients: Gradients) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from zerostd.communication import World
 from zerostd.communication.world import thread_budget
+from zerostd.engine.settings import Settings
 from zerostd.errors import NotSupportedError, PrepareError
 from zerostd.optimizers.elementwise import check_elementwise, find_states
 from zerostd.parameters.checking import check_model, check_optimizer
@@ -23,7 +24,6 @@ from zerostd.sharding import default_cpu_share
 from zerostd.tiers.limits import check_disk, check_host
 
 __all__ = [
-    "Settings",
     "check_budget",
     "check_placement",
     "check_world",
@@ -32,42 +32,6 @@ __all__ = [
     "rules_for",
     "ways_for",
 ]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What prepare was told. Stage and placement are None until a plan decides them."""
-
-    stage: Stage | None
-    precision: Precision
-    placement: Placement | None
-    budget: Budget
-    accumulate: int | None
-    max_grad_norm: float | None
-    globs: Sequence[str] | None
-    plan: Plan | None = None  # obeyed instead of a placement
-    states: Mapping[str, torch.dtype] = field(default_factory=dict)  # long states of the optimizer, by name
-
-    def describe(self) -> list[str]:
-        """What must be the same on all ranks."""
-        return [
-            f"stage {None if self.stage is None else self.stage.value}",
-            f"precision {self.precision.name}",
-            f"placement {self.placement}",
-            f"plan {None if self.plan is None else self.plan.to_json()}",
-            f"accumulate {self.accumulate}",
-            f"max_grad_norm {self.max_grad_norm}",
-        ]
-
-    def obeying(self, plan: Plan, sizes: Mapping[str, float]) -> Settings:
-        """The same with everything that a plan decides, for groups of these sizes."""
-        return replace(self, plan=plan, stage=plan.stage, placement=plan.placement(sizes))
-
-    @property
-    def decided(self) -> tuple[Stage, Placement]:
-        """Stage and placement, once they are known."""
-        assert self.stage is not None and self.placement is not None
-        return self.stage, self.placement
 
 
 def make_settings(model: nn.Module, optimizer: torch.optim.Optimizer | None, **told: Any) -> Settings:

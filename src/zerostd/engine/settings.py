@@ -1,0 +1,49 @@
+"""The options of one prepared model, checked, with everything that was left open decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from zerostd.planning import Plan
+from zerostd.policy import Budget, Placement, Precision, Stage
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What prepare was told. Stage and placement are None until a plan decides them."""
+
+    stage: Stage | None
+    precision: Precision
+    placement: Placement | None
+    budget: Budget
+    accumulate: int | None
+    max_grad_norm: float | None
+    globs: Sequence[str] | None
+    plan: Plan | None = None  # obeyed instead of a placement
+    states: Mapping[str, torch.dtype] = field(default_factory=dict)  # long states of the optimizer, by name
+
+    def describe(self) -> list[str]:
+        """What must be the same on all ranks."""
+        return [
+            f"stage {None if self.stage is None else self.stage.value}",
+            f"precision {self.precision.name}",
+            f"placement {self.placement}",
+            f"plan {None if self.plan is None else self.plan.to_json()}",
+            f"accumulate {self.accumulate}",
+            f"max_grad_norm {self.max_grad_norm}",
+        ]
+
+    def obeying(self, plan: Plan, sizes: Mapping[str, float]) -> Settings:
+        """The same with everything that a plan decides, for groups of these sizes."""
+        return replace(self, plan=plan, stage=plan.stage, placement=plan.placement(sizes))
+
+    @property
+    def decided(self) -> tuple[Stage, Placement]:
+        """Stage and placement, once they are known."""
+        assert self.stage is not None and self.placement is not None
+        return self.stage, self.placement
