@@ -22,10 +22,11 @@ import zerostd
 from planning.machines import LAPTOP
 from support.agreement import agree
 from support.compare import assert_bitwise
-from zerostd import Budget, Plan, adapting
+from zerostd import Budget, Plan
 from zerostd.planning import Prediction
 from zerostd.planning.refitting import Seen
 from zerostd.policy import Homes, Kind, Route, Tier
+from zerostd.replanning import adapting
 from zerostd.replanning.adapting import EVERY, NUM_FIRST, NUM_WATCHED, Adapter, Revision, _Found
 
 WIDTH, DEPTH = 128, 24

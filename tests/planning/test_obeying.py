@@ -20,7 +20,7 @@ from planning.machines import H200, LAPTOP
 from support.agreement import agree
 from support.compare import assert_bitwise
 from support.processes import doing
-from zerostd import Budget, Placement, Plan, PrepareError
+from zerostd import Budget, Placement, Plan, Precision, PrepareError
 from zerostd.communication import World
 from zerostd.engine.settings import Settings
 from zerostd.parameters.blueprints import Blueprint, find_blueprints
@@ -28,7 +28,7 @@ from zerostd.parameters.checking import optimizer_options
 from zerostd.planning import DiskRates, GroupProfile, ModelProfile, Processor
 from zerostd.planning.refitting import Seen
 from zerostd.policy import Homes, Kind, Route, Tier
-from zerostd.preparing.options import make_settings
+from zerostd.preparing.options import check_settings
 from zerostd.preparing.proposing import fitting, propose, revise, sizes_of
 
 WIDTH, DEPTH = 256, 8
@@ -265,8 +265,8 @@ def for_a_device(
     """67 million parameters for an accelerator that need not be here: 1040 MiB with their states."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth))).to(torch.bfloat16)
-    told = {"stage": None, "precision": "bf16", "accumulate": 1, "max_grad_norm": clip, "budget": None, "globs": ["*"]}
-    settings = make_settings(model, adamw(model), **told)
+    options = Settings(precision=Precision.parse("bf16"), accumulate=1, max_grad_norm=clip, globs=["*"])
+    settings = check_settings(options, model, adamw(model))
     found = find_blueprints(model, optimizer_options(model, adamw(model)), settings.precision, ["*"])
     return settings, found, World.pretend(torch.device("cuda"), 1, 1)
 
@@ -334,10 +334,9 @@ def test_a_tight_host_is_met_whatever_the_rates_are(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(24)))
     limits = {Tier.DEVICE: 1700 << 10, Tier.HOST: 64 * MIB, Tier.DISK: 64 * MIB}
     plan = Plan({"*": Homes(states=((Tier.HOST, Route.CPU, 1.0),))}, limits=limits)
-    told = {"stage": None, "precision": "bf16", "accumulate": None, "max_grad_norm": None, "placement": None}
-    settings = make_settings(
-        model, adamw(model), **told, plan=plan, budget=Budget(disk_path=str(tmp_path)), globs=["*"]
-    )
+    budget = Budget(disk_path=str(tmp_path))
+    options = Settings(precision=Precision.parse("bf16"), plan=plan, budget=budget, globs=["*"])
+    settings = check_settings(options, model, adamw(model))
     found = find_blueprints(model, optimizer_options(model, adamw(model)), settings.precision, ["*"])
     obeying, world = settings.obeying(plan, sizes_of(found)), World.pretend(torch.device("cpu"), 1, 1)
     limits[Tier.HOST] = 4405 << 10  # of 4.8 MiB that it takes
