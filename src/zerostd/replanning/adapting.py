@@ -29,7 +29,7 @@ from zerostd.planning.costs import MARGIN
 from zerostd.planning.plan import size_text
 from zerostd.planning.refitting import Seen
 from zerostd.policy import Kind, Tier
-from zerostd.preparing.proposing import revise
+from zerostd.preparing.proposing import PlanSearch
 from zerostd.replanning.moving import move
 
 __all__ = ["Adapter", "Revision", "adapt"]
@@ -258,7 +258,8 @@ class Adapter(StepObserver):
         runtime = self.runtime
         limits = self._limits(room, seen)
         try:
-            now, best = revise(runtime.settings, runtime.blueprints, runtime.world, limits, machine, seen)
+            search = PlanSearch(runtime.settings, runtime.blueprints, runtime.world)
+            now, best = search.revise(limits, machine, seen)
         except PrepareError as error:
             log.warning("the plan is kept after step %d (%s), although nothing fits: %s", self._step, reason, error)
             return ""
