@@ -72,7 +72,7 @@ class Gatherer:
             return
         self.complete(group)
         self.sequence.append(group.name)
-        self.wires.ledger.owner = group.name
+        self.wires.ledger.work_on(group.name)
         if self.events.is_on and self.wires.world.size > 1:
             size, device = sum(flat.full.nbytes for flat in group.flats), self.wires.world.device
             self._gathers[group] = self.events.begin("gather", "wire", group.name, size, device=device)
@@ -129,7 +129,7 @@ class Gatherer:
         if not group.gives_back or group.num_pins or group.state is GroupState.RELEASED:
             return
         self.finish(group)
-        self.wires.ledger.owner = group.name
+        self.wires.ledger.work_on(group.name)
         if self.events.is_on:
             size, device = sum(flat.full.nbytes for flat in group.flats), self.wires.world.device
             self.events.end(self.events.begin("release", "compute", group.name, size, device=device), device)
