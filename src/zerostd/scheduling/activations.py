@@ -188,7 +188,7 @@ class Activations:
             self._left.clear()
         self._left[like] = sum(parcel.num_bytes for parcel in bundle.parcels if parcel.num_users == 1)
         if bundle.parcels:
-            self._gatherer.wires.ledger.owner = group.name
+            self._gatherer.wires.ledger.work_on(group.name)
             self._carrier.send(bundle)
             self._last = weakref.ref(bundle)
 

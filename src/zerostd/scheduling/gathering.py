@@ -11,12 +11,11 @@ from __future__ import annotations
 import enum
 
 from zerostd.communication import Control, Wires
-from zerostd.communication.wires import Pending
 from zerostd.errors import MisuseError
 from zerostd.monitoring.events import Span
 from zerostd.monitoring.loop_timer import LoopPhase, LoopTimer
 from zerostd.parameters import Flat, Group, GroupState
-from zerostd.tiers import Uploader
+from zerostd.tiers import Transfer, Uploader
 
 __all__ = ["PREFETCH_DEPTH", "Gatherer", "Phase"]
 
@@ -73,7 +72,7 @@ class Gatherer:
             return
         self.complete(group)
         self.sequence.append(group.name)
-        self.wires.ledger.owner = group.name
+        self.wires.ledger.work_on(group.name)
         if self.events.is_on and self.wires.world.size > 1:
             size, device = sum(flat.full.nbytes for flat in group.flats), self.wires.world.device
             self._gathers[group] = self.events.begin("gather", "wire", group.name, size, device=device)
@@ -82,7 +81,7 @@ class Gatherer:
                 group.pending.append(self._start(flat, group.name))
         group.state = GroupState.GATHERING
 
-    def _start(self, flat: Flat, name: str) -> Pending:
+    def _start(self, flat: Flat, name: str) -> Transfer:
         """From where it rests to the device, from there to all ranks."""
         flat.open()
         rank = self.wires.world.rank
@@ -130,7 +129,7 @@ class Gatherer:
         if not group.gives_back or group.num_pins or group.state is GroupState.RELEASED:
             return
         self.finish(group)
-        self.wires.ledger.owner = group.name
+        self.wires.ledger.work_on(group.name)
         if self.events.is_on:
             size, device = sum(flat.full.nbytes for flat in group.flats), self.wires.world.device
             self.events.end(self.events.begin("release", "compute", group.name, size, device=device), device)

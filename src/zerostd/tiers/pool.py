@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zerostd.monitoring.leaks import POOL
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.debug import DEBUG
 from zerostd.tiers.disk import Extent
@@ -120,12 +119,8 @@ class Pool:
         return TierTensor(size, torch.uint8, self.tier, slab.memory[start : start + size])
 
     def _grow(self, num_bytes: int) -> None:
-        ledger = self._stores.ledger
-        earlier, ledger.owner = ledger.owner, POOL
-        try:
+        with self._stores.ledger.leaks.ignored():
             self._slabs.append(_Slab(self._allocate(num_bytes), num_bytes, [(0, num_bytes)]))
-        finally:
-            ledger.owner = earlier
 
     def _allocate(self, num_bytes: int) -> torch.Tensor | Extent:
         if self.tier is Tier.HOST:
