@@ -70,7 +70,7 @@ def gradient_column(flat: Flat, dtypes: Collection[torch.dtype] = ()) -> TierTen
     assert gradient is not None
     if any(torch.promote_types(dtype, gradient.rest_dtype) != gradient.rest_dtype for dtype in dtypes):
         gradient.use_sum()
-    rest = gradient.settled()
+    rest = gradient.wait_landed()
     return TierTensor(rest.numel(), rest.dtype, Tier.HOST if gradient.host is not None else Tier.DEVICE, rest)
 
 
