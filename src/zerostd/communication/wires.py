@@ -1,6 +1,6 @@
 """The bulk collectives: gather a flat buffer from its slices, reduce one to the mean of its slices.
 
-In come flat buffers as long as the layout says and this rank's slice of them; out comes a `Pending`. Nothing is
+In come flat buffers as long as the layout says and this rank's slice of them; out comes a `Transfer`. Nothing is
 copied in or out. Two wirings of the same verbs: gloo for the CPU, nccl for devices with streams. Every byte this rank
 sends is entered in the ledger.
 
@@ -12,7 +12,6 @@ order whatever the timing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,73 +20,41 @@ from zerostd.communication.world import World, thread_budget
 from zerostd.kernels import sum_slices
 from zerostd.monitoring import Ledger
 from zerostd.policy import Kind
+from zerostd.tiers import Done, StreamEvent, Transfer
 
-__all__ = ["Done", "Pending", "Wires"]
-
-
-class Pending(Protocol):
-    """Work in flight. `wait` returns when its result may be used on the current stream; more than once is free."""
-
-    def wait(self) -> None: ...
+__all__ = ["Wires"]
 
 
-class Done:
-    """Nothing to wait for."""
+class Collective(Transfer):
+    """Collectives of gloo in flight, and what this thread does when they have landed: sum, or start another one."""
 
-    def wait(self) -> None:
-        return None
-
-
-class Works:
-    """torch works in flight, then a last action on this thread."""
-
-    def __init__(self, works: list[dist.Work], finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, works: list[dist.Work], finish: Callable[[], Transfer | None] | None = None) -> None:
         self._works = works
         self._finish = finish
+        self._next: Transfer | None = None
 
     def wait(self) -> None:
-        works, self._works = self._works, []
+        """Hold the host until the result is there, that of the collective which `finish` starts too."""
+        self.land()
+        if self._next is not None:
+            self._next.wait()
+
+    def is_done(self) -> bool:
+        """Return whether everything has landed and `finish` has run."""
+        if self._finish is not None or not all(work.is_completed() for work in self._works):
+            return False
+        return self._next is None or self._next.is_done()
+
+    def land(self) -> None:
+        """Hold the host until the receive buffer is free: what came in has been used, and the next is on its way."""
+        works = self._works
+        self._works = []
         for work in works:
             work.wait()
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-
-    def then(self, action: Callable[[], None]) -> None:
-        """Add an action behind the last one."""
         finish = self._finish
-
-        def both() -> None:
-            if finish is not None:
-                finish()
-            action()
-
-        self._finish = both
-
-
-class Relay:
-    """Two works in a row: the second starts when the first has landed, at the latest in `wait`."""
-
-    def __init__(self, first: Works, start_second: Callable[[], Pending]) -> None:
-        self._first = first
-        self._second: Pending | None = None
-        first.then(lambda: setattr(self, "_second", start_second()))
-
-    def wait(self) -> None:
-        self._first.wait()
-        assert self._second is not None
-        self._second.wait()
-
-
-class Event:
-    """Work queued on a side stream."""
-
-    def __init__(self, event: torch.Event, device: torch.device) -> None:
-        self._event = event
-        self._device = device
-
-    def wait(self) -> None:
-        torch.accelerator.current_stream(self._device).wait_event(self._event)
+        self._finish = None
+        if finish is not None:
+            self._next = finish()
 
 
 class Wires:
@@ -98,7 +65,7 @@ class Wires:
         self.ledger = ledger
         self._num_threads = thread_budget(world.local_size)
         self._receive = torch.empty(0, dtype=torch.uint8, device=world.device)
-        self._receiving: Pending = Done()
+        self._receiving: Collective | None = None  # the last one that uses the receive buffer; without a stream
         has_streams = world.device.type != "cpu"
         self._stream = torch.Stream(world.device) if has_streams and world.size > 1 else None
 
@@ -109,7 +76,7 @@ class Wires:
             self._receive = torch.empty(num_bytes // slices, dtype=torch.uint8, device=self.world.device)
             self.ledger.enter(Kind.BUFFERS, self._receive.nbytes)
 
-    def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+    def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Transfer:
         """Fill `full` with the slices of all ranks; `shard` is mine and may be a view of its place in `full`."""
         world, channels = self.world, self.world.channels
         if channels is None:
@@ -119,38 +86,28 @@ class Wires:
             return self._on_stream(lambda: dist.all_gather_into_tensor(full, shard, group=channels.gather))
         return self._spread(full, shard, "gather")
 
-    def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Pending:
+    def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Transfer:
         """The mean over ranks of my slice of `full`, written to `land` or added to it.
 
         `full` must stay untouched until the wait; one reduce is in flight at a time, the next waits for it.
         """
         world, channels = self.world, self.world.channels
         assert channels is not None
-        if self._stream is None:  # on a stream the next reduce is ordered behind the last by itself
-            self._receiving.wait()
+        if self._stream is None:
+            return self._collect(full, land, accumulate=accumulate)
         self.ledger.record_sent("reduce", full.nbytes // world.size * (world.size - 1))
-        received = self._receive[: full.nbytes // (1 if self._stream is None else world.size)].view(full.dtype)
-        if self._stream is not None:
+        received = self._receive[: full.nbytes // world.size].view(full.dtype)
 
-            def run() -> None:
-                dist.reduce_scatter_tensor(received, full, op=dist.ReduceOp.AVG, group=channels.reduce)
-                if accumulate:
-                    land.add_(received)
-                else:
-                    land.copy_(received)
+        def run() -> None:
+            dist.reduce_scatter_tensor(received, full, op=dist.ReduceOp.AVG, group=channels.reduce)
+            if accumulate:
+                land.add_(received)
+            else:
+                land.copy_(received)
 
-            self._receiving = self._on_stream(run)
-            return self._receiving
-        work = dist.all_to_all_single(_bytes(received), _bytes(full), group=channels.reduce, async_op=True)
-        self._receiving = Works(
-            [work],
-            lambda: sum_slices(
-                received, world.size, 1.0 / world.size, land, accumulate=accumulate, num_threads=self._num_threads
-            ),
-        )
-        return self._receiving
+        return self._on_stream(run)  # the next reduce is ordered behind this one by the stream
 
-    def reduce_everywhere(self, full: torch.Tensor) -> Pending:
+    def reduce_everywhere(self, full: torch.Tensor) -> Transfer:
         """The mean over ranks of all of `full`, in place: reduce my slice, then everyone's slices to everyone."""
         channels, size = self.world.channels, self.world.size
         assert channels is not None
@@ -158,11 +115,34 @@ class Wires:
         if self._stream is not None:
             self.ledger.record_sent("reduce", 2 * mine.nbytes * (size - 1))
             return self._on_stream(lambda: dist.all_reduce(full, dist.ReduceOp.AVG, group=channels.reduce))
-        reduced = self.reduce(full, mine)
-        assert isinstance(reduced, Works)
-        return Relay(reduced, lambda: self._spread(full, mine, "reduce"))
+        return self._collect(full, mine, then=lambda: self._spread(full, mine, "reduce"))
 
-    def _spread(self, full: torch.Tensor, shard: torch.Tensor, verb: str) -> Pending:
+    def _collect(
+        self,
+        full: torch.Tensor,
+        land: torch.Tensor,
+        *,
+        accumulate: bool = False,
+        then: Callable[[], Transfer] | None = None,
+    ) -> Transfer:
+        """Sum everyone's version of my slice, by gloo, and start what comes `then`; see [Note: gloo]."""
+        world = self.world
+        assert world.channels is not None
+        if self._receiving is not None:
+            self._receiving.land()
+        self.ledger.record_sent("reduce", full.nbytes // world.size * (world.size - 1))
+        received = self._receive[: full.nbytes].view(full.dtype)
+        work = dist.all_to_all_single(_bytes(received), _bytes(full), group=world.channels.reduce, async_op=True)
+
+        def finish() -> Transfer | None:
+            factor = 1.0 / world.size
+            sum_slices(received, world.size, factor, land, accumulate=accumulate, num_threads=self._num_threads)
+            return None if then is None else then()
+
+        self._receiving = Collective([work], finish)
+        return self._receiving
+
+    def _spread(self, full: torch.Tensor, shard: torch.Tensor, verb: str) -> Transfer:
         """Everyone's slice to everyone, by gloo; see [Note: gloo]."""
         world, channels = self.world, self.world.channels
         assert channels is not None
@@ -172,7 +152,7 @@ class Wires:
         if slices[world.rank].data_ptr() != shard.data_ptr():
             slices[world.rank].copy_(shard)
         works = [dist.broadcast(slices[r], group_src=r, group=group, async_op=True) for r in range(world.size)]
-        return Works([work for work in works if work is not None])
+        return Collective([work for work in works if work is not None])
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of a small tensor over ranks, in place, on the current stream."""
@@ -199,13 +179,13 @@ class Wires:
             for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
                 tensor.detach().copy_(part.view(tensor.shape))
 
-    def _on_stream(self, run: Callable[[], object]) -> Pending:
+    def _on_stream(self, run: Callable[[], object]) -> Transfer:
         assert self._stream is not None
         device = self.world.device
         self._stream.wait_stream(torch.accelerator.current_stream(device))
         with self._stream:
             run()
-        return Event(self._stream.record_event(), device)
+        return StreamEvent(self._stream, device)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from zerostd.monitoring import Ledger
 from zerostd.parameters.host_gradient import HostGradient, HostGradientCopy
 from zerostd.policy import Kind
 from zerostd.sharding import Layout
-from zerostd.tiers import Done, Transfer, synchronize
+from zerostd.tiers import Done, Transfer
 from zerostd.tiers.host import Host
 
 __all__ = ["Gradient", "vector_norm"]
@@ -265,7 +265,7 @@ class Gradient:
     def wait_landed(self) -> torch.Tensor:
         """The gradient where it rests, when it is there: holds the host if it rests there."""
         if self.keeper is not None:
-            synchronize(self.keeper.kept)
+            self.keeper.kept.synchronize()
         return self.current
 
     def _allocate_rest(self, dtype: torch.dtype) -> torch.Tensor:

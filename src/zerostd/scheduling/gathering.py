@@ -11,12 +11,11 @@ from __future__ import annotations
 import enum
 
 from zerostd.communication import Control, Wires
-from zerostd.communication.wires import Pending
 from zerostd.errors import MisuseError
 from zerostd.monitoring.events import Span
 from zerostd.monitoring.loop_timer import LoopPhase, LoopTimer
 from zerostd.parameters import Flat, Group, GroupState
-from zerostd.tiers import Uploader
+from zerostd.tiers import Transfer, Uploader
 
 __all__ = ["PREFETCH_DEPTH", "Gatherer", "Phase"]
 
@@ -82,7 +81,7 @@ class Gatherer:
                 group.pending.append(self._start(flat, group.name))
         group.state = GroupState.GATHERING
 
-    def _start(self, flat: Flat, name: str) -> Pending:
+    def _start(self, flat: Flat, name: str) -> Transfer:
         """From where it rests to the device, from there to all ranks."""
         flat.open()
         rank = self.wires.world.rank

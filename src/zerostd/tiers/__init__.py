@@ -7,7 +7,7 @@ limits.py    what is free, and what was asked  inbound.py a column's way to the 
 pool.py      rooms that come and go          parcels.py bytes that leave the device and come back
 """
 
-from zerostd.tiers.streams import Stream, Streams, record_event, synchronize
+from zerostd.tiers.streams import Stream, StreamEvent, Streams, record_event
 from zerostd.tiers.tier_tensor import TierAllocator, TierTensor
 from zerostd.tiers.transfer import AllOf, Done, QueuedTransfer, Transfer, Work
 from zerostd.tiers.uploading import Uploader
@@ -18,6 +18,7 @@ __all__ = [
     "Done",
     "QueuedTransfer",
     "Stream",
+    "StreamEvent",
     "Streams",
     "TierAllocator",
     "TierTensor",
@@ -26,5 +27,4 @@ __all__ = [
     "Work",
     "Worker",
     "record_event",
-    "synchronize",
 ]

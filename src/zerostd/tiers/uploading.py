@@ -14,7 +14,7 @@ import torch
 
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.debug import DEBUG
-from zerostd.tiers.streams import Streams, record_event, synchronize
+from zerostd.tiers.streams import Streams, record_event
 from zerostd.tiers.tier_tensor import TierAllocator, TierTensor
 from zerostd.tiers.transfer import Done, QueuedTransfer, Transfer
 from zerostd.tiers.worker import Worker
@@ -58,16 +58,16 @@ class Uploader:
         def job() -> None:
             source = column.tensor if buffer is None else _read(column, buffer)
             assert source is not None
-            synchronize(ready)
+            ready.synchronize()
             way = (column.tier.value, Tier.DEVICE.value)
             with (
                 self._lanes.up.after(),
                 events.within("transfer", "up", name, place.nbytes, way=way, device=place.device),
             ):
                 place.copy_(source, non_blocking=True)
-                relay.mark = self._lanes.up.mark()
+                relay.event = self._lanes.up.record_event()
             if buffer is not None:
-                buffer.free = relay.mark
+                buffer.free = relay.event
                 if place.device.type == "cpu":
                     DEBUG.poison(buffer.memory)
 
@@ -88,7 +88,7 @@ class Uploader:
 
 def _read(column: TierTensor, buffer: _Buffer) -> torch.Tensor:
     """The column in the buffer's memory, when that is free."""
-    synchronize(buffer.free)
+    buffer.free.synchronize()
     memory = buffer.memory[: column.numel * column.dtype.itemsize]
     column.start_read(0, memory).wait()
     return memory.view(column.dtype)

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 import torch
 
 from zerostd.errors import StorageError, ZerostdError
-from zerostd.tiers.streams import has_arrived
 from zerostd.tiers.transfer import Done, Transfer, Work
 
 __all__ = ["Worker"]
@@ -48,7 +47,7 @@ class _Jobs:
 
     def take(self) -> _Job:
         """The next job, whose first part is done next; the lock is held, and there is one."""
-        arrived = [job for job in self.waiting if has_arrived(job.ready)]
+        arrived = [job for job in self.waiting if job.ready.has_arrived()]
         job = min(arrived, key=lambda job: job.place) if arrived else self.waiting[0]
         if len(job.parts) == 1 or self.error is not None:
             self.waiting.remove(job)
