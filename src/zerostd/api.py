@@ -211,7 +211,7 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             for group in groups:
                 for flat in group.flats:
                     runtime.wires.broadcast([flat.full])
-                    flat.take_edits()
+                    flat.commit_edits()
         for group in released:
             runtime.gatherer.release(group)
 

@@ -177,7 +177,7 @@ class Runtime:
     def stepped(self) -> None:
         """A step was taken."""
         self.backward.passes.step()
-        self.gatherer.watch.mark(LoopPhase.OUTSIDE)
+        self.gatherer.timer.mark(LoopPhase.OUTSIDE)
         for observer in self.observers:
             observer.after_step()
 
@@ -190,7 +190,7 @@ class Runtime:
 
     def check_step(self) -> None:
         """A step begins; raise if it would lose gradients."""
-        self.gatherer.watch.mark(LoopPhase.STEP)
+        self.gatherer.timer.mark(LoopPhase.STEP)
         if self.backward.has_unsynced:
             raise MisuseError(
                 "optimizer.step() after backward passes under zerostd.no_sync that no later pass has reduced: run "

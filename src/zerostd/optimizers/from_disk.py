@@ -81,7 +81,7 @@ class FromDisk(OnCpu):
         if run.shard.portion.route is not Route.STREAMED:
             return super().launch(order)
         assert held is not None
-        gradient, place, relay = held.current[run.region], order.flat.updated(run.shard), QueuedTransfer()
+        gradient, place, relay = held.current[run.region], order.flat.parameters_of(run.shard), QueuedTransfer()
         ready = order.can_begin(held.arrived)
         job = Job(order, gradient, ready, None if place is None else place[run.part], None, None, relay)
         relay.work = self.worker.submit_parts(self.parts(job), order.place, ready)

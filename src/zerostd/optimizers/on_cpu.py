@@ -115,7 +115,7 @@ class OnCpu:
         """Where the kernel writes new parameters, and where they go from there."""
         if run.shard.holds_parameters:
             return None, None
-        place = flat.updated(run.shard)
+        place = flat.parameters_of(run.shard)
         if place is not None and place.device.type == "cpu":
             return place[run.part], None
         target = None if place is None else place[run.part]

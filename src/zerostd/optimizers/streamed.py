@@ -120,7 +120,7 @@ class Streamed:
         order, run, shard = job.order, job.order.run, job.order.run.shard
         if part.start == 0:
             job.after, job.before = shard.landed, run.singles
-        weights = None if shard.holds_parameters else order.flat.updated(shard)
+        weights = None if shard.holds_parameters else order.flat.parameters_of(shard)
         here = slice(run.part.start + part.start, run.part.start + part.stop)
         tile = Tile(
             _cut(order.source, here),

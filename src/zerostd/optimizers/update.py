@@ -144,7 +144,7 @@ class Updater:
             assert run.tensor is not None
             run.tensor.grad = None
         for flat in group.trainable:
-            flat.publish(only_resident=True)
+            flat.round_masters(only_resident=True)
         self._count()
 
     def _give_gradient(self, flat: Flat, run: Run, factor: torch.Tensor | None, used: int) -> int:

@@ -105,7 +105,7 @@ class Adapter(StepObserver):
         if self._watching is not None:
             if self._step == self._watching[0] + NUM_WATCHED:
                 self._end_watching()
-            self.runtime.gatherer.watch.cut()
+            self.runtime.gatherer.timer.cut()
         elif self._step == NUM_FIRST and self._is_moving:
             self._watch("after the first steps")
         elif self._step % EVERY == 0:
@@ -122,7 +122,7 @@ class Adapter(StepObserver):
     def _watch(self, reason: str) -> None:
         self.runtime.finish_updates()
         self._watching = (self._step, self._busy(), reason)
-        self.runtime.gatherer.watch.start()
+        self.runtime.gatherer.timer.start()
 
     def _busy(self) -> dict[str, float]:
         optimizer = self.runtime.optimizer
@@ -134,7 +134,7 @@ class Adapter(StepObserver):
         assert self._watching is not None
         _, before, reason = self._watching
         self._watching = None
-        spent = self.runtime.gatherer.watch.stop()
+        spent = self.runtime.gatherer.timer.stop()
         self.runtime.finish_updates()
         num_passes = self.runtime.backward.passes.num_before
         self._seen = Seen(

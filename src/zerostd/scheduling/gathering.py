@@ -37,13 +37,13 @@ class Gatherer:
     sequence: list[str]  # groups whose gather was started since ranks last compared notes
     prefetch_depth: int  # groups started ahead; 0 gathers only on demand
 
-    def __init__(self, groups: tuple[Group, ...], wires: Wires, control: Control, inbound: Uploader) -> None:
+    def __init__(self, groups: tuple[Group, ...], wires: Wires, control: Control, uploader: Uploader) -> None:
         self.groups = groups
         self.wires = wires
-        self.inbound = inbound
+        self.uploader = uploader
         self.control = control
         self.events = wires.ledger.events
-        self.watch = LoopTimer(wires.world.device, self.events)
+        self.timer = LoopTimer(wires.world.device, self.events)
         self.prefetch_depth = PREFETCH_DEPTH
         self.sequence = []
         self._num_trained = sum(len(flat.parameters) for group in groups for flat in group.trainable)
@@ -55,7 +55,7 @@ class Gatherer:
         """Return when `group` is gathered; those expected next are on their way then."""
         if not self._learn(group, phase) and group.state is GroupState.RELEASED and self.wires.world.size > 1:
             self.control.confirm(group.name, self._num_trained)
-        self.watch.at(group.name)
+        self.timer.at(group.name)
         for needed in (group, *group.borrowed.values()):
             self.start(needed)
             self.finish(needed)
@@ -86,11 +86,11 @@ class Gatherer:
         flat.open()
         rank = self.wires.world.rank
         if self.wires.world.size == 1:
-            return self.inbound.bring(flat.rest, flat.full, name)
+            return self.uploader.bring(flat.rest, flat.full, name)
         mine = flat.rest.tensor if flat.is_sharded else flat.full[flat.layout.shard(rank)]
         if mine is None or mine.device != flat.full.device:
             mine = flat.place(rank)
-            self.inbound.bring(flat.rest, mine, name).wait()
+            self.uploader.bring(flat.rest, mine, name).wait()
         return self.wires.gather(flat.full, mine)
 
     def _would_block(self, group: Group) -> bool:
@@ -102,18 +102,18 @@ class Gatherer:
         """Return when the group's parameters are updated."""
         if not group.updates:
             return
-        doing = self.watch.mark(LoopPhase.WAITING, "updates")
+        doing = self.timer.mark(LoopPhase.WAITING, "updates")
         for update in group.updates:
             update.wait()
         group.updates.clear()
-        self.watch.mark(doing)
+        self.timer.mark(doing)
 
     def finish(self, group: Group) -> None:
         """Wait for a gather that was started; nothing to do for a gathered group."""
         if group.state is not GroupState.GATHERING:
             return
         self.complete(group)
-        doing = self.watch.mark(LoopPhase.WAITING, "parameters")
+        doing = self.timer.mark(LoopPhase.WAITING, "parameters")
         with self.control.explain(f"the gather of group {group.name!r}"):
             for pending in group.pending:
                 pending.wait()
@@ -122,7 +122,7 @@ class Gatherer:
         for flat in group.flats:
             flat.show()
         group.state = GroupState.GATHERED
-        self.watch.mark(doing)
+        self.timer.mark(doing)
 
     def release(self, group: Group) -> None:
         """Give a sharded group's memory back; one that rests gathered or that someone holds stays."""
