@@ -87,7 +87,7 @@ class Updater:
 
     def update(self, group: Group, terms: Terms, scope: Scope = Scope.ALL, *, is_complete: bool = False) -> None:
         """Start the update of the runs of `group` that have gradients; `is_complete` says that all have."""
-        group.kept.wait()
+        group.pending_save.wait()
         resident: list[Run] = []
         used = 0
         for flat in group.trainable:

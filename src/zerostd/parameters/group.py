@@ -54,7 +54,7 @@ class Group:
             None  # forwards whose inputs get gradients and have not yet; None: no sign
         )
         self.num_pins = 0  # users who hold it gathered
-        self.kept: Transfer = Done()  # somebody reads its masters and states: until then they must stay as they are
+        self.pending_save: Transfer = Done()  # a save reads masters and states; they must not change before
 
     @property
     def trainable(self) -> list[Flat]:
