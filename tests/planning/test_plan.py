@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from planning.machines import GIB, gpt, task_of
 from zerostd.errors import PrepareError
+from zerostd.monitoring.texts import size_text
 from zerostd.planning import Plan, Prediction, make_plan
-from zerostd.planning.plan import size_text
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier
 
 HALF = ((Tier.DEVICE, Route.RESIDENT, 0.25), (Tier.HOST, Route.CPU, 0.5), (Tier.HOST, Route.STREAMED, 0.25))

@@ -16,9 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from zerostd.errors import StorageError
+from zerostd.monitoring.texts import size_text
 from zerostd.planning import MachineProfile, ModelProfile
 from zerostd.planning.cluster import Row, state_bytes
-from zerostd.planning.plan import size_text
 from zerostd.policy import Stage, Tier
 
 __all__ = ["count_text", "machine_table", "rows_json", "scaling_table", "show", "state_rows", "state_table", "write"]

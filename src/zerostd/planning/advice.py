@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from zerostd.monitoring.texts import size_text
 from zerostd.planning.costs import Load, Task
 from zerostd.planning.linear import Infeasible
-from zerostd.planning.plan import Plan, size_text
+from zerostd.planning.plan import Plan
 from zerostd.planning.rounding import missing, room
 from zerostd.policy import Tier
 

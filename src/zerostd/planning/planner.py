@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zerostd.errors import PrepareError
+from zerostd.monitoring.texts import size_text
 from zerostd.planning.activations import activation_bytes, way_of
 from zerostd.planning.advice import explain_missing, recomputing
 from zerostd.planning.costs import Load, Task, loads, merged
 from zerostd.planning.demands import WHOLE, Shares, work
 from zerostd.planning.linear import Infeasible, Outcome
-from zerostd.planning.plan import GIB, Plan, Prediction, size_text
+from zerostd.planning.plan import GIB, Plan, Prediction
 from zerostd.planning.program import SLACK, Optimum, optimise, prices_of, quickest
 from zerostd.planning.rounding import settle
 from zerostd.planning.simulation import simulate

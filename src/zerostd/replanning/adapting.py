@@ -23,10 +23,10 @@ from zerostd.errors import PrepareError
 from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import free_bytes
 from zerostd.monitoring.loop_timer import LoopPhase
+from zerostd.monitoring.texts import size_text
 from zerostd.parameters.observing import StepObserver
 from zerostd.planning import MachineProfile, Plan
 from zerostd.planning.costs import MARGIN
-from zerostd.planning.plan import size_text
 from zerostd.planning.refitting import Seen
 from zerostd.policy import Kind, Tier
 from zerostd.preparing.proposing import revise
