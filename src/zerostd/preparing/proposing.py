@@ -20,14 +20,14 @@ from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import free_bytes
 from zerostd.measuring.model import state_widths
 from zerostd.parameters.blueprints import Blueprint
-from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Plan, Prediction, Task
+from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Plan, PlanRequest, Prediction
 from zerostd.planning.advice import if_most_are_clipped
 from zerostd.planning.costs import WORTH_SPECULATING, stages_of, threads_of
 from zerostd.planning.limits import limits_for
 from zerostd.planning.model import WAYS
 from zerostd.planning.planner import Solution, evaluate, homes_by_group, model_state, place_states, plan_from, solve
 from zerostd.planning.program import SLACK
-from zerostd.planning.refitting import Seen, refit
+from zerostd.planning.refitting import ObservedStep, refit
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats
@@ -158,15 +158,15 @@ class PlanSearch:
         plans: list[Plan] = []
         refused: list[PrepareError] = []
         for stage in stages_of(self.settings.stage, self.world.size):
-            task = self._task(limits, profile, machine, stage)
+            request = self._request(limits, profile, machine, stage)
             try:
-                plan = self._best(task)
+                plan = self._best(request)
             except PrepareError as error:
                 refused.append(error)
                 continue
             plans.append(plan)
             if self._may_speculate(profile) and plan.predicted.total(Tier.HOST):
-                plans += self._speculative(task, plan)
+                plans += self._speculative(request, plan)
         if not plans:
             raise refused[-1]
         best = min(plans, key=_seconds)
@@ -174,15 +174,15 @@ class PlanSearch:
         notes = [*(str(error) for error in refused), *if_most_are_clipped(best, without_s)]
         return replace(best, notes=(*best.notes, *notes))
 
-    def revise(self, limits: Mapping[Tier, int], machine: MachineProfile, seen: Seen) -> tuple[Plan, Plan]:
+    def revise(self, limits: Mapping[Tier, int], machine: MachineProfile, seen: ObservedStep) -> tuple[Plan, Plan]:
         """Return the present plan with its cost as steps were observed, and the best one with parameters where they
         are. The first may not fit into the limits; raises PrepareError if nothing does."""
         plan = self.settings.plan
         assert plan is not None
         homes = homes_of(plan, self.blueprints) or {}
-        task = self._task(limits, profile_of(self.blueprints, self.settings), machine, self.settings.decided[0])
-        task = replace(
-            task,
+        request = self._request(limits, profile_of(self.blueprints, self.settings), machine, self.settings.decided[0])
+        request = replace(
+            request,
             accumulate=self.settings.accumulate or seen.num_passes,
             rests={name: home.parameters for name, home in homes.items()},
             speculates=plan.speculate,
@@ -190,18 +190,20 @@ class PlanSearch:
         planned = plan.predicted.bytes.get(Tier.DEVICE, {}).get(Kind.ACTIVATIONS)
         if seen.activation_bytes is None and planned is not None:  # nobody can see them, but they were counted on
             seen = replace(seen, activation_bytes=planned)
-        task = refit(task, homes, seen)
-        now = evaluate(replace(task, fixed=_fixed_bytes(task)), homes)
-        counted = self._count(task, homes, model_state(now))
-        best = replace(self._best(task), activations=plan.activations)
+        request = refit(request, homes, seen)
+        now = evaluate(replace(request, fixed=_fixed_bytes(request)), homes)
+        counted = self._count(request, homes, model_state(now))
+        best = replace(self._best(request), activations=plan.activations)
         return plan_from(now, homes, counted), best
 
-    def _task(self, limits: Mapping[Tier, int], profile: ModelProfile, machine: MachineProfile, stage: Stage) -> Task:
+    def _request(
+        self, limits: Mapping[Tier, int], profile: ModelProfile, machine: MachineProfile, stage: Stage
+    ) -> PlanRequest:
         settings = self.settings
         placed = {Kind.PARAMETERS}
         if self.has_optimizer:
             placed |= {Kind.GRADIENTS, Kind.OPTIMIZER_STATES}
-        return Task(
+        return PlanRequest(
             model=profile,
             machine=machine,
             limits=limits,
@@ -221,39 +223,39 @@ class PlanSearch:
         knows = settings.accumulate is not None and settings.max_grad_norm is not None
         return knows and not settings.precision.scales_loss and (profile.samples or profile.forward_s) is not None
 
-    def _speculative(self, task: Task, without: Plan) -> list[Plan]:
+    def _speculative(self, request: PlanRequest, without: Plan) -> list[Plan]:
         """Return the plan that speculates, if it is worth its memory."""
         try:
-            plan = self._best(replace(task, speculates=True))
+            plan = self._best(replace(request, speculates=True))
         except PrepareError:
             return []
         is_worth = (plan.predicted.step_s or 0.0) < (1.0 - WORTH_SPECULATING) * (without.predicted.step_s or 0.0)
         return [plan] if is_worth else []
 
-    def _best(self, task: Task) -> Plan:
+    def _best(self, request: PlanRequest) -> Plan:
         """Return the best plan that fits by exact account, without a disk that would hold next to nothing."""
-        plan = self._search(task)
+        plan = self._search(request)
         on_disk = plan.predicted.total(Tier.DISK)
         if not 0 < on_disk < WORTH_A_DISK * sum(plan.predicted.total(tier) for tier in Tier):
             return plan
-        limits: dict[Tier, int] = {tier: size for tier, size in task.limits.items() if tier is not Tier.DISK}
+        limits: dict[Tier, int] = {tier: size for tier, size in request.limits.items() if tier is not Tier.DISK}
         with contextlib.suppress(PrepareError):
-            without = replace(self._search(replace(task, limits=limits)), limits=task.limits)
+            without = replace(self._search(replace(request, limits=limits)), limits=request.limits)
             if (without.predicted.step_s or 0.0) <= (1 + WORTH_A_DISK) * (plan.predicted.step_s or 0.0):
                 return without
         return plan
 
-    def _search(self, task: Task) -> Plan:
+    def _search(self, request: PlanRequest) -> Plan:
         """Plan, count exactly, and plan again with that much less room until it fits. Bytes that the program does not
         know, such as buffers, depend on its answer; so first only the states of that answer are placed again. If they
         then cost time, another answer may be better: a few more are tried."""
-        least = _fixed_bytes(task)
+        least = _fixed_bytes(request)
         fixed = dict(least)
         over: dict[Tier, int] = {}
         fitting: list[tuple[Solution, Bytes]] = []
         for attempt in range(MOST_TRIES):
             try:
-                answer = solve(replace(task, fixed=fixed))
+                answer = solve(replace(request, fixed=fixed))
             except PrepareError:
                 if fitting:
                     break
@@ -265,35 +267,37 @@ class PlanSearch:
             for _ in range(2):
                 assert solution is not None
                 assumed = model_state(solution)
-                counted = self._count(task, homes_by_group(solution), assumed)
-                unknown = _unknown_bytes(counted, assumed, solution.task.fixed)
-                over = {tier: sum(counted.get(tier, {}).values()) - task.limits.get(tier, 0) for tier in Tier}
+                counted = self._count(request, homes_by_group(solution), assumed)
+                unknown = _unknown_bytes(counted, assumed, solution.request.fixed)
+                over = {tier: sum(counted.get(tier, {}).values()) - request.limits.get(tier, 0) for tier in Tier}
                 if all(size <= 0 for size in over.values()):
                     fitting.append((solution, counted))
                     break
-                earlier = solution.task.fixed
+                earlier = solution.request.fixed
                 solution = place_states(solution, {tier: max(earlier.get(tier, 0), unknown[tier]) for tier in Tier})
                 if solution is None:
                     break
             if fitting and (len(fitting) >= MOST_FITTING or fitting[-1][0].cost_s <= answer.cost_s * (1 + SLACK)):
                 break
             for tier in Tier:
-                is_near = over[tier] < NEARLY * task.limits.get(tier, 0) or attempt > 1  # answers differ by that much
+                is_near = (
+                    over[tier] < NEARLY * request.limits.get(tier, 0) or attempt > 1
+                )  # answers differ by that much
                 nearly = attempt * over[tier] if over[tier] > 0 and is_near else 0
                 fixed[tier] = max(fixed.get(tier, 0), unknown[tier]) + nearly
         if fitting:
             best, counted = min(fitting, key=lambda pair: pair[0].cost_s)
-            return plan_from(best, homes_by_group(best), counted, _notes(task))
+            return plan_from(best, homes_by_group(best), counted, _notes(request))
         beyond = {tier.value: size for tier, size in over.items()}
         raise PrepareError(
             f"no placement was found whose bytes stay inside the limits: the last one is {beyond} bytes over. Give the "
             "tier that is over more, with Budget(...)"
         )
 
-    def _count(self, task: Task, homes: Mapping[str, Homes], assumed: Bytes) -> Bytes:
+    def _count(self, request: PlanRequest, homes: Mapping[str, Homes], assumed: Bytes) -> Bytes:
         """Return the exact bytes of given homes, with the activations that were assumed."""
         given = {group.name: homes.get(group.name, Homes()) for group in self.blueprints}
-        plan = Plan(given, task.stage, task.world_size, speculate=task.speculates)
+        plan = Plan(given, request.stage, request.world_size, speculate=request.speculates)
         rules = rules_for(self.settings.obeying(plan, sizes_of(self.blueprints)), self.world, given)
         counted = predict(plan_flats(self.blueprints, rules), rules, prefetch_depth=PREFETCH_DEPTH)
         for tier in Tier:
@@ -307,9 +311,9 @@ def _seconds(plan: Plan) -> float:
     return plan.predicted.step_s or max(plan.predicted.busy.values(), default=0.0)
 
 
-def _fixed_bytes(task: Task) -> dict[Tier, int]:
+def _fixed_bytes(request: PlanRequest) -> dict[Tier, int]:
     """Bytes that are there whatever is placed where: activations, if there is no choice about them."""
-    return {Tier.DEVICE: 0 if task.chooses else task.model.activations()}
+    return {Tier.DEVICE: 0 if request.chooses else request.model.activations()}
 
 
 def _unknown_bytes(counted: Bytes, assumed: Bytes, fixed: Mapping[Tier, int]) -> dict[Tier, int]:
@@ -321,13 +325,13 @@ def _unknown_bytes(counted: Bytes, assumed: Bytes, fixed: Mapping[Tier, int]) ->
     return unknown
 
 
-def _notes(task: Task) -> list[str]:
+def _notes(request: PlanRequest) -> list[str]:
     notes = []
-    if task.model.samples is None and task.model.forward_s is None:
+    if request.model.samples is None and request.model.forward_s is None:
         notes.append("The batch is not known, so time to compute is not in the plan and activations are not either.")
-    if Tier.DISK not in task.limits:
+    if Tier.DISK not in request.limits:
         notes.append("The disk is not used: name a directory with Budget(disk_path=...) to let it be.")
-    if task.waits_for_norm and task.accumulate == 1 and not task.speculates:
+    if request.waits_for_norm and request.accumulate == 1 and not request.speculates:
         notes.append(
             "Updates wait for the end of backward: gradients are clipped or scaled, or prepare was not told with "
             "accumulate= how many passes make a step."

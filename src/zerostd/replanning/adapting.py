@@ -23,11 +23,11 @@ from zerostd.errors import PrepareError
 from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import free_bytes
 from zerostd.monitoring.loop_timer import LoopPhase
+from zerostd.monitoring.texts import size_text
 from zerostd.parameters.observing import StepObserver
 from zerostd.planning import MachineProfile, Plan
 from zerostd.planning.costs import MARGIN
-from zerostd.planning.plan import size_text
-from zerostd.planning.refitting import Seen
+from zerostd.planning.refitting import ObservedStep
 from zerostd.policy import Kind, Tier
 from zerostd.preparing.proposing import PlanSearch
 from zerostd.replanning.moving import move
@@ -62,7 +62,7 @@ class RankReport:
     room: Mapping[Tier, int]  # bytes of a tier that are ours or free
     is_short: bool = False  # the device's allocator had to search for memory, or ran out of it
     is_slow: bool = False
-    seen: Seen | None = None
+    seen: ObservedStep | None = None
 
 
 def adapt(runtime: Runtime) -> None:
@@ -87,7 +87,7 @@ class Adapter(StepObserver):
         self._pause = 1  # checks between two searches for another plan; doubles each time
         self._next = {"room": 0, "speed": EVERY}  # the first step at which to search again
         self._watching: tuple[int, dict[str, float], str] | None = None  # first step, busy before, reason
-        self._seen: Seen | None = None  # when it was watched last
+        self._seen: ObservedStep | None = None  # when it was watched last
         self._num_short = _times_short(runtime.world.device)
         _forget_peak(runtime.world.device)
 
@@ -137,7 +137,7 @@ class Adapter(StepObserver):
         spent = self.runtime.gatherer.timer.stop()
         self.runtime.finish_updates()
         num_passes = self.runtime.backward.passes.num_before
-        self._seen = Seen(
+        self._seen = ObservedStep(
             step_s=median(sum(step.values()) for step in spent),
             forward_s=median(step[LoopPhase.FORWARD] + step[LoopPhase.OUTSIDE] for step in spent) / num_passes,
             backward_s=median(step[LoopPhase.BACKWARD] for step in spent) / num_passes,
@@ -253,7 +253,7 @@ class Adapter(StepObserver):
         _forget_peak(world.device)
         self._begun = time.perf_counter()
 
-    def _propose(self, reason: str, room: Mapping[Tier, int], seen: Seen, machine: MachineProfile) -> str:
+    def _propose(self, reason: str, room: Mapping[Tier, int], seen: ObservedStep, machine: MachineProfile) -> str:
         """Return the plan to obey from now on as JSON, or nothing to keep the present one."""
         runtime = self.runtime
         limits = self._limits(room, seen)
@@ -282,16 +282,16 @@ class Adapter(StepObserver):
         note = f"Revised after step {self._step}: {reason}."
         return replace(best, notes=(*best.notes, note)).to_json()
 
-    def _seen_or_rough(self, report: RankReport) -> Seen:
+    def _seen_or_rough(self, report: RankReport) -> ObservedStep:
         """What was observed; before that a third of a step is forward. A device that ran out needs more room."""
         step_s = median(self._times) if self._times else 0.0
         activations = self._activation_bytes()
-        seen = report.seen or Seen(step_s, step_s / 3, 2 * step_s / 3, activation_bytes=activations)
+        seen = report.seen or ObservedStep(step_s, step_s / 3, 2 * step_s / 3, activation_bytes=activations)
         if report.is_short and Tier.DEVICE in report.room:
             return replace(seen, activation_bytes=int((activations or 0) + MORE_ROOM * report.room[Tier.DEVICE]))
         return seen
 
-    def _limits(self, room: Mapping[Tier, int], seen: Seen) -> dict[Tier, int]:
+    def _limits(self, room: Mapping[Tier, int], seen: ObservedStep) -> dict[Tier, int]:
         """Bytes to plan with: the budget's, or what there is less a margin; room kept free for activations counts
         once."""
         settings = self.runtime.settings
