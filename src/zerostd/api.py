@@ -7,6 +7,7 @@ the rest  asks the Runtime that prepare left on the model
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -108,16 +109,16 @@ def prepare(
     check_budget(settings.budget)
     runtime = build(model, optimizer, settings)
     object.__setattr__(model, MARK, runtime)
-
-    def attach(inner: torch.optim.Optimizer) -> ZeroOptimizer:
-        prepared = attach_optimizer(runtime, inner)
-        adapt(runtime)
-        return prepared
-
     if optimizer is None:
-        runtime.late_optimizer = LateOptimizer(attach, runtime.gradients)
+        runtime.late_optimizer = LateOptimizer(functools.partial(_attach, runtime), runtime.gradients)
         return model, None
-    return model, attach(optimizer)
+    return model, _attach(runtime, optimizer)
+
+
+def _attach(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
+    optimizer = attach_optimizer(runtime, inner)
+    adapt(runtime)
+    return optimizer
 
 
 def plan(
