@@ -24,7 +24,7 @@ from zerostd.checkpointing.storage import Saving
 from zerostd.checkpointing.storage import latest as newest
 from zerostd.checkpointing.storage.ordinary import is_ordinary
 from zerostd.communication import World
-from zerostd.engine.runtime import owner_of, runtime_of
+from zerostd.engine.runtime import Runtime, owner_of, runtime_of
 from zerostd.engine.settings import Settings
 from zerostd.errors import CheckpointError, MisuseError, PrepareError
 from zerostd.measuring.model import profile_model
