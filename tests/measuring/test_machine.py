@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from support.files import opened
+from support.memory import pss
 from zerostd.errors import PrepareError, StorageError
 from zerostd.measuring import TrialSizes, measure_machine
 from zerostd.measuring.disk import disk_rates
@@ -32,7 +33,7 @@ from zerostd.measuring.wire import fit
 from zerostd.monitoring import Ledger
 from zerostd.monitoring.timestamps import Timestamp
 from zerostd.planning.machine import MachineProfile
-from zerostd.tiers.host import Host, pss
+from zerostd.tiers.host import Host
 from zerostd.tiers.streams import Stream
 
 MIB = 2**20

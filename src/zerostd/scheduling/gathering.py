@@ -86,11 +86,11 @@ class Gatherer:
         flat.open()
         rank = self.wires.world.rank
         if self.wires.world.size == 1:
-            return self.uploader.bring(flat.rest, flat.full, name)
+            return self.uploader.upload(flat.rest, flat.full, name)
         mine = flat.rest.tensor if flat.is_sharded else flat.full[flat.layout.shard(rank)]
         if mine is None or mine.device != flat.full.device:
             mine = flat.place(rank)
-            self.uploader.bring(flat.rest, mine, name).wait()
+            self.uploader.upload(flat.rest, mine, name).wait()
         return self.wires.gather(flat.full, mine)
 
     def _would_block(self, group: Group) -> bool:
