@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
+import pkgutil
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,7 +74,7 @@ class Optimizer(keras.optimizers.Optimizer):
             if options.get(refused):
                 raise zerostd.NotSupportedError(f"Optimizer({refused}={options[refused]!r}): {remedy}")
         super().__init__(learning_rate=learning_rate, global_clipnorm=global_clipnorm, name=name)
-        self.make: Any = _find(make) if isinstance(make, str) else make
+        self.make: Any = pkgutil.resolve_name(make) if isinstance(make, str) else make
         self.options = dict(options)
         self.__dict__["inner"] = None  # the optimizer that zerostd.prepare returned
 
@@ -95,11 +95,6 @@ class Optimizer(keras.optimizers.Optimizer):
         config = super().get_config()
         own = {name: config[name] for name in ("name", "learning_rate", "global_clipnorm")}
         return {**own, "make": f"{self.make.__module__}.{self.make.__qualname__}", **self.options}
-
-
-def _find(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 class Node(nn.Module):
@@ -127,12 +122,12 @@ def prepare(model: keras.Model, **zero: Any) -> keras.Model:
     """
     optimizer = _check(model, zero)
     root = _tree(model)
-    if not any(True for _ in root.parameters()):
+    if not list(root.parameters()):
         raise zerostd.PrepareError(
             "the model has no weights that train: build it, model.build(input_shape), or call it"
         )
     inner = optimizer.make(root.parameters(), lr=float(optimizer.learning_rate), **optimizer.options)
-    if zero.get("groups") is None and len(root._modules) > 1:
+    if zero.get("groups") is None and len(list(root.children())) > 1:
         zero["groups"] = ["*"]  # each layer
     _, optimizer.__dict__["inner"] = zerostd.prepare(root, inner, max_grad_norm=optimizer.global_clipnorm, **zero)
     model.__dict__[ROOT] = root
