@@ -30,13 +30,13 @@ from zerostd.monitoring import Memory
 from zerostd.optimizers.late_optimizer import LateOptimizer
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import put_states
-from zerostd.optimizers.update import Updater
+from zerostd.optimizers.updater import Updater
 from zerostd.parameters import GroupState
 from zerostd.parameters.blueprints import find_blueprints
 from zerostd.parameters.checking import MARK, check_model, describe_optimizer, optimizer_options
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
-from zerostd.preparing.building import begin_early, build, device_of, make_routes
+from zerostd.preparing.building import begin_backward_updates, build, device_of, make_offload_updater
 from zerostd.preparing.options import check_budget, make_settings
 from zerostd.preparing.proposing import plan_for
 from zerostd.replanning.adapting import adapt
@@ -187,8 +187,8 @@ def _make_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptim
     settings = runtime.settings
     earlier: dict[Any, dict[str, Any]] = {parameter: dict(states) for parameter, states in inner.state.items()}
     inner.state.clear()
-    routes = make_routes(runtime, inner)
-    updater = Updater(inner, runtime.groups, runtime.world.device, runtime.ledger, routes, settings.states)
+    offload = make_offload_updater(runtime, inner)
+    updater = Updater(inner, runtime.groups, runtime.world.device, runtime.ledger, offload, settings.states)
     if earlier:
         put_states(updater, earlier)
     optimizer = ZeroOptimizer(
@@ -200,7 +200,7 @@ def _make_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptim
         loss_scale=runtime.loss_scale,
     )
     runtime.optimizer = optimizer
-    begin_early(runtime, optimizer)
+    begin_backward_updates(runtime, optimizer)
     adapt(runtime)
     return optimizer
 
@@ -258,7 +258,7 @@ def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, A
     """
     runtime = runtime_of(model, "full_state_dict")
     if runtime.optimizer is not None:
-        runtime.optimizer.check_whole("full_state_dict()")
+        runtime.optimizer.check_consistent("full_state_dict()")
     keep = rank is None or rank == runtime.world.rank
     values: dict[torch.Tensor, torch.Tensor] = {}
     for group in runtime.groups:

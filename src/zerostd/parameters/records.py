@@ -5,7 +5,7 @@ Every element of every parameter is some rank's: its own slice of each flat, als
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -49,10 +49,10 @@ def tensor_record(kind: str, of: str, tensor: torch.Tensor) -> Record:
     return Record(kind, of, tuple(tensor.shape), 0, flat.numel(), column, 0)
 
 
-def owned_pieces(flat: Flat, rank: int) -> Iterator[tuple[Piece, int, int]]:
-    """What of a trained flat's region is this rank's to keep: pieces of parameters, with the part of each."""
+def owned_pieces(flat: Flat, rank: int, pieces: Iterable[Piece] | None = None) -> Iterator[tuple[Piece, int, int]]:
+    """Yield what of a trained flat's region, or of these pieces of it, a rank owns: pieces, with the part of each."""
     mine = flat.layout.shard(rank)
-    for piece in flat.layout.pieces(flat.region):
+    for piece in flat.layout.pieces(flat.region) if pieces is None else pieces:
         place = flat.region.start + piece.offset
         low, high = max(mine.start, place), min(mine.stop, place + piece.numel)
         if low < high:

@@ -18,9 +18,8 @@ from zerostd.engine.runtime import Runtime
 from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
 from zerostd.monitoring import Ledger
-from zerostd.optimizers.early import Early
+from zerostd.optimizers.offload_updater import OffloadUpdater
 from zerostd.optimizers.optimizer import ZeroOptimizer
-from zerostd.optimizers.routes import Routes
 from zerostd.parameters import Group, GroupState
 from zerostd.parameters.blueprints import ROOT, Blueprint, Member, describe_groups, find_blueprints
 from zerostd.parameters.checking import describe_model, optimizer_options
@@ -36,12 +35,11 @@ from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.offloading import ActivationOffloader
 from zerostd.tiers import Streams, TierAllocator, Uploader
-from zerostd.tiers.debug import DEBUG
 from zerostd.tiers.disk import Disk
 from zerostd.tiers.host import Host
 from zerostd.tiers.limits import check_disk, check_host
 
-__all__ = ["begin_early", "build", "device_of", "make_routes", "open_disk"]
+__all__ = ["begin_backward_updates", "build", "device_of", "make_offload_updater", "open_disk"]
 
 
 def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, lines: list[str]) -> Runtime:
@@ -199,28 +197,23 @@ def _place_buffers(model: nn.Module, device: torch.device, seed: int) -> None:
                 module._buffers[short] = buffer.to(device)
 
 
-def make_routes(runtime: Runtime, inner: torch.optim.Optimizer) -> Routes | None:
-    """The routes to states off the device; None if there are none there."""
+def make_offload_updater(runtime: Runtime, inner: torch.optim.Optimizer) -> OffloadUpdater | None:
+    """Return what updates states off the device; None if there are none there."""
     if not any(group.is_updated_later for group in runtime.groups):
         return None
     resources = runtime.resources
-    return Routes(inner, runtime.groups, resources.allocator, resources.streams, num_threads=resources.num_threads)
+    return OffloadUpdater(
+        inner, runtime.groups, resources.allocator, resources.streams, num_threads=resources.num_threads
+    )
 
 
-def begin_early(runtime: Runtime, optimizer: ZeroOptimizer) -> None:
-    """Let updates begin inside backward, if it is known which is the last pass of a step and nothing else is waited
-    for."""
-    settings, (_, placement) = runtime.settings, runtime.settings.decided
-    updater = optimizer._updater
-    optimizer.early = None
-    runtime.backward.group_updates = None
-    optimizer.counts_in_groups = optimizer.counts_in_groups_with(updater.routes)
-    knows_the_end = updater.routes is not None and settings.accumulate is not None and runtime.loss_scale is None
-    waits = DEBUG.is_serial or optimizer.counts_in_groups
-    if knows_the_end and not waits and (settings.max_grad_norm is None or placement.speculate):
-        is_on_trial = settings.max_grad_norm is not None
-        optimizer.early = Early(updater, runtime.gradients, runtime, optimizer.terms, is_on_trial=is_on_trial)
-        runtime.backward.group_updates = optimizer.early
+def begin_backward_updates(runtime: Runtime, optimizer: ZeroOptimizer) -> None:
+    """Let updates begin inside backward, where the settings allow it."""
+    _, placement = runtime.settings.decided
+    knows_last_pass = runtime.settings.accumulate is not None
+    runtime.backward.group_updates = optimizer.begin_backward_updates(
+        knows_last_pass=knows_last_pass, may_speculate=placement.speculate
+    )
 
 
 def open_disk(budget: Budget, ledger: Ledger) -> Disk:
