@@ -19,8 +19,7 @@ import torch
 from zerostd import kernels
 from zerostd.errors import MisuseError
 from zerostd.kernels import Rule
-from zerostd.optimizers.native_rules import native_rule, next_scalars, state_names
-from zerostd.optimizers.optimizer_clone import OptimizerClone
+from zerostd.optimizers.arithmetic import OptimizerClone, native_rule, next_scalars, state_names
 from zerostd.optimizers.spans import ScalarStates
 from zerostd.optimizers.tasks import Tensors, UpdateTask
 from zerostd.parameters import Flat

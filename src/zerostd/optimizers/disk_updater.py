@@ -16,7 +16,7 @@ from zerostd.optimizers.cpu_updater import CpuUpdater
 from zerostd.optimizers.spans import ScalarStates, UpdateSpan
 from zerostd.optimizers.staging import NUM_SLOTS, StagingSlot, tile_numel, widest_dtypes
 from zerostd.optimizers.streamed_updater import StreamedUpdater
-from zerostd.optimizers.tasks import Tensors, UpdateTask, cut
+from zerostd.optimizers.tasks import Tensors, UpdateTask
 from zerostd.parameters import Flat
 from zerostd.parameters.state_shard import StateShard
 from zerostd.policy import Kind, Route
@@ -164,5 +164,5 @@ def _inside(span: UpdateSpan, page: slice, staged: Tensors) -> tuple[slice, Tens
     place = span.in_shard
     low = max(page.start, place.start)
     high = min(page.stop, place.stop)
-    tile = slice(low - place.start, high - place.start)
-    return tile, cut(staged, slice(low - page.start, high - page.start))
+    part = slice(low - page.start, high - page.start)
+    return slice(low - place.start, high - place.start), {name: tensor[part] for name, tensor in staged.items()}

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zerostd.errors import PrepareError
-from zerostd.optimizers.optimizer_clone import clone_optimizer
+from zerostd.optimizers.arithmetic import clone_optimizer
 
 __all__ = ["check_elementwise", "find_states", "writes_options"]
 

@@ -66,20 +66,13 @@ class Gradients(StepObserver):
     def total_norm(self, order: float = 2.0) -> torch.Tensor:
         """Return the norm of all gradients as one vector, with `factor`; fp32, on the device."""
         self._wait()
-        device = self.wires.world.device
-        parts = [self._norm_of(flat, order) for group in self.groups for flat in group.trainable]
-        if math.isinf(order):
-            norm = torch.stack(parts).max() if parts else torch.zeros((), device=device)
-            norm = self._across(norm, order)
-        else:
-            total = torch.stack(parts).pow(order).sum() if parts else torch.zeros((), device=device)
-            norm = self._across(total, order).pow(1.0 / order)
-        return torch.mul(norm, self.factor)
+        norms = [self._norm_of(flat, order) for flat in self._flats]
+        stacked = torch.stack(norms) if norms else torch.zeros(1, device=self.wires.world.device)
+        total = stacked.max() if math.isinf(order) else stacked.pow(order).sum()
+        return torch.mul(self._across_ranks(total, order), self.factor)
 
     def _norm_of(self, flat: Flat, order: float) -> torch.Tensor:
         assert flat.gradient is not None
-        if not any(parameter.grad is not None for parameter in flat.parameters):
-            return torch.zeros((), device=self.wires.world.device)
         if all(parameter.grad is not None for parameter in flat.parameters):
             return flat.gradient.norm(order)
         norms = [
@@ -87,20 +80,19 @@ class Gradients(StepObserver):
             for piece in flat.layout.pieces(flat.region)
             if flat.parameters[piece.index].grad is not None
         ]
-        if not norms:
-            return torch.zeros((), device=self.wires.world.device)
-        return vector_norm(torch.stack(norms), order)
+        return vector_norm(torch.stack(norms), order) if norms else torch.zeros((), device=self.wires.world.device)
 
-    def _across(self, value: torch.Tensor, order: float) -> torch.Tensor:
-        """Return the sum (or maximum) over ranks, if each holds another part."""
-        if self._is_whole:
-            return value
-        return self.wires.largest(value) if math.isinf(order) else self.wires.sum(value)
+    def _across_ranks(self, value: torch.Tensor, order: float) -> torch.Tensor:
+        """Return norms over all ranks, from sums of powers (or from the maximum) on this one. Where each rank holds
+        all gradients, nothing is exchanged."""
+        is_sharded = any(flat.gradient is not None and flat.gradient.numel < flat.layout.numel for flat in self._flats)
+        if math.isinf(order):
+            return self.wires.largest(value) if is_sharded else value
+        return (self.wires.sum(value) if is_sharded else value).pow(1.0 / order)
 
     @property
-    def _is_whole(self) -> bool:
-        flats = [flat for group in self.groups for flat in group.trainable]
-        return all(flat.gradient is None or flat.gradient.numel == flat.layout.numel for flat in flats)
+    def _flats(self) -> list[Flat]:
+        return [flat for group in self.groups for flat in group.trainable]
 
     def clip(self, max_norm: float, order: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm is at most `max_norm`, as torch does; returns the norm before."""
@@ -136,10 +128,7 @@ class Gradients(StepObserver):
             piece = flat.layout.piece_of(index, flat.region)
             if piece is not None and flat.parameters[index].grad is not None and flat.gradient is not None:
                 parts[row] = flat.gradient.norm(order, piece.place)
-        if math.isinf(order):
-            norms = self._across(parts, order)
-        else:
-            norms = self._across(parts.pow(order), order).pow(1.0 / order)
+        norms = self._across_ranks(parts if math.isinf(order) else parts.pow(order), order)
         self._norms = {(order, name): norms[row] for row, name in enumerate(names)}
 
     def scale(self, handle: GradientHandle, factor: torch.Tensor | float) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from zerostd.monitoring import Ledger
-from zerostd.optimizers.optimizer_clone import OptimizerClone
+from zerostd.optimizers.arithmetic import OptimizerClone
 from zerostd.optimizers.spans import ScalarStates
 from zerostd.optimizers.staging import NUM_SLOTS, StagingSlot
 from zerostd.optimizers.tasks import Tensors, UpdateTask

@@ -18,7 +18,7 @@ from zerostd.parameters import Flat, Group
 from zerostd.policy import Route
 from zerostd.tiers import AllOf, QueuedTransfer, TierTensor, Transfer, Worker, record_event
 
-__all__ = ["Tensors", "UpdateTask", "cut"]
+__all__ = ["Tensors", "UpdateTask"]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -85,8 +85,3 @@ class UpdateTask:
 
 def _in_memory(tensors: dict[str, TierTensor], part: slice) -> Tensors:
     return {name: tensor.tensor[part] for name, tensor in tensors.items() if tensor.tensor is not None}
-
-
-def cut(tensors: Tensors, part: slice) -> Tensors:
-    """Return a part of every tensor."""
-    return {name: tensor[part] for name, tensor in tensors.items()}
