@@ -13,7 +13,7 @@ from zerostd import kernels
 from zerostd.errors import MisuseError
 from zerostd.kernels import Adagrad, Adam, Sgd, native
 from zerostd.optimizers.arithmetic import OptimizerClone, clone_optimizer, native_rule, next_scalars, state_names
-from zerostd.optimizers.step_options import StepOptions, snapshot
+from zerostd.optimizers.tasks import StepOptions, snapshot
 
 NUMEL = 100
 STEPS = 3

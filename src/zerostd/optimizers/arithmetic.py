@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
+from zerostd.compat import move_step_hooks
 from zerostd.errors import MisuseError
 from zerostd.kernels import Adagrad, Adam, Rule, Sgd
 from zerostd.optimizers.spans import ScalarStates
-from zerostd.optimizers.step_options import StepOptions
+from zerostd.optimizers.tasks import StepOptions, Tensors
 
 __all__ = ["OptimizerClone", "clone_optimizer", "native_rule", "next_scalars", "state_names"]
-
-Tensors = dict[str, torch.Tensor]
 
 
 def native_rule(
@@ -92,8 +91,7 @@ def clone_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     clone = object.__new__(type(optimizer))
     clone.__dict__ = dict(optimizer.__dict__)
     clone.__dict__.pop("step", None)  # a scheduler's counter around it
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(clone, hooks, {})
+    move_step_hooks(clone)
     return clone
 
 

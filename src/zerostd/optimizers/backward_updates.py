@@ -9,6 +9,7 @@ Results are the same bits as without.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ import torch
 from zerostd.errors import MisuseError
 from zerostd.monitoring.ledger import explain_out_of_memory
 from zerostd.optimizers.gradients import Gradients
-from zerostd.optimizers.schedule import Schedule
-from zerostd.optimizers.step_options import StepOptions, snapshot
+from zerostd.optimizers.tasks import StepOptions, snapshot
 from zerostd.optimizers.updater import Scope, Updater
 from zerostd.parameters import Group
 
@@ -33,10 +33,13 @@ class BackwardUpdates:
     num_speculated: int  # steps
     num_committed: int  # of those
 
-    def __init__(self, updater: Updater, gradients: Gradients, schedule: Schedule, *, is_speculative: bool) -> None:
+    def __init__(
+        self, updater: Updater, gradients: Gradients, renew: Callable[[Group], None], *, is_speculative: bool
+    ) -> None:
+        """`renew` is told of each group whose masters have changed."""
         self.updater = updater
         self.gradients = gradients
-        self.schedule = schedule
+        self._renew = renew
         self.is_speculative = is_speculative
         self.num_speculated = 0
         self.num_committed = 0
@@ -70,7 +73,7 @@ class BackwardUpdates:
             self.updater.check_memory()
             self.updater.update(group, self._options, scope, is_complete=True)
         self._done[group] = None
-        self.schedule.renew(group)
+        self._renew(group)
 
     def finish(self, factor: torch.Tensor | None, order: list[Group]) -> set[Group]:
         """End the step: commit what was speculative if `factor` turned out to be one. Returns the groups that need
@@ -95,7 +98,7 @@ class BackwardUpdates:
             if group in done:
                 self.updater.commit_speculative(group)
                 self.updater.update(group, options, Scope.REST)
-                self.schedule.renew(group)
+                self._renew(group)
         return set(done)
 
     def watch(self, options: StepOptions) -> None:

@@ -146,9 +146,8 @@ class CpuUpdater:
         self, task: UpdateTask, tile: slice, source: Tensors, target: Tensors, factor: float
     ) -> ScalarStates | None:
         """Update one tile by the kernel, or by the clone; the latter returns its scalar states."""
-        weights = None if task.host_weights is None else task.host_weights[tile]
         if task.rule is None:
-            return self._update_by_clone(task, tile, source, target, factor, weights)
+            return self._update_by_clone(task, tile, source, target, factor)
         names = (MASTER, *state_names(task.rule))
         kernels.update(
             task.rule,
@@ -156,19 +155,13 @@ class CpuUpdater:
             tuple(source[name] for name in names),
             None if target is source else tuple(target[name] for name in names),
             factor=factor,
-            weight=weights,
+            weight=None if task.host_weights is None else task.host_weights[tile],
             num_threads=self.num_threads,
         )
         return None
 
     def _update_by_clone(
-        self,
-        task: UpdateTask,
-        tile: slice,
-        source: Tensors,
-        target: Tensors,
-        factor: float,
-        weights: torch.Tensor | None,
+        self, task: UpdateTask, tile: slice, source: Tensors, target: Tensors, factor: float
     ) -> ScalarStates:
         if target is not source:
             for name, tensor in source.items():
@@ -180,8 +173,8 @@ class CpuUpdater:
         long_states = {name: tensor for name, tensor in target.items() if name != MASTER}
         span = task.span
         scalars = self.clone.update(task.options, span.param_group, master, long_states, span.scalars, gradient)
-        if weights is not None:
-            weights.copy_(master)
+        if task.host_weights is not None:
+            task.host_weights[tile].copy_(master)
         return scalars
 
     def send_weights(self, task: UpdateTask, tile: slice) -> None:
@@ -189,13 +182,8 @@ class CpuUpdater:
         if task.weights is None or task.host_weights is None or task.weights.device.type == "cpu":
             return
         target = task.weights[tile]
-        events = self.allocator.ledger.events
-        with (
-            self.streams.up.after(task.asked),
-            events.within(
-                "transfer", "up", task.group.name, target.nbytes, way=UP, device=target.device, step=task.step
-            ),
-        ):
+        within = partial(self.allocator.ledger.events.within, "transfer", "up", way=UP, device=target.device)
+        with self.streams.up.after(task.asked), within(task.group.name, target.nbytes, step=task.step):
             target.copy_(task.host_weights[tile], non_blocking=True)
             task.transfer.mark = self.streams.up.mark()
 

@@ -101,7 +101,7 @@ class DiskUpdater(CpuUpdater):
         ahead = NUM_SLOTS - 1
         for index, page in enumerate(pages[:ahead]):
             self._read(task, page, self._slots[index])
-        scalars = None
+        scalars: ScalarStates | None = None
         for index, page in enumerate(pages):
             slot = self._slots[index % NUM_SLOTS]
             if index + ahead < len(pages):
@@ -111,7 +111,9 @@ class DiskUpdater(CpuUpdater):
             staged = slot.views(task.source, page.stop - page.start)
             tile, states = _inside(span, page, staged)
             if is_streamed:
-                scalars = self._stream_tile(task, tile, states)
+                assert self.streamed is not None
+                scalars, landed = self.streamed.update_tile(task, tile, states, states, after=Done())
+                synchronize(landed)
             else:
                 scalars = self.update_tile(task, tile, states, states, factor)
             slot.writes += [tensor.start_write(page.start, staged[name]) for name, tensor in task.source.items()]
@@ -137,12 +139,6 @@ class DiskUpdater(CpuUpdater):
         slot.page = page
         staged = slot.views(task.source, page.stop - page.start)
         slot.reads = [tensor.start_read(page.start, staged[name]) for name, tensor in task.source.items()]
-
-    def _stream_tile(self, task: UpdateTask, tile: slice, states: Tensors) -> ScalarStates:
-        assert self.streamed is not None
-        scalars, landed = self.streamed.update_tile(task, tile, states, states, after=Done())
-        synchronize(landed)
-        return scalars
 
 
 def _wait_writes(slot: StagingSlot) -> None:

@@ -13,29 +13,50 @@ the last backward pass (backward_updates.py).
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from zerostd.communication import World
 from zerostd.communication.world import thread_budget
-from zerostd.compat import note_step
+from zerostd.compat import move_step_hooks, note_step
 from zerostd.errors import MisuseError
 from zerostd.monitoring.ledger import explain_out_of_memory
 from zerostd.optimizers.backward_updates import BackwardUpdates
 from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.scaling import LossScale
-from zerostd.optimizers.schedule import Schedule
 from zerostd.optimizers.states import load_states, save_states
-from zerostd.optimizers.step_options import StepOptions
+from zerostd.optimizers.tasks import StepOptions
 from zerostd.optimizers.updater import Updater
+from zerostd.parameters import Group
 from zerostd.tiers.debug import DEBUG
 
-__all__ = ["ZeroOptimizer"]
+__all__ = ["Schedule", "ZeroOptimizer"]
 
 THREADED_FROM = 1_000_000  # elements: below, waking threads costs more than they bring
+
+
+class Schedule(Protocol):
+    """What the optimizer asks of the schedule; it never learns how groups move.
+
+    A step calls check_step, settle, then update_order, renew for each group it updates, and stepped at its end.
+    """
+
+    def check_step(self) -> None:
+        """Raise if a step now would lose gradients."""
+
+    def settle(self) -> None:
+        """Return when all gradients have landed."""
+
+    def update_order(self) -> list[Group]:
+        """Return the groups, those the next forward needs first in front."""
+
+    def renew(self, group: Group) -> None:
+        """Note that the group's masters have changed."""
+
+    def stepped(self) -> None:
+        """Note that a step was taken, or skipped."""
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -73,9 +94,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
         self._num_threads = thread_budget(world.local_size) if world.device.type == "cpu" else 1
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):  # once a step, not once a group
-            setattr(self, hooks, getattr(self.inner, hooks))
-            setattr(self.inner, hooks, OrderedDict())
+        move_step_hooks(self.inner, self)  # once a step, not once a group
         self._is_built = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -131,7 +150,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.backward_updates = None
         if knows_last_pass and not waits_for_step:
             self.backward_updates = BackwardUpdates(
-                self.updater, self._gradients, self._schedule, is_speculative=is_speculative
+                self.updater, self._gradients, self._schedule.renew, is_speculative=is_speculative
             )
         return self.backward_updates
 

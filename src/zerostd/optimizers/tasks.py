@@ -1,26 +1,58 @@
-"""One span's update off the device, fixed when it was asked for: what it reads, where it writes, when it can begin.
+"""What a step asks of its updates: options as they were when it began, and one task for each span off the device.
 
-`Updater` makes tasks and `OffloadUpdater` hands each to the updater of its route, which puts it into its thread. Tiles
-of a task are slices that count from the span's start.
+Updates go on after step() has returned, when a scheduler may have changed the user's options already, and a commit the
+tensors of a shard: both are fixed when the update is asked for. `Updater` makes tasks, and `OffloadUpdater` hands each
+to the updater of its route, which puts it into its thread. Tiles of a task are slices that count from the span's start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from zerostd.kernels import Rule
 from zerostd.optimizers.spans import UpdateSpan
-from zerostd.optimizers.step_options import StepOptions
 from zerostd.parameters import Flat, Group
 from zerostd.policy import Route
-from zerostd.tiers import AllOf, QueuedTransfer, TierTensor, Transfer, Worker, record_event
+from zerostd.tiers import AllOf, Done, QueuedTransfer, TierTensor, Transfer, Worker, record_event, synchronize
 
-__all__ = ["Tensors", "UpdateTask"]
+__all__ = ["StepOptions", "Tensors", "UpdateTask", "snapshot"]
 
+Options = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Options and factor of one step, shared by its updates."""
+
+    param_groups: list[Options]  # a snapshot, without "params"
+    factor: torch.Tensor | None = None  # on the gradients: one element, fp32, on the device; None: one
+    host_factor: torch.Tensor | None = None  # the same, in host memory
+    arrived: Transfer = field(default_factory=Done)  # when `host_factor` is there
+    written: dict[int, Options] = field(default_factory=dict)  # param_groups as an update has left them, by index
+
+    def read_factor(self) -> float:
+        """Return the factor as a number; holds the calling thread until it has arrived."""
+        if self.host_factor is None:
+            return 1.0
+        synchronize(self.arrived)
+        return self.host_factor.item()
+
+
+def snapshot(param_groups: Sequence[Options]) -> list[Options]:
+    """Return the options as they are now, without parameters; later changes do not reach it."""
+    return [
+        {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in param_groups
+    ]
 
 
 @dataclass(frozen=True, eq=False)

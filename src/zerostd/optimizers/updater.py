@@ -9,8 +9,7 @@ optimizer it is one step all the same: options are those the user set, and count
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +19,7 @@ from zerostd.monitoring import Ledger
 from zerostd.optimizers.elementwise import writes_options
 from zerostd.optimizers.offload_updater import OffloadUpdater
 from zerostd.optimizers.spans import UpdateSpan, UpdateSpans
-from zerostd.optimizers.step_options import StepOptions, snapshot
-from zerostd.optimizers.tasks import UpdateTask
+from zerostd.optimizers.tasks import StepOptions, UpdateTask, snapshot
 from zerostd.parameters import Flat, Group
 from zerostd.policy import Kind
 
@@ -160,9 +158,19 @@ class Updater:
         self._has_memory = True
 
     def _update_resident(self, group: Group, spans: list[UpdateSpan], options: StepOptions) -> None:
-        events = self.ledger.events
-        with self._only(spans, options), events.within("update", "compute", group.name, device=self.scratch.device):
-            self.inner.step()
+        """Let the inner optimizer update these spans. What it writes into its param_groups beside the parameters is
+        kept in `options`: the last group's word counts, and all groups start from the user's values."""
+        param_groups: list[dict[str, Any]] = [
+            {**options_of_group, "params": [span.tensor for span in spans if span.param_group == index]}
+            for index, options_of_group in enumerate(options.param_groups)
+        ]
+        self.inner.param_groups = param_groups
+        try:
+            with self.ledger.events.within("update", "compute", group.name, device=self.scratch.device):
+                self.inner.step()
+        finally:
+            self.inner.param_groups = self.user_groups
+        options.written.update({index: used for index, used in enumerate(param_groups) if used["params"]})
         for span in spans:
             assert span.tensor is not None
             span.tensor.grad = None
@@ -182,21 +190,6 @@ class Updater:
             gradient.mul_(factor)
         span.tensor.grad = gradient
         return used
-
-    @contextmanager
-    def _only(self, spans: list[UpdateSpan], options: StepOptions) -> Iterator[None]:
-        """Give the inner optimizer param_groups with just these spans. What it writes into them beside the parameters
-        is kept in `options`: the last group's word counts, and all groups start from the user's values."""
-        groups: list[dict[str, Any]] = [
-            {**group, "params": [span.tensor for span in spans if span.param_group == index]}
-            for index, group in enumerate(options.param_groups)
-        ]
-        self.inner.param_groups = groups
-        try:
-            yield
-        finally:
-            self.inner.param_groups = self.user_groups
-        options.written.update({index: group for index, group in enumerate(groups) if group["params"]})
 
     def keep_counters(self, options: StepOptions) -> None:
         """After all groups: make what the optimizer wrote into its param_groups the user's."""
