@@ -12,6 +12,7 @@ import fnmatch
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from zerostd.errors import PrepareError
 
@@ -31,7 +32,7 @@ class Node:
     key: object  # equal for modules of one sort
     children: tuple[Node, ...] = ()
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return self.own_bytes + sum(child.num_bytes for child in self.children)
 
@@ -95,11 +96,14 @@ def _pack(run: list[Node], smallest: int, largest: int, groups: list[tuple[str, 
     """Pack neighbouring blocks of one sort into groups of at least `smallest` bytes. What is left over joins the last
     group, or the root if it is too much or there is none."""
     packs: list[list[Node]] = [[]]
+    size = 0  # bytes of the last pack
     for block in run:
         packs[-1].append(block)
-        if sum(node.num_bytes for node in packs[-1]) >= smallest:
+        size += block.num_bytes
+        if size >= smallest:
             packs.append([])
+            size = 0
     left_over = packs.pop()
-    if left_over and packs and sum(node.num_bytes for node in packs[-1] + left_over) <= largest:
+    if left_over and packs and size + sum(node.num_bytes for node in packs[-1]) <= largest:
         packs[-1].extend(left_over)
     groups.extend(tuple(node.name for node in pack) for pack in packs)
