@@ -6,6 +6,7 @@ They differ between torch releases and may move; nothing else in the library tou
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "has_saved_tensor_hooks",
     "in_backward",
     "is_profiling",
+    "move_step_hooks",
     "no_dynamo",
     "note_step",
     "version_of",
@@ -69,6 +71,14 @@ def no_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """A step of it was taken, though not by its own `step`: its schedulers would warn that there was none."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def move_step_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer | None = None) -> None:
+    """Leave an optimizer without hooks around its step; `target` gets them."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if target is not None:
+            setattr(target, name, getattr(source, name))
+        setattr(source, name, OrderedDict())
 
 
 def version_of(tensor: torch.Tensor) -> int:

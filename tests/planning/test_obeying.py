@@ -172,9 +172,7 @@ def test_a_plan_is_made_before_and_obeyed(tmp_path: Path) -> None:
         homes = plan.homes_of(group.name)
         for flat in group.flats:
             assert flat.rest.tier is homes.parameters
-            assert [(s.portion.tier, s.portion.route) for s in flat.state_shards] == [
-                (t, r) for t, r, _ in homes.states
-            ]
+            assert [(s.tier, s.route) for s in flat.state_shards] == [(t, r) for t, r, _ in homes.states]
     assert not off_by(plan, model)
 
 

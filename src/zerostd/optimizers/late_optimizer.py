@@ -69,7 +69,8 @@ class LateOptimizer:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         is_ours = self._adopted is not None and self._adopted.inner is optimizer
         if is_ours and self._hidden is not None and not self._is_stepping:
-            optimizer.param_groups, self._hidden = self._hidden, None
+            optimizer.param_groups = self._hidden
+            self._hidden = None
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in self._ours]

@@ -74,7 +74,7 @@ class Flat:
         if self.rest.tensor is None:
             return None
         mine = self.rest.tensor if self.gives_back else self.full[self.region]
-        return mine[shard.portion.start : shard.portion.stop]
+        return mine[shard.region]
 
     @torch.no_grad()
     def take(self, index: int, value: torch.Tensor) -> None:
@@ -92,14 +92,14 @@ class Flat:
     @torch.no_grad()
     def set_master(self, index: int, value: torch.Tensor) -> None:
         """Exact values for the master of one parameter, where there is one beside the parameter itself."""
-        for piece in self.layout.pieces(self.region):
-            if piece.index != index:
-                continue
-            part = value.reshape(-1)[piece.start : piece.stop]
-            for shard in self.state_shards:
-                found = shard.overlap(piece.offset, piece.offset + piece.numel)
-                if found is not None and not shard.holds_parameters:
-                    shard.master.write(found[0], part[found[1]])
+        piece = self.layout.piece_of(index, self.region)
+        if piece is None:
+            return
+        part = value.reshape(-1)[piece.start : piece.stop]
+        for shard in self.state_shards:
+            found = shard.overlap(piece.offset, piece.offset + piece.numel)
+            if found is not None and not shard.holds_parameters:
+                shard.master.write(found[0], part[found[1]])
 
     def settle(self, rank: int, rest: TierTensor | None, *, is_sharded: bool) -> None:
         """All values are in: keep what rests on this rank, in `rest` if that is not the gathered buffer itself."""
@@ -118,7 +118,7 @@ class Flat:
             if shard.holds_parameters:
                 tensor = self.parameters_of(shard)
                 assert tensor is not None
-                shard.columns[MASTER] = TierTensor(tensor.numel(), tensor.dtype, self.rest.tier, tensor)
+                shard.tensors[MASTER] = TierTensor(tensor.numel(), tensor.dtype, self.rest.tier, tensor)
 
     def open(self) -> None:
         """Take memory for the gathered parameters."""
@@ -167,8 +167,7 @@ class Flat:
         if target is not None:
             target.copy_(values)
         else:
-            portion = slice(shard.portion.start, shard.portion.stop)
-            self.rest.write(portion, values.to(self.rest.dtype))
+            self.rest.write(shard.region, values.to(self.rest.dtype))
 
     def commit_edits(self) -> None:
         """The user wrote into the gathered parameters: keep it. Masters change only where the rounded value did,
@@ -179,10 +178,10 @@ class Flat:
         for shard in self.state_shards:
             if not shard.holds_parameters:
                 master = shard.read_master()
-                mine = self.full[self.region][shard.portion.start : shard.portion.stop].to(master.device)
+                mine = self.full[self.region][shard.region].to(master.device)
                 edited = mine != master.to(mine.dtype)
                 values = torch.where(edited, mine.to(master.dtype), master)
-                shard.master.write(slice(0, shard.portion.numel), values)
+                shard.master.write(slice(0, shard.numel), values)
 
     def exact_values(self) -> torch.Tensor:
         """This rank's region, or shard if it is frozen, at the precision it is kept in, on the device."""
