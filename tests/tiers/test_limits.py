@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from pathlib import Path
 
 import psutil
@@ -99,9 +100,10 @@ def test_available_memory(tmp_path):
     assert available_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.1)
 
 
-def test_memlock_is_a_number_or_none():
-    limit = memlock_limit()
-    assert limit is None or limit >= 0
+@pytest.mark.parametrize(("soft", "limit"), [(resource.RLIM_INFINITY, None), (65536, 65536), (0, 0)])
+def test_memlock_is_the_soft_limit_or_none(soft, limit, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, 2**40) if kind == resource.RLIMIT_MEMLOCK else None)
+    assert memlock_limit() == limit
 
 
 def test_host_refusal_has_the_numbers():
