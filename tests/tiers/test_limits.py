@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from zerostd.errors import PrepareError
+from zerostd.tiers import limits
 from zerostd.tiers.limits import (
     CgroupMemory,
     available_memory,
@@ -111,6 +112,17 @@ def test_host_refusal_has_the_numbers():
     wanted = 1000 * psutil.virtual_memory().total
     with pytest.raises(PrepareError, match=rf"states needs .*\({wanted} bytes\).*\d+ bytes\) are free .*more ranks"):
         check_host(wanted, "states")
+
+
+def test_all_that_is_free_may_be_used_and_no_byte_more(monkeypatch, tmp_path):
+    monkeypatch.setattr(limits, "free_host", lambda *_: 10_000)
+    monkeypatch.setattr(limits, "free_disk", lambda _: 10_000)
+    check_host(10_000, "states")
+    check_disk(10_000, str(tmp_path))
+    with pytest.raises(PrepareError, match=r"\(10000 bytes\) are free"):
+        check_host(10_001, "states")
+    with pytest.raises(PrepareError, match=r"\(10000 bytes\) free"):
+        check_disk(10_001, str(tmp_path))
 
 
 def test_host_budget_is_named_when_it_is_the_smaller():
