@@ -1,7 +1,7 @@
 """States on disk: tiles are read ahead into slots of host memory, updated there, and written back behind.
 
-The CPU updates them in place, or they pass through the device as on the streamed route. Tiles are whole pages, so
-neighbouring spans may share one: what is on its way out is written before it is read again.
+The CPU updates them in place, or they pass through the device as on the streamed route. Tiles are read as blocks of
+whole pages, so neighbouring spans may share one: what is on its way out is written before it is read again.
 """
 
 from __future__ import annotations
@@ -97,48 +97,48 @@ class DiskUpdater(CpuUpdater):
         events = self.allocator.ledger.events
         num_bytes = 2 * span.numel * sum(tensor.dtype.itemsize for tensor in task.source.values())
         event = events.begin("update", "disk", task.group.name, num_bytes, step=task.step)
-        pages = self._pages(span)
+        blocks = self._blocks(span)
         ahead = NUM_SLOTS - 1
-        for index, page in enumerate(pages[:ahead]):
-            self._read(task, page, self._slots[index])
+        for index, block in enumerate(blocks[:ahead]):
+            self._read(task, block, self._slots[index])
         scalars: ScalarStates | None = None
-        for index, page in enumerate(pages):
+        for index, block in enumerate(blocks):
             slot = self._slots[index % NUM_SLOTS]
-            if index + ahead < len(pages):
-                self._read(task, pages[index + ahead], self._slots[(index + ahead) % NUM_SLOTS])
+            if index + ahead < len(blocks):
+                self._read(task, blocks[index + ahead], self._slots[(index + ahead) % NUM_SLOTS])
             for read in slot.reads:
                 read.wait()
-            staged = slot.views(task.source, page.stop - page.start)
-            tile, states = _inside(span, page, staged)
+            staged = slot.views(task.source, block.stop - block.start)
+            tile, states = _inside(span, block, staged)
             if is_streamed:
                 assert self.streamed is not None
                 scalars, landed = self.streamed.update_tile(task, tile, states, states, after=Done())
                 landed.synchronize()
             else:
                 scalars = self.update_tile(task, tile, states, states, factor)
-            slot.writes += [tensor.start_write(page.start, staged[name]) for name, tensor in task.source.items()]
+            slot.writes += [tensor.start_write(block.start, staged[name]) for name, tensor in task.source.items()]
             self.send_weights(task, tile)
         self.finish(task, scalars)
         events.end(event)
         self.busy_s += time.perf_counter() - begun
 
-    def _pages(self, span: UpdateSpan) -> list[slice]:
-        """Return the tiles of a span as parts of its shard, in whole pages."""
+    def _blocks(self, span: UpdateSpan) -> list[slice]:
+        """Return the tiles of a span as parts of its shard, each of whole pages."""
         place = span.in_shard
         end = min(span.shard.numel, -(-place.stop // UNIT) * UNIT)
         starts = range(place.start // UNIT * UNIT, place.stop, self._tile_numel)
         return [slice(start, min(end, start + self._tile_numel)) for start in starts]
 
-    def _read(self, task: UpdateTask, page: slice, slot: StagingSlot) -> None:
-        """Start reading a tile into a slot, when what overlaps it has been written."""
+    def _read(self, task: UpdateTask, block: slice, slot: StagingSlot) -> None:
+        """Start reading a block into a slot, when what overlaps it has been written."""
         _wait_writes(slot)
         for writing in self._slots:
-            if _overlaps(writing, task, page):
+            if _overlaps(writing, task, block):
                 _wait_writes(writing)
         slot.task = task
-        slot.page = page
-        staged = slot.views(task.source, page.stop - page.start)
-        slot.reads = [tensor.start_read(page.start, staged[name]) for name, tensor in task.source.items()]
+        slot.block = block
+        staged = slot.views(task.source, block.stop - block.start)
+        slot.reads = [tensor.start_read(block.start, staged[name]) for name, tensor in task.source.items()]
 
 
 def _wait_writes(slot: StagingSlot) -> None:
@@ -148,17 +148,17 @@ def _wait_writes(slot: StagingSlot) -> None:
             DEBUG.poison(memory)
 
 
-def _overlaps(slot: StagingSlot, task: UpdateTask, page: slice) -> bool:
-    """Whether a slot holds elements of a page of the task's shard."""
-    if slot.task is None or slot.page is None or slot.task.span.shard is not task.span.shard:
+def _overlaps(slot: StagingSlot, task: UpdateTask, block: slice) -> bool:
+    """Whether a slot holds elements of this block of the task's shard."""
+    if slot.task is None or slot.block is None or slot.task.span.shard is not task.span.shard:
         return False
-    return bool(slot.page.start < page.stop and page.start < slot.page.stop)
+    return bool(slot.block.start < block.stop and block.start < slot.block.stop)
 
 
-def _inside(span: UpdateSpan, page: slice, staged: Tensors) -> tuple[slice, Tensors]:
-    """Return the part of a page that is the span's: as a tile of the span, and its tensors."""
+def _inside(span: UpdateSpan, block: slice, staged: Tensors) -> tuple[slice, Tensors]:
+    """Return the part of a block that is the span's: as a tile of the span, and its tensors."""
     place = span.in_shard
-    low = max(page.start, place.start)
-    high = min(page.stop, place.stop)
-    part = slice(low - page.start, high - page.start)
+    low = max(block.start, place.start)
+    high = min(block.stop, place.stop)
+    part = slice(low - block.start, high - block.start)
     return slice(low - place.start, high - place.start), {name: tensor[part] for name, tensor in staged.items()}

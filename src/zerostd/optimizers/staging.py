@@ -30,7 +30,7 @@ class StagingSlot:
     reads: list[Transfer] = field(default_factory=list)
     writes: list[Transfer] = field(default_factory=list)
     task: UpdateTask | None = None  # whose tile is in it: what it reads and writes must stay as long
-    page: slice | None = None  # from disk: what it holds of the task's shard
+    block: slice | None = None  # from disk: the elements of the task's shard that it holds
 
     def wait_writes(self) -> None:
         """Return when nothing is on its way out."""
