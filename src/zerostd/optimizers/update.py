@@ -87,7 +87,7 @@ class Updater:
 
     def update(self, group: Group, terms: Terms, scope: Scope = Scope.ALL, *, is_complete: bool = False) -> None:
         """Start the update of the runs of `group` that have gradients; `is_complete` says that all have."""
-        group.kept.wait()
+        group.wait_held()
         resident: list[Run] = []
         used = 0
         for flat in group.trainable:
@@ -105,7 +105,7 @@ class Updater:
                 order = Order.make(
                     group, flat, run, terms, step=self.ledger.events.step, on_trial=scope is Scope.ON_TRIAL
                 )
-                group.updates.append(self.routes.launch(order))
+                group.add_update(self.routes.launch(order))
             if flat.gradient is not None:
                 flat.gradient.drop_overwritten_copy()
             torch.autograd.graph.increment_version(flat.parameters)  # a graph from before must not run on new values

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 from zerostd.optimizers import from_disk, routes, streamed
 from zerostd.optimizers.tiles import tile_numel
-from zerostd.parameters import host_gradient
+from zerostd.parameters.staging import NUM_STAGING
 from zerostd.policy import Kind, Route, Tier
 from zerostd.preparing.homes import FlatPlan, Rules, demand
-from zerostd.scheduling import reducing
 from zerostd.sharding import Portion
 from zerostd.tiers import uploading
 
@@ -82,7 +81,7 @@ def _wires(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
     ]
     largest = max(sizes, default=0)
     receive = largest // (rules.size if rules.has_own_memory else 1)
-    return receive + (reducing.NUM_STAGING * largest if rules.shards(Kind.GRADIENTS) else 0)
+    return receive + (NUM_STAGING * largest if rules.shards(Kind.GRADIENTS) else 0)
 
 
 def _scratch(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
@@ -123,4 +122,4 @@ def _staging(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
         for plan in group
         if plan.is_trained and plan.gradients is Tier.HOST
     ]
-    return host_gradient.NUM_STAGING * max(sizes, default=0)
+    return NUM_STAGING * max(sizes, default=0)

@@ -222,7 +222,7 @@ class Adapter(StepObserver):
 
     def _revise(self, reason: str, found: _Found) -> None:
         """Make the plan again, and obey it if it is worth it or has to be."""
-        if any(slot.parameter.grad is not None for slot in self.runtime.backward.slots):
+        if any(trained.parameter.grad is not None for trained in self.runtime.backward.trained):
             return  # gradients are kept over the step: nothing can move
         world, budget = self.runtime.world, self.runtime.settings.budget
         seen = self._seen_or_rough(found)  # before anything is measured, which takes memory too

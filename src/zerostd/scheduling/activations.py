@@ -108,7 +108,7 @@ class Activations:
 
     def remove(self) -> None:
         """Leave the modules as they were."""
-        self.settle()
+        self.end_backward()
         for recomputed in self._recomputed:
             recomputed.remove()
         self._recomputed.clear()
@@ -117,14 +117,14 @@ class Activations:
         """A forward of the root begins. One that was interrupted may not have ended."""
         while self._running:
             self._running.pop().hooks.__exit__()
-        self.settle()
+        self.end_backward()
         self._carrier.begin()
         self._last = None
         self._known.clear()
         self._inputs.clear()
         self._ours = {id(tensor.untyped_storage()) for tensor in self._lasting()}
 
-    def settle(self) -> None:
+    def end_backward(self) -> None:
         """A backward pass has ended."""
         self._carrier.settle()
 

@@ -108,12 +108,12 @@ class Guards:
             return
         for parameter in module.parameters(recurse=False):
             group = self._places[parameter][0]
-            if group.gives_back and not group.num_pins:
+            if group.gives_back and not group.is_pinned:
                 raise MisuseError(
                     "state_dict() of a model whose parameters are sharded (stage 3) or off the device would hold NaN: "
                     "call zerostd.full_state_dict(model) on all ranks"
                 )
-            self.gatherer.finish(group)
+            self.gatherer.wait_gather(group)
 
     def _before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
@@ -126,8 +126,7 @@ class Guards:
             if self._loading[name].gives_back:
                 self._commit(name)
         for name, group in wanted.items():
-            self.gatherer.start(group)
-            self.gatherer.finish(group)
+            self.gatherer.gather(group)
             self._loading[name] = group
         for short, parameter in module._parameters.items():
             value = state_dict.get(prefix + short)
