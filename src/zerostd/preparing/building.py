@@ -32,6 +32,7 @@ from zerostd.preparing.groups import make_group
 from zerostd.preparing.homes import FlatPlan, Rules, demand, demand_of, plan_flats
 from zerostd.preparing.options import check_world, num_threads, rules_for, ways_for
 from zerostd.preparing.proposing import decide, homes_of
+from zerostd.scheduling.activation_copies import ActivationCopies
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.offloading import ActivationOffloader
@@ -79,8 +80,8 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
     original_dtypes = {parameter: parameter.dtype for parameter in model.parameters()}
     groups = _make_groups(model, blueprints, plans, rules, resources, control, wires)
     gatherer = Gatherer(groups, wires, control)
-    offloader = ActivationOffloader(allocator, streams, _left_of(need, settings.budget, world), peers)
-    activations = Activations(model, gatherer, ways, offloader, peers)
+    copies = ActivationCopies(allocator, streams, _left_of(need, settings.budget, world))
+    activations = Activations(model, gatherer, ways, ActivationOffloader(copies, peers))
     runtime = Runtime(model, gatherer, activations, resources, settings=settings, original_dtypes=original_dtypes)
     runtime.install()
     return runtime
