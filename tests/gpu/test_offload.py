@@ -18,11 +18,11 @@ from torch.nn import functional as F
 
 import zerostd
 from support.compare import assert_bitwise, assert_close_states, worst_error
+from support.memory import pss
 from zerostd import Budget, Placement
 from zerostd.optimizers import from_disk, on_cpu, routes
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.debug import DEBUG
-from zerostd.tiers.host import pss
 
 pytestmark = pytest.mark.gpu
 

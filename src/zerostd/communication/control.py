@@ -83,7 +83,7 @@ class Control:
             self.world.channels.store.set(f"{self._key}/met/{self.world.rank}", str(self.num_meetings))
         return self.collect(value, what)
 
-    def bring(self, value: Any, what: str) -> list[Any]:
+    def collect_on_first(self, value: Any, what: str) -> list[Any]:
         """Everyone's value on rank 0, nothing on the others."""
         if self.world.channels is None:
             return [value]

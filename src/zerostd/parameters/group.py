@@ -108,7 +108,7 @@ class Group:
         self.wait_updates()
         world = self._wires.world
         ledger = self._wires.ledger
-        ledger.owner = self.name
+        ledger.work_on(self.name)
         if ledger.events.is_on and world.size > 1:
             self._span = ledger.events.begin("gather", "wire", self.name, self._full_bytes, device=world.device)
         self._gathers = [self._gather(flat) for flat in self.flats]
@@ -119,11 +119,11 @@ class Group:
         flat.allocate()
         world = self._wires.world
         if world.size == 1:
-            return self._uploader.bring(flat.rest, flat.full, self.name)
+            return self._uploader.upload(flat.rest, flat.full, self.name)
         mine = flat.rest.tensor if flat.is_sharded else flat.full[flat.layout.shard(world.rank)]
         if mine is None or mine.device != flat.full.device:
             mine = flat.own_part(world.rank)
-            self._uploader.bring(flat.rest, mine, self.name).wait()
+            self._uploader.upload(flat.rest, mine, self.name).wait()
         return self._wires.gather(flat.full, mine)
 
     def wait_gather(self) -> None:
@@ -144,7 +144,7 @@ class Group:
         assert self._state is GroupState.GATHERED, f"group {self.name!r} is {self._state.name}: it cannot be released"
         assert self.gives_back and not self._num_pins, f"group {self.name!r} has nothing to give back, or is held"
         ledger = self._wires.ledger
-        ledger.owner = self.name
+        ledger.work_on(self.name)
         if ledger.events.is_on:
             device = self._wires.world.device
             span = ledger.events.begin("release", "compute", self.name, self._full_bytes, device=device)

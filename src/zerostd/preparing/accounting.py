@@ -14,7 +14,7 @@ from zerostd.parameters.staging import NUM_STAGING
 from zerostd.policy import Kind, Route, Tier
 from zerostd.preparing.homes import FlatPlan, Rules, demand
 from zerostd.sharding import Portion
-from zerostd.tiers import uploading
+from zerostd.tiers import Uploader
 
 __all__ = ["host_buffers", "largest_on_disk", "predict"]
 
@@ -42,7 +42,7 @@ def host_buffers(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
     longest = max((p.numel for p in _portions(plans) if p.tier is Tier.DISK), default=0)
     widths = [4, *(dtype.itemsize for dtype in rules.states.values())]
     slots = from_disk.NUM_SLOTS * tile_numel(from_disk.TILE_NUMEL, longest) * sum(widths)
-    return slots + uploading.NUM_BUFFERS * largest_on_disk(plans, rules)
+    return slots + Uploader.buffer_bytes(largest_on_disk(plans, rules))
 
 
 def largest_on_disk(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:

@@ -14,9 +14,9 @@ import torch
 
 from zerostd.policy import Kind, Tier
 from zerostd.scheduling.saved_storage import SavedStorage
+from zerostd.tiers.allocator import TierAllocator
 from zerostd.tiers.pool import Pool, PoolBlock
 from zerostd.tiers.streams import Streams, record_event
-from zerostd.tiers.tier_tensor import TierAllocator
 from zerostd.tiers.transfer import AllOf, Done, QueuedTransfer, Transfer
 from zerostd.tiers.worker import Worker
 
@@ -47,7 +47,7 @@ class ActivationCopies:
         """The thread, which is started when it is first needed."""
         if self._started_worker is None:
             self._started_worker = Worker("the offloader of activations", self.device)
-            self._allocator.stop_users.append(self._started_worker.stop)
+            self._allocator.before_close(self._started_worker.stop)
         return self._started_worker
 
     def start_out(self, name: str, tier: Tier, storages: list[SavedStorage], sources: list[torch.Tensor]) -> Transfer:
@@ -76,7 +76,7 @@ class ActivationCopies:
             if is_disk:
                 transfer.event.synchronize()
                 for storage, block, target in zip(storages, blocks, targets, strict=True):
-                    storage.written = block.column.start_write(0, _memory(target))
+                    storage.written = block.memory.start_write(0, _memory(target))
                 self._passing.append((AllOf(*(storage.written for storage in storages)), targets))
 
         transfer.work = self.worker.submit(job, ready=ready)
@@ -120,14 +120,14 @@ class ActivationCopies:
 
 
 def _memory(block: PoolBlock) -> torch.Tensor:
-    assert block.column.tensor is not None
-    return block.column.tensor
+    assert block.memory.tensor is not None
+    return block.memory.tensor
 
 
 def _read(storages: Sequence[SavedStorage], blocks: Sequence[PoolBlock], targets: Sequence[PoolBlock]) -> None:
     """Read blocks from the disk into host memory, all at once."""
     for storage in storages:
         storage.written.wait()
-    transfers = [block.column.start_read(0, _memory(target)) for block, target in zip(blocks, targets, strict=True)]
+    transfers = [block.memory.start_read(0, _memory(target)) for block, target in zip(blocks, targets, strict=True)]
     for transfer in transfers:
         transfer.wait()

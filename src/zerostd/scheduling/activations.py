@@ -165,7 +165,7 @@ class Activations:
             self._left.clear()
         self._left[like] = sum(storage.num_bytes for storage in storages if storage.num_users == 1)
         if storages:
-            self._gatherer.wires.ledger.owner = group.name
+            self._gatherer.wires.ledger.work_on(group.name)
             self._offloader.send(activations)
             self._last = weakref.ref(activations)
 

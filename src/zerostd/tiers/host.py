@@ -15,10 +15,8 @@ import contextlib
 import ctypes
 import mmap
 import os
-import resource
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
@@ -27,7 +25,7 @@ from zerostd.monitoring.ledger import Ledger
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.limits import check_host
 
-__all__ = ["Host", "pss"]
+__all__ = ["Host"]
 
 TOUCH_BYTES = 64 * 2**20  # one thread's share of the first touch
 
@@ -132,16 +130,6 @@ class _Mapping(mmap.mmap):
     def __del__(self) -> None:
         if not sys.is_finalizing():  # the driver goes with the process
             self.unregister()
-
-
-def pss() -> int:
-    """Bytes of memory this process holds, shared pages in proportion (PSS); its peak where the system does not say."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _touch(address: int, num_bytes: int, num_threads: int) -> None:

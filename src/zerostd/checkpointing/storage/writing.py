@@ -29,7 +29,7 @@ from zerostd.parameters.observing import StepObserver
 from zerostd.parameters.saved_intervals import SavedInterval
 from zerostd.policy import Tier
 from zerostd.tiers import Done, Stream, Transfer, Work, record_event
-from zerostd.tiers.tier_tensor import PAGE, aligned
+from zerostd.tiers.pages import PAGE, aligned
 
 __all__ = ["Facts", "Saving"]
 
@@ -166,7 +166,7 @@ class Saving(StepObserver):
         """All ranks have written, or failed."""
         facts, end = self._facts, "the end of zerostd.save()"
         try:
-            brought = self._control.bring((self._done, facts.random, facts.singles, self._failed), end)
+            brought = self._control.collect_on_first((self._done, facts.random, facts.singles, self._failed), end)
         except BaseException:
             self._drop()
             raise
