@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import zerostd
-from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Task
+from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, PlanRequest
 from zerostd.planning.costs import loads, threads_of
 from zerostd.planning.demands import Shares
 from zerostd.planning.model import WAYS
@@ -44,7 +44,7 @@ def paced_s(record: Record) -> float | None:
 def _step_s(record: Record, pace: float) -> float:
     plan, model, job = zerostd.Plan.from_json(record["plan"]), model_from(record["model"]), record["case"]["job"]
     machine = MachineProfile.from_json(json.dumps(record["profile"]))
-    task = Task(
+    task = PlanRequest(
         model,
         replace(machine, processor=machine.processor.at_pace(pace)),
         plan.limits,

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from docs.pages import ROOT
-from zerostd.planning import GroupProfile, Link, MachineProfile, ModelProfile, Processor, Task
+from zerostd.planning import GroupProfile, Link, MachineProfile, ModelProfile, PlanRequest, Processor
 from zerostd.planning.costs import loads
 from zerostd.planning.linear import Outcome
 from zerostd.planning.program import GIGA, Program, quickest
@@ -35,7 +35,7 @@ def solved(device_gb: int, *, clips: bool) -> tuple[Program, Outcome]:
     model = ModelProfile("three groups", groups, forward_s=0.06, backward_s=0.12)
     limits = {Tier.DEVICE: device_gb * GB, Tier.HOST: 100 * GB}
     kinds = frozenset({Kind.OPTIMIZER_STATES})
-    task = Task(model, machine, limits, waits_for_norm=clips, can_place=kinds)
+    task = PlanRequest(model, machine, limits, waits_for_norm=clips, can_place=kinds)
     return quickest(task, loads(task))
 
 

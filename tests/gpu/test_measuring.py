@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from support.memory import pss
-from zerostd.measuring import Sizes, check_is_here, load_or_measure, measure_machine
+from zerostd.measuring import TrialSizes, check_is_here, load_or_measure, measure_machine
 from zerostd.measuring.machine import thread_counts
 from zerostd.planning.machine import MachineProfile
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 MIB = 2**20
 WORKSPACE = 64 * MIB  # that cuBLAS keeps
-SMALL = Sizes(parameters=MIB, copy=4 * MIB, side=1024, turns=3, seconds=0.2)
+SMALL = TrialSizes(parameters=MIB, copy=4 * MIB, side=1024, turns=3, seconds=0.2)
 
 
 @pytest.fixture(scope="module")

@@ -145,22 +145,21 @@ def test_collectives_in_a_world_of_one(monkeypatch):
     assert every(0) == "done"
 
 
-HOROVOD = {  # parameters of Horovod 0.28, in their order
-    "allreduce": "tensor average name compression op prescale_factor postscale_factor process_set",
-    "allreduce_": "tensor average name op prescale_factor postscale_factor process_set",
-    "allgather": "tensor name process_set",
-    "broadcast": "tensor root_rank name process_set",
-    "broadcast_": "tensor root_rank name process_set",
-    "reducescatter": "tensor name compression op process_set prescale_factor postscale_factor",
-    "alltoall": "tensor splits name process_set",
+HOROVOD = {  # parameters of Horovod 0.28 but process sets, in their order
+    "allreduce": "tensor average name compression op prescale_factor postscale_factor",
+    "allreduce_": "tensor average name op prescale_factor postscale_factor",
+    "allgather": "tensor name",
+    "broadcast": "tensor root_rank name",
+    "broadcast_": "tensor root_rank name",
+    "reducescatter": "tensor name compression op prescale_factor postscale_factor",
+    "alltoall": "tensor splits name",
     "join": "device",
-    "barrier": "process_set",
     "broadcast_parameters": "params root_rank",
     "broadcast_optimizer_state": "optimizer root_rank model",
-    "broadcast_object": "obj root_rank name process_set",
+    "broadcast_object": "obj root_rank name",
     "allgather_object": "obj name",
     "DistributedOptimizer": "optimizer named_parameters compression backward_passes_per_step op "
-    "gradient_predivide_factor num_groups groups sparse_as_dense process_set",
+    "gradient_predivide_factor num_groups groups sparse_as_dense",
 }
 
 
@@ -171,6 +170,26 @@ def test_arguments_are_in_horovods_order(name):
     assert ours == HOROVOD[name].split()
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("Adasum", "hvd.Average or hvd.Sum"),
+        ("global_process_set", "leave process_set out"),
+        ("add_process_set", "leave process_set out"),
+        ("ProcessSet", "leave process_set out"),
+        ("allreduce_async_", "without _async"),
+        ("grouped_allreduce", "one tensor at a time"),
+        ("elastic", "examples/elastic.py"),
+        ("nccl_built", "torch.distributed.is_nccl_available"),
+        ("SyncBatchNorm", "torch.nn.SyncBatchNorm"),
+        ("nonsense", "has no attribute 'nonsense'"),
+    ],
+)
+def test_names_that_do_not_exist_are_refused_with_the_remedy(name, remedy):
+    with pytest.raises(AttributeError, match=remedy):
+        getattr(hvd, name)
+
+
 def make(**options: Any) -> Any:
     model = nn.Linear(4, 4)
     return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
@@ -179,14 +198,13 @@ def make(**options: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "error", "told"),
     [
-        ({"op": hvd.Adasum}, NotSupportedError, "hvd.Average or hvd.Sum"),
+        ({"op": hvd.Max}, NotSupportedError, "hvd.Average or hvd.Sum"),
         ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, PrepareError, "1 unless op is Average"),
         ({"gradient_predivide_factor": 0.0}, PrepareError, "must be positive"),
         ({"backward_passes_per_step": 0}, PrepareError, "1 or more"),
         ({"compression": "fp16"}, NotSupportedError, "Compression.fp16"),
         ({"groups": 3}, NotSupportedError, "leave groups out"),
         ({"num_groups": 3}, NotSupportedError, "leave groups out"),
-        ({"process_set": "mine"}, NotSupportedError, "global_process_set"),
         ({"stage": 3}, NotSupportedError, "zerostd.prepare"),
         ({"stage": 7}, PrepareError, "stage=7"),
         ({"named_parameters": [("a", 1), 2]}, PrepareError, "pairs"),
@@ -233,7 +251,7 @@ def test_calls_that_make_no_sense_are_refused(monkeypatch):
         refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
             (MisuseError, "root_rank=5", lambda: hvd.broadcast(one, 5)),
             (MisuseError, "leave average out", lambda: hvd.allreduce(one, average=True, op=hvd.Sum)),
-            (NotSupportedError, "Adasum", lambda: hvd.allreduce(one, op=hvd.Adasum)),
+            (NotSupportedError, "hvd.Average", lambda: hvd.allreduce(one, op="sum")),
             (NotSupportedError, "requires grad", lambda: hvd.allreduce(one.clone().requires_grad_(), op=hvd.Max)),
             (MisuseError, "unsqueeze", lambda: hvd.allgather(torch.tensor(1.0))),
             (MisuseError, "sum to 3", lambda: hvd.alltoall(one, splits=[2])),

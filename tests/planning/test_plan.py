@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planning.machines import GIB, gpt, task_of
+from planning.machines import GIB, gpt, request_of
 from zerostd.errors import PrepareError
+from zerostd.monitoring.texts import size_text
 from zerostd.planning import Plan, Prediction, make_plan
-from zerostd.planning.plan import size_text
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier
 
 HALF = ((Tier.DEVICE, Route.RESIDENT, 0.25), (Tier.HOST, Route.CPU, 0.5), (Tier.HOST, Route.STREAMED, 0.25))
@@ -216,7 +216,7 @@ def test_nothing_to_place_is_all_on_the_device() -> None:
 def made(**options: Any) -> Plan:
     model = gpt(2048, 24, 0.3)
     limits = {Tier.DEVICE: 6 * model.trained, Tier.HOST: 100 * GIB}
-    return make_plan(task_of(model, limits, **options), notes=["A note to the reader."])
+    return make_plan(request_of(model, limits, **options), notes=["A note to the reader."])
 
 
 def test_a_plan_in_words() -> None:

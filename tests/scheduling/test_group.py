@@ -111,12 +111,12 @@ def test_pins_nest_and_end_with_an_exception() -> None:
     assert not group.is_pinned and group.is_releasable
 
 
-def test_held_group_waits_for_its_reader() -> None:
+def test_group_waits_for_a_save_that_reads_it() -> None:
     group = Bench().group()
-    group.wait_held()  # nobody reads
+    group.wait_save()  # nobody reads
     reader = Update()
-    group.hold(reader)
-    group.wait_held()
+    group.hold_for_save(reader)
+    group.wait_save()
     assert reader.num_waits == 1
 
 

@@ -50,7 +50,7 @@ def save_checkpoint(
         raise
     saving = Saving(path, records, facts, control, keep=keep)
     for group in runtime.groups:
-        group.hold(saving.kept(group.name))
+        group.hold_for_save(saving.kept(group.name))
     runtime.observers.append(saving)
     if facts.passes:
         saving.settle()

@@ -186,7 +186,7 @@ class Runtime:
         if self.optimizer is not None:
             self.optimizer.synchronize()
         for group in self.groups:
-            group.wait_held()
+            group.wait_save()
 
     def check_step(self) -> None:
         """A step begins; raise if it would lose gradients."""

@@ -87,7 +87,7 @@ class Updater:
 
     def update(self, group: Group, terms: Terms, scope: Scope = Scope.ALL, *, is_complete: bool = False) -> None:
         """Start the update of the runs of `group` that have gradients; `is_complete` says that all have."""
-        group.wait_held()
+        group.wait_save()
         resident: list[Run] = []
         used = 0
         for flat in group.trainable:

@@ -49,7 +49,7 @@ class Group:
         self._gathers: list[Transfer] = []  # one for each flat while GATHERING
         self._span: Span | None = None  # of the gather in flight, while events are recorded
         self._updates: list[Transfer] = []  # still going on; the next gather waits for them
-        self._held: Transfer = Done()  # until then a checkpoint reads its masters and states
+        self._pending_save: Transfer = Done()  # until then a checkpoint reads its masters and states
         self._num_pins = 0
         self._borrowed: dict[str, Group] = {}  # learnt as their parameters are read
         self._place = place
@@ -205,13 +205,13 @@ class Group:
             update.wait()
         self._updates.clear()
 
-    def hold(self, until: Transfer) -> None:
+    def hold_for_save(self, save: Transfer) -> None:
         """Let the next update wait: until then somebody reads the masters and states."""
-        self._held = until
+        self._pending_save = save
 
-    def wait_held(self) -> None:
+    def wait_save(self) -> None:
         """Wait until nobody reads the masters and states."""
-        self._held.wait()
+        self._pending_save.wait()
 
     # Its part in forward and backward
 

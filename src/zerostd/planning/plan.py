@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from zerostd.errors import PrepareError
+from zerostd.monitoring.texts import size_text
 from zerostd.planning.model import WAYS
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, Way
 
-__all__ = ["GIB", "Plan", "Prediction", "size_text"]
+__all__ = ["GIB", "Plan", "Prediction"]
 
 VERSION = 1
 GIB = 2**30
@@ -300,11 +301,3 @@ def _activations_in_words(activations: Mapping[str, str]) -> Iterator[str]:
         count = sum(len(one) for one in stretches[way])
         text = ", ".join(names[:MOST_NAMED]) + (" and more" if len(names) > MOST_NAMED else "")
         yield f"{does} {'all groups' if text == '*' else text}" + (f" ({count} groups)" if count > 1 else "")
-
-
-def size_text(num_bytes: float) -> str:
-    """Bytes in the unit that fits."""
-    for unit, size in (("TiB", 2**40), ("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(num_bytes) >= size:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{int(num_bytes)} B" if num_bytes else "-"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from zerostd.planning.plan import size_text
+from zerostd.monitoring.texts import size_text
 
 __all__ = [
     "NONE",
