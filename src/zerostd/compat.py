@@ -5,22 +5,29 @@ They differ between torch releases and may move; nothing else in the library tou
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
+    "arguments_of",
     "at_end_of_backward",
+    "base_of",
     "calls_of",
     "foreach_add_",
     "foreach_copy_",
     "has_saved_tensor_hooks",
     "in_backward",
     "is_profiling",
+    "negated",
     "no_dynamo",
+    "no_modes",
     "note_step",
+    "replaced_trunc_normal",
     "version_of",
 ]
 
@@ -74,6 +81,42 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor, or another one with the same memory, was changed in place."""
     return int(tensor._version)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that this one is a view of, as autograd knows it; None if it is no view."""
+    return tensor._base
+
+
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor that shows its values with the other sign, as `tensor.conj().imag` does."""
+    return torch._neg_view(tensor)
+
+
+def arguments_of(operator: Any) -> list[Any]:
+    """Return the arguments of an operator: their names, and in `alias_info` whether it writes to them."""
+    return list(operator._schema.arguments)
+
+
+def no_modes() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which no dispatch or function mode is active."""
+    return _disable_current_modes()
+
+
+@contextlib.contextmanager
+def replaced_trunc_normal(function: Callable[..., Any]) -> Iterator[None]:
+    """Let `torch.nn.init.trunc_normal_` call `function(plain, tensor, ...)` inside, where `plain` is torch's own."""
+    init: Any = torch.nn.init
+    plain = init._no_grad_trunc_normal_
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return function(plain, *args, **kwargs)
+
+    init._no_grad_trunc_normal_ = replaced
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = plain
 
 
 def has_saved_tensor_hooks() -> bool:

@@ -7,9 +7,10 @@ import pytest
 from scheduling.small_groups import Bench, Update
 from zerostd.communication import Control
 from zerostd.errors import MisuseError
+from zerostd.monitoring.loop_timer import LoopPhase
 from zerostd.parameters import Group, GroupState
 from zerostd.policy import Tier
-from zerostd.scheduling import Gatherer, Phase
+from zerostd.scheduling import Gatherer
 
 
 def made(names: str, bench: Bench | None = None) -> tuple[Gatherer, list[Group]]:
@@ -21,9 +22,9 @@ def made(names: str, bench: Bench | None = None) -> tuple[Gatherer, list[Group]]
 def forward(gatherer: Gatherer, order: list[Group]) -> list[list[str]]:
     """One pass; by group, which ones were on the device or on their way while it was needed."""
     seen = []
-    gatherer.begin(Phase.FORWARD)
+    gatherer.begin(LoopPhase.FORWARD)
     for group in order:
-        gatherer.need(group, Phase.FORWARD)
+        gatherer.need(group, LoopPhase.FORWARD)
         assert group.state is GroupState.GATHERED
         seen.append([other.name for other in gatherer.groups if other.state is not GroupState.RELEASED])
         gatherer.release(group)
@@ -44,10 +45,10 @@ def test_the_first_pass_gathers_on_demand_and_the_second_one_ahead() -> None:
 
 def test_a_pass_begins_with_the_group_that_was_first_last_time() -> None:
     gatherer, groups = made("ab")
-    gatherer.begin(Phase.FORWARD)
+    gatherer.begin(LoopPhase.FORWARD)
     assert states(groups) == [GroupState.RELEASED] * 2
     forward(gatherer, [groups[1], groups[0]])
-    gatherer.begin(Phase.FORWARD)
+    gatherer.begin(LoopPhase.FORWARD)
     assert states(groups) == [GroupState.RELEASED, GroupState.GATHERING]
 
 
@@ -78,10 +79,10 @@ def test_a_group_expected_wrongly_is_released_at_the_end_of_the_pass() -> None:
 def test_forward_and_backward_have_orders_of_their_own() -> None:
     gatherer, groups = made("ab")
     forward(gatherer, groups)
-    gatherer.begin(Phase.BACKWARD)
+    gatherer.begin(LoopPhase.BACKWARD)
     assert states(groups) == [GroupState.RELEASED] * 2  # nothing is known of backward
     for group in reversed(groups):
-        gatherer.need(group, Phase.BACKWARD)
+        gatherer.need(group, LoopPhase.BACKWARD)
     assert gatherer.in_forward_order() == groups
 
 
@@ -90,16 +91,16 @@ def test_a_group_whose_update_is_not_done_is_not_started_ahead() -> None:
     forward(gatherer, groups)
     update = Update()
     groups[1].add_update(update)
-    gatherer.need(groups[0], Phase.FORWARD)
+    gatherer.need(groups[0], LoopPhase.FORWARD)
     assert groups[1].state is GroupState.RELEASED and update.num_waits == 0
-    gatherer.need(groups[1], Phase.FORWARD)
+    gatherer.need(groups[1], LoopPhase.FORWARD)
     assert update.num_waits == 1
 
 
 def test_borrowed_groups_are_gathered_with_the_one_that_reads_them() -> None:
     gatherer, groups = made("ab")
     groups[0].borrow(groups[1])
-    gatherer.need(groups[0], Phase.FORWARD)
+    gatherer.need(groups[0], LoopPhase.FORWARD)
     assert states(groups) == [GroupState.GATHERED] * 2
 
 

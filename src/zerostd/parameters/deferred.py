@@ -8,7 +8,6 @@ model.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import TensorWeakRef
 
+from zerostd.compat import arguments_of, base_of, replaced_trunc_normal, version_of
 from zerostd.errors import NotSupportedError, PrepareError
 from zerostd.parameters.replaying import (
     CPU,
@@ -94,7 +94,7 @@ def make_real(name: str, tensor: torch.Tensor, *, seed: int, device: torch.devic
             f"parameter {name!r} is on the meta device without a recorded initialisation; build it under "
             "zerostd.empty_init(), casts such as model.to(dtype) included, or give it values first"
         )
-    if tensor._version != history.versions.get(id(tensor), tensor._version):
+    if version_of(tensor) != history.versions.get(id(tensor), version_of(tensor)):
         raise PrepareError(
             f"parameter {name!r} was changed after empty_init(), when it had no memory to change; move the "
             "initialisation inside the context or use zerostd.gathered(model, write=True)"
@@ -120,9 +120,7 @@ class EmptyInit(TorchDispatchMode):
             if not is_deferred(torch.empty(1, device=CPU)):  # else the work is left to the context outside
                 hook = register_module_parameter_registration_hook(lambda module, name, value: self.see(value))
                 stack.callback(hook.remove)
-                init: Any = torch.nn.init
-                stack.callback(setattr, init, "_no_grad_trunc_normal_", init._no_grad_trunc_normal_)
-                init._no_grad_trunc_normal_ = functools.partial(self._trunc_normal, init._no_grad_trunc_normal_)
+                stack.enter_context(replaced_trunc_normal(self._trunc_normal))
                 super().__enter__()  # type: ignore[no-untyped-call]
                 stack.push(super().__exit__)
                 stack.enter_context(_ShownDevice(self))
@@ -133,7 +131,7 @@ class EmptyInit(TorchDispatchMode):
         self._stack.__exit__(kind, error, trace)
         for parameter in self._parameters.values():
             if history := history_of(parameter):
-                history.versions[id(parameter)] = parameter._version
+                history.versions[id(parameter)] = version_of(parameter)
         others = [tensor for ref in self._others.values() if (tensor := ref()) is not None]
         self._parameters = {}
         self._others = {}
@@ -148,13 +146,13 @@ class EmptyInit(TorchDispatchMode):
         most_bytes = DEFERRED_ABOVE.get(func)
         if not histories and (most_bytes is None or _run_on_meta(func, args, kwargs).nbytes <= most_bytes):
             return func(*args, **kwargs)
-        if any(argument.name == "device" for argument in func._schema.arguments):
+        if any(argument.name == "device" for argument in arguments_of(func)):
             kwargs["device"] = kwargs.get("device") or (histories[0].device if histories else CPU)
         return self._defer(func, args, kwargs)
 
     def _defer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation that reads, writes or makes deferred tensors for its shapes, and record it."""
-        marked = [(i, a.name) for i, a in enumerate(func._schema.arguments) if a.alias_info and a.alias_info.is_write]
+        marked = [(i, a.name) for i, a in enumerate(arguments_of(func)) if a.alias_info and a.alias_info.is_write]
         written = tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in marked])
         written = [leaf for leaf in written if isinstance(leaf, torch.Tensor)]
         operands: Any = ((), {"device": kwargs.get("device")})
@@ -181,7 +179,7 @@ class EmptyInit(TorchDispatchMode):
         leaves = tree_leaves(operands)
         touches = list(dict.fromkeys(leaf.history for leaf in leaves if isinstance(leaf, DeferredTensor)))
         writes = list(dict.fromkeys(history for tensor in written if (history := history_of(tensor))))
-        versions = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        versions = [(leaf, version_of(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         device = operands[1].get("device") or (touches[0].device if touches else CPU)
         recorded = RecordedCall(
             call, operands, versions, touches, 1 + max((history.clock for history in touches), default=0)
@@ -201,7 +199,8 @@ class EmptyInit(TorchDispatchMode):
         for history in writes:
             history.calls.append(recorded)
         for tensor in written:
-            self.see(tensor if tensor._base is None else tensor._base)
+            base = base_of(tensor)
+            self.see(tensor if base is None else base)
 
     def _trunc_normal(self, plain: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """`init.trunc_normal_` as one call: it draws until all values fit, so it would need them at once."""
@@ -238,7 +237,9 @@ class _ShownDevice(TorchFunctionMode):
 
 def _make_small_real(tensors: list[torch.Tensor]) -> None:
     """Make masks, tables and buffers real, in place: nobody else could where they are plain attributes."""
-    for tensor in sorted(tensors, key=lambda tensor: tensor._base is None):  # views first: they hold on to their base
+    for tensor in sorted(
+        tensors, key=lambda tensor: base_of(tensor) is None
+    ):  # views first: they hold on to their base
         history = history_of(tensor)
         if history and not history.versions and history.num_bytes <= REAL_BYTES and tensor.grad_fn is None:
             real = value_of(tensor).to(history.device).requires_grad_(tensor.requires_grad)

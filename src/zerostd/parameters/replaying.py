@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zerostd.compat import negated, no_modes, version_of
 from zerostd.errors import PrepareError
 
 __all__ = ["CPU", "HISTORY", "UNINITIALISED", "DeferredTensor", "RecordedCall", "StorageHistory"]
@@ -64,7 +64,7 @@ class DeferredTensor:
         """Return a tensor of this layout in a storage that is real."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.layout)
         tensor = tensor.conj() if self.is_conjugate else tensor
-        return torch._neg_view(tensor) if self.is_negative else tensor
+        return negated(tensor) if self.is_negative else tensor
 
 
 @dataclass(eq=False, slots=True)
@@ -146,7 +146,7 @@ def replay(history: StorageHistory, seed: int, device: torch.device) -> torch.Un
                 generator.set_state(states[drawer])
             elif drawer is not None:
                 generator.manual_seed((seed + drawer.stream) % 2**63 if drawer.pinned is None else drawer.pinned)
-            with torch.no_grad(), _disable_current_modes():  # those of a context that we may be in
+            with torch.no_grad(), no_modes():  # those of a context that we may be in
                 _do_again(call, storages, device)
             if drawer is not None:
                 states[drawer] = generator.get_state()
@@ -167,7 +167,7 @@ def _do_again(call: RecordedCall, storages: dict[StorageHistory, torch.UntypedSt
         return leaf.to(device) if isinstance(leaf, torch.Tensor) else device if isinstance(leaf, torch.device) else leaf
 
     for tensor, version in call.versions:
-        if tensor._version != version:
+        if version_of(tensor) != version:
             raise PrepareError(f"a tensor {tuple(tensor.shape)} was changed after parameters copied it; pass its clone")
     args, kwargs = tree_map(real, call.operands)
     results = tree_leaves(call.function(*args, **kwargs)) if call.function not in UNINITIALISED else ()

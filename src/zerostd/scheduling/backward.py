@@ -23,7 +23,7 @@ from zerostd.monitoring.loop_timer import LoopPhase
 from zerostd.parameters import GradientHandle, Group
 from zerostd.parameters.observing import StepObserver
 from zerostd.scheduling.activations import Activations
-from zerostd.scheduling.gathering import Gatherer, Phase
+from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.reducing import GroupGradients, Reducer, TrainedParameter
 
 __all__ = ["Backward", "PassCounter"]
@@ -165,7 +165,7 @@ class Backward:
         self.gatherer.timer.mark(LoopPhase.BACKWARD)
         at_end_of_backward(self.end)
         self.reducer.control.begin_backward()
-        self.gatherer.begin(Phase.BACKWARD)
+        self.gatherer.begin(LoopPhase.BACKWARD)
         self.reducer.begin()
         return self._pass
 

@@ -9,24 +9,14 @@ ranks confirm a gather that was not expected before it starts.
 
 from __future__ import annotations
 
-import enum
-
 from zerostd.communication import Control, Wires
 from zerostd.errors import MisuseError
 from zerostd.monitoring.loop_timer import LoopPhase, LoopTimer
 from zerostd.parameters import Group, GroupState
 
-__all__ = ["PREFETCH_DEPTH", "Gatherer", "Phase"]
-
+__all__ = ["PREFETCH_DEPTH", "Gatherer"]
 
 PREFETCH_DEPTH = 1  # groups gathered ahead
-
-
-class Phase(enum.Enum):
-    """A pass over the model."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
 
 
 class Gatherer:
@@ -44,10 +34,10 @@ class Gatherer:
         self.prefetch_depth = PREFETCH_DEPTH
         self.sequence = []
         self._num_trained = sum(len(flat.parameters) for group in groups for flat in group.trainable)
-        self._next: dict[tuple[Phase, Group | None], Group] = {}
-        self._last: dict[Phase, Group | None] = {phase: None for phase in Phase}
+        self._next: dict[tuple[LoopPhase, Group | None], Group] = {}  # by phase and group; None: the first
+        self._last: dict[LoopPhase, Group | None] = {}  # the group needed last, in forward and in backward
 
-    def need(self, group: Group, phase: Phase) -> None:
+    def need(self, group: Group, phase: LoopPhase) -> None:
         """Return when `group` and those it borrows are gathered; the groups expected next are on their way then."""
         if not self._learn(group, phase) and group.state is GroupState.RELEASED and self.wires.world.size > 1:
             self.control.confirm(group.name, self._num_trained)
@@ -122,7 +112,7 @@ class Gatherer:
             group.expire()
             self.start_gather(group)
 
-    def begin(self, phase: Phase) -> None:
+    def begin(self, phase: LoopPhase) -> None:
         """Begin a pass: the next group needed is its first, and the one that was first last time may start."""
         self._last[phase] = None
         first = self._next.get((phase, None))
@@ -132,10 +122,10 @@ class Gatherer:
     def in_forward_order(self) -> list[Group]:
         """Return groups as the last forward needed them, those it did not need behind."""
         ordered: dict[Group, None] = {}
-        group = self._next.get((Phase.FORWARD, None))
+        group = self._next.get((LoopPhase.FORWARD, None))
         while group is not None and group not in ordered:
             ordered[group] = None
-            group = self._next.get((Phase.FORWARD, group))
+            group = self._next.get((LoopPhase.FORWARD, group))
         return [*ordered, *(group for group in self.groups if group not in ordered)]
 
     def _would_block(self, group: Group) -> bool:
@@ -143,9 +133,9 @@ class Gatherer:
         must start their gathers in the same order."""
         return self.wires.world.size == 1 and not all(update.is_done() for update in group.updates)
 
-    def _learn(self, group: Group, phase: Phase) -> bool:
+    def _learn(self, group: Group, phase: LoopPhase) -> bool:
         """Remember who came after whom; True if it was expected."""
-        last = self._last[phase]
+        last = self._last.get(phase)
         if last is group:
             return True
         was_expected = self._next.get((phase, last)) is group

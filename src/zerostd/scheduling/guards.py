@@ -1,11 +1,11 @@
-"""Calls on a prepared module that would go wrong silently: done right, or refused with the remedy.
+"""Guards against calls on a prepared module that would go wrong silently: they are done right, or refused.
 
     .to(), .half(), .cuda()   fine while they change nothing; otherwise refused
-    state_dict()              right where parameters are gathered; refused where they are sharded
-    load_state_dict()         right everywhere: group by group, masters exact; every rank must call it
+    state_dict()              works where parameters are gathered; refused where they are sharded
+    load_state_dict()         works everywhere: group by group, masters exact; every rank must call it
     deepcopy, pickle          refused
 
-Everything is an attribute or a hook of the module itself and is taken off again by `remove`.
+Every guard is an attribute or a hook of the module itself, and `remove` takes it off again.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from zerostd.monitoring.loop_timer import LoopPhase
 from zerostd.parameters import Group
 from zerostd.scheduling.activations import Activations, Passed
 from zerostd.scheduling.backward import Backward
-from zerostd.scheduling.gathering import Gatherer, Phase
+from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.tensors import map_tensors, tensors_in
 from zerostd.scheduling.watching import WatchedParameters
 
@@ -127,7 +127,7 @@ class Hooks:
             self.rules.before(module)
             self.gatherer.timer.mark(LoopPhase.FORWARD if torch.is_grad_enabled() else LoopPhase.OUTSIDE)
             self.activations.begin()
-            self.gatherer.begin(Phase.FORWARD)
+            self.gatherer.begin(LoopPhase.FORWARD)
         cast = self.rules.on_input
         if cast is not None:
             args = map_tensors(args, cast)
@@ -165,9 +165,9 @@ class Hooks:
         self.backward.begin()
 
     def _before_group(self, group: Group, module: nn.Module, args: Any, kwargs: Any) -> None:
-        phase = Phase.FORWARD
+        phase = LoopPhase.FORWARD
         if self.backward.is_running:
-            phase = Phase.BACKWARD
+            phase = LoopPhase.BACKWARD
             self._let_go(group)
         self._active.append(group)
         self.gatherer.need(group, phase)
@@ -220,7 +220,7 @@ class Hooks:
         self.backward.begin()
         for needed in group.needed:
             needed.begin_backward()
-        self.gatherer.need(group, Phase.BACKWARD)
+        self.gatherer.need(group, LoopPhase.BACKWARD)
 
 
 def _arrived(backward: weakref.ref[Backward], index: int, parameter: nn.Parameter) -> None:
