@@ -99,7 +99,7 @@ def arguments_of(operator: Any) -> list[Any]:
 
 
 def no_modes() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which no dispatch or function mode is active."""
+    """Return a context in which no dispatch mode is active."""
     return _disable_current_modes()
 
 
