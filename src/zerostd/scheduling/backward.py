@@ -39,18 +39,12 @@ class GroupUpdates(Protocol):
 class BackwardPass:
     """How far the pass that runs now has come, group by group."""
 
-    gradients: dict[Group, GroupGradients]  # in the order in which they are sent
-    late: dict[Group, GroupGradients]  # came by a nested backward after their group was sent
-    completed: list[Group]  # as their last gradient came in
-    passed: set[Group]  # backward needs their parameters no more
-    landed: set[Group]  # their gradients are where they rest
-
     def __init__(self, order: Sequence[Group]) -> None:
-        self.gradients = {group: GroupGradients(group) for group in order}
-        self.late = {}
-        self.completed = []
-        self.passed = set()
-        self.landed = set()
+        self.gradients = {group: GroupGradients(group) for group in order}  # in the order in which they are sent
+        self.late: dict[Group, GroupGradients] = {}  # came by a nested backward after their group was sent
+        self.completed: list[Group] = []  # as their last gradient came in
+        self.passed: set[Group] = set()  # backward needs their parameters no more
+        self.landed: set[Group] = set()  # their gradients are where they rest
         self._to_send = list(self.gradients.values())[::-1]
         self._reported: set[Group] = set()
 
@@ -79,15 +73,10 @@ class BackwardPass:
 class PassCounter:
     """Counts backward passes since the last step, and knows which is the last one before the next."""
 
-    accumulate: int | None  # passes in a step, if the user has said so
-    num_done: int
-    num_before: int  # in the step before
-    num_steps: int
-
     def __init__(self, accumulate: int | None) -> None:
-        self.accumulate = accumulate
+        self.accumulate = accumulate  # passes in a step, if the user has said so
         self.num_done = 0
-        self.num_before = 1
+        self.num_before = 1  # in the step before
         self.num_steps = 0
 
     @property

@@ -39,13 +39,11 @@ class GroupGradients:
     """The gradients that one backward pass has brought for one group, so far."""
 
     grads: dict[Flat, list[torch.Tensor | None]]  # by parameter of the flat
-    arrived: set[nn.Parameter]
-    num_missing: int
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.grads = {flat: [None] * len(flat.parameters) for flat in group.trainable}
-        self.arrived = set()
+        self.arrived: set[nn.Parameter] = set()
         self.num_missing = sum(len(flat.parameters) for flat in group.trainable)
         self._added: set[nn.Parameter] = set()  # autograd added to a gradient that was still wanted
 
