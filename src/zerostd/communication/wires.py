@@ -58,7 +58,7 @@ class Collective(Transfer):
 
 
 class Wires:
-    """Both verbs for one prepared model. A world of one has no wires: its verbs return at once."""
+    """The collectives of one prepared model. In a world of one they return at once."""
 
     def __init__(self, world: World, ledger: Ledger) -> None:
         self.world = world
@@ -69,29 +69,37 @@ class Wires:
         has_streams = world.device.type != "cpu"
         self._stream = torch.Stream(world.device) if has_streams and world.size > 1 else None
 
-    def reserve(self, num_bytes: int) -> None:
-        """Allocate the receive buffer, as large as the largest flat buffer that will be reduced."""
-        slices = 1 if self._stream is None else self.world.size
-        if self.world.size > 1:
-            self._receive = torch.empty(num_bytes // slices, dtype=torch.uint8, device=self.world.device)
-            self.ledger.enter(Kind.BUFFERS, self._receive.nbytes)
+    @staticmethod
+    def buffer_bytes(largest: int, world_size: int, *, has_streams: bool) -> int:
+        """Return the bytes of the receive buffer; the largest flat buffer that will be reduced has `largest`."""
+        if world_size == 1:
+            return 0
+        return largest // world_size if has_streams else largest
+
+    def reserve(self, largest: int) -> None:
+        """Allocate the receive buffer; the largest flat buffer that will be reduced has `largest` bytes."""
+        num_bytes = self.buffer_bytes(largest, self.world.size, has_streams=self._stream is not None)
+        if num_bytes:
+            self._receive = torch.empty(num_bytes, dtype=torch.uint8, device=self.world.device)
+            self.ledger.enter(Kind.BUFFERS, num_bytes)
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Transfer:
-        """Fill `full` with the slices of all ranks; `shard` is mine and may be a view of its place in `full`."""
-        world, channels = self.world, self.world.channels
+        """Start filling `full` with the slices of all ranks; `shard` is mine, and may be a view of `full`."""
+        channels = self.world.channels
         if channels is None:
             return Done()
         if self._stream is not None:
-            self.ledger.record_sent("gather", shard.nbytes * (world.size - 1))
+            self.ledger.record_sent("gather", shard.nbytes * (self.world.size - 1))
             return self._on_stream(lambda: dist.all_gather_into_tensor(full, shard, group=channels.gather))
         return self._spread(full, shard, "gather")
 
     def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Transfer:
-        """The mean over ranks of my slice of `full`, written to `land` or added to it.
+        """Start writing the mean over ranks of my slice of `full` to `land`, or adding it.
 
         `full` must stay untouched until the wait; one reduce is in flight at a time, the next waits for it.
         """
-        world, channels = self.world, self.world.channels
+        world = self.world
+        channels = world.channels
         assert channels is not None
         if self._stream is None:
             return self._collect(full, land, accumulate=accumulate)
@@ -108,8 +116,9 @@ class Wires:
         return self._on_stream(run)  # the next reduce is ordered behind this one by the stream
 
     def reduce_everywhere(self, full: torch.Tensor) -> Transfer:
-        """The mean over ranks of all of `full`, in place: reduce my slice, then everyone's slices to everyone."""
-        channels, size = self.world.channels, self.world.size
+        """Start replacing `full` by its mean over ranks: reduce my slice, then send everyone's slices to everyone."""
+        channels = self.world.channels
+        size = self.world.size
         assert channels is not None
         mine = full.view(size, -1)[self.world.rank]
         if self._stream is not None:
@@ -143,8 +152,9 @@ class Wires:
         return self._receiving
 
     def _spread(self, full: torch.Tensor, shard: torch.Tensor, verb: str) -> Transfer:
-        """Everyone's slice to everyone, by gloo; see [Note: gloo]."""
-        world, channels = self.world, self.world.channels
+        """Send everyone's slice to everyone, by gloo; see [Note: gloo]."""
+        world = self.world
+        channels = world.channels
         assert channels is not None
         self.ledger.record_sent(verb, shard.nbytes * (world.size - 1))
         group = channels.gather if verb == "gather" else channels.reduce
@@ -155,21 +165,21 @@ class Wires:
         return Collective([work for work in works if work is not None])
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of a small tensor over ranks, in place, on the current stream."""
-        if self.world.channels is not None:
-            dist.all_reduce(value, group=self.world.channels.reduce)
-            self.ledger.record_sent("scalars", value.nbytes)
-        return value
+        """Return the sum of a small tensor over ranks, in place, on the current stream."""
+        return self._reduce_scalars(value, dist.ReduceOp.SUM)
 
     def largest(self, value: torch.Tensor) -> torch.Tensor:
-        """The maximum of a small tensor over ranks, in place, on the current stream."""
+        """Return the maximum of a small tensor over ranks, in place, on the current stream."""
+        return self._reduce_scalars(value, dist.ReduceOp.MAX)
+
+    def _reduce_scalars(self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if self.world.channels is not None:
-            dist.all_reduce(value, dist.ReduceOp.MAX, group=self.world.channels.reduce)
+            dist.all_reduce(value, operation, group=self.world.channels.reduce)
             self.ledger.record_sent("scalars", value.nbytes)
         return value
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Rank 0's values to all, in place, one message per dtype."""
+        """Send rank 0's values to all, in place, one message per dtype."""
         if self.world.channels is None:
             return
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
@@ -180,6 +190,7 @@ class Wires:
                 tensor.detach().copy_(part.view(tensor.shape))
 
     def _on_stream(self, run: Callable[[], object]) -> Transfer:
+        """Run collectives of nccl in the stream of the wires, behind what is in the current one."""
         assert self._stream is not None
         device = self.world.device
         self._stream.wait_stream(torch.accelerator.current_stream(device))
@@ -189,5 +200,5 @@ class Wires:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """gloo has no all-to-all for every dtype; it has one for bytes."""
+    """View a tensor as bytes: gloo has no all-to-all for every dtype."""
     return tensor.view(torch.uint8)

@@ -9,16 +9,8 @@ import torch
 from torch import nn
 
 from zerostd import MisuseError, NotSupportedError, PrepareError
-from zerostd.horovod.collectives import (
-    Average,
-    Compression,
-    ReduceOp,
-    Sum,
-    allgather_object,
-    broadcast_,
-    broadcast_object,
-    check_root,
-)
+from zerostd.horovod import collectives
+from zerostd.horovod.collectives import Average, Compression, ReduceOp, Sum
 from zerostd.horovod.sharded import Named, ShardedOptimizer
 from zerostd.horovod.states import on_host, read_options, write_options
 from zerostd.horovod.world import SESSION, rank, size
@@ -120,7 +112,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`.
         root_rank: The rank whose values count.
     """
-    check_root(root_rank)
+    collectives.check_root(root_rank)
     items = sorted(params.items()) if isinstance(params, Mapping) else list(params)  # in one order on all ranks
     named = [item if isinstance(item, tuple) else ("an entry", item) for item in items]
     for name, value in named:
@@ -136,7 +128,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
                 parameter.copy_(value)
         optimizer.replaced.clear()
     for _, tensor in named:
-        broadcast_(tensor, root_rank)
+        collectives.broadcast_(tensor, root_rank)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: nn.Module | None = None) -> None:
@@ -147,21 +139,21 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         root_rank: The rank whose states count, and the only one that has to load them.
         model: Not needed.
     """
-    check_root(root_rank)
+    collectives.check_root(root_rank)
     if not isinstance(optimizer, ShardedOptimizer):
-        state = broadcast_object(on_host(optimizer.state_dict()), root_rank)
+        state = collectives.broadcast_object(on_host(optimizer.state_dict()), root_rank)
         if rank() != root_rank:
             optimizer.load_state_dict(state)
         return
-    has_loaded = allgather_object(optimizer.loaded is not None)
+    has_loaded = collectives.allgather_object(optimizer.loaded is not None)
     if any(has_loaded) and not has_loaded[root_rank]:
         raise MisuseError(
             f"broadcast_optimizer_state(root_rank={root_rank}): rank {has_loaded.index(True)} has loaded a state and "
             f"rank {root_rank} has not; name a rank that has"
         )
-    write_options(optimizer.param_groups, broadcast_object(read_options(optimizer.param_groups), root_rank))
+    write_options(optimizer.param_groups, collectives.broadcast_object(read_options(optimizer.param_groups), root_rank))
     if any(has_loaded):
-        optimizer.loaded = broadcast_object(on_host(optimizer.loaded), root_rank)
+        optimizer.loaded = collectives.broadcast_object(on_host(optimizer.loaded), root_rank)
         optimizer.take_loaded()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,15 +67,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._num_announced = 0  # passes since the last step that the other ranks know of
         self._follows = False  # in join
         self.loaded = optimizer.state_dict() if optimizer.state else None
-        own = [parameter.detach().clone() for parameter in self.parameters]
+        own = {parameter: parameter.detach().clone() for parameter in self.parameters} if size() > 1 else {}
         self._hooks = self._watch(factor)  # before those of prepare: a pass is announced before its first reduce
         try:
             self.container, self._zero = _prepare(_Parameters(named), optimizer, stage, compression)
         except BaseException:
             self._unwatch()
             raise
-        pairs = zip(self.parameters, own, strict=True)
-        self.replaced = {parameter: value.cpu() for parameter, value in pairs if not torch.equal(parameter, value)}
+        self.replaced = {parameter: value.cpu() for parameter, value in own.items() if not parameter.equal(value)}
         super().__init__(self._zero.param_groups, self._zero.defaults)
         self.param_groups = self._zero.param_groups
         self.state = self._zero.state
@@ -91,19 +91,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step(self._agree(Event.STEP, read_options(self.param_groups)))
+        self._announce(Event.STEP, zlib.crc32(repr(read_options(self.param_groups)).encode()))
+        self._step(agreement().receive())
         return loss
 
     def _step(self, calls: list[Call]) -> None:
         """Do what ranks in join follow."""
-        options = [call.detail for call in calls if call.event is Event.STEP]
-        if any(repr(option) != repr(options[0]) for option in options):
+        if len({call.first for call in calls if call.event is Event.STEP}) > 1:
             raise MisuseError(
                 "ranks have different options in param_groups, such as lr, and each updates a part of the model: give "
                 "schedulers the same numbers on all ranks, or call hvd.broadcast_optimizer_state(optimizer, 0)"
             )
-        if self._follows:
-            write_options(self.param_groups, options[0])
+        if agreement().num_joined:
+            write_options(self.param_groups, agreement().share(read_options(self.param_groups)))
         self._take_loaded_with(calls)
         self._zero.step()
         self._wait_until_whole()
@@ -119,6 +119,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Wait until `p.grad` stands for averaged gradients, which are sharded. Clip then with
         torch.nn.utils.clip_grad_norm_, or without synchronize() with `optimizer.clip_grad_norm_`, which is faster."""
+        agreement().receive()
         num_joined = agreement().num_joined
         if num_joined:
             raise NotSupportedError(
@@ -134,7 +135,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip all gradients to a global norm, exactly; return the norm before. Every rank must call it."""
-        self._agree(Event.CLIP, (max_norm, norm_type))
+        self._announce(Event.CLIP, max_norm, norm_type)
+        agreement().receive()
         norm: torch.Tensor = self._zero.clip_grad_norm_(max_norm, norm_type)
         return norm
 
@@ -167,7 +169,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if self._num_passes[index] > self._num_announced:
             self._num_announced += 1
-            self._agree(Event.BACKWARD, (index, adds))
+            self._announce(Event.BACKWARD, index, adds)
 
     def _forget_passes(self) -> None:
         self._num_passes = [0] * len(self.parameters)
@@ -175,15 +177,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- agreement --
 
-    def _agree(self, event: Event, detail: Any = None) -> list[Call]:
-        return agreement().agree(Call(event, detail, self.loaded is not None))
+    def _announce(self, event: Event, first: float = 0.0, second: float = 0.0) -> None:
+        agreement().announce(Call(event, self.loaded is not None, first, second))
 
     def join(self) -> int:
         """Follow the steps of ranks that still have data, with zeros, until none has; see `hvd.join`."""
         self._follows = True
         try:
             while True:
-                calls = self._agree(Event.JOIN)
+                self._announce(Event.JOIN)
+                calls = agreement().receive()
                 active = [call for call in calls if call.event is not Event.JOIN]
                 if not active:
                     return agreement().last_rank
@@ -195,13 +198,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _follow(self, active: Call, calls: list[Call]) -> None:
         match active.event:
             case Event.BACKWARD:
-                index, adds = active.detail
+                adds = bool(active.second)
                 if not adds:
                     self._zero.zero_grad()
-                parameter = self.parameters[index]
+                parameter = self.parameters[int(active.first)]
                 torch.autograd.backward([parameter], [torch.zeros_like(parameter)])
             case Event.CLIP:
-                self._zero.clip_grad_norm_(*active.detail)
+                self._zero.clip_grad_norm_(active.first, active.second)
             case Event.STEP:
                 self._step(calls)
             case Event.STATE:
@@ -211,7 +214,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return whole states in torch's format, as the wrapped optimizer would. Every rank must call it."""
-        return self._gather_states(self._agree(Event.STATE))
+        self._announce(Event.STATE)
+        return self._gather_states(agreement().receive())
 
     def _gather_states(self, calls: list[Call]) -> dict[str, Any]:
         self._take_loaded_with(calls)

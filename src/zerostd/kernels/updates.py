@@ -88,8 +88,8 @@ def _check_memory(step: Step) -> None:
     own = dict(enumerate(range(1, num_targets + 1)))  # output: the input that it may share memory with
     landing = 0 if isinstance(step.target[0], Split) else num_targets  # the output that may take the gradient's place
     for index, output in enumerate(outputs):
-        for other, tensor in enumerate([*inputs, *outputs[:index]]):
-            allowed = other == own.get(index) or (other == 0 and index == landing)
+        for number, tensor in enumerate([*inputs, *outputs[:index]]):
+            allowed = number == own.get(index) or (number == 0 and index == landing)
             if not native.apart(output, tensor) and not (allowed and native.same_memory(output, tensor)):
                 raise ValueError(
                     f"an output of {output.numel()} elements at {output.data_ptr():#x} overlaps another array at "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zerostd.communication import Wires
 from zerostd.optimizers import from_disk, routes, streamed
 from zerostd.optimizers.tiles import tile_numel
 from zerostd.parameters.staging import NUM_STAGING
@@ -80,7 +81,7 @@ def _wires(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
         plan.layout.numel * plan.gradient_dtype(rules).itemsize for group in plans for plan in group if plan.is_trained
     ]
     largest = max(sizes, default=0)
-    receive = largest // (rules.size if rules.has_own_memory else 1)
+    receive = Wires.buffer_bytes(largest, rules.size, has_streams=rules.has_own_memory)
     return receive + (NUM_STAGING * largest if rules.shards(Kind.GRADIENTS) else 0)
 
 

@@ -52,13 +52,7 @@ class Stream:
     @contextlib.contextmanager
     def after(self, *transfers: Transfer | None) -> Iterator[None]:
         """Put the work of a `with` block into this stream, behind `transfers`."""
-        if self.stream is None:
-            for transfer in transfers:
-                if transfer is not None:
-                    transfer.wait()
-            yield
-            return
-        with self.stream:
+        with contextlib.nullcontext() if self.stream is None else self.stream:
             for transfer in transfers:
                 if transfer is not None:
                     transfer.wait()
