@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from zerostd import compat
@@ -122,3 +123,43 @@ def test_step_hooks_move_from_one_optimizer_to_another() -> None:
     compat.move_step_hooks(target)
     target.step()
     assert len(calls) == 2
+
+
+def test_views_know_their_base():
+    x = torch.zeros(4)
+    assert compat.base_of(x) is None and compat.base_of(x[1:]) is x
+
+
+def test_negated_views_show_the_other_sign_of_the_same_memory():
+    x = torch.ones(2)
+    view = compat.negated(x)
+    x.add_(1)
+    assert view.is_neg() and view.tolist() == [-2, -2]
+
+
+def test_arguments_say_which_one_is_written():
+    add_, zeros = torch.ops.aten.add_.Tensor, torch.ops.aten.zeros.default
+    written = [a.name for a in compat.arguments_of(add_) if a.alias_info and a.alias_info.is_write]
+    assert written == ["self"] and "device" in [a.name for a in compat.arguments_of(zeros)]
+
+
+def test_no_dispatch_mode_is_active_inside():
+    with FakeTensorMode():
+        with compat.no_modes():
+            assert type(torch.empty(1)) is torch.Tensor
+        assert type(torch.empty(1)) is FakeTensor
+
+
+def test_trunc_normal_is_replaced_inside_and_put_back():
+    seen = []
+
+    def note(plain, tensor, *args, **kwargs):
+        seen.append(tensor)
+        return plain(tensor, *args, **kwargs)
+
+    x = torch.zeros(100)
+    with compat.replaced_trunc_normal(note):
+        torch.nn.init.trunc_normal_(x, std=1.0, a=-0.5, b=0.5)
+    assert len(seen) == 1 and seen[0] is x and 0 < x.abs().max() <= 0.5
+    torch.nn.init.trunc_normal_(x)
+    assert len(seen) == 1

@@ -198,15 +198,14 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     inside = set(module.parameters())
     groups = [g for g in runtime.groups if any(p in inside for flat in g.flats for p in flat.parameters)]
     released = [group for group in groups if group.state is GroupState.RELEASED]
+    pins = contextlib.ExitStack()
     for group in groups:
-        runtime.gatherer.start(group)
-        runtime.gatherer.finish(group)
-        group.num_pins += 1
+        runtime.gatherer.gather(group)
+        pins.enter_context(group.pinned())
     try:
         yield module
     finally:
-        for group in groups:
-            group.num_pins -= 1
+        pins.close()
         if write:
             runtime.finish_updates()  # masters must be home before they are changed
             for group in groups:

@@ -5,15 +5,19 @@ They differ between torch releases and may move; nothing else in the library tou
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
+    "arguments_of",
     "at_end_of_backward",
+    "base_of",
     "calls_of",
     "foreach_add_",
     "foreach_copy_",
@@ -21,8 +25,11 @@ __all__ = [
     "in_backward",
     "is_profiling",
     "move_step_hooks",
+    "negated",
     "no_dynamo",
+    "no_modes",
     "note_step",
+    "replaced_trunc_normal",
     "version_of",
 ]
 
@@ -84,6 +91,42 @@ def move_step_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor, or another one with the same memory, was changed in place."""
     return int(tensor._version)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that this one is a view of, as autograd knows it; None if it is no view."""
+    return tensor._base
+
+
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor that shows its values with the other sign, as `tensor.conj().imag` does."""
+    return torch._neg_view(tensor)
+
+
+def arguments_of(operator: Any) -> list[Any]:
+    """Return the arguments of an operator: their names, and in `alias_info` whether it writes to them."""
+    return list(operator._schema.arguments)
+
+
+def no_modes() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which no dispatch mode is active."""
+    return _disable_current_modes()
+
+
+@contextlib.contextmanager
+def replaced_trunc_normal(function: Callable[..., Any]) -> Iterator[None]:
+    """Let `torch.nn.init.trunc_normal_` call `function(plain, tensor, ...)` inside, where `plain` is torch's own."""
+    init: Any = torch.nn.init
+    plain = init._no_grad_trunc_normal_
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return function(plain, *args, **kwargs)
+
+    init._no_grad_trunc_normal_ = replaced
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = plain
 
 
 def has_saved_tensor_hooks() -> bool:

@@ -23,10 +23,10 @@ LATE_FUNCTIONS: dict[str, str] = {
     "integrations/keras.py: model.__dict__['save_weights']": "the user's model: a method of it knows about shards",
     "integrations/lightning.py: plugin.clip_grad_by_norm": "Lightning's plugin, which clips by torch's own functions",
     "integrations/lightning.py: plugin.clip_grad_by_value": "Lightning's plugin, which clips by torch's own functions",
-    "parameters/deferred.py: init._no_grad_trunc_normal_": "torch's own, for as long as `empty_init` is on",
+    "compat.py: init._no_grad_trunc_normal_": "torch's own, for as long as `empty_init` is on",
     "scheduling/guards.py: module.__dict__['_apply']": "the user's module: `.to()` and the like are refused",
     "scheduling/guards.py: module.__dict__[GUARD]": "the user's module: a copy of it is refused",
-    "scheduling/recomputing.py: self.module.forward": "the user's module: its forward is what is recomputed",
+    "scheduling/recomputing.py: module.forward": "the user's module: its forward is what is recomputed",
 }
 
 # Private names of torch that may stand outside compat.py, with the reason.

@@ -17,8 +17,8 @@ __all__ = ["exact", "full_values"]
 def full_values(runtime: Runtime, group: Group) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """Every parameter of a group in its original dtype; one flat at a time is whole."""
     runtime.finish_updates()
-    runtime.gatherer.complete(group)
-    runtime.gatherer.finish(group)
+    runtime.gatherer.wait_updates(group)
+    runtime.gatherer.wait_gather(group)
     for flat in group.flats:
         full = exact(flat, runtime.wires)
         for parameter, interval in zip(flat.parameters, flat.layout.intervals, strict=True):

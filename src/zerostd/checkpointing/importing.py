@@ -147,7 +147,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 def _apply(runtime: Runtime, given: OrdinaryModel, fit: _Fit) -> None:
     """Everything fits: each rank takes what rests on it, from the masters to the parameters."""
-    runtime.gatherer.finish_all()
+    runtime.gatherer.wait_all()
     rank = runtime.world.rank
     total = sum(flat.rest.numel * flat.rest.dtype.itemsize for flat in flats_of(runtime))
     memory = torch.empty(BLOCK, dtype=torch.uint8)

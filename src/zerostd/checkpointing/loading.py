@@ -72,7 +72,7 @@ def load_checkpoint(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Pat
             cause = error
         agree(runtime, "zerostd.load()", cause, "Nothing was changed")
         assert checkpoint is not None and found is not None
-        runtime.gatherer.finish_all()
+        runtime.gatherer.wait_all()
         try:
             _take_over(runtime, optimizer, checkpoint, found)
         except Exception as error:
@@ -99,7 +99,7 @@ def begin_load(runtime: Runtime, optimizer: ZeroOptimizer | None) -> None:
             f"zerostd.load after {runtime.backward.passes.num_done} backward pass(es) of a step that is not complete: "
             "call it between optimizer.step() and the next backward"
         )
-    if any(group.num_pins for group in runtime.groups):
+    if any(group.is_pinned for group in runtime.groups):
         raise MisuseError("zerostd.load inside zerostd.gathered(): leave the context first")
     runtime.finish_updates()
 

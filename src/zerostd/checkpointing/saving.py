@@ -50,7 +50,7 @@ def save_checkpoint(
         raise
     saving = Saving(path, records, facts, control, keep=keep)
     for group in runtime.groups:
-        group.pending_save = saving.kept(group.name)
+        group.hold_for_save(saving.kept(group.name))
     runtime.observers.append(saving)
     if facts.passes:
         saving.settle()
@@ -125,7 +125,7 @@ def _check_gradients(runtime: Runtime) -> None:
 def _records(runtime: Runtime, optimizer: ZeroOptimizer | None, *, frozen: bool) -> Iterator[SavedInterval]:
     rank, device = runtime.world.rank, runtime.world.device
     for group in runtime.update_order():
-        runtime.gatherer.complete(group)
+        runtime.gatherer.wait_updates(group)
         for flat in [flat for flat in group.flats if frozen or flat.gradient is not None]:
             yield from value_intervals(flat, rank, group.name)
             if optimizer is not None and flat in optimizer.updater.spans:

@@ -70,7 +70,7 @@ def gradient_tensor(flat: Flat, dtypes: Collection[torch.dtype] = ()) -> TierTen
     if any(torch.promote_types(dtype, gradient.rest_dtype) != gradient.rest_dtype for dtype in dtypes):
         gradient.use_sum()
     rest = gradient.wait_landed()
-    return TierTensor(rest.numel(), rest.dtype, Tier.HOST if gradient.host is not None else Tier.DEVICE, rest)
+    return TierTensor(rest.numel(), rest.dtype, Tier.HOST if gradient.is_on_host else Tier.DEVICE, rest)
 
 
 def scalar_states(updater: Updater, rank: int) -> dict[str, dict[str, Any]]:

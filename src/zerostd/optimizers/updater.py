@@ -108,7 +108,7 @@ class Updater:
         self, group: Group, options: StepOptions, scope: Scope = Scope.ALL, *, is_complete: bool = False
     ) -> None:
         """Start the update of the spans of `group` that have gradients; `is_complete` says that all have."""
-        group.pending_save.wait()
+        group.wait_save()
         resident: list[UpdateSpan] = []
         used = 0
         is_speculative = scope is Scope.SPECULATIVE
@@ -126,7 +126,7 @@ class Updater:
                 assert self.offload is not None
                 step = self.ledger.events.step
                 task = UpdateTask.make(group, flat, span, options, step=step, is_speculative=is_speculative)
-                group.updates.append(self.offload.launch(task))
+                group.add_update(self.offload.launch(task))
             if flat.gradient is not None:
                 flat.gradient.drop_overwritten_copy()
             torch.autograd.graph.increment_version(flat.parameters)  # a graph from before must not run on new values

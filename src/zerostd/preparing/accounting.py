@@ -13,11 +13,10 @@ import torch
 from zerostd.communication import Wires
 from zerostd.optimizers.offload_updater import OffloadUpdater
 from zerostd.optimizers.updater import Updater
-from zerostd.parameters import host_gradient
+from zerostd.parameters.staging import NUM_STAGING
 from zerostd.parameters.state_shard import MASTER
 from zerostd.policy import Kind, Tier
 from zerostd.preparing.homes import FlatPlan, Rules, demand
-from zerostd.scheduling import reducing
 from zerostd.sharding import Portion
 from zerostd.tiers import Uploader
 
@@ -83,7 +82,7 @@ def _wires(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
     ]
     largest = max(sizes, default=0)
     receive = Wires.buffer_bytes(largest, rules.size, has_streams=rules.has_own_memory)
-    return receive + (reducing.NUM_STAGING * largest if rules.shards(Kind.GRADIENTS) else 0)
+    return receive + (NUM_STAGING * largest if rules.shards(Kind.GRADIENTS) else 0)
 
 
 def _scratch(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
@@ -111,4 +110,4 @@ def _staging(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
         for plan in group
         if plan.is_trained and plan.gradients is Tier.HOST
     ]
-    return host_gradient.NUM_STAGING * max(sizes, default=0)
+    return NUM_STAGING * max(sizes, default=0)

@@ -23,17 +23,18 @@ from zerostd.optimizers.offload_updater import OffloadUpdater
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import put_states
 from zerostd.optimizers.updater import Updater
-from zerostd.parameters import Group, GroupState
+from zerostd.parameters import Group
 from zerostd.parameters.blueprints import ROOT, Blueprint, Member, describe_groups, find_blueprints
 from zerostd.parameters.checking import describe_model, describe_optimizer, optimizer_options
 from zerostd.parameters.deferred import draw_seeds, is_deferred, make_real
-from zerostd.parameters.host_gradient import Staging
+from zerostd.parameters.staging import Staging
 from zerostd.policy import Budget, Kind, Tier, parse_bytes
 from zerostd.preparing.accounting import host_buffers, largest_on_disk
 from zerostd.preparing.groups import make_group
 from zerostd.preparing.homes import FlatPlan, Rules, demand, demand_of, plan_flats
 from zerostd.preparing.options import check_world, num_threads, rules_for, ways_for
 from zerostd.preparing.proposing import decide, homes_of
+from zerostd.scheduling.activation_copies import ActivationCopies
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.offloading import ActivationOffloader
@@ -79,9 +80,9 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
     wires = Wires(world, ledger)
     original_dtypes = {parameter: parameter.dtype for parameter in model.parameters()}
     groups = _make_groups(model, blueprints, plans, rules, resources, control, wires)
-    gatherer = Gatherer(groups, wires, control, uploader)
-    offloader = ActivationOffloader(allocator, streams, _left_of(need, settings.budget, world), peers)
-    activations = Activations(model, gatherer, ways, offloader, peers)
+    gatherer = Gatherer(groups, wires, control)
+    copies = ActivationCopies(allocator, streams, _left_of(need, settings.budget, world))
+    activations = Activations(model, gatherer, ways, ActivationOffloader(copies, peers))
     runtime = Runtime(model, gatherer, activations, resources, settings=settings, original_dtypes=original_dtypes)
     runtime.install()
     return runtime
@@ -167,12 +168,8 @@ def _make_groups(
 
     groups = []
     for index, (blueprint, flats) in enumerate(zip(blueprints, plans, strict=True)):
-        group = make_group(blueprint, index, flats, rules, resources, value_of)
+        group = make_group(blueprint, index, flats, rules, resources, wires, value_of)
         groups.append(group)
-        if group.gives_back:
-            for flat in group.flats:
-                flat.hide()
-            group.state = GroupState.RELEASED
     _place_buffers(model, device, seed)
     return tuple(groups)
 

@@ -227,7 +227,7 @@ class Adapter(StepObserver):
 
     def _revise(self, reason: str, report: RankReport) -> None:
         """Make the plan again, and obey it if that pays or must be."""
-        if any(slot.parameter.grad is not None for slot in self.runtime.backward.slots):
+        if any(trained.parameter.grad is not None for trained in self.runtime.backward.trained):
             return  # gradients are kept over the step: nothing can move
         world = self.runtime.world
         seen = self._seen_or_rough(report)  # before anything is measured, which takes memory too

@@ -28,7 +28,7 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
     optimizer = runtime.optimizer
     if optimizer is None:
         raise MisuseError("moving to another plan needs the optimizer: pass it to prepare")
-    if any(slot.parameter.grad is not None for slot in runtime.backward.slots) or runtime.backward.is_running:
+    if any(trained.parameter.grad is not None for trained in runtime.backward.trained) or runtime.backward.is_running:
         raise MisuseError("moving to another plan while there are gradients: do it after optimizer.zero_grad()")
     settings = runtime.settings.obeying(plan, sizes_of(runtime.blueprints))
     check_world(settings, runtime.world)
@@ -47,9 +47,9 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
                 f"on the {flat.rest.tier.value}: only states and gradients move while training goes on"
             )
     optimizer.synchronize()
-    runtime.gatherer.finish_all()
+    runtime.gatherer.wait_all()
     for group in runtime.groups:
-        group.updates.clear()
+        group.wait_updates()
     updater = optimizer.updater
     if updater.offload is not None:
         updater.offload.close()
@@ -72,7 +72,7 @@ def _is_as(flat: Flat, wanted: FlatPlan, *, speculates: bool) -> bool:
     """Whether a flat is as a plan wants it."""
     if flat.gradient is None:
         return flat.rest.tier is wanted.parameters
-    on_host = flat.gradient.host is not None
+    on_host = flat.gradient.is_on_host
     return (
         flat.rest.tier is wanted.parameters
         and on_host == (wanted.gradients is Tier.HOST)
