@@ -27,7 +27,7 @@ from checkpoints.runs import Job, Run, compared, unlike
 from support.agreement import agree
 from support.processes import TESTS, doing
 from zerostd import CheckpointError
-from zerostd.checkpointing.storage import sinks
+from zerostd.checkpointing.storage import direct_writer
 from zerostd.checkpointing.storage.manifest import BLOCK
 
 pytestmark = pytest.mark.timeout(90)  # some of these could hang
@@ -204,7 +204,7 @@ def test_any_call_of_the_system_fails(call: str, trained: Run, tmp_path: Path, m
         return true(*arguments, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(sinks, "START_EVERY", 1)
+        patched.setattr(direct_writer, "START_EVERY", 1)
         patched.setattr(module, call, failing)
         trained.save(tmp_path / "whole")
         times = 100 - left
@@ -514,10 +514,10 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda d: d["optimizer"]["singles"].update(x={"step": {"$tensor": 0}}),
         "where no tensor can be",
     ),
-    "generator": (lambda d: d["random"]["0"].update(python=[3, [1, 2], None]), "a random state that is none"),
+    "generator": (lambda d: d["random"]["0"].update(python=[3, [1, 2], None]), "invalid random state"),
     "another generator": (
         lambda d: d["random"]["0"].update(numpy={"$tuple": ["MT19937"]}),
-        "random state that is none",
+        "invalid random state",
     ),
     "extra": (lambda d: d.update(extra={"$tensor": 7}), "no tensor 7 of extra"),
 }

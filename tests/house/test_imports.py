@@ -39,7 +39,8 @@ ROOMS: dict[str, set[str]] = {
     "__init__": GROUND | {"monitoring", "planning", "measuring", "parameters", "checkpointing", "reporting", "api"},
     "integrations": {PUBLIC},
     "horovod": {PUBLIC},
-    "cli": GROUND | {"api", "planning", "measuring", "reporting", "checkpointing", "communication", "tiers", "kernels"},
+    "cli": GROUND
+    | {"api", "monitoring", "planning", "measuring", "reporting", "checkpointing", "communication", "tiers", "kernels"},
     "__main__": {"cli"},
 }
 SAYS_DIST = {"communication", "horovod"}  # the only rooms that may import torch.distributed: ours, and another's names
