@@ -6,6 +6,7 @@ Each check takes the number of examples: few in the tests, many in benchmarks/ch
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import shutil
@@ -242,7 +243,7 @@ def _load_shard(target: Target, content: bytes) -> None:
     data["files"][FILE]["bytes"] = len(content)
     (target.folder / "manifest.json").write_text(json.dumps(data))
     try:
-        with SafetensorsReader(path) as reader:
+        with contextlib.closing(SafetensorsReader(path)) as reader:
             for key, tensor in reader.tensors.items():
                 reader.read(key, 0, torch.empty(tensor.shape, dtype=tensor.dtype))
     except CheckpointError as error:

@@ -20,7 +20,6 @@ from zerostd.checkpointing.storage.manifest import (
     OptimizerGroup,
     TensorEntry,
     TensorPart,
-    num_blocks,
 )
 
 FILE, SECOND = "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"
@@ -199,10 +198,6 @@ def test_every_rule(name: str) -> None:
 def test_what_is_not_json(text: bytes) -> None:
     with pytest.raises(CheckpointError, match="here is not a checkpoint's manifest"):
         Manifest.from_json(text, "here")
-
-
-def test_blocks() -> None:
-    assert [num_blocks(size) for size in (0, 1, BLOCK, BLOCK + 1)] == [0, 1, 1, 2]
 
 
 # -- fuzz --

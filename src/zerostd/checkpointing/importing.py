@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zerostd.checkpointing.model_parts import buffers_of, flats_of, parameters_of, walk_buffers
-from zerostd.checkpointing.storage.model_files import ModelFiles
+from zerostd.checkpointing.storage.model_files import TensorReader, open_model
 from zerostd.checkpointing.two_phase import load_in_two_phases, value_targets
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError
@@ -36,7 +36,7 @@ log = logging.getLogger("zerostd")
 class _NameMatch:
     """Which tensor of the files belongs to which of the model, and what is wrong with the rest."""
 
-    files: ModelFiles
+    readers: dict[str, TensorReader]  # of the files, by name of tensor
     parameters: dict[str, str] = field(default_factory=dict)  # name in the files, by name in the model
     buffers: list[tuple[torch.Tensor, str]] = field(default_factory=list)
     conversions: Counter[tuple[torch.dtype, torch.dtype]] = field(default_factory=Counter)
@@ -45,20 +45,21 @@ class _NameMatch:
 
     def find(self, names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
         """Return the name under which the files have a tensor; None if they do not, or if it has no elements."""
-        present = [name for name in names if name in self.files]
+        present = [name for name in names if name in self.readers]
         if not present and 0 not in shape:
             others = f" (or {', '.join(map(repr, names[1:]))})" if len(names) > 1 else ""
             self.missing.append(f"{names[0]!r}{others}")
         for name in present:
-            if self.files.shape(name) != shape:
-                self.unlike.append(f"{name!r} has shape {self.files.shape(name)} and {shape} in the model")
-            elif _kind(self.files.dtype(name)) != _kind(dtype):
-                stored = _dtype_text(self.files.dtype(name))
-                self.unlike.append(f"{name!r} is {stored} and {_dtype_text(dtype)} in the model")
+            stored = self.readers[name].tensors[name]
+            if tuple(stored.shape) != shape:
+                self.unlike.append(f"{name!r} has shape {tuple(stored.shape)} and {shape} in the model")
+            elif _kind(stored.dtype) != _kind(dtype):
+                self.unlike.append(f"{name!r} is {_dtype_text(stored.dtype)} and {_dtype_text(dtype)} in the model")
         if not present or 0 in shape:
             return None
-        if self.files.dtype(present[0]) != dtype:
-            self.conversions[self.files.dtype(present[0]), dtype] += 1
+        stored_dtype = self.readers[present[0]].tensors[present[0]].dtype
+        if stored_dtype != dtype:
+            self.conversions[stored_dtype, dtype] += 1
         return present[0]
 
 
@@ -67,23 +68,23 @@ def import_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) 
     """Load a model from ordinary files. All ranks call it. Nothing is changed unless everything fits on all ranks;
     states of an optimizer stay."""
 
-    def check(opened: ExitStack) -> _NameMatch:
+    def check(files: ExitStack) -> _NameMatch:
         if optimizer is not None:
             raise CheckpointError(
                 f"{path} is an ordinary model, without states of an optimizer: leave the optimizer out of "
                 "zerostd.load. Its masters take the new values, and its states begin with training"
             )
-        return _match_names(runtime, opened.enter_context(ModelFiles(path)))
+        return _match_names(runtime, open_model(path, files))
 
     match = load_in_two_phases(runtime, optimizer, check, lambda match: _apply(runtime, match))
     if runtime.world.rank == 0:
         log.info("%s", _summary(path, match))
 
 
-def _match_names(runtime: Runtime, files: ModelFiles) -> _NameMatch:
+def _match_names(runtime: Runtime, readers: dict[str, TensorReader]) -> _NameMatch:
     """Return where everything goes. The error lists what is missing, not expected, or of another shape or kind."""
     names = _all_names(runtime.model)
-    match = _NameMatch(files)
+    match = _NameMatch(readers)
     for flat, parameter, interval in parameters_of(runtime):
         name = match.find(names[parameter], interval.shape, _stored_dtype(flat))
         if name is not None:
@@ -93,7 +94,7 @@ def _match_names(runtime: Runtime, files: ModelFiles) -> _NameMatch:
         if name is not None:
             match.buffers.append((buffer, name))
     known = {name for aliases in names.values() for name in aliases}
-    unknown = [repr(name) for name in files.names if name not in known]
+    unknown = [repr(name) for name in readers if name not in known]
     _refuse({"missing": match.missing, "not in the model": unknown, "unlike": match.unlike})
     return match
 
@@ -141,17 +142,19 @@ def _apply(runtime: Runtime, match: _NameMatch) -> None:
     with ByteProgress("loading", total, is_shown=rank == 0) as progress:
         for name, first, tensor, part in targets:
             source = match.parameters[name]
-            step = BLOCK // match.files.dtype(source).itemsize
-            for low in range(part.start, part.stop, step):
-                high = min(part.stop, low + step)
-                start = first + low - part.start
-                values = match.files.read(source, start, start + high - low, memory)
-                tensor.write(slice(low, high), values.to(tensor.dtype))
-                progress.add((high - low) * tensor.dtype.itemsize)
+            reader = match.readers[source]
+            block = memory.view(reader.tensors[source].dtype)
+            for low in range(part.start, part.stop, block.numel()):
+                values = block[: part.stop - low]
+                reader.read(source, first + low - part.start, values)
+                tensor.write(slice(low, low + values.numel()), values.to(tensor.dtype))
+                progress.add(values.numel() * tensor.dtype.itemsize)
     for flat in flats_of(runtime):
         flat.publish()
     for buffer, name in match.buffers:
-        buffer.copy_(match.files.read(name, 0, buffer.numel()).view(buffer.shape))
+        values = torch.empty(buffer.shape, dtype=match.readers[name].tensors[name].dtype)
+        match.readers[name].read(name, 0, values.view(-1))
+        buffer.copy_(values)
 
 
 def _summary(path: Path, match: _NameMatch) -> str:

@@ -27,10 +27,7 @@ T = TypeVar("T")
 
 
 def load_in_two_phases(
-    runtime: Runtime,
-    optimizer: ZeroOptimizer | None,
-    check: Callable[[ExitStack], T],
-    apply: Callable[[T], None],
+    runtime: Runtime, optimizer: ZeroOptimizer | None, check: Callable[[ExitStack], T], apply: Callable[[T], None]
 ) -> T:
     """Return what `check` returned, after `apply` has used it and parameters are renewed. All ranks call it.
 

@@ -31,7 +31,6 @@ __all__ = [
     "Shape",
     "TensorEntry",
     "TensorPart",
-    "num_blocks",
 ]
 
 FORMAT = "zerostd checkpoint"
@@ -176,11 +175,6 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, di
         return manifest
 
 
-def num_blocks(num_bytes: int) -> int:
-    """Return how many checksums a part of so many bytes has."""
-    return -(-num_bytes // BLOCK)
-
-
 def _parse(text: str | bytes) -> dict[str, Any]:
     """Return the fields after `format` and `version`, which are checked here: they say whether we know the others.
 
@@ -245,7 +239,7 @@ def _tensor_problems(entry: TensorEntry, files: Mapping[str, FileEntry]) -> Iter
         if part.start != end:
             yield f"{entry.label} has {'a gap' if part.start > end else 'parts that overlap'} at {end}"
         end = part.stop
-        wanted = num_blocks((part.stop - part.start) * entry.torch_dtype.itemsize)
+        wanted = -(-(part.stop - part.start) * entry.torch_dtype.itemsize // BLOCK)  # rounded up
         if len(part.crc32) != wanted:
             yield f"{entry.label} has {len(part.crc32)} checksums in a part, not {wanted}"
     if end != entry.numel:

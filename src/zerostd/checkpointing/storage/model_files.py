@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, TypeAlias
 
 import torch
 
@@ -18,7 +19,7 @@ from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader, r
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import convert, decode
 
-__all__ = ["ModelFiles", "is_model"]
+__all__ = ["StateDictReader", "TensorReader", "is_model", "open_model"]
 
 SAFETENSORS = ".safetensors"
 STATE_DICT = (".pt", ".pth", ".bin")
@@ -27,6 +28,8 @@ STEMS = ("model.safetensors", "pytorch_model.bin")  # of a directory's model, if
 OURS = re.compile(r"rank-\d+-of-\d+\.safetensors")  # of a checkpoint that lost its manifest
 MOST_INDEX = 256 << 20
 MAPPED = 16 << 20  # bytes of a mapped file that may stay in memory
+
+TensorReader: TypeAlias = "SafetensorsReader | StateDictReader"
 
 
 def is_model(path: Path) -> bool:
@@ -37,82 +40,34 @@ def is_model(path: Path) -> bool:
         return False
 
 
-class ModelFiles:
-    """All tensors of a model by name, whichever files they are in."""
-
-    def __init__(self, path: Path) -> None:
-        self._files: list[SafetensorsReader | _StateDictReader] = []
-        self._file_of: dict[str, SafetensorsReader | _StateDictReader] = {}
-        try:
-            for file in _files_in(path) if path.is_dir() else [path]:
-                if file.name.endswith(INDEX):
-                    self._open_all(file)
-                else:
-                    self._open(file)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files:
-            file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names of all tensors."""
-        return list(self._file_of)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        return tuple(self._file_of[name].tensors[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor."""
-        return self._file_of[name].tensors[name].dtype
-
-    def read(self, name: str, low: int, high: int, memory: torch.Tensor | None = None) -> torch.Tensor:
-        """Return elements [low, high) of a flattened tensor, on the host; in these bytes of memory, if given."""
-        dtype = self.dtype(name)
-        if memory is None:
-            memory = torch.empty((high - low) * dtype.itemsize, dtype=torch.uint8)
-        values = memory[: (high - low) * dtype.itemsize].view(dtype)
-        self._file_of[name].read(name, low, values)
-        return values
-
-    def _open(self, path: Path) -> SafetensorsReader | _StateDictReader:
-        if path.suffix == SAFETENSORS:
-            file: SafetensorsReader | _StateDictReader = SafetensorsReader(path)
-        elif path.suffix in STATE_DICT:
-            file = _StateDictReader(path)
-        else:
-            raise CheckpointError(
-                f"{path} is no model that can be read: a checkpoint or a Hugging Face model is a directory, a file is "
-                f"*{SAFETENSORS}, its *{INDEX}, or a state_dict in *{', *'.join(STATE_DICT)}"
-            )
-        self._files.append(file)
-        for name in file.tensors:
-            if name in self._file_of:
-                raise CheckpointError(f"{name!r} is in {self._file_of[name].path} and in {path}: name one of them")
-            self._file_of[name] = file
-        return file
-
-    def _open_all(self, index: Path) -> None:
-        """Open the files of an index, which must say where each tensor is."""
-        weights = _read_index(index)
-        files = {name: self._open(index.parent / name) for name in dict.fromkeys(weights.values())}
+def open_model(path: Path, files: ExitStack) -> dict[str, TensorReader]:
+    """Open the files of a model and return the reader of each tensor, by name. `files` closes them."""
+    readers: dict[str, TensorReader] = {}
+    for file in _files_in(path) if path.is_dir() else [path]:
+        is_index = file.name.endswith(INDEX)
+        weights = _read_index(file) if is_index else {}
+        for part in [file.parent / name for name in dict.fromkeys(weights.values())] if is_index else [file]:
+            reader = _open(part)
+            files.callback(reader.close)
+            for name in reader.tensors:
+                if name in readers:
+                    raise CheckpointError(f"{name!r} is in {readers[name].path} and in {part}: name one of them")
+                readers[name] = reader
         for tensor, name in weights.items():
-            if tensor not in files[name].tensors:
-                raise CheckpointError(f"{tensor!r} is not in {index.parent / name}, where {index.name} says it is")
+            if tensor not in readers or readers[tensor].path.name != name:
+                raise CheckpointError(f"{tensor!r} is not in {file.parent / name}, where {file.name} says it is")
+    return readers
+
+
+def _open(path: Path) -> TensorReader:
+    if path.suffix == SAFETENSORS:
+        return SafetensorsReader(path)
+    if path.suffix in STATE_DICT:
+        return StateDictReader(path)
+    raise CheckpointError(
+        f"{path} is no model that can be read: a checkpoint or a Hugging Face model is a directory, a file is "
+        f"*{SAFETENSORS}, its *{INDEX}, or a state_dict in *{', *'.join(STATE_DICT)}"
+    )
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -143,7 +98,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return weights
 
 
-class _StateDictReader:
+class StateDictReader:
     """A file that torch maps into memory. What was read stays mapped, so from time to time it is mapped again."""
 
     def __init__(self, path: Path) -> None:

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -83,16 +83,9 @@ def write_file(
     on_written: Callable[[OutputTensor], None],
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[int, dict[str, tuple[int, ...]]]:
-    """Write a new file and sync it to disk.
+    """Write a new file and sync it to disk; return its length and, by key, the checksums of each tensor's blocks.
 
-    Args:
-        path: The file, which must not exist.
-        tensors: What goes into it, in this order.
-        on_written: Called with each tensor when all its blocks are written, in their order.
-        metadata: Goes into the header.
-
-    Returns:
-        The file's length in bytes, and by key the checksums of each tensor's blocks.
+    `on_written` is called with each tensor when all its blocks are written, in order. `metadata` goes into the header.
     """
     header, offsets, num_bytes = _make_header(tensors, metadata)
     try:
@@ -196,12 +189,6 @@ class SafetensorsReader:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def read(self, key: str, low: int, target: torch.Tensor) -> None:
         """Fill `target`, contiguous and on the host, with the elements of a flattened tensor from `low` on."""

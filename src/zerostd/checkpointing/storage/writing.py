@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -174,17 +173,15 @@ def _write_file(
     name = f"rank-{world.rank:05d}-of-{world.size:05d}.safetensors"
     stored = [record for record in records if record.stop > record.start]
     tensors = [_output_tensor(str(number), record, read) for number, record in enumerate(stored)]
-    groups = {tensor.key: record.group for tensor, record in zip(tensors, stored, strict=True)}
-    left = Counter(groups.values())
+    last_keys = {record.group: tensor.key for tensor, record in zip(tensors, stored, strict=True)}
+    group_ends = {key: group_writes[group] for group, key in last_keys.items()}
     total = sum(tensor.num_bytes for tensor in tensors)
     with ByteProgress("saving", total, is_shown=world.rank == 0) as progress:
 
         def on_written(tensor: OutputTensor) -> None:
             progress.add(tensor.num_bytes)
-            group = groups[tensor.key]
-            left[group] -= 1
-            if not left[group]:
-                group_writes[group].finish()
+            if tensor.key in group_ends:
+                group_ends[tensor.key].finish()
 
         num_bytes, checksums = write_file(folder / name, tensors, on_written)
     keys = {record: tensor.key for tensor, record in zip(tensors, stored, strict=True)}
@@ -233,6 +230,7 @@ def _commit(
 def _merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
     """Return the manifest of all ranks. What they have in common is rank 0's."""
     entries: dict[tuple[str, str, str], TensorEntry] = {}
+    parts: dict[tuple[str, str, str], list[TensorPart]] = {}
     files: dict[str, FileEntry] = {}
     random: dict[str, Any] = {}
     singles: dict[str, Any] = {}
@@ -241,15 +239,16 @@ def _merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
         random |= manifest.random
         singles |= manifest.optimizer.singles if manifest.optimizer is not None else {}
         for entry in manifest.tensors:
-            parts = entries[entry.identity].parts if entry.identity in entries else ()
-            entries[entry.identity] = replace(entry, parts=(*parts, *entry.parts))
+            entries.setdefault(entry.identity, entry)
+            parts.setdefault(entry.identity, []).extend(entry.parts)
     optimizer = manifests[0].optimizer
     return replace(
         manifests[0],
         saved=time.time(),
         files=files,
         tensors=tuple(
-            replace(entry, parts=tuple(sorted(entry.parts, key=lambda part: part.start))) for entry in entries.values()
+            replace(entry, parts=tuple(sorted(parts[identity], key=lambda part: part.start)))
+            for identity, entry in entries.items()
         ),
         optimizer=None if optimizer is None else replace(optimizer, singles=singles),
         random=random,
