@@ -165,10 +165,11 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, di
         """Return the manifest that `to_json` wrote; errors name the file as `source`."""
         what = f"{source} is not a checkpoint's manifest"
         try:
-            data = _parse(text)
+            manifest = convert(_parse(text), cls, what=what, error=CheckpointError)
+        except CheckpointError:
+            raise
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{what}: {error}") from error
-        manifest = convert(data, cls, what=what, error=CheckpointError)
         problem = next(_problems(manifest), None)
         if problem is not None:
             raise CheckpointError(f"{what}: {problem}")

@@ -220,11 +220,13 @@ class SafetensorsReader:
         what = f"{self.path} has a damaged header"
         try:
             entries = json.loads(text)
+            if isinstance(entries, dict):
+                entries.pop("__metadata__", None)
+            tensors = convert(entries, dict[str, StoredTensor], what=what, error=CheckpointError)
+        except CheckpointError:
+            raise
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{what}: {error!s:.200}") from error
-        if isinstance(entries, dict):
-            entries.pop("__metadata__", None)
-        tensors = convert(entries, dict[str, StoredTensor], what=what, error=CheckpointError)
         problem = next(_header_problems(tensors, self.num_bytes - 8 - length), None)
         if problem is not None:
             raise CheckpointError(f"{what}: {problem}")
