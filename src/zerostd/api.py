@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostd.checkpointing.full_state import full_values
-from zerostd.checkpointing.importing import load_ordinary
+from zerostd.checkpointing.importing import import_model
 from zerostd.checkpointing.loading import load_checkpoint
+from zerostd.checkpointing.model_parts import full_values
 from zerostd.checkpointing.saving import save_checkpoint
 from zerostd.checkpointing.storage import Saving
 from zerostd.checkpointing.storage import latest as newest
-from zerostd.checkpointing.storage.ordinary import is_ordinary
+from zerostd.checkpointing.storage.model_files import is_model
 from zerostd.communication import World
 from zerostd.engine.runtime import Runtime, owner_of, runtime_of
 from zerostd.engine.settings import Settings
@@ -318,8 +318,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
             model is loaded in part, which the error says: load again.
     """
     runtime, prepared = runtime_of(model, "load"), _prepared(optimizer, "load")
-    if is_ordinary(Path(path)):
-        return load_ordinary(runtime, prepared, Path(path))
+    if is_model(Path(path)):
+        return import_model(runtime, prepared, Path(path))
     return load_checkpoint(runtime, prepared, Path(path))
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "no_dynamo",
     "no_modes",
     "note_step",
+    "persistent_buffers",
     "replaced_trunc_normal",
     "version_of",
 ]
@@ -132,3 +133,9 @@ def replaced_trunc_normal(function: Callable[..., Any]) -> Iterator[None]:
 def has_saved_tensor_hooks() -> bool:
     """Whether somebody packs what autograd saves now; checkpointing does."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a module's own state_dict has, by name; not those of its children."""
+    skipped = module._non_persistent_buffers_set
+    return {name: buffer for name, buffer in module._buffers.items() if buffer is not None and name not in skipped}

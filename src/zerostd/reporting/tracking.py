@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from zerostd.engine.runtime import Runtime, runtime_of
+from zerostd.monitoring.progress import ProgressBar
 from zerostd.monitoring.texts import size_text
 from zerostd.reporting.recording import EVERY, Number, Recording, record
 
@@ -69,8 +69,7 @@ class Tracker(Generic[Batch]):
         self._shown: dict[str, float] = {}
         self._step_s: float | None = None
         self._rates = (0, 0)  # samples and tokens of a batch, as far as they can be seen
-        self._bar: Progress | None = None
-        self._task: Any = None
+        self._bar: ProgressBar | None = None
         self._last_line = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -106,7 +105,7 @@ class Tracker(Generic[Batch]):
     def close(self) -> None:
         """End the bar and the recording."""
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.close()
             self._bar = None
         if self.recording is not None:
             self.recording.close()
@@ -114,10 +113,9 @@ class Tracker(Generic[Batch]):
     def _start(self) -> None:
         if self._bar is not None or self._runtime.world.rank != 0 or not sys.stderr.isatty():
             return
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"))
-        self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
-        self._task = self._bar.add_task("training", total=self._total, told="")
-        self._bar.start()
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+        self._bar = ProgressBar(*columns, TimeRemainingColumn(), total=self._total, is_transient=False)
+        self._bar.update(0)
 
     def _passed(self, number: int, seconds: float) -> None:
         """One more batch is done."""
@@ -128,7 +126,7 @@ class Tracker(Generic[Batch]):
         if self._runtime.world.rank != 0:
             return
         if self._bar is not None:
-            self._bar.update(self._task, completed=number, told=self._told())
+            self._bar.update(number, note=self._told())
         elif number == self._total or time.perf_counter() - self._last_line > LINE_EVERY_S:
             self._last_line = time.perf_counter()
             print(f"training {number}/{self._total or '?'} {self._told()}", file=sys.stderr, flush=True)
