@@ -14,6 +14,7 @@ import torch
 __all__ = [
     "at_end_of_backward",
     "calls_of",
+    "default_store",
     "foreach_add_",
     "foreach_copy_",
     "has_saved_tensor_hooks",
@@ -53,6 +54,11 @@ def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> N
 def foreach_add_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Add many tensors with one launch."""
     torch._foreach_add_(targets, sources)
+
+
+def default_store() -> Any:
+    """Return the key-value store of the default process group."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def is_profiling() -> bool:
