@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
+import torch.distributed as dist
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -71,6 +72,15 @@ def test_no_dynamo_functions_are_called_not_traced():
 
     torch.compile(function, backend="eager")(torch.ones(2))
     assert seen == [False]
+
+
+def test_the_default_store_is_that_of_the_process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        compat.default_store().set("key", "value")
+        assert compat.default_store().get("key") == b"value"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_running_profiler_is_seen():

@@ -19,6 +19,7 @@ __all__ = [
     "at_end_of_backward",
     "base_of",
     "calls_of",
+    "default_store",
     "foreach_add_",
     "foreach_copy_",
     "has_saved_tensor_hooks",
@@ -63,6 +64,11 @@ def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> N
 def foreach_add_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Add many tensors with one launch."""
     torch._foreach_add_(targets, sources)
+
+
+def default_store() -> Any:
+    """Return the key-value store of the default process group."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def is_profiling() -> bool:

@@ -13,7 +13,7 @@ from importlib import metadata
 
 import torch
 
-from zerostd.communication.trial import try_group
+from zerostd.communication.rendezvous import try_group
 from zerostd.errors import PrepareError
 from zerostd.kernels import native
 from zerostd.measuring.disk import disk_rates
