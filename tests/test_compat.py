@@ -110,6 +110,21 @@ def test_schedulers_know_of_steps_that_were_noted():
         scheduler.step()
 
 
+def test_step_hooks_move_from_one_optimizer_to_another() -> None:
+    calls: list[str] = []
+    source, target = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]) for _ in range(2))
+    source.register_step_pre_hook(lambda *_: calls.append("before"))
+    source.register_step_post_hook(lambda *_: calls.append("after"))
+    compat.move_step_hooks(source, target)
+    source.step()
+    assert calls == []
+    target.step()
+    assert calls == ["before", "after"]
+    compat.move_step_hooks(target)
+    target.step()
+    assert len(calls) == 2
+
+
 def test_views_know_their_base():
     x = torch.zeros(4)
     assert compat.base_of(x) is None and compat.base_of(x[1:]) is x

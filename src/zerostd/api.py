@@ -240,7 +240,7 @@ def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, A
     """
     runtime = runtime_of(model, "full_state_dict")
     if runtime.optimizer is not None:
-        runtime.optimizer.check_whole("full_state_dict()")
+        runtime.optimizer.check_consistent("full_state_dict()")
     keep = rank is None or rank == runtime.world.rank
     values: dict[torch.Tensor, torch.Tensor] = {}
     for group in runtime.groups:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "has_saved_tensor_hooks",
     "in_backward",
     "is_profiling",
+    "move_step_hooks",
     "negated",
     "no_dynamo",
     "no_modes",
@@ -76,6 +78,14 @@ def no_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """A step of it was taken, though not by its own `step`: its schedulers would warn that there was none."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def move_step_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer | None = None) -> None:
+    """Leave an optimizer without hooks around its step; `target` gets them."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if target is not None:
+            setattr(target, name, getattr(source, name))
+        setattr(source, name, OrderedDict())
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -219,6 +219,8 @@ def test_any_call_of_the_system_fails(call: str, trained: Run, tmp_path: Path, m
                 # what was complete before the error stays: only the last sync, of the directory beside, comes later
                 is_last = call in ("fsync", "open") and number == times
                 assert os.listdir(tmp_path) == (["whole"] if is_last else []), f"{call} number {number}"
+            else:  # the directory above is there, whatever mkdir says of it
+                assert (call, number) == ("mkdir", 1), f"{call} number {number} failed, and nobody noticed"
     shutil.rmtree(tmp_path / "whole", ignore_errors=True)
     works(trained, tmp_path)
 

@@ -26,8 +26,9 @@ from zerostd.checkpointing.storage.values import decode
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError
 from zerostd.optimizers.optimizer import ZeroOptimizer
-from zerostd.optimizers.records import gradient_column, put_flat, wanted_states
-from zerostd.optimizers.update import Updater
+from zerostd.optimizers.records import gradient_tensor, updated_intervals
+from zerostd.optimizers.states import replace_states
+from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
 from zerostd.parameters.state_shard import MASTER
 from zerostd.policy import Tier
@@ -189,9 +190,9 @@ def _optimizer_problems(runtime: Runtime, optimizer: ZeroOptimizer, manifest: Ma
         f"{entry.label} has no place: the optimizer had other options when it was saved"
         for flat in flats_of(runtime)
         if flat.gradient is not None
-        for _, name, _, _ in wanted_states(flat)
+        for name, _, _ in updated_intervals(flat)
         for entry in manifest.states_of(name)
-        if any(not shard.is_resident and entry.state not in shard.columns for shard in flat.state_shards)
+        if any(not shard.is_resident and entry.state not in shard.tensors for shard in flat.state_shards)
     ]
 
 
@@ -203,7 +204,7 @@ def _wanted(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifes
             assert entry is not None
             yield entry, low, high
         if optimizer is not None and flat.gradient is not None:
-            for _, name, low, high in wanted_states(flat):
+            for name, low, high in updated_intervals(flat):
                 gradient = manifest.find("gradient", name)
                 for entry in (*manifest.states_of(name), *([] if gradient is None else [gradient])):
                     yield entry, low, high
@@ -265,7 +266,7 @@ def _take_over(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Ch
         targets += _value_targets(flat, runtime.world.rank, manifest)
         if optimizer is not None and flat.gradient is not None:
             _clear_states(flat, manifest)
-            targets += _state_targets(optimizer._updater, flat, manifest, found.singles)
+            targets += _state_targets(optimizer.updater, flat, manifest, found.singles)
             targets += _gradient_targets(flat, manifest)
     sizes = [(part.stop - part.start) * getattr(torch, entry.dtype).itemsize for entry, _, _, part in targets]
     with Progress("loading", sum(sizes), is_shown=runtime.world.rank == 0) as progress:
@@ -281,7 +282,7 @@ def _take_over(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Ch
     if optimizer is not None and manifest.optimizer is not None:
         for options, saved in zip(optimizer.param_groups, found.options, strict=True):
             options.update(saved)
-        optimizer._updater.moved(runtime.groups, optimizer._updater.routes)
+        optimizer.updater.moved(runtime.groups, optimizer.updater.offload)
     if runtime.loss_scale is not None and manifest.loss_scale is not None:
         for one in fields(runtime.loss_scale):
             setattr(runtime.loss_scale, one.name, manifest.loss_scale[one.name])
@@ -307,7 +308,7 @@ def _clear_states(flat: Flat, manifest: Manifest) -> None:
         saved = {entry.state for entry in manifest.states_of(flat.layout.intervals[piece.index].name)}
         for shard in flat.state_shards:
             part = shard.overlap(piece.offset, piece.offset + piece.numel)
-            for name, column in shard.columns.items():
+            for name, column in shard.tensors.items():
                 if name != MASTER and name not in saved and part is not None:
                     column.write(part[0], torch.zeros(part[0].stop - part[0].start, dtype=column.dtype))
 
@@ -315,23 +316,24 @@ def _clear_states(flat: Flat, manifest: Manifest) -> None:
 def _state_targets(
     updater: Updater, flat: Flat, manifest: Manifest, singles: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Target]:
-    """Take over states of one value and make room for the long ones. Parameters that share a run have the same."""
+    """Take over states of one value and make room for the long ones. Parameters that share a span have the same."""
     names = [interval.name for interval in flat.layout.intervals]
-    put_flat(updater, flat, {name: singles.get(name, {}) for name in names})
-    updater.runs[flat].cut([tuple((entry.state, entry.dtype) for entry in manifest.states_of(name)) for name in names])
-    for run in updater.runs[flat].runs:
-        for entry in manifest.states_of(names[run.pieces[0].index]):
-            if run.tensor is None:
-                run.singles = {} if run.singles is None else run.singles
-                column, begin = run.shard.columns[entry.state], run.part.start
+    states = {p: dict(singles.get(name, {})) for p, name in zip(flat.parameters, names, strict=True)}
+    replace_states(updater, flat, states)
+    updater.spans[flat].cut([tuple((entry.state, entry.dtype) for entry in manifest.states_of(name)) for name in names])
+    for span in updater.spans[flat]:
+        for entry in manifest.states_of(names[span.pieces[0].index]):
+            if span.tensor is None:
+                span.scalars = {} if span.scalars is None else span.scalars
+                column, begin = span.shard.tensors[entry.state], span.in_shard.start
             else:
-                value = torch.empty_like(run.tensor, dtype=getattr(torch, entry.dtype))
-                updater.inner.state[run.tensor][entry.state] = value
-                column, begin = TierTensor(run.numel, value.dtype, Tier.DEVICE, value), 0
-            for piece in run.pieces:
+                value = torch.empty_like(span.tensor, dtype=getattr(torch, entry.dtype))
+                updater.inner.state[span.tensor][entry.state] = value
+                column, begin = TierTensor(span.numel, value.dtype, Tier.DEVICE, value), 0
+            for piece in span.pieces:
                 found = manifest.find("state", names[piece.index], entry.state)
                 assert found is not None
-                place = begin + piece.offset - run.region.start
+                place = begin + span.part_of(piece).start
                 yield found, piece.start, column, slice(place, place + piece.numel)
 
 
@@ -343,7 +345,7 @@ def _gradient_targets(flat: Flat, manifest: Manifest) -> Iterator[Target]:
         if (entry := manifest.find("gradient", flat.layout.intervals[piece.index].name)) is not None
     ]
     if found:
-        column = gradient_column(flat, {getattr(torch, entry.dtype) for entry, _ in found})
+        column = gradient_tensor(flat, {getattr(torch, entry.dtype) for entry, _ in found})
         for entry, piece in found:
             yield entry, piece.start, column, slice(piece.offset, piece.offset + piece.numel)
 

@@ -22,7 +22,7 @@ from zerostd.checkpointing.storage.writing import Facts, Saving
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError
 from zerostd.optimizers.optimizer import ZeroOptimizer
-from zerostd.optimizers.records import gradient_records, single_states, state_records
+from zerostd.optimizers.records import gradient_records, scalar_states, state_records
 from zerostd.parameters import Flat
 from zerostd.parameters.saved_intervals import SavedInterval, tensor_interval, value_intervals
 
@@ -73,7 +73,7 @@ def _facts_and_records(
     groups, singles = None, {}
     if optimizer is not None:
         groups = describe_optimizer(runtime, optimizer)
-        found = single_states(optimizer._updater, runtime.world.rank)
+        found = scalar_states(optimizer.updater, runtime.world.rank)
         singles = {name: encode(states, _no_tensor, f"the states of {name!r}") for name, states in found.items()}
     facts = Facts(
         version=_version(),
@@ -103,7 +103,7 @@ def check_call(runtime: Runtime, optimizer: ZeroOptimizer | None, call: str) -> 
         raise MisuseError(f"zerostd.{call}: the optimizer is not the one that prepare returned for this model")
     runtime.settle()
     if runtime.optimizer is not None:
-        runtime.optimizer.check_whole(f"zerostd.{call}()")
+        runtime.optimizer.check_consistent(f"zerostd.{call}()")
         runtime.optimizer.synchronize()
 
 
@@ -128,8 +128,8 @@ def _records(runtime: Runtime, optimizer: ZeroOptimizer | None, *, frozen: bool)
         runtime.gatherer.wait_updates(group)
         for flat in [flat for flat in group.flats if frozen or flat.gradient is not None]:
             yield from value_intervals(flat, rank, group.name)
-            if optimizer is not None and flat in optimizer._updater.runs:
-                yield from state_records(optimizer._updater, flat, rank, group.name)
+            if optimizer is not None and flat in optimizer.updater.spans:
+                yield from state_records(optimizer.updater, flat, rank, group.name)
             if optimizer is not None and flat.gradient is not None and runtime.backward.passes.num_done:
                 yield from gradient_records(flat, rank, group.name)
     yield tensor_interval("random", f"{rank}/torch", torch.get_rng_state())

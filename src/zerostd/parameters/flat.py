@@ -75,7 +75,7 @@ class Flat:
         if self.rest.tensor is None:
             return None
         mine = self.rest.tensor if self.gives_back else self.full[self.region]
-        return mine[shard.portion.start : shard.portion.stop]
+        return mine[shard.region]
 
     # Filling, when the model is prepared or moved
 
@@ -93,14 +93,14 @@ class Flat:
     @torch.no_grad()
     def set_master(self, index: int, value: torch.Tensor) -> None:
         """Write exact values to the master of one parameter, where there is one beside the parameter itself."""
-        for piece in self.layout.pieces(self.region):
-            if piece.index != index:
-                continue
-            part = value.reshape(-1)[piece.start : piece.stop]
-            for shard in self.state_shards:
-                overlap = shard.overlap(piece.offset, piece.offset + piece.numel)
-                if overlap is not None and not shard.holds_parameters:
-                    shard.master.write(overlap[0], part[overlap[1]])
+        piece = self.layout.piece_of(index, self.region)
+        if piece is None:
+            return
+        part = value.reshape(-1)[piece.start : piece.stop]
+        for shard in self.state_shards:
+            overlap = shard.overlap(piece.offset, piece.offset + piece.numel)
+            if overlap is not None and not shard.holds_parameters:
+                shard.master.write(overlap[0], part[overlap[1]])
 
     def keep(self, rank: int, rest: TierTensor | None, *, is_sharded: bool) -> None:
         """Keep what this rank needs of the values that were adopted: in `rest`, or in the gathered buffer itself."""
@@ -119,7 +119,7 @@ class Flat:
             if shard.holds_parameters:
                 tensor = self.parameters_of(shard)
                 assert tensor is not None
-                shard.columns[MASTER] = TierTensor(tensor.numel(), tensor.dtype, self.rest.tier, tensor)
+                shard.tensors[MASTER] = TierTensor(tensor.numel(), tensor.dtype, self.rest.tier, tensor)
 
     # Gathering and releasing, called by the group
 
@@ -172,8 +172,7 @@ class Flat:
             if target is not None:
                 target.copy_(values)
             else:
-                portion = slice(shard.portion.start, shard.portion.stop)
-                self.rest.write(portion, values.to(self.rest.dtype))
+                self.rest.write(shard.region, values.to(self.rest.dtype))
 
     def commit_edits(self) -> None:
         """Keep what the user wrote into the gathered parameters. Masters change only where the rounded value did,
@@ -184,10 +183,10 @@ class Flat:
         for shard in self.state_shards:
             if not shard.holds_parameters:
                 master = shard.read_master()
-                mine = self.full[self.region][shard.portion.start : shard.portion.stop].to(master.device)
+                mine = self.full[self.region][shard.region].to(master.device)
                 edited = mine != master.to(mine.dtype)
                 values = torch.where(edited, mine.to(master.dtype), master)
-                shard.master.write(slice(0, shard.portion.numel), values)
+                shard.master.write(slice(0, shard.numel), values)
 
     def exact_values(self) -> torch.Tensor:
         """Return this rank's region, or shard if it is frozen, at the precision it is kept in, on the device."""

@@ -77,7 +77,7 @@ def move_flat(flat: Flat, plan: FlatPlan, rules: Rules, resources: Resources) ->
     flat.share_masters()
     for shard in flat.state_shards:
         if not shard.holds_parameters:
-            shard.master.write(slice(0, shard.portion.numel), region[shard.portion.start : shard.portion.stop])
+            shard.master.write(slice(0, shard.numel), region[shard.region])
     flat.gradient = _make_gradient(plan, rules, resources)
 
 
@@ -93,7 +93,7 @@ def _make_shard(plan: FlatPlan, portion: Portion, rules: Rules, allocator: TierA
     spare: dict[str, TierTensor] = {}
     if rules.speculates and portion.tier is Tier.HOST:
         spare = {MASTER: column(plan.master_dtype)} | {name: column(dtype) for name, dtype in states.items()}
-    return StateShard(portion, columns, spare, holds_parameters=shares)
+    return StateShard(portion.start, portion.stop, portion.tier, portion.route, columns, spare, holds_parameters=shares)
 
 
 def _make_gradient(plan: FlatPlan, rules: Rules, resources: Resources) -> Gradient:

@@ -115,7 +115,7 @@ class Adapter(StepObserver):
     def _is_moving(self) -> bool:
         """Whether anything is updated off the device."""
         optimizer = self.runtime.optimizer
-        return optimizer is not None and optimizer._updater.routes is not None
+        return optimizer is not None and optimizer.updater.offload is not None
 
     # Observing
 
@@ -127,8 +127,8 @@ class Adapter(StepObserver):
     def _busy(self) -> dict[str, float]:
         optimizer = self.runtime.optimizer
         assert optimizer is not None
-        routes = optimizer._updater.routes
-        return routes.busy() if routes is not None else {}
+        offload = optimizer.updater.offload
+        return offload.busy() if offload is not None else {}
 
     def _end_watching(self) -> None:
         assert self._watching is not None

@@ -8,11 +8,11 @@ import torch
 
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import MisuseError
-from zerostd.optimizers.states import carry_states
+from zerostd.optimizers.states import replace_states, take_states
 from zerostd.parameters import Flat
 from zerostd.planning import Plan
 from zerostd.policy import Tier
-from zerostd.preparing.building import begin_early, make_routes, open_disk
+from zerostd.preparing.building import begin_backward_updates, make_offload_updater, open_disk
 from zerostd.preparing.groups import move_flat
 from zerostd.preparing.homes import FlatPlan, plan_flats
 from zerostd.preparing.options import check_world, rules_for
@@ -50,17 +50,19 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
     runtime.gatherer.wait_all()
     for group in runtime.groups:
         group.wait_updates()
-    updater = optimizer._updater
-    if updater.routes is not None:
-        updater.routes.close()
+    updater = optimizer.updater
+    if updater.offload is not None:
+        updater.offload.close()
     resources = runtime.resources
     if resources.allocator.disk is None and any(_is_on_disk(wanted) for _, _, wanted in changed):
         resources.allocator.disk = open_disk(settings.budget, runtime.ledger)
     for _, flat, wanted in sorted(changed, key=lambda one: _on_device(one[2]) - _on_device_now(one[1])):
-        carry_states(updater, flat, lambda flat=flat, wanted=wanted: move_flat(flat, wanted, rules, resources))  # type: ignore[misc]
+        states = take_states(updater, flat)
+        move_flat(flat, wanted, rules, resources)
+        replace_states(updater, flat, states)
     runtime.settings = settings
-    updater.moved(runtime.groups, make_routes(runtime, updater.inner))
-    begin_early(runtime, optimizer)
+    updater.moved(runtime.groups, make_offload_updater(runtime, updater.inner))
+    begin_backward_updates(runtime, optimizer)
     runtime.hooks.renew()
     runtime.backward.learn_again()
     return list(dict.fromkeys(group.name for group, _, _ in changed))
@@ -75,7 +77,7 @@ def _is_as(flat: Flat, wanted: FlatPlan, *, speculates: bool) -> bool:
         flat.rest.tier is wanted.parameters
         and on_host == (wanted.gradients is Tier.HOST)
         and tuple(shard.portion for shard in flat.state_shards) == wanted.portions
-        and all(bool(shard.spare) == (speculates and shard.portion.tier is Tier.HOST) for shard in flat.state_shards)
+        and all(bool(shard.spare) == (speculates and shard.tier is Tier.HOST) for shard in flat.state_shards)
     )
 
 
@@ -88,4 +90,4 @@ def _on_device(plan: FlatPlan) -> int:
 
 
 def _on_device_now(flat: Flat) -> int:
-    return sum(shard.portion.numel for shard in flat.state_shards if shard.portion.tier is Tier.DEVICE)
+    return sum(shard.numel for shard in flat.state_shards if shard.tier is Tier.DEVICE)
