@@ -15,7 +15,8 @@ from zerostd.parameters import Flat
 from zerostd.parameters.state_shard import MASTER, StateShard
 from zerostd.policy import Route, Tier
 from zerostd.sharding import make_layout
-from zerostd.tiers import TierTensor
+from zerostd.tiers import TierAllocator, TierTensor
+from zerostd.tiers.host import Host
 
 SIZES = (4, 6, 2, 8)
 
@@ -32,8 +33,11 @@ def shard(start: int, stop: int, tier: Tier, route: Route) -> StateShard:
 def spans_of(*shards: StateShard, param_groups: tuple[int | None, ...] = (0, 0, 0, 0)) -> tuple[UpdateSpans, Any]:
     parameters = [nn.Parameter(torch.zeros(size)) for size in SIZES]
     layout = make_layout([(str(index), (size,)) for index, size in enumerate(SIZES)], 1, 16)
-    flat = Flat(layout, parameters, torch.float32, torch.device("cpu"), Ledger())
-    flat.state_shards = shards
+    cpu = torch.device("cpu")
+    ledger = Ledger()
+    allocator = TierAllocator(cpu, Host(cpu, ledger, 1), None, ledger)
+    region = slice(0, layout.numel)
+    flat = Flat(layout, parameters, torch.float32, allocator, region=region, state_shards=shards)
     state: Any = defaultdict(dict)
     return UpdateSpans(flat, param_groups, state), state
 

@@ -46,11 +46,14 @@ class Bench:
         self.allocator = TierAllocator(CPU, Host(CPU, self.ledger, 1), None, self.ledger)
         self.uploader = Uploader(self.allocator, Streams.make(CPU), largest_on_disk=0)
 
-    def group(self, name: str = "block", *, rests_on: Tier = Tier.HOST, trains: bool = False) -> Group:
-        """A group whose parameter is filled with 1; on the host it is released, on the device gathered."""
+    def group(
+        self, name: str = "block", *, rests_on: Tier = Tier.HOST, trains: bool = False, keeps_whole: bool = False
+    ) -> Group:
+        """A group whose parameter is filled with 1; on the host it is released, on the device gathered. One that keeps
+        gradients whole is updated by every rank, as at stage 0."""
         parameter = nn.Parameter(torch.ones(SHAPE))
         layout = make_layout([(f"{name}.weight", SHAPE)], self.world.size, 4)
-        region = layout.shard(self.world.rank)
+        region = slice(0, layout.numel) if keeps_whole else layout.shard(self.world.rank)
         flat = Flat(layout, [parameter], torch.float32, self.allocator, region=region, state_shards=())
         flat.adopt(0, parameter.detach().clone())
         if rests_on is Tier.HOST:
@@ -59,7 +62,7 @@ class Bench:
         else:
             flat.keep(0, None, is_sharded=False)
         if trains:
-            flat.gradient = Gradient(layout, region, torch.float32, self.allocator, keep_whole=False)
+            flat.gradient = Gradient(layout, region, torch.float32, self.allocator, keep_whole=keeps_whole)
         return Group(Blueprint(name, (nn.Linear(1, 1),), ()), 0, [flat], self.wires, self.uploader)
 
 

@@ -55,11 +55,16 @@ class Loopback(Wires):
         self.sent.append(Update(lambda: land.copy_(full[: land.numel()])))
         return self.sent[-1]
 
+    def reduce_everywhere(self, full: torch.Tensor) -> Transfer:
+        self.sent.append(Update())
+        return self.sent[-1]
 
-def two_ranks(num_groups: int) -> tuple[Reducer, Loopback, list[Group], Ledger]:
+
+def two_ranks(num_groups: int, *, keeps_whole: bool = False) -> tuple[Reducer, Loopback, list[Group], Ledger]:
     bench = Bench(world_size=2)
     wires = Loopback(bench)
-    groups = [bench.group(f"g{index}", rests_on=Tier.DEVICE, trains=True) for index in range(num_groups)]
+    names = [f"g{index}" for index in range(num_groups)]
+    groups = [bench.group(name, rests_on=Tier.DEVICE, trains=True, keeps_whole=keeps_whole) for name in names]
     reducer = Reducer(wires, Control(Bench().world), bench.ledger)
     reducer.reserve(tuple(groups))
     return reducer, wires, groups, bench.ledger
@@ -126,6 +131,18 @@ def test_without_sync_gradients_are_summed_and_sent_with_the_next_pass() -> None
     reducer.launch(brought(group, 2.0, adds=True), sync=True)
     reducer.wait()
     assert landed(group) == [3.0]
+
+
+def test_gradients_kept_whole_are_summed_over_passes() -> None:
+    reducer, _, (group,), ledger = two_ranks(1, keeps_whole=True)
+    assert ledger.now[Tier.DEVICE, Kind.BUFFERS] == gradient_of(group).layout.numel * 4  # received, and no staging
+    for value, total in ((1.0, 1.0), (2.0, 3.0), (4.0, 7.0)):
+        reducer.launch(brought(group, value, adds=value > 1.0), sync=True)
+        reducer.wait()
+        assert landed(group) == [total]
+    reducer.launch(brought(group, 5.0), sync=True)  # another step
+    reducer.wait()
+    assert landed(group) == [5.0]
 
 
 def test_staging_grows_and_books_what_it_holds() -> None:

@@ -50,7 +50,9 @@ class Gradient:
         self._host_gradient = host_gradient
         self._host_copy = host_copy
         self.whole = self._allocate(layout.numel, dtype) if keep_whole else None
-        self._rest: torch.Tensor | None = None  # `dtype`, the region's length; None while `_sum` holds it
+        # In `dtype`, the region's length, a view of `whole` where there is one. None before its first use, and while
+        # `_sum` holds the gradient.
+        self._rest: torch.Tensor | None = None if self.whole is None else self.whole[region]
         self._sum: torch.Tensor | None = None  # fp32 (fp64 of fp64), the region's length: several passes make a step
         self._unsynced: torch.Tensor | None = None  # as `_sum`, the flat's length: passes under no_sync, not reduced
         self._has_landed = [False] * len(layout.intervals)  # by parameter: a reduced gradient rests
@@ -95,8 +97,8 @@ class Gradient:
         if self._sum is not None:
             return self._sum
         if self._rest is None:
-            self._rest = self.whole[self.region] if self.whole is not None else self._allocate_rest(self.dtype)
-        self._ledger.gradient_form = f"{str(self.dtype).removeprefix('torch.')} (one backward pass a step)"
+            self._rest = self._allocate_rest(self.dtype)
+        self._note_form()
         return self._rest
 
     def use_sum(self) -> torch.Tensor:
@@ -109,8 +111,15 @@ class Gradient:
                 self._free_rest(self._rest)
                 self._rest = None
                 self._views.clear()  # they would keep the old memory
-            self._ledger.gradient_form = "float32 (summed over several backward passes)"
+            self._note_form()
         return self._sum
+
+    def _note_form(self) -> None:
+        """Enter in the ledger in which form gradients rest."""
+        form = "float32 (summed over several backward passes)"
+        if self._sum is None:
+            form = f"{str(self.dtype).removeprefix('torch.')} (one backward pass a step)"
+        self._ledger.gradient_form = form
 
     def reserve(self) -> None:
         """Take host memory and staging now: pinning memory in the middle of a step would hold it up."""
@@ -176,6 +185,7 @@ class Gradient:
         keep = [is_wanted and has_landed for is_wanted, has_landed in zip(wanted, self._has_landed, strict=True)]
         self._has_landed = [True] * len(keep)
         if not any(keep):
+            self._note_form()
             return False
         total = self.use_sum()
         if not all(keep):
