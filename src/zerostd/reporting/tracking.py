@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from zerostd.engine.runtime import Runtime, runtime_of
-from zerostd.planning.plan import size_text
+from zerostd.monitoring.texts import size_text
 from zerostd.reporting.recording import EVERY, Number, Recording, record
 
 __all__ = ["Tracker", "track"]
