@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import zerostd
-from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Task
-from zerostd.planning.costs import loads, threads_of
-from zerostd.planning.demands import Shares
+from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, PlanRequest
+from zerostd.planning.costs import group_costs, threads_of
+from zerostd.planning.demands import GroupShares
 from zerostd.planning.model import WAYS
 from zerostd.planning.simulation import simulate
 from zerostd.planning.solution import shares_of
@@ -44,7 +44,7 @@ def paced_s(record: Record) -> float | None:
 def _step_s(record: Record, pace: float) -> float:
     plan, model, job = zerostd.Plan.from_json(record["plan"]), model_from(record["model"]), record["case"]["job"]
     machine = MachineProfile.from_json(json.dumps(record["profile"]))
-    task = Task(
+    task = PlanRequest(
         model,
         replace(machine, processor=machine.processor.at_pace(pace)),
         plan.limits,
@@ -56,11 +56,11 @@ def _step_s(record: Record, pace: float) -> float:
         activations=frozenset() if model.recomputed else frozenset(WAYS),
     )
     names = [group.name for group in model.groups]
-    found = loads(task)
+    found = group_costs(task)
     return simulate(task, found, [_shares(plan, names[load.members[0]]) for load in found]).step_s
 
 
-def _shares(plan: zerostd.Plan, group: str) -> Shares:
+def _shares(plan: zerostd.Plan, group: str) -> GroupShares:
     way = plan.activations_of(group)
     shares = shares_of(plan.homes_of(group))
     return replace(shares, **{DOES[way]: 1.0}) if way in DOES else shares

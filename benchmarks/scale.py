@@ -16,7 +16,7 @@ from pathlib import Path
 from zerostd.cli.tables import state_rows
 from zerostd.measuring import load_profile
 from zerostd.planning import MachineProfile, ModelProfile
-from zerostd.planning.cluster import Row, Use, scaling, sent_bytes
+from zerostd.planning.cluster import ScalingRow, TrainingOptions, scaling, sent_bytes
 from zerostd.planning.described import from_numbers
 from zerostd.policy import Stage, Tier
 
@@ -39,8 +39,8 @@ def page() -> str:
     machine = load_profile(CLUSTER)
     model = from_numbers("1T", hidden=HIDDEN, sequence=SEQUENCE, samples=SAMPLES)
     model = replace(model, recomputes=True)
-    flat = scaling(model, machine, WORLDS, use=Use(accumulate=1))
-    shared = scaling(model, together(machine), FEWER, use=Use(accumulate=1))
+    flat = scaling(model, machine, WORLDS, use=TrainingOptions(accumulate=1))
+    shared = scaling(model, together(machine), FEWER, use=TrainingOptions(accumulate=1))
     parts = [
         head(model),
         assumptions(model, machine),
@@ -142,7 +142,9 @@ def volume(model: ModelProfile, size: int) -> list[str]:
     return [*lines, "", "Stages 0 to 2 do not fit: 2 TB of parameters would have to be on every device.", ""]
 
 
-def curves(machine: MachineProfile, model: ModelProfile, flat: Sequence[Row], shared: Sequence[Row]) -> list[str]:
+def curves(
+    machine: MachineProfile, model: ModelProfile, flat: Sequence[ScalingRow], shared: Sequence[ScalingRow]
+) -> list[str]:
     (inside, network), ranks = machine.wires, machine.ranks_per_node
     sent = 2 * model.parameter_bytes + model.gradient_bytes
     flops = machine.matrix["bfloat16"] * machine.achieved
@@ -180,13 +182,13 @@ def giga(value: float) -> str:
     return f"{value / 1e9:.0f} GB"
 
 
-def missing(row: Row) -> str:
+def missing(row: ScalingRow) -> str:
     """What the planner says that it would take, without single bytes."""
     found = re.search(r"at least (.*?) is missing", row.refused)
     return f"does not fit, {re.sub(r' [(][^)]*[)]', '', found.group(1))} is missing." if found else row.refused
 
 
-def curve(rows: Sequence[Row]) -> list[str]:
+def curve(rows: Sequence[ScalingRow]) -> list[str]:
     lines = [
         "| devices | stage | state, device | state, host | sent a step | step | compute | tokens/s | efficiency |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|--:|",

@@ -38,15 +38,15 @@ from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import choose_device, free_bytes
 from zerostd.measuring.model import profile_model
 from zerostd.measuring.rates import Updates
-from zerostd.measuring.timing import Sizes
+from zerostd.measuring.timing import TrialSizes
 from zerostd.monitoring import Ledger
 from zerostd.optimizers.elementwise import find_states
 from zerostd.parameters.blueprints import ROOT, Blueprint, find_blueprints
 from zerostd.parameters.checking import optimizer_options
-from zerostd.planning import Task
+from zerostd.planning import PlanRequest
 from zerostd.planning.activations import activation_bytes
-from zerostd.planning.costs import loads, threads_of
-from zerostd.planning.demands import Shares
+from zerostd.planning.costs import group_costs, threads_of
+from zerostd.planning.demands import GroupShares
 from zerostd.policy import Way
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.building import device_of
@@ -65,7 +65,7 @@ SHARES = (0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of what i
 PARTS = (0.5, 0.75, 1.0)  # of the states there, that the processor updates
 RECOMPUTED = (0.5, 1.0, 0.0)  # of the groups; a time limit cuts off the last, the slowest ones so far
 RECOMPUTING = frozenset({"keep", "recompute"})
-QUICK = Sizes(turns=5, seconds=0.2)
+QUICK = TrialSizes(turns=5, seconds=0.2)
 UNUSED: list[GPT] = []  # a model whose placement was refused: the next entry takes it
 KEPT: list[Any] = []  # what is not taken down: it goes with the process, which is faster
 
@@ -286,14 +286,16 @@ def count(
 
 def held_by(model: Record, placement: zerostd.Placement) -> int:
     """Bytes of the device that activations take, for a model as it was profiled."""
-    task = Task(model_from(model), load_or_measure(), {}, activations=RECOMPUTING)
+    task = PlanRequest(model_from(model), load_or_measure(), {}, activations=RECOMPUTING)
     groups = task.model.groups
     ways = placement.ways([group.name for group in groups if group.name != ROOT])
     shares = [
-        Shares(activations_recomputed=float(ways.get(group.name) is Way.RECOMPUTE)) if task.chooses else Shares()
+        GroupShares(activations_recomputed=float(ways.get(group.name) is Way.RECOMPUTE))
+        if task.chooses
+        else GroupShares()
         for group in groups
     ]
-    return int(activation_bytes(loads(task), shares)[0]) if task.chooses else task.model.activations()
+    return int(activation_bytes(group_costs(task), shares)[0]) if task.chooses else task.model.activations()
 
 
 @cache

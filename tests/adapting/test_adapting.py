@@ -24,7 +24,7 @@ from support.agreement import agree
 from support.compare import assert_bitwise
 from zerostd import Budget, Plan, adapting
 from zerostd.planning import Prediction
-from zerostd.planning.refitting import Seen
+from zerostd.planning.refitting import ObservedStep
 from zerostd.policy import Homes, Kind, Route, Tier
 from zerostd.replanning.adapting import EVERY, NUM_FIRST, NUM_WATCHED, Adapter, Revision, _Found
 
@@ -173,7 +173,7 @@ def test_a_disk_is_left_when_it_makes_steps_longer(tmp_path: Path, disk_s: float
     """One that is hidden behind backward is not."""
     limits = {**LIMITS, Tier.DEVICE: MIB // 2}
     model, _ = prepared(Plan({"*": DISK}, limits=limits), str(tmp_path), FEW, accumulate=1)
-    seen = Seen(max(0.1, disk_s), 0.06, 0.04, busy={"cpu": 0.001, "disk": disk_s})
+    seen = ObservedStep(max(0.1, disk_s), 0.06, 0.04, busy={"cpu": 0.001, "disk": disk_s})
     proposed = adapter_of(model)._propose("steps were seen", {Tier.HOST: limits[Tier.HOST]}, seen, LAPTOP)
     assert bool(proposed) == is_left
     if is_left:

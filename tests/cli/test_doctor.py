@@ -16,7 +16,7 @@ from zerostd.cli import checks as room
 from zerostd.cli.checks import Status, examine
 from zerostd.cli.main import app
 from zerostd.kernels import native
-from zerostd.measuring.timing import Sizes
+from zerostd.measuring.timing import TrialSizes
 
 NAMES = [
     "python",
@@ -37,7 +37,7 @@ NAMES = [
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process, and less of the disk."""
-    monkeypatch.setattr(room, "TRIAL", Sizes(disk=4 << 20, disk_seconds=0.05))
+    monkeypatch.setattr(room, "TRIAL", TrialSizes(disk=4 << 20, disk_seconds=0.05))
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 

@@ -13,11 +13,13 @@ from typer.testing import CliRunner, Result
 
 from zerostd.cli import measure as verb
 from zerostd.cli.main import app
-from zerostd.measuring import Sizes, load_or_measure, load_profile
+from zerostd.measuring import TrialSizes, load_or_measure, load_profile
 from zerostd.planning import Link, MachineProfile, Wire
 
 MIB = 2**20
-TINY = Sizes(parameters=MIB // 4, cpu_side=128, disk=4 * MIB, wire=MIB // 4, turns=1, seconds=0.05, disk_seconds=0.1)
+TINY = TrialSizes(
+    parameters=MIB // 4, cpu_side=128, disk=4 * MIB, wire=MIB // 4, turns=1, seconds=0.05, disk_seconds=0.1
+)
 
 
 @pytest.fixture(autouse=True)

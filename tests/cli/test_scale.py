@@ -16,7 +16,7 @@ from zerostd.measuring import load_profile
 from zerostd.measuring.model import profile_model
 from zerostd.planning import MachineProfile
 from zerostd.planning import cluster as clusters
-from zerostd.planning.cluster import Use, limits_of, plan_on, scaling, sent_bytes, state_bytes
+from zerostd.planning.cluster import TrainingOptions, limits_of, plan_on, scaling, sent_bytes, state_bytes
 from zerostd.planning.costs import FOR_LIBRARIES
 from zerostd.planning.described import from_numbers
 from zerostd.policy import Budget, Kind, Stage, Tier
@@ -84,7 +84,7 @@ def test_working_memory_is_about_what_the_runtime_takes(machine: MachineProfile)
     optimizer, batch = torch.optim.AdamW(model.parameters()), torch.ones(4, 512, device="meta")
     options = {"precision": "bf16", "batch": batch}
     for size in (1, 4):
-        use = Use(size, Stage.PARAMETERS, accumulate=1, budget=Budget(host=0))
+        use = TrainingOptions(size, Stage.PARAMETERS, accumulate=1, budget=Budget(host=0))
         told = {"world_size": size, "stage": 3, "accumulate": 1, "budget": use.budget}
         exact = zerostd.plan(model, optimizer, machine=machine, **told, **options)
         found = plan_on(profile_model(model, optimizer, **options), machine, use)
@@ -98,7 +98,7 @@ def test_working_memory_is_about_what_the_runtime_takes(machine: MachineProfile)
 
 def test_what_must_be_on_the_device_and_is_too_much_is_refused_with_its_bytes(machine: MachineProfile) -> None:
     with pytest.raises(PrepareError, match=r"at stage 2 on 64 rank\(s\) into .* at least .* TiB .* of the device"):
-        plan_on(from_numbers("1T", samples=1), machine, Use(64, Stage.GRADIENTS))
+        plan_on(from_numbers("1T", samples=1), machine, TrainingOptions(64, Stage.GRADIENTS))
 
 
 # -- scaling --
@@ -106,7 +106,7 @@ def test_what_must_be_on_the_device_and_is_too_much_is_refused_with_its_bytes(ma
 
 def test_rows_of_a_model_that_grows_with_its_cluster(machine: MachineProfile) -> None:
     model = replace(from_numbers("13B", samples=1), recomputes=True)
-    rows = scaling(model, machine, (256, 8, 64), use=Use(accumulate=1))
+    rows = scaling(model, machine, (256, 8, 64), use=TrainingOptions(accumulate=1))
     assert [row.world_size for row in rows] == [8, 64, 256]
     for row in rows:
         assert row.stage is not None and not row.refused

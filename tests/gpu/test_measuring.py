@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from zerostd.measuring import Sizes, check_is_here, load_or_measure, measure_machine
+from zerostd.measuring import TrialSizes, check_is_here, load_or_measure, measure_machine
 from zerostd.measuring.machine import thread_counts
 from zerostd.planning.machine import MachineProfile
 from zerostd.tiers.host import pss
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 MIB = 2**20
 WORKSPACE = 64 * MIB  # that cuBLAS keeps
-SMALL = Sizes(parameters=MIB, copy=4 * MIB, side=1024, turns=3, seconds=0.2)
+SMALL = TrialSizes(parameters=MIB, copy=4 * MIB, side=1024, turns=3, seconds=0.2)
 
 
 @pytest.fixture(scope="module")

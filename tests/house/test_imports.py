@@ -27,7 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "parameters": GROUND | {"sharding", "tiers", "communication", "monitoring"},
     "scheduling": GROUND | {"parameters", "tiers", "communication", "monitoring"},
     "optimizers": GROUND | {"parameters", "sharding", "tiers", "communication", "kernels", "monitoring"},
-    "planning": GROUND | {"sharding"},
+    "planning": GROUND | {"sharding", "monitoring"},
     "measuring": GROUND
     | {"planning", "optimizers", "parameters", "communication", "tiers", "kernels", "sharding", "monitoring"},
     "engine": GROUND | CORE | {"planning"},
@@ -39,7 +39,8 @@ ROOMS: dict[str, set[str]] = {
     "__init__": GROUND | {"monitoring", "planning", "measuring", "parameters", "checkpointing", "reporting", "api"},
     "integrations": {PUBLIC},
     "horovod": {PUBLIC},
-    "cli": GROUND | {"api", "planning", "measuring", "reporting", "checkpointing", "communication", "tiers", "kernels"},
+    "cli": GROUND
+    | {"api", "planning", "measuring", "reporting", "checkpointing", "communication", "tiers", "kernels", "monitoring"},
     "__main__": {"cli"},
 }
 SAYS_DIST = {"communication", "horovod"}  # the only rooms that may import torch.distributed: ours, and another's names

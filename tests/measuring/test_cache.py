@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from zerostd.errors import PrepareError
-from zerostd.measuring import Sizes, cache, check_is_here, load_or_measure, load_profile, measure_machine
+from zerostd.measuring import TrialSizes, cache, check_is_here, load_or_measure, load_profile, measure_machine
 from zerostd.planning.machine import MachineProfile
 
 MIB = 2**20
-TINY = Sizes(parameters=MIB // 4, cpu_side=128, disk=4 * MIB, wire=MIB // 4, turns=1, seconds=0.05, disk_seconds=0.1)
+TINY = TrialSizes(
+    parameters=MIB // 4, cpu_side=128, disk=4 * MIB, wire=MIB // 4, turns=1, seconds=0.05, disk_seconds=0.1
+)
 
 
 class Counter:

@@ -14,11 +14,19 @@ import torch
 
 from support.files import opened
 from zerostd.errors import PrepareError, StorageError
-from zerostd.measuring import Sizes, measure_machine
+from zerostd.measuring import TrialSizes, measure_machine
 from zerostd.measuring.disk import disk_rates
 from zerostd.measuring.identity import choose_device, free_bytes, machine_name, num_cores
 from zerostd.measuring.machine import _check_quiet, thread_counts
-from zerostd.measuring.rates import UPDATE_BYTES, Copies, Updates, busy_memory, link_rates, matrix_rates, resident_ns
+from zerostd.measuring.rates import (
+    UPDATE_BYTES,
+    HostUpdates,
+    LinkCopies,
+    busy_memory,
+    link_rates,
+    matrix_rates,
+    resident_ns,
+)
 from zerostd.measuring.timing import median_s, turns_of, within
 from zerostd.measuring.wire import fit
 from zerostd.monitoring import Ledger
@@ -29,7 +37,9 @@ from zerostd.tiers.streams import Stream
 
 MIB = 2**20
 CPU = torch.device("cpu")
-SMALL = Sizes(parameters=MIB, copy=MIB, cpu_side=256, disk=16 * MIB, wire=MIB, turns=3, seconds=0.2, disk_seconds=0.5)
+SMALL = TrialSizes(
+    parameters=MIB, copy=MIB, cpu_side=256, disk=16 * MIB, wire=MIB, turns=3, seconds=0.2, disk_seconds=0.5
+)
 
 
 def is_rate(value: float) -> bool:
@@ -173,9 +183,9 @@ def test_sizes_shrink_when_little_is_free():
 
 def test_median_leaves_out_the_first_turn_and_ends_in_time():
     naps = iter([0.2, 0.01, 0.01, 0.03, 0.01, 0.01])
-    assert 0.01 <= median_s(lambda: time.sleep(next(naps)), Sizes(turns=5, seconds=5.0)) < 0.1
+    assert 0.01 <= median_s(lambda: time.sleep(next(naps)), TrialSizes(turns=5, seconds=5.0)) < 0.1
     begin = time.perf_counter()
-    assert len(turns_of(lambda: time.sleep(0.05), Sizes(turns=1000, seconds=0.1))) < 10
+    assert len(turns_of(lambda: time.sleep(0.05), TrialSizes(turns=1000, seconds=0.1))) < 10
     assert time.perf_counter() - begin < 25  # of 50
 
 
@@ -183,7 +193,7 @@ def test_median_leaves_out_the_first_turn_and_ends_in_time():
 
 
 def test_copies_move_every_byte(host):
-    copies = Copies(CPU, host, Sizes(copy=3 * 4096, copies=2), 10**12)
+    copies = LinkCopies(CPU, host, TrialSizes(copy=3 * 4096, copies=2), 10**12)
     copies._below[0].copy_(torch.arange(copies.num_bytes).to(torch.uint8))
     copies._above[1].fill_(7)
     copies.turn(copies.up, copies.down)
@@ -192,7 +202,7 @@ def test_copies_move_every_byte(host):
 
 
 def test_link_rates_are_sound(host):
-    copies = Copies(CPU, host, replace(SMALL, copy=4 * MIB), 10**12)
+    copies = LinkCopies(CPU, host, replace(SMALL, copy=4 * MIB), 10**12)
     link = link_rates(copies, SMALL)
     assert all(1e8 < rate < 1e13 for rate in (link.up, link.down, link.both))
     assert 0 < link.latency < 1e-2
@@ -200,7 +210,7 @@ def test_link_rates_are_sound(host):
 
 def test_what_goes_alone_at_the_end_does_not_count_as_both(host, monkeypatch):
     """A link of 4 up and 2 down: 6 if they are independent, 4 if down begins when up has ended."""
-    copies = Copies(CPU, host, SMALL, 10**12)
+    copies = LinkCopies(CPU, host, SMALL, 10**12)
     size = copies.num_bytes
     alone = {copies.up: size / 4.0, copies.down: size / 2.0}
     together: list[float] = []
@@ -216,14 +226,14 @@ def test_what_goes_alone_at_the_end_does_not_count_as_both(host, monkeypatch):
 
 
 def test_updates_change_the_weights(host):
-    updates = Updates(host, SMALL, 10**12)
+    updates = HostUpdates(host, SMALL, 10**12)
     assert updates.numel == MIB
     updates.step(2)
     assert (updates._arrays[0] != 0.5).all() and torch.equal(updates._gradient, updates._arrays[0].bfloat16())
 
 
 def test_updates_know_what_they_had_of_their_cores(host):
-    updates = Updates(host, replace(SMALL, parameters=4 * MIB), 10**12)
+    updates = HostUpdates(host, replace(SMALL, parameters=4 * MIB), 10**12)
     updates.ns(1, SMALL)
     assert 0 < updates.had <= 1.0, updates.had  # less than one where others are busy
     updates.ns(4 * num_cores(), SMALL)  # more threads than cores: none has one to itself
@@ -237,7 +247,7 @@ def test_busy_machine_is_told(caplog, had, is_told):
 
 
 def test_busy_memory_counts_both(host):
-    copies, updates = Copies(CPU, host, SMALL, 10**12), Updates(host, SMALL, 10**12)
+    copies, updates = LinkCopies(CPU, host, SMALL, 10**12), HostUpdates(host, SMALL, 10**12)
     assert 1e8 < busy_memory(updates, copies, 1) < 1e13
 
 

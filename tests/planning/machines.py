@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from zerostd.planning import DiskRates, GroupProfile, Link, MachineProfile, ModelProfile, Processor, Task
+from zerostd.planning import DiskRates, GroupProfile, Link, MachineProfile, ModelProfile, PlanRequest, Processor
 from zerostd.policy import Tier
 
 GIB = 2**30
@@ -56,9 +56,9 @@ def plain(sizes: Sequence[int], forward_s: float = 0.0, **options: Any) -> Model
     return ModelProfile("plain", groups, **{"forward_s": forward_s, "backward_s": 2 * forward_s, **options})
 
 
-def task_of(model: ModelProfile, limits: Mapping[Tier, int] = EVERYTHING, **options: Any) -> Task:
+def request_of(model: ModelProfile, limits: Mapping[Tier, int] = EVERYTHING, **options: Any) -> PlanRequest:
     """On the H200 with 14 threads, if nothing else is said."""
-    return replace(Task(model, H200, limits, num_threads=14), **options)
+    return replace(PlanRequest(model, H200, limits, num_threads=14), **options)
 
 
 def rates(low: float, high: float) -> st.SearchStrategy[float]:
@@ -98,13 +98,13 @@ def models(draw: st.DrawFn, most: int = 4) -> ModelProfile:
 
 
 @st.composite
-def tight(draw: st.DrawFn) -> Task:
+def tight(draw: st.DrawFn) -> PlanRequest:
     """All kinds may be placed, and the device is too small for all of them."""
     model = draw(models(5))
     limits = {Tier.DEVICE: int(model.trained * draw(st.floats(1.0, 17.0))), Tier.HOST: 40 * model.trained}
     if draw(st.booleans()):
         limits = {**limits, Tier.HOST: int(model.trained * draw(st.floats(5.0, 17.0))), Tier.DISK: 20 * model.trained}
-    return task_of(
+    return request_of(
         model,
         limits,
         machine=draw(machines()),

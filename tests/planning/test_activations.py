@@ -12,23 +12,23 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from planning.by_hand import fits, held_bytes, needed_inside, step_seconds
-from planning.machines import EVERYTHING, GIB, H200, LAPTOP, machines, plain, task_of
+from planning.machines import EVERYTHING, GIB, H200, LAPTOP, machines, plain, request_of
 from zerostd.errors import PrepareError
-from zerostd.planning import GroupProfile, ModelProfile, Plan, Task, make_plan
-from zerostd.planning.activations import activation_bytes, level_of, levels, way_of
-from zerostd.planning.costs import Load, loads, merged
-from zerostd.planning.demands import Shares
+from zerostd.planning import GroupProfile, ModelProfile, Plan, PlanRequest, make_plan
+from zerostd.planning.activations import activation_bytes, activation_choices, choice_of, way_of
+from zerostd.planning.costs import GroupCost, group_costs, merged
+from zerostd.planning.demands import GroupShares
 from zerostd.planning.described import from_numbers
 from zerostd.planning.linear import Infeasible
 from zerostd.planning.planner import Solution, model_state, solve
-from zerostd.planning.program import SLACK, Program, optimise, prices_of, quickest
+from zerostd.planning.program import SLACK, ScheduleProgram, optimise, prices_of, quickest
 from zerostd.planning.rounding import missing, settle
 from zerostd.planning.simulation import simulate
 from zerostd.policy import Kind, Tier
 
 ANY = frozenset({"keep", "recompute", "host"})
-KEPT = Shares()
-AGAIN, AWAY = Shares(activations_recomputed=1.0), Shares(activations_host=1.0)
+KEPT = GroupShares()
+AGAIN, AWAY = GroupShares(activations_recomputed=1.0), GroupShares(activations_host=1.0)
 DOES = {"keep": KEPT, "recompute": AGAIN, "host": AWAY}
 some_ways = st.sets(st.sampled_from(sorted(ANY)), min_size=1).map(frozenset)
 
@@ -56,11 +56,11 @@ def keeping(draw: st.DrawFn, most: int = 3) -> ModelProfile:
 
 
 @st.composite
-def tasks(draw: st.DrawFn, most: int = 3, *, is_tight: bool = True) -> Task:
+def requests(draw: st.DrawFn, most: int = 3, *, is_tight: bool = True) -> PlanRequest:
     """Model state stays on the device; only activations are chosen."""
     model = draw(keeping(most))
     assume(model.knows_activations)
-    task = task_of(
+    request = request_of(
         model,
         machine=draw(machines()),
         accumulate=draw(st.integers(1, 3)),
@@ -70,20 +70,20 @@ def tasks(draw: st.DrawFn, most: int = 3, *, is_tight: bool = True) -> Task:
         activations=draw(some_ways),
     )
     if is_tight:
-        state = 16 * model.trained + (2 * model.trained if task.accumulate > 1 else 0)
+        state = 16 * model.trained + (2 * model.trained if request.accumulate > 1 else 0)
         limits = {Tier.DEVICE: int(state + model.activations() * draw(st.floats(0.1, 1.2))), Tier.HOST: 10**15}
-        task = replace(task, limits=limits)
-    return task
+        request = replace(request, limits=limits)
+    return request
 
 
-def choices(task: Task, found: Sequence[Load]) -> Iterator[list[Shares]]:
+def choices(request: PlanRequest, found: Sequence[GroupCost]) -> Iterator[list[GroupShares]]:
     """All that whole groups can do."""
-    for ways in product(sorted(task.ways), repeat=len(found)):
+    for ways in product(sorted(request.ways), repeat=len(found)):
         yield [DOES[way] for way in ways]
 
 
-def program_of(task: Task, found: Sequence[Load], shares: Sequence[Shares]) -> Program:
-    program = Program(task, found, level_of(found, shares))
+def program_of(request: PlanRequest, found: Sequence[GroupCost], shares: Sequence[GroupShares]) -> ScheduleProgram:
+    program = ScheduleProgram(request, found, choice_of(found, shares))
     program.hold(shares)
     return program
 
@@ -92,31 +92,31 @@ def program_of(task: Task, found: Sequence[Load], shares: Sequence[Shares]) -> P
 
 
 @settings(max_examples=80, deadline=None)
-@given(tasks(is_tight=False), st.data())
-def test_a_given_choice_costs_what_it_costs_by_hand(task: Task, data: st.DataObject) -> None:
-    found = loads(task)
+@given(requests(is_tight=False), st.data())
+def test_a_given_choice_costs_what_it_costs_by_hand(request: PlanRequest, data: st.DataObject) -> None:
+    found = group_costs(request)
     shares = [DOES[data.draw(st.sampled_from(sorted(ANY)))] for _ in found]
-    program = program_of(task, found, shares)
+    program = program_of(request, found, shares)
     outcome = program.linear.minimise({program.step: 1.0})
-    assert outcome.objective == pytest.approx(step_seconds(task, found, shares), rel=1e-5, abs=1e-7)
-    by_hand = [held_bytes(task, load, share) for load, share in zip(found, shares, strict=True)]
+    assert outcome.objective == pytest.approx(step_seconds(request, found, shares), rel=1e-5, abs=1e-7)
+    by_hand = [held_bytes(request, cost, share) for cost, share in zip(found, shares, strict=True)]
     inside = {Tier.DEVICE: needed_inside(found, shares)}
     for tier in Tier:
         held = program.linear.minimise(program.bytes[tier]).objective * 1e9 + program.constant[tier]
         assert held == pytest.approx(sum(one[tier] for one in by_hand) + inside.get(tier, 0.0), abs=10_000)
     device, host = activation_bytes(found, shares)
     assert host == pytest.approx(sum(one[Tier.HOST] for one in by_hand))
-    state = sum(load.updated * 12 + load.parameters + load.gradients for load in found)
+    state = sum(cost.updated * 12 + cost.parameters + cost.gradients for cost in found)
     assert device + state == pytest.approx(sum(one[Tier.DEVICE] for one in by_hand) + inside[Tier.DEVICE])
 
 
 @settings(max_examples=60, deadline=None)
-@given(tasks(5, is_tight=False), st.data())
-def test_no_simulated_step_is_shorter_than_by_hand(task: Task, data: st.DataObject) -> None:
-    found = loads(task)
+@given(requests(5, is_tight=False), st.data())
+def test_no_simulated_step_is_shorter_than_by_hand(request: PlanRequest, data: st.DataObject) -> None:
+    found = group_costs(request)
     shares = [DOES[data.draw(st.sampled_from(sorted(ANY)))] for _ in found]
-    timeline = simulate(task, found, shares)
-    assert timeline.step_s >= 0.999 * step_seconds(task, found, shares, makes_room=True)
+    timeline = simulate(request, found, shares)
+    assert timeline.step_s >= 0.999 * step_seconds(request, found, shares, makes_room=True)
     assert timeline.compute_s + sum(timeline.waits.values()) == pytest.approx(timeline.step_s, rel=1e-6)
     if not any(share.activations_host for share in shares):
         assert not timeline.waits.get("activations")
@@ -125,12 +125,12 @@ def test_no_simulated_step_is_shorter_than_by_hand(task: Task, data: st.DataObje
 def test_recomputing_runs_forward_again_and_keeps_inputs() -> None:
     groups = tuple(GroupProfile(f"g{i}", 10**6, 0, 10.0, 5e8, 1e8, 2e8) for i in range(4))
     model = ModelProfile("even", groups, samples=2, forward_s=0.4, backward_s=0.8)
-    task = task_of(model, activations=ANY, can_place=frozenset())
-    found = loads(task)
+    request = request_of(model, activations=ANY, can_place=frozenset())
+    found = group_costs(request)
     update = 4e6 * 0.008e-9
-    assert simulate(task, found, [KEPT] * 4).step_s == pytest.approx(1.2 + update)
-    assert simulate(task, found, [AGAIN] * 4).step_s == pytest.approx(1.6 + update)
-    assert simulate(task, found, [AGAIN] * 4).compute_s == pytest.approx(1.6 + update)
+    assert simulate(request, found, [KEPT] * 4).step_s == pytest.approx(1.2 + update)
+    assert simulate(request, found, [AGAIN] * 4).step_s == pytest.approx(1.6 + update)
+    assert simulate(request, found, [AGAIN] * 4).compute_s == pytest.approx(1.6 + update)
     assert activation_bytes(found, [KEPT] * 4) == (4 * 1e9 + 4e8, 0.0) == (model.activations(), 0.0)
     again = replace(model, recomputes=True)
     assert activation_bytes(found, [AGAIN] * 4) == (4 * 2e8 + 1e9 + 4e8, 0.0) == (again.activations(), 0.0)
@@ -141,10 +141,12 @@ def test_a_model_that_recomputes_now_keeps_in_less_time() -> None:
     """Measured with recomputing: without it, backward is a forward shorter."""
     groups = tuple(GroupProfile(f"g{i}", 10**6, 0, 10.0, 5e8, 1e8) for i in range(2))
     model = ModelProfile("again", groups, samples=1, forward_s=0.2, backward_s=0.6, recomputes=True)
-    task = task_of(model, activations=ANY)
-    assert [load.backward_s for load in loads(task)] == pytest.approx([0.2, 0.2])
-    assert [load.activations.longer_s for load in loads(task)] == pytest.approx([0.1, 0.1])
-    assert [load.backward_s for load in loads(replace(task, activations=frozenset()))] == pytest.approx([0.3, 0.3])
+    request = request_of(model, activations=ANY)
+    assert [cost.backward_s for cost in group_costs(request)] == pytest.approx([0.2, 0.2])
+    assert [cost.activations.longer_s for cost in group_costs(request)] == pytest.approx([0.1, 0.1])
+    assert [cost.backward_s for cost in group_costs(replace(request, activations=frozenset()))] == pytest.approx(
+        [0.3, 0.3]
+    )
 
 
 def test_what_was_measured_takes_the_place_of_the_estimate() -> None:
@@ -152,10 +154,10 @@ def test_what_was_measured_takes_the_place_of_the_estimate() -> None:
     groups = tuple(GroupProfile(f"g{i}", 10**6, 0, 10.0, 5e8, 1e8, 2e8) for i in range(4))
     model = ModelProfile("even", groups, samples=1, forward_s=0.4, backward_s=0.8)
     assert model.activations() == 4 * 5e8 + 2e8
-    more = loads(task_of(replace(model, activation_bytes=3 * 10**9), activations=ANY))
+    more = group_costs(request_of(replace(model, activation_bytes=3 * 10**9), activations=ANY))
     assert activation_bytes(more, [KEPT] * 4)[0] == pytest.approx(3e9)
     assert activation_bytes(more, [AGAIN] * 4)[0] == pytest.approx(4 * 1e8 + 5e8 + 1e9)
-    less = loads(task_of(replace(model, activation_bytes=11 * 10**8), activations=ANY))
+    less = group_costs(request_of(replace(model, activation_bytes=11 * 10**8), activations=ANY))
     assert activation_bytes(less, [KEPT] * 4)[0] == pytest.approx(11e8)
     assert activation_bytes(less, [AGAIN] * 4)[0] == pytest.approx((4 * 1e8 + 5e8 + 2e8) / 2)
 
@@ -163,59 +165,59 @@ def test_what_was_measured_takes_the_place_of_the_estimate() -> None:
 @given(st.integers(1, 40))
 def test_joined_groups_keep_the_sum_and_need_the_largest(most: int) -> None:
     model = from_numbers("1.3B", samples=2)
-    found = loads(task_of(model, activations=ANY))
+    found = group_costs(request_of(model, activations=ANY))
     joined = merged(found, most)
     for ways in (KEPT, AGAIN):
         one, other = (activation_bytes(some, [ways] * len(some)) for some in (found, joined))
         assert one == pytest.approx(other)
-    assert sum(load.activations.longer_s for load in joined) == pytest.approx(
-        sum(load.activations.longer_s for load in found)
+    assert sum(cost.activations.longer_s for cost in joined) == pytest.approx(
+        sum(cost.activations.longer_s for cost in found)
     )
 
 
 # -- nothing better --
 
 
-def best_by_hand(task: Task, found: Sequence[Load]) -> float:
+def best_by_hand(request: PlanRequest, found: Sequence[GroupCost]) -> float:
     """The shortest step of all choices that fit."""
-    tried = [step_seconds(task, found, shares) for shares in choices(task, found) if fits(task, found, shares)]
+    tried = [step_seconds(request, found, shares) for shares in choices(request, found) if fits(request, found, shares)]
     return min(tried, default=float("inf"))
 
 
 @settings(max_examples=80, deadline=None)
-@given(tasks())
-def test_no_whole_choice_is_better_and_one_is_found_where_there_is_one(task: Task) -> None:
-    found = loads(task)
-    best = best_by_hand(task, found)
+@given(requests())
+def test_no_whole_choice_is_better_and_one_is_found_where_there_is_one(request: PlanRequest) -> None:
+    found = group_costs(request)
+    best = best_by_hand(request, found)
     try:
-        fixed, optimum = settle(task, found)
+        fixed, optimum = settle(request, found)
     except Infeasible:
         assert best == float("inf")
-        assert sum(missing(task, found, is_whole=True).values()) > 0
+        assert sum(missing(request, found, is_whole=True).values()) > 0
         return
-    assert {way_of(share) for share in fixed} <= task.ways
-    assert fits(task, found, fixed, slack=1e-5)
+    assert {way_of(share) for share in fixed} <= request.ways
+    assert fits(request, found, fixed, slack=1e-5)
     assert optimum.step_s >= best * (1 - 1e-5) - 1e-7
-    assert optimum.step_s == pytest.approx(step_seconds(task, found, fixed), rel=1e-5, abs=1e-7)
+    assert optimum.step_s == pytest.approx(step_seconds(request, found, fixed), rel=1e-5, abs=1e-7)
 
 
 @settings(max_examples=60, deadline=None)
-@given(tasks())
-def test_shares_are_no_worse_than_any_whole_choice_of_their_level(task: Task) -> None:
-    """A level has room for the largest of its groups, so the choices that need as much are those to compare with."""
-    found = loads(task)
-    for level in levels(task, found):
-        program = Program(task, found, level)
+@given(requests())
+def test_shares_are_no_worse_than_any_whole_choice_of_their_level(request: PlanRequest) -> None:
+    """A choice has room for the largest of its groups, so the choices that need as much are those to compare with."""
+    found = group_costs(request)
+    for choice in activation_choices(request, found):
+        program = ScheduleProgram(request, found, choice)
         try:
             step_s = program.linear.minimise({program.step: 1.0}).objective
         except Infeasible:
             step_s = float("inf")
-        for shares in choices(task, found):
-            need = level_of(found, shares)
-            is_in = (need.recomputed <= level.recomputed).all() and (need.sent <= level.sent).all()
-            roomy = replace(task, fixed={Tier.DEVICE: level.beside - need.beside})
-            if is_in and level.beside >= need.beside and fits(roomy, found, shares, slack=0.0):
-                assert step_s <= step_seconds(task, found, shares) * (1 + 1e-5) + 1e-7
+        for shares in choices(request, found):
+            need = choice_of(found, shares)
+            is_in = (need.recomputed <= choice.recomputed).all() and (need.sent <= choice.sent).all()
+            roomy = replace(request, fixed={Tier.DEVICE: choice.beside - need.beside})
+            if is_in and choice.beside >= need.beside and fits(roomy, found, shares, slack=0.0):
+                assert step_s <= step_seconds(request, found, shares) * (1 + 1e-5) + 1e-7
 
 
 def test_choices_are_near_the_best_on_the_whole() -> None:
@@ -227,27 +229,29 @@ def test_choices_are_near_the_best_on_the_whole() -> None:
         )
         model = ModelProfile("drawn", groups, samples=2, forward_s=0.05, backward_s=0.1)
         limit = 16 * model.trained + int(model.activations() * draw.uniform(0.5, 0.95))
-        task = task_of(model, {Tier.DEVICE: limit, Tier.HOST: 10**12}, can_place=frozenset(), activations=ANY)
-        found = loads(task)
-        best = best_by_hand(task, found)
+        request = request_of(model, {Tier.DEVICE: limit, Tier.HOST: 10**12}, can_place=frozenset(), activations=ANY)
+        found = group_costs(request)
+        best = best_by_hand(request, found)
         if best < float("inf"):
-            chosen = solve(task)
-            ratios.append(optimise(task, chosen.loads, fixed=chosen.shares).step_s / best)
+            chosen = solve(request)
+            ratios.append(optimise(request, chosen.costs, fixed=chosen.shares).step_s / best)
     assert len(ratios) > 25
     assert sum(ratios) / len(ratios) < 1.03 and max(ratios) < 1.2
 
 
 @settings(max_examples=40, deadline=None)
-@given(tasks(4), st.floats(0.9, 1.5))
-def test_a_price_lies_between_what_one_percent_less_costs_and_one_more_saves(task: Task, part: float) -> None:
-    """With states that may be placed too, in a level that stays the same: there the step is convex in the limit."""
-    task = replace(task, activations=frozenset({"recompute", "host"}), can_place=frozenset({Kind.OPTIMIZER_STATES}))
-    limit = int(task.limits[Tier.DEVICE] * part)
+@given(requests(4), st.floats(0.9, 1.5))
+def test_a_price_lies_between_what_one_percent_less_costs_and_one_more_saves(request: PlanRequest, part: float) -> None:
+    """With states that may be placed too, in a choice that stays the same: there the step is convex in the limit."""
+    request = replace(
+        request, activations=frozenset({"recompute", "host"}), can_place=frozenset({Kind.OPTIMIZER_STATES})
+    )
+    limit = int(request.limits[Tier.DEVICE] * part)
     steps = []
     for size in (limit - limit // 100, limit, limit + limit // 100):
         try:
-            one = replace(task, limits={**task.limits, Tier.DEVICE: size})
-            steps.append(quickest(one, loads(one))[1])
+            one = replace(request, limits={**request.limits, Tier.DEVICE: size})
+            steps.append(quickest(one, group_costs(one))[1])
         except Infeasible:
             steps.append(None)
     less, here, more = steps
@@ -261,21 +265,21 @@ def test_a_price_lies_between_what_one_percent_less_costs_and_one_more_saves(tas
 
 
 @settings(max_examples=40, deadline=None)
-@given(tasks(4))
-def test_more_to_choose_from_never_makes_the_program_longer(task: Task) -> None:
-    few, many = (replace(task, activations=ways) for ways in (frozenset({"keep"}), ANY))
+@given(requests(4))
+def test_more_to_choose_from_never_makes_the_program_longer(request: PlanRequest) -> None:
+    few, many = (replace(request, activations=ways) for ways in (frozenset({"keep"}), ANY))
     try:
-        alone = optimise(few, loads(few)).step_s
+        alone = optimise(few, group_costs(few)).step_s
     except Infeasible:
         return
-    assert quickest(many, loads(many))[1].objective <= alone * (1 + SLACK) + 1e-7
+    assert quickest(many, group_costs(many))[1].objective <= alone * (1 + SLACK) + 1e-7
 
 
 # -- plans --
 
 
-def gpt_task(device: int, ways: frozenset[str] = ANY, **options: object) -> Task:
-    return task_of(
+def gpt_task(device: int, ways: frozenset[str] = ANY, **options: object) -> PlanRequest:
+    return request_of(
         from_numbers("1.3B", samples=8), {Tier.DEVICE: device * GIB, Tier.HOST: 120 * GIB}, activations=ways, **options
     )
 
@@ -287,10 +291,10 @@ def totals(solution: Solution) -> dict[Tier, int]:
 @pytest.mark.parametrize("device", [60, 30, 20, 14, 8])
 @pytest.mark.parametrize("ways", [ANY, frozenset({"keep", "recompute"}), frozenset({"keep", "host"})])
 def test_plans_fit_and_say_what_to_do(device: int, ways: frozenset[str]) -> None:
-    task = gpt_task(device, ways)
-    solution, plan = solve(task), make_plan(task)
-    assert all(held <= task.limits.get(tier, 0) * (1 + 1e-5) + 1 for tier, held in totals(solution).items())
-    names = [group.name for group in task.model.groups]
+    request = gpt_task(device, ways)
+    solution, plan = solve(request), make_plan(request)
+    assert all(held <= request.limits.get(tier, 0) * (1 + 1e-5) + 1 for tier, held in totals(solution).items())
+    names = [group.name for group in request.model.groups]
     assert {plan.activations_of(name) for name in names} <= ways
     done = [plan.activations_of(group) for group in names]
     assert done == [way_of(share) for share in solution.shares]
@@ -317,14 +321,14 @@ def test_more_choice_and_more_memory_make_no_plan_much_longer() -> None:
     for (device, count), step_s in steps.items():
         for (more, others), other in steps.items():
             if more >= device and others >= count:
-                assert other <= step_s * 1.06, ((device, count), (more, others))  # 5 % are not worth moving anything
+                assert other <= step_s * 1.06, ((device, count), (more, others))  # 5 % are not worth moving any_choice
 
 
 def test_without_a_choice_nothing_is_said_and_nothing_changes() -> None:
     model = from_numbers("1.3B", samples=8)
     limits = {Tier.DEVICE: 30 * GIB, Tier.HOST: 120 * GIB}
     fixed = {Tier.DEVICE: model.activations()}
-    without, only = task_of(model, limits, fixed=fixed), task_of(model, limits, activations=frozenset({"keep"}))
+    without, only = request_of(model, limits, fixed=fixed), request_of(model, limits, activations=frozenset({"keep"}))
     one, other = make_plan(without), make_plan(only)
     assert one.activations == {} and other.activations == {"*": "keep"}
     assert one.predicted.step_s == pytest.approx(other.predicted.step_s, rel=1e-3)
@@ -337,7 +341,7 @@ def test_without_a_choice_nothing_is_said_and_nothing_changes() -> None:
 def test_what_recomputing_would_bring_is_told_to_those_who_do_not() -> None:
     model = from_numbers("6.7B", samples=8)
     fixed = {Tier.DEVICE: model.activations()}
-    tight = task_of(model, {Tier.DEVICE: 60 * GIB, Tier.HOST: 120 * GIB}, fixed=fixed)
+    tight = request_of(model, {Tier.DEVICE: 60 * GIB, Tier.HOST: 120 * GIB}, fixed=fixed)
     (note,) = [note for note in make_plan(tight).notes if note.startswith("Recomputing")]
     assert "of 34 groups" in note and "% shorter" in note
     told = int(note.split("would make a step ")[1].split("%")[0]) / 100
@@ -352,28 +356,30 @@ def test_what_recomputing_would_bring_is_told_to_those_who_do_not() -> None:
 
 def test_an_error_says_how_many_samples_fit_and_whether_recomputing_would_do() -> None:
     model = from_numbers("6.7B", samples=8)
-    task = task_of(model, {Tier.DEVICE: 24 * GIB, Tier.HOST: 160 * GIB}, fixed={Tier.DEVICE: model.activations() + GIB})
+    request = request_of(
+        model, {Tier.DEVICE: 24 * GIB, Tier.HOST: 160 * GIB}, fixed={Tier.DEVICE: model.activations() + GIB}
+    )
     with pytest.raises(PrepareError) as caught:
-        solve(task)
+        solve(request)
     text = str(caught.value)
     assert "4 samples in a pass instead of 8" in text
     assert "recomputed activations, which take 31.94 GiB less" in text and "not enough" not in text
     fewer = replace(model, samples=4)
-    assert solve(replace(task, model=fewer, fixed={Tier.DEVICE: fewer.activations() + GIB}))
+    assert solve(replace(request, model=fewer, fixed={Tier.DEVICE: fewer.activations() + GIB}))
     again = replace(model, recomputes=True)
-    assert solve(replace(task, model=again, fixed={Tier.DEVICE: again.activations() + GIB}))
-    small = replace(task, limits={Tier.DEVICE: 6 * GIB, Tier.HOST: 160 * GIB})
+    assert solve(replace(request, model=again, fixed={Tier.DEVICE: again.activations() + GIB}))
+    small = replace(request, limits={Tier.DEVICE: 6 * GIB, Tier.HOST: 160 * GIB})
     with pytest.raises(PrepareError, match=r"which take 31.94 GiB less: not enough by itself"):
         solve(small)
 
 
 def test_what_there_is_to_choose_from_is_checked() -> None:
     with pytest.raises(PrepareError, match="'forget' is unknown; use some of keep, recompute, host"):
-        task_of(plain([5]), activations=frozenset({"forget"}))
+        request_of(plain([5]), activations=frozenset({"forget"}))
     model = from_numbers("100M", samples=1)
     with pytest.raises(PrepareError, match="memory of its own"):
-        task_of(model, EVERYTHING, machine=LAPTOP, activations=frozenset({"host"}))
-    assert task_of(model, EVERYTHING, machine=LAPTOP, activations=ANY).ways == {"keep", "recompute"}
-    no_host = task_of(model, {Tier.DEVICE: 10**12}, machine=H200, activations=ANY)
+        request_of(model, EVERYTHING, machine=LAPTOP, activations=frozenset({"host"}))
+    assert request_of(model, EVERYTHING, machine=LAPTOP, activations=ANY).ways == {"keep", "recompute"}
+    no_host = request_of(model, {Tier.DEVICE: 10**12}, machine=H200, activations=ANY)
     assert no_host.ways == {"keep", "recompute"}
-    assert not task_of(replace(model, samples=None), activations=ANY).chooses
+    assert not request_of(replace(model, samples=None), activations=ANY).chooses

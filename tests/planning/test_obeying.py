@@ -26,7 +26,7 @@ from zerostd.engine.settings import Settings
 from zerostd.parameters.blueprints import Blueprint, find_blueprints
 from zerostd.parameters.checking import optimizer_options
 from zerostd.planning import DiskRates, GroupProfile, ModelProfile, Processor
-from zerostd.planning.refitting import Seen
+from zerostd.planning.refitting import ObservedStep
 from zerostd.policy import Homes, Kind, Route, Tier
 from zerostd.preparing.options import make_settings
 from zerostd.preparing.proposing import fitting, propose, revise, sizes_of
@@ -278,7 +278,7 @@ def test_activations_count_in_the_plan_that_is_obeyed() -> None:
     plan = fitting(settings, found, world, limits)
     assert plan is not None and plan.predicted.total(Tier.DEVICE) == pytest.approx(1040 * MIB, rel=0.01)
     limits[Tier.DEVICE] = 1290 * MIB
-    seen = Seen(0.005, 0.0017, 0.0033, activation_bytes=440 * MIB)
+    seen = ObservedStep(0.005, 0.0017, 0.0033, activation_bytes=440 * MIB)
     now, best = revise(settings.obeying(plan, sizes_of(found)), found, world, limits, H200, seen)
     assert now.predicted.total(Tier.DEVICE) == pytest.approx(1480 * MIB, rel=0.01)
     assert best.predicted.total(Tier.DEVICE) <= limits[Tier.DEVICE] < now.predicted.total(Tier.DEVICE)
@@ -350,6 +350,8 @@ def test_a_tight_host_is_met_whatever_the_rates_are(tmp_path: Path) -> None:
         disk = DiskRates(str(tmp_path), between(2e8, 4e9), between(2e8, 4e9), between(1e8, 2e9))
         cores = Processor(2, {1: between(1, 4), 2: between(0.6, 3)}, between(5e9, 3e10))
         machine = replace(LAPTOP, resident_ns=between(0.5, 3), processor=cores, disk=disk)
-        seen = Seen(between(0.002, 0.05), between(5e-4, 0.01), between(0.001, 0.02), busy={"cpu": between(5e-4, 0.02)})
+        seen = ObservedStep(
+            between(0.002, 0.05), between(5e-4, 0.01), between(0.001, 0.02), busy={"cpu": between(5e-4, 0.02)}
+        )
         _, best = revise(obeying, found, world, limits, machine, seen)
         assert best.predicted.total(Tier.HOST) <= limits[Tier.HOST]

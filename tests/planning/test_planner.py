@@ -1,4 +1,4 @@
-"""From a task to a plan: groups as a whole, within the limits, and errors that say how many bytes are missing."""
+"""From a request to a plan: groups as a whole, within the limits, and errors that say how many bytes are missing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from planning.by_hand import fits, step_seconds
-from planning.machines import EVERYTHING, GIB, LAPTOP, gpt, plain, task_of, tight
+from planning.machines import EVERYTHING, GIB, LAPTOP, gpt, plain, request_of, tight
 from zerostd.errors import PrepareError
-from zerostd.planning import GroupProfile, ModelProfile, Plan, Task, make_plan, planner, simulation
+from zerostd.planning import GroupProfile, ModelProfile, Plan, PlanRequest, make_plan, planner, simulation
 from zerostd.planning import solution as solutions
-from zerostd.planning.costs import loads, merged
-from zerostd.planning.demands import WHOLE, Shares
+from zerostd.planning.costs import group_costs, merged
+from zerostd.planning.demands import WHOLE, GroupShares
 from zerostd.planning.linear import Infeasible
 from zerostd.planning.planner import MOST_LOADS, Solution, model_state, solve
 from zerostd.planning.program import optimise
@@ -33,10 +33,10 @@ LARGER = re.compile(r"Budget\((device|host|disk)=...\) larger by [^(]*\((\d+) by
 HOMES = ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0))  # of parameters: device, host, disk
 
 
-def solved(task: Task) -> Solution | None:
+def solved(request: PlanRequest) -> Solution | None:
     """None: nothing fits."""
     try:
-        return solve(task)
+        return solve(request)
     except PrepareError:
         return None
 
@@ -50,14 +50,14 @@ def totals(solution: Solution) -> dict[Tier, int]:
 
 @settings(max_examples=20, deadline=None)
 @given(tight())
-def test_parameters_and_gradients_of_a_group_are_in_one_tier(task: Task) -> None:
-    solution = solved(task)
+def test_parameters_and_gradients_of_a_group_are_in_one_tier(request: PlanRequest) -> None:
+    solution = solved(request)
     assume(solution is not None)
     for share in solution.shares:
         assert {share.parameters_host, share.parameters_disk, share.gradients_host} <= {0.0, 1.0}
         assert share.parameters_host + share.parameters_disk <= 1.0
-    homes = make_plan(task).homes
-    assert list(homes) == [group.name for group in task.model.groups]
+    homes = make_plan(request).homes
+    assert list(homes) == [group.name for group in request.model.groups]
     for home in homes.values():
         assert home.gradients is not Tier.DISK
         assert sum(part for _, _, part in home.states) == pytest.approx(1.0)
@@ -66,20 +66,20 @@ def test_parameters_and_gradients_of_a_group_are_in_one_tier(task: Task) -> None
 
 @settings(max_examples=30, deadline=None)
 @given(tight(), st.integers(0, 10**8))
-def test_no_limit_is_passed(task: Task, fixed: int) -> None:
-    task = replace(task, fixed={Tier.DEVICE: fixed, Tier.HOST: fixed // 2})
-    solution = solved(task)
+def test_no_limit_is_passed(request: PlanRequest, fixed: int) -> None:
+    request = replace(request, fixed={Tier.DEVICE: fixed, Tier.HOST: fixed // 2})
+    solution = solved(request)
     assume(solution is not None)
     for tier, held in totals(solution).items():
-        assert held <= task.limits.get(tier, 0) * (1 + 1e-5) + 10_000
-    assert fits(task, solution.loads, solution.shares, slack=1e-4)
+        assert held <= request.limits.get(tier, 0) * (1 + 1e-5) + 10_000
+    assert fits(request, solution.costs, solution.shares, slack=1e-4)
 
 
 @settings(max_examples=20, deadline=None)
 @given(tight(), st.sampled_from([1, 2, 8]), st.sampled_from(list(Stage)))
-def test_no_limit_is_passed_at_any_stage(task: Task, size: int, stage: Stage) -> None:
-    limits = {tier: limit // (size if stage == 3 else 1) for tier, limit in task.limits.items()}
-    solution = solved(replace(task, limits=limits, world_size=size, stage=stage))
+def test_no_limit_is_passed_at_any_stage(request: PlanRequest, size: int, stage: Stage) -> None:
+    limits = {tier: limit // (size if stage == 3 else 1) for tier, limit in request.limits.items()}
+    solution = solved(replace(request, limits=limits, world_size=size, stage=stage))
     assume(solution is not None)
     for tier, held in totals(solution).items():
         assert held <= limits.get(tier, 0) * (1 + 1e-5) + 10_000
@@ -90,26 +90,26 @@ def test_no_limit_is_passed_at_any_stage(task: Task, size: int, stage: Stage) ->
 
 @settings(max_examples=15, deadline=None)
 @given(tight())
-def test_the_prediction_is_no_better_than_the_rules_allow(task: Task) -> None:
+def test_the_prediction_is_no_better_than_the_rules_allow(request: PlanRequest) -> None:
     """Clipping aside: gradients may land before the norm is known."""
-    solution = solved(replace(task, waits_for_norm=False))
+    solution = solved(replace(request, waits_for_norm=False))
     assume(solution is not None)
-    by_hand = step_seconds(solution.task, solution.loads, solution.shares)
+    by_hand = step_seconds(solution.request, solution.costs, solution.shares)
     assert solution.timeline.step_s >= 0.99 * by_hand
-    assert make_plan(solution.task).predicted.step_s == pytest.approx(solution.timeline.step_s)
+    assert make_plan(solution.request).predicted.step_s == pytest.approx(solution.timeline.step_s)
 
 
 # -- what goes where --
 
 
-def as_measured(limits: dict[Tier, int], **options: Any) -> Task:
+def as_measured(limits: dict[Tier, int], **options: Any) -> PlanRequest:
     """1.3 B parameters in batches of 8x1024."""
     block = GroupProfile("", 50_331_648, 0, 1.0, kept_bytes=67e6, boundary_bytes=4.2e6, peak_bytes=60e6)
     first = replace(block, name="embedding", trained=67_000_000, forward_flops=0.01, kept_bytes=1e6, boundary_bytes=1e6)
     last = replace(block, name="head", trained=65_000_000, forward_flops=1.3, kept_bytes=5e7, boundary_bytes=5e7)
     groups = (first, *(replace(block, name=f"block{index}") for index in range(24)), last)
     model = ModelProfile("gpt", groups, samples=8, forward_s=0.039, backward_s=0.084)
-    return task_of(model, limits, activations=frozenset({"keep", "recompute"}), **options)
+    return request_of(model, limits, activations=frozenset({"keep", "recompute"}), **options)
 
 
 CLIPPED = {"waits_for_norm": True}
@@ -146,11 +146,11 @@ def test_no_price_promises_more_than_there_is() -> None:
 def test_of_steps_nearly_as_short_the_one_that_needs_the_processor_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """In 22.5 GiB, as on an H200: with parameters and gradients on the host as well, and everything there updated by
     the processor, or with more streamed and no later when the processor is slow."""
-    task = as_measured({Tier.DEVICE: int(22.5 * GIB), Tier.HOST: 8 * GIB})
-    chosen = solve(task)
+    request = as_measured({Tier.DEVICE: int(22.5 * GIB), Tier.HOST: 8 * GIB})
+    chosen = solve(request)
     assert chosen.slow_s < 1.02 * chosen.timeline.step_s
     monkeypatch.setattr(solutions, "SLOW_PACE", 1.0)
-    hasty = solve(task)
+    hasty = solve(request)
     assert hasty.cost_s == hasty.timeline.step_s
     monkeypatch.undo()
     hasty = replace(hasty)  # without what it remembers
@@ -159,36 +159,36 @@ def test_of_steps_nearly_as_short_the_one_that_needs_the_processor_less(monkeypa
 
 def test_a_processor_that_is_the_device_is_as_slow_for_all() -> None:
     limits = {Tier.DEVICE: 3 * GIB, Tier.DISK: 100 * GIB}
-    task = task_of(plain([10**8] * 4, 0.1), limits, machine=LAPTOP, num_threads=4)
-    found = solve(task)
+    request = request_of(plain([10**8] * 4, 0.1), limits, machine=LAPTOP, num_threads=4)
+    found = solve(request)
     assert found.cost_s == found.slow_s == found.timeline.step_s > 0
 
 
 @pytest.mark.parametrize("clips", [False, True])
 def test_nothing_leaves_a_device_that_is_large_enough(clips: bool) -> None:
-    task = task_of(gpt(2048, 24, 2.0), waits_for_norm=clips)
-    plan = make_plan(task)
+    request = request_of(gpt(2048, 24, 2.0), waits_for_norm=clips)
+    plan = make_plan(request)
     assert all(home.states == ((Tier.DEVICE, Route.RESIDENT, 1.0),) for home in plan.homes.values())
-    assert plan.predicted.total(Tier.DEVICE) == 16 * task.model.trained
+    assert plan.predicted.total(Tier.DEVICE) == 16 * request.model.trained
     assert plan.predicted.total(Tier.HOST) == plan.predicted.total(Tier.DISK) == 0
-    assert plan.predicted.step_s == pytest.approx(2.0 + task.model.trained * 0.008e-9)
-    assert not make_plan(replace(task, waits_for_norm=True, speculates=True)).speculate
+    assert plan.predicted.step_s == pytest.approx(2.0 + request.model.trained * 0.008e-9)
+    assert not make_plan(replace(request, waits_for_norm=True, speculates=True)).speculate
 
 
 @settings(max_examples=15, deadline=None)
 @given(tight())
-def test_what_leaves_a_device_that_is_large_enough_is_worth_it(task: Task) -> None:
-    task = replace(task, limits=EVERYTHING)
-    solution = solve(task)
-    if any(share != Shares() for share in solution.shares):
-        resident = step_seconds(task, solution.loads, [Shares() for _ in solution.loads])
+def test_what_leaves_a_device_that_is_large_enough_is_worth_it(request: PlanRequest) -> None:
+    request = replace(request, limits=EVERYTHING)
+    solution = solve(request)
+    if any(share != GroupShares() for share in solution.shares):
+        resident = step_seconds(request, solution.costs, [GroupShares() for _ in solution.costs])
         assert solution.timeline.step_s < resident
 
 
 def test_the_front_is_nearest_where_an_update_waits_for_the_norm() -> None:
     model = gpt(2048, 24, 0.3)
-    task = task_of(model, {Tier.DEVICE: 10 * model.trained, Tier.HOST: 100 * GIB}, waits_for_norm=True)
-    resident = [share.resident for share in solve(task).shares]
+    request = request_of(model, {Tier.DEVICE: 10 * model.trained, Tier.HOST: 100 * GIB}, waits_for_norm=True)
+    resident = [share.resident for share in solve(request).shares]
     half, quarter = len(resident) // 2, len(resident) // 4
     assert min(resident[: half - 1]) > 0.999 and max(resident[-quarter:]) < 0.001
     assert (
@@ -199,17 +199,17 @@ def test_the_front_is_nearest_where_an_update_waits_for_the_norm() -> None:
 def test_the_disk_only_where_the_host_is_too_small() -> None:
     model = gpt(2048, 24, 0.3)
     limits = {Tier.DEVICE: 5 * model.trained, Tier.HOST: 20 * model.trained, Tier.DISK: 20 * model.trained}
-    plan = make_plan(task_of(model, limits))
+    plan = make_plan(request_of(model, limits))
     assert plan.predicted.total(Tier.HOST) > 11 * model.trained
     assert not any(tier is Tier.DISK for home in plan.homes.values() for tier, _, _ in home.states)
-    used = totals(solve(task_of(model, {**limits, Tier.HOST: 5 * model.trained})))
+    used = totals(solve(request_of(model, {**limits, Tier.HOST: 5 * model.trained})))
     assert used[Tier.DISK] > 5 * model.trained
 
 
 def test_without_a_link_states_go_to_disk_by_the_processor() -> None:
     model = plain([10**8] * 5, 1.0, parameter_bytes=4, gradient_bytes=4, state_bytes=8, master_bytes=4)
-    task = task_of(model, {Tier.DEVICE: 6 * 10**9, Tier.DISK: 20 * GIB}, machine=LAPTOP, num_threads=4)
-    plan = make_plan(task)
+    request = request_of(model, {Tier.DEVICE: 6 * 10**9, Tier.DISK: 20 * GIB}, machine=LAPTOP, num_threads=4)
+    plan = make_plan(request)
     routes = {(tier, route) for home in plan.homes.values() for tier, route, _ in home.states}
     assert routes == {(Tier.DEVICE, Route.RESIDENT), (Tier.DISK, Route.CPU)}
     assert {"up", "down", "link"}.isdisjoint(plan.predicted.busy)
@@ -219,25 +219,25 @@ def test_without_a_link_and_a_limit_of_the_host_what_passes_is_the_devices() -> 
     """Adapters on a frozen model: its parameters rest on disk, and only what is trained passes through memory."""
     groups = tuple(GroupProfile(f"g{i}", 10**6, 10**8) for i in range(5))
     model = ModelProfile("adapters", groups, forward_s=1.0, backward_s=2.0)
-    task = task_of(model, {Tier.DEVICE: 4 * 10**8, Tier.DISK: 20 * GIB}, machine=LAPTOP, num_threads=4)
-    plan = make_plan(task)
+    request = request_of(model, {Tier.DEVICE: 4 * 10**8, Tier.DISK: 20 * GIB}, machine=LAPTOP, num_threads=4)
+    plan = make_plan(request)
     assert sum(home.parameters is Tier.DISK for home in plan.homes.values()) >= 4
     assert plan.predicted.total(Tier.HOST) == 0 and plan.predicted.total(Tier.DEVICE) <= 4 * 10**8
-    assert fits(task, loads(task), solve(task).shares, slack=1e-5)
+    assert fits(request, group_costs(request), solve(request).shares, slack=1e-5)
 
 
 def test_seconds_are_only_predicted_where_they_can_be_known() -> None:
     model = replace(gpt(1024, 8), samples=None)
-    plan = make_plan(task_of(model, {Tier.DEVICE: 6 * model.trained, Tier.HOST: 100 * GIB}), notes=["so it is"])
+    plan = make_plan(request_of(model, {Tier.DEVICE: 6 * model.trained, Tier.HOST: 100 * GIB}), notes=["so it is"])
     assert plan.predicted.step_s is None and plan.predicted.compute_s is None
     assert plan.notes[0] == "so it is"
-    known = make_plan(task_of(gpt(1024, 8, 0.2)))
+    known = make_plan(request_of(gpt(1024, 8, 0.2)))
     assert known.predicted.step_s is not None and known.predicted.compute_s <= known.predicted.step_s
 
 
 def test_buffers_are_not_counted_as_activations_twice() -> None:
     model = replace(gpt(1024, 8, 0.2), activation_bytes=3 * GIB)
-    plan = make_plan(task_of(model, fixed={Tier.DEVICE: 4 * GIB, Tier.HOST: GIB}))
+    plan = make_plan(request_of(model, fixed={Tier.DEVICE: 4 * GIB, Tier.HOST: GIB}))
     assert plan.predicted.bytes[Tier.DEVICE][Kind.ACTIVATIONS] == 3 * GIB
     assert plan.predicted.bytes[Tier.DEVICE][Kind.BUFFERS] == GIB
     assert plan.predicted.bytes[Tier.HOST] == {Kind.BUFFERS: GIB}
@@ -283,14 +283,18 @@ def test_many_groups_are_placed_together(
     """2,000 groups with 20,000 parameter tensors between them: of a group, the program never sees more than sizes. What
     hardly fits takes no more than what is roomy: below 5 s, half of it twice the samples."""
     model = plain([sum(sizes) for sizes in TENSORS], 0.3)
-    task = task_of(model, {tier: int(size * model.trained) for tier, size in zip(Tier, limits, strict=True) if size})
-    task = replace(task, accumulate=passes)
-    assert len(merged(loads(task), MOST_LOADS)) <= MOST_LOADS < len(loads(task))
+    request = request_of(
+        model, {tier: int(size * model.trained) for tier, size in zip(Tier, limits, strict=True) if size}
+    )
+    request = replace(request, accumulate=passes)
+    assert len(merged(group_costs(request), MOST_LOADS)) <= MOST_LOADS < len(group_costs(request))
     if passes > 1 and limits[0] < 3:
-        task = replace(task, limits={**task.limits, Tier.HOST: 40 * model.trained})  # sums take twice the bytes
-    plan = make_plan(task)
+        request = replace(
+            request, limits={**request.limits, Tier.HOST: 40 * model.trained}
+        )  # sums take twice the bytes
+    plan = make_plan(request)
     assert list(plan.homes) == [group.name for group in model.groups]
-    assert all(plan.predicted.total(tier) <= limit * (1 + 1e-5) + 10_000 for tier, limit in task.limits.items())
+    assert all(plan.predicted.total(tier) <= limit * (1 + 1e-5) + 10_000 for tier, limit in request.limits.items())
     assert counts["solved"] <= 32 and counts["simulated"] <= 72  # up to four for prices; half with a slow processor
     assert counts["variables"] <= 30 * MOST_LOADS and counts["entries"] <= 150 * MOST_LOADS
 
@@ -298,7 +302,9 @@ def test_many_groups_are_placed_together(
 def test_many_groups_that_do_not_fit_are_refused_as_quickly(counts: dict[str, int]) -> None:
     model = plain([sum(sizes) for sizes in TENSORS], 0.3)
     with pytest.raises(PrepareError, match="is missing"):
-        solve(task_of(model, {Tier.DEVICE: model.trained, Tier.HOST: 2 * model.trained, Tier.DISK: 9 * model.trained}))
+        solve(
+            request_of(model, {Tier.DEVICE: model.trained, Tier.HOST: 2 * model.trained, Tier.DISK: 9 * model.trained})
+        )
     assert counts["solved"] <= 8 and counts["simulated"] == 0
 
 
@@ -311,23 +317,23 @@ def asked(error: PrepareError) -> list[dict[Tier, int]]:
     return [{Tier(tier): int(size) for tier, size in LARGER.findall(way)} for way in ways if LARGER.search(way)]
 
 
-def larger(task: Task, by: Mapping[Tier, int]) -> Task:
-    return replace(task, limits={tier: size + by.get(tier, 0) for tier, size in task.limits.items()})
+def larger(request: PlanRequest, by: Mapping[Tier, int]) -> PlanRequest:
+    return replace(request, limits={tier: size + by.get(tier, 0) for tier, size in request.limits.items()})
 
 
 @settings(max_examples=20, deadline=None)
 @given(tight(), st.floats(0.1, 0.9))
-def test_what_an_error_asks_for_is_enough(task: Task, part: float) -> None:
+def test_what_an_error_asks_for_is_enough(request: PlanRequest, part: float) -> None:
     """To the byte: groups that move as a whole are counted in."""
-    task = replace(task, limits={tier: int(limit * part) for tier, limit in task.limits.items()})
-    if solved(task) is not None:
+    request = replace(request, limits={tier: int(limit * part) for tier, limit in request.limits.items()})
+    if solved(request) is not None:
         return
     with pytest.raises(PrepareError) as caught:
-        solve(task)
+        solve(request)
     changes = asked(caught.value)
     assert changes and " is missing" in str(caught.value)
     for by in changes:
-        assert solved(larger(task, by)) is not None
+        assert solved(larger(request, by)) is not None
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -336,17 +342,17 @@ def test_what_an_error_asks_for_is_the_least_that_whole_groups_need(seed: int) -
     draw = random.Random(seed)
     model = plain([draw.randrange(10**8, 10**9) for _ in range(2)], 0.1)
     limits = (draw.uniform(0.5, 3), draw.uniform(0.5, 3), draw.uniform(11, 14))
-    task = task_of(model, {tier: int(size * model.trained) for tier, size in zip(Tier, limits, strict=True)})
-    found, least = loads(task), float("inf")
+    request = request_of(model, {tier: int(size * model.trained) for tier, size in zip(Tier, limits, strict=True)})
+    found, least = group_costs(request), float("inf")
     for fixed in product([(*home, landed) for home in HOMES for landed in (0.0, 1.0)], repeat=2):
-        program, short = _about_bytes(task, found, dict.fromkeys(Tier, -1.0))
-        program.hold([Shares(0.0, 0.0, 0.0, 0.0, 0.0, *one) for one in fixed], WHOLE)
+        program, short = _about_bytes(request, found, dict.fromkeys(Tier, -1.0))
+        program.hold([GroupShares(0.0, 0.0, 0.0, 0.0, 0.0, *one) for one in fixed], WHOLE)
         least = min(least, program.linear.minimise(dict.fromkeys(short, 1.0)).objective * 1e9)
-    if solved(task) is not None:
+    if solved(request) is not None:
         assert least < 10_000
         return
     with pytest.raises(PrepareError) as caught:
-        solve(task)
+        solve(request)
     assert sum(asked(caught.value)[0].values()) == pytest.approx(least, abs=1e-3 * least + 4e-5 * 16 * model.trained)
 
 
@@ -355,23 +361,23 @@ def test_less_than_a_group_is_named_in_bytes() -> None:
     three take four of the host's three."""
     model = plain([10**9] * 3, 0.1)
     limits = {Tier.DEVICE: 45 * 10**9, Tier.HOST: 3 * 10**9}
-    task = task_of(model, limits, can_place=frozenset({Kind.PARAMETERS}))
-    assert optimise(task, loads(task))
+    request = request_of(model, limits, can_place=frozenset({Kind.PARAMETERS}))
+    assert optimise(request, group_costs(request))
     with pytest.raises(PrepareError, match="groups move as a whole") as caught:
-        solve(task)
+        solve(request)
     changes = asked(caught.value)
     assert sorted(tier for by in changes for tier in by) == [Tier.DEVICE, Tier.HOST]
     assert [size for by in changes for size in by.values()] == pytest.approx([10**9] * 2, rel=1e-3)
-    assert all(solved(larger(task, by)) for by in changes)
+    assert all(solved(larger(request, by)) for by in changes)
 
 
 def test_an_error_names_bytes_tiers_and_remedies() -> None:
     """12 bytes of states are nowhere to go but to a host that has 10 for each."""
     n = 10**9
     model = replace(plain([n // 10] * 10, 0.3), activation_bytes=GIB)
-    task = task_of(model, {Tier.DEVICE: 4 * n, Tier.HOST: 10 * n})
+    request = request_of(model, {Tier.DEVICE: 4 * n, Tier.HOST: 10 * n})
     with pytest.raises(PrepareError) as caught:
-        solve(task)
+        solve(request)
     text = str(caught.value)
     assert "1 B parameters at stage 3 on 1 rank(s)" in text
     assert "of the device" in text and "of the host" in text
@@ -379,9 +385,9 @@ def test_an_error_names_bytes_tiers_and_remedies() -> None:
     assert 2 * n * 0.99 <= sum(sizes) <= 4.2 * n
     for remedy in ("Budget(", "disk_path", "fewer samples", "more ranks"):
         assert remedy in text
-    assert all(solved(larger(task, by)) for by in asked(caught.value))
+    assert all(solved(larger(request, by)) for by in asked(caught.value))
     with pytest.raises(PrepareError, match="stage=3"):
-        solve(replace(task, limits={Tier.DEVICE: n, Tier.HOST: n}, stage=Stage.GRADIENTS, world_size=2))
+        solve(replace(request, limits={Tier.DEVICE: n, Tier.HOST: n}, stage=Stage.GRADIENTS, world_size=2))
 
 
 @pytest.mark.parametrize(
@@ -394,15 +400,15 @@ def test_an_error_names_bytes_tiers_and_remedies() -> None:
     ],
 )
 def test_whole_groups_are_found_where_there_is_a_way(sizes: list[int], limits: tuple[float, float, float]) -> None:
-    """Where hardly anything fits: some group has to go where its shares do not point."""
+    """Where hardly any_choice fits: some group has to go where its shares do not point."""
     model = plain(sizes, 0.1)
-    task = task_of(model, {tier: int(size * model.trained) for tier, size in zip(Tier, limits, strict=True)})
-    if solved(task) is not None:
+    request = request_of(model, {tier: int(size * model.trained) for tier, size in zip(Tier, limits, strict=True)})
+    if solved(request) is not None:
         return
-    places = [Shares(0.0, 0.0, 0.0, 0.0, 0.0, *home, landed) for home in HOMES for landed in (0.0, 1.0)]
+    places = [GroupShares(0.0, 0.0, 0.0, 0.0, 0.0, *home, landed) for home in HOMES for landed in (0.0, 1.0)]
     for fixed in product(places, repeat=len(sizes)):
         with pytest.raises(Infeasible):
-            optimise(task, loads(task), fixed=fixed)
+            optimise(request, group_costs(request), fixed=fixed)
 
 
 # -- Table 1 of the ZeRO paper --
@@ -442,8 +448,8 @@ def test_model_state_is_that_of_the_papers_table(billions: float, size: int) -> 
     """The paper rounds some numbers and cuts off others, so one unit of the last digit is allowed."""
     model = ModelProfile("paper", (GroupProfile("all", int(billions * 10**9)),), forward_s=1e6, backward_s=2e6)
     for stage, printed in zip((1, 2, 3), PAPER[billions][size], strict=True):
-        task = task_of(model, stage=Stage(stage), world_size=size)
-        held = totals(solve(task))[Tier.DEVICE] / 1e9
+        request = request_of(model, stage=Stage(stage), world_size=size)
+        held = totals(solve(request))[Tier.DEVICE] / 1e9
         part = 1 / size
         exact = billions * {1: 4 + 12 * part, 2: 2 + 14 * part, 3: 16 * part}[stage]
         assert held == pytest.approx(exact, rel=1e-8)
@@ -454,14 +460,14 @@ def test_model_state_is_that_of_the_papers_table(billions: float, size: int) -> 
 def test_what_twice_the_samples_would_buy() -> None:
     """Where updates hold up the step, samples are nearly free; where the device computes all the time, they are not."""
     model = gpt(2048, 24, 0.1)
-    tight = make_plan(task_of(model, {Tier.DEVICE: 5 * model.trained, Tier.HOST: 20 * model.trained}))
-    roomy = make_plan(task_of(model))
+    tight = make_plan(request_of(model, {Tier.DEVICE: 5 * model.trained, Tier.HOST: 20 * model.trained}))
+    roomy = make_plan(request_of(model))
     gains = [float(plan.notes[0].split(" train ")[1].split()[0]) for plan in (tight, roomy)]
     assert 1.5 < gains[0] <= 2.0 and 1.0 <= gains[1] < 1.2
     kept = replace(model, samples=8, activation_bytes=model.trained)
-    full = task_of(kept, {Tier.DEVICE: int(5.2 * model.trained), Tier.HOST: model.trained})
+    full = request_of(kept, {Tier.DEVICE: int(5.2 * model.trained), Tier.HOST: model.trained})
     with pytest.raises(PrepareError):
         make_plan(full)
     little = {Tier.DEVICE: 17 * model.trained + 1000}
-    plan = make_plan(task_of(kept, little, fixed={Tier.DEVICE: model.trained}))
+    plan = make_plan(request_of(kept, little, fixed={Tier.DEVICE: model.trained}))
     assert plan.notes[0] == "Twice the samples in a pass would not fit."

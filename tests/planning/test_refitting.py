@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from planning.machines import H200, LAPTOP, gpt, task_of
-from zerostd.planning import MachineProfile, Task
+from planning.machines import H200, LAPTOP, gpt, request_of
+from zerostd.planning import MachineProfile, PlanRequest
 from zerostd.planning.planner import evaluate, homes_by_group, solve
-from zerostd.planning.refitting import Seen, refit
+from zerostd.planning.refitting import ObservedStep, refit
 from zerostd.policy import Homes, Route, Tier
 
 MODEL = gpt(2048, 12, 0.1)
@@ -44,13 +44,15 @@ def fast_processor(machine: MachineProfile) -> MachineProfile:
     return replace(machine, processor=replace(machine.processor, update_ns=faster, memory=3 * machine.processor.memory))
 
 
-def seen_on(task: Task, homes: Homes) -> Seen:
+def seen_on(request: PlanRequest, homes: Homes) -> ObservedStep:
     """What a machine shows that does as the simulation says."""
-    timeline = evaluate(task, dict.fromkeys([group.name for group in task.model.groups], homes)).timeline
+    timeline = evaluate(request, dict.fromkeys([group.name for group in request.model.groups], homes)).timeline
     workers = {name: seconds for name, seconds in timeline.busy.items() if name in ("cpu", "streamed", "disk")}
-    assert task.model.forward_s is not None and task.model.backward_s is not None
-    longer = timeline.busy["compute"] / (task.model.forward_s + task.model.backward_s)  # beside what else is done
-    return Seen(timeline.step_s, longer * task.model.forward_s, longer * task.model.backward_s, busy=workers)
+    assert request.model.forward_s is not None and request.model.backward_s is not None
+    longer = timeline.busy["compute"] / (request.model.forward_s + request.model.backward_s)  # beside what else is done
+    return ObservedStep(
+        timeline.step_s, longer * request.model.forward_s, longer * request.model.backward_s, busy=workers
+    )
 
 
 @pytest.mark.parametrize("clips", [False, True], ids=["", "clip"])
@@ -67,7 +69,7 @@ def seen_on(task: Task, homes: Homes) -> Seen:
     ],
 )
 def test_what_changed_is_found(machine: MachineProfile, homes: Homes, change: Change, clips: bool) -> None:
-    believed = task_of(MODEL, machine=machine, waits_for_norm=clips)
+    believed = request_of(MODEL, machine=machine, waits_for_norm=clips)
     real = replace(believed, machine=change(machine))
     seen = seen_on(real, homes)
     assert seen.step_s != pytest.approx(seen_on(believed, homes).step_s, rel=0.2), "the change must matter"
@@ -78,12 +80,12 @@ def test_what_changed_is_found(machine: MachineProfile, homes: Homes, change: Ch
 @pytest.mark.parametrize("gib", [6, 4, 3, 2])
 def test_the_plan_that_follows_is_nearly_as_good_as_one_that_knew(gib: int) -> None:
     limits = {Tier.DEVICE: gib * 2**30, Tier.HOST: 64 * 2**30}
-    believed = task_of(MODEL, limits)
+    believed = request_of(MODEL, limits)
     real = replace(believed, machine=slow_processor(H200))
     first = homes_by_group(solve(believed))
     seen = evaluate(real, first).timeline
     workers = {name: seen.busy.get(name, 0.0) for name in ("cpu", "streamed")}
-    fitted = refit(believed, first, Seen(seen.step_s, 0.1 / 3, 0.2 / 3, busy=workers))
+    fitted = refit(believed, first, ObservedStep(seen.step_s, 0.1 / 3, 0.2 / 3, busy=workers))
     second = evaluate(real, homes_by_group(solve(fitted))).timeline.step_s
     knew = solve(real).timeline.step_s
     assert second < 0.8 * seen.step_s
@@ -91,9 +93,9 @@ def test_the_plan_that_follows_is_nearly_as_good_as_one_that_knew(gib: int) -> N
 
 
 def test_nothing_seen_changes_nothing_but_compute() -> None:
-    task = task_of(MODEL)
-    fitted = refit(task, _all(HALVES), Seen(1.0, 0.2, 0.5, activation_bytes=7))
-    assert fitted.machine == task.machine
+    request = request_of(MODEL)
+    fitted = refit(request, _all(HALVES), ObservedStep(1.0, 0.2, 0.5, activation_bytes=7))
+    assert fitted.machine == request.machine
     assert (fitted.model.forward_s, fitted.model.backward_s, fitted.model.activations()) == (0.2, 0.5, 7)
 
 

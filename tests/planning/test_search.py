@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from planning.machines import H200
 from zerostd.errors import PrepareError
 from zerostd.planning import Plan, Wire
-from zerostd.planning.cluster import Use, plan_on
+from zerostd.planning.cluster import TrainingOptions, plan_on
 from zerostd.planning.described import from_numbers
-from zerostd.planning.search import Fits, Option, Refused, divisions, shortest, table, try_all
+from zerostd.planning.search import Refused, SolvedLayout, StepLayout, divisions, shortest, table, try_all
 from zerostd.policy import Budget, Stage
 
 STAGE = Stage.PARAMETERS
@@ -46,7 +46,7 @@ def test_divisions_divide_and_are_few_and_far_apart(batch: int, most: int) -> No
             assert min(abs(log(size) - one) for size, _ in found) == min(abs(log(size) - one) for size in every)
 
 
-def solve(option: Option) -> float:
+def solve(option: StepLayout) -> float:
     """Large passes do not fit; of the others the larger ones are faster, but for one that is nearly as fast."""
     if (option.samples or 0) > 16:
         raise PrepareError(f"stage 3 on 1 rank(s) does not fit: {option.samples}.5 GiB of the device is missing. Pity")
@@ -54,7 +54,7 @@ def solve(option: Option) -> float:
 
 
 def test_the_shortest_is_found_and_others_are_told() -> None:
-    options = [Option(size, passes, STAGE) for size, passes in divisions(64)]
+    options = [StepLayout(size, passes, STAGE) for size, passes in divisions(64)]
     fits, refused = try_all(options, solve, lambda seconds: seconds)
     assert [one.option.samples for one in refused] == [64, 32]
     best = shortest(fits)
@@ -72,15 +72,18 @@ def test_the_shortest_is_found_and_others_are_told() -> None:
 
 
 def test_of_each_division_the_best_stage_is_told() -> None:
-    fits = [Fits(Option(4, 2, stage), seconds, None) for stage, seconds in zip(Stage, (4.0, 2.0, 3.0), strict=False)]
-    text = table(fits, [Refused(Option(4, 2, STAGE), PrepareError("no"))], fits[1].option)
+    fits = [
+        SolvedLayout(StepLayout(4, 2, stage), seconds, None)
+        for stage, seconds in zip(Stage, (4.0, 2.0, 3.0), strict=False)
+    ]
+    text = table(fits, [Refused(StepLayout(4, 2, STAGE), PrepareError("no"))], fits[1].option)
     assert text.endswith("Tried:\n  4 x 2: 2 s a step")
     assert shortest(fits) is fits[1]
 
 
 def test_nothing_that_fits_is_the_last_refusal() -> None:
     with pytest.raises(PrepareError, match=r"32\.5 GiB"):
-        try_all([Option(64, 1, STAGE), Option(32, 2, STAGE)], solve, lambda seconds: seconds)
+        try_all([StepLayout(64, 1, STAGE), StepLayout(32, 2, STAGE)], solve, lambda seconds: seconds)
 
 
 # -- of models in numbers --
@@ -98,14 +101,14 @@ def chosen(plan: Plan) -> tuple[int, int, list[str]]:
 
 def test_a_batch_is_divided_as_is_fastest() -> None:
     model, machine = from_numbers("1.3B"), replace(H200, disk=None)
-    plan = plan_on(model, machine, Use(batch=24, budget=SMALL))
+    plan = plan_on(model, machine, TrainingOptions(batch=24, budget=SMALL))
     samples, passes, lines = chosen(plan)
     assert samples * passes == 24 and len(lines) == len(divisions(24))
     assert "24 x 1" in lines[0] and "is missing" in lines[0]
     steps = {}
     for size, count in divisions(24):
         try:
-            one = plan_on(replace(model, samples=size), machine, Use(accumulate=count, budget=SMALL))
+            one = plan_on(replace(model, samples=size), machine, TrainingOptions(accumulate=count, budget=SMALL))
             steps[size] = one.predicted.step_s
         except PrepareError:
             assert any(f"{size} x {count}" in line and "missing" in line for line in lines)
@@ -116,7 +119,7 @@ def test_a_batch_is_divided_as_is_fastest() -> None:
 
 def test_more_to_do_with_activations_lets_more_samples_into_a_pass() -> None:
     model, machine = from_numbers("1.3B"), replace(H200, disk=None)
-    use = Use(batch=32, budget=SMALL)
+    use = TrainingOptions(batch=32, budget=SMALL)
     kept, any_way = (plan_on(model, machine, replace(use, activations=frozenset(ways))) for ways in KEEP_AND_ANY)
     assert "missing" in chosen(kept)[2][0] and "missing" not in chosen(any_way)[2][0]
     assert any_way.predicted.step_s <= kept.predicted.step_s * 1.01
@@ -127,20 +130,22 @@ KEEP_AND_ANY = (("keep",), ("keep", "recompute", "host"))
 
 def test_a_batch_with_samples_or_passes_is_no_search() -> None:
     model = from_numbers("100M")
-    by_samples = plan_on(replace(model, samples=4), H200, Use(batch=16))
-    by_passes = plan_on(model, H200, Use(batch=16, accumulate=4))
+    by_samples = plan_on(replace(model, samples=4), H200, TrainingOptions(batch=16))
+    by_passes = plan_on(model, H200, TrainingOptions(batch=16, accumulate=4))
     assert chosen(by_samples)[:2] == chosen(by_passes)[:2] == (4, 4)
     assert by_samples.predicted == by_passes.predicted
     for samples, passes in ((3, None), (None, 5), (4, 2)):
         with pytest.raises(PrepareError, match="a batch of 16 cannot be"):
-            plan_on(replace(model, samples=samples), H200, Use(batch=16, accumulate=passes))
+            plan_on(replace(model, samples=samples), H200, TrainingOptions(batch=16, accumulate=passes))
     with pytest.raises(PrepareError, match="batch=0"):
-        Use(batch=0)
+        TrainingOptions(batch=0)
 
 
 def test_stages_and_speculation_are_searched_with_the_batch() -> None:
     machine = replace(H200, disk=None, ranks_per_node=8, wires=(Wire("inside", 8, 4e11, 1e-5),))
-    plan = plan_on(from_numbers("1.3B"), machine, Use(8, clips=True, batch=8, budget=Budget(device="12GiB")))
+    plan = plan_on(
+        from_numbers("1.3B"), machine, TrainingOptions(8, clips=True, batch=8, budget=Budget(device="12GiB"))
+    )
     assert plan.stage in (Stage.GRADIENTS, Stage.PARAMETERS)
     assert len(chosen(plan)[2]) == 4
     assert any("Twice the samples" in note for note in plan.notes)
@@ -149,8 +154,8 @@ def test_stages_and_speculation_are_searched_with_the_batch() -> None:
 @pytest.mark.parametrize(("samples", "is_advised"), [(4, False), (8, True)])
 def test_a_plan_that_speculates_says_what_steps_take_without(samples: int, is_advised: bool) -> None:
     model, budget = replace(from_numbers("1.3B"), samples=samples), Budget(device="20GiB")
-    plan = plan_on(model, H200, Use(clips=True, accumulate=1, budget=budget))
-    late = plan_on(model, H200, Use(clips=True, budget=budget))
+    plan = plan_on(model, H200, TrainingOptions(clips=True, accumulate=1, budget=budget))
+    late = plan_on(model, H200, TrainingOptions(clips=True, budget=budget))
     assert plan.speculate and not late.speculate and late.predicted.clipped_s is None
     assert f"A step whose gradients are clipped takes {plan.predicted.clipped_s:.3g} s." in plan.explain()
     advice = f"Without speculating each step takes {late.predicted.step_s:.3g} s, clipped or not"

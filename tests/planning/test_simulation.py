@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planning.by_hand import step_seconds, update_seconds
-from planning.machines import gpt, machines, models, plain, task_of
+from planning.machines import gpt, machines, models, plain, request_of
 from zerostd.optimizers import routes
-from zerostd.planning import DiskRates, GroupProfile, Link, MachineProfile, ModelProfile, Task
-from zerostd.planning.costs import loads
-from zerostd.planning.demands import Shares
-from zerostd.planning.simulation import QUEUED, TILE, _Steps, simulate
+from zerostd.planning import DiskRates, GroupProfile, Link, MachineProfile, ModelProfile, PlanRequest
+from zerostd.planning.costs import group_costs
+from zerostd.planning.demands import GroupShares
+from zerostd.planning.simulation import QUEUED, TILE, StepSimulation, simulate
 
-RESIDENT = Shares()
-HALVES = Shares(resident=0.0, cpu=0.55, streamed=0.45)
+RESIDENT = GroupShares()
+HALVES = GroupShares(resident=0.0, cpu=0.55, streamed=0.45)
 
 
-def seconds(task: Task, share: Shares) -> float:
+def seconds(request: PlanRequest, share: GroupShares) -> float:
     """One step with all groups alike."""
-    return simulate(task, loads(task), [share] * len(task.model.groups)).step_s
+    return simulate(request, group_costs(request), [share] * len(request.model.groups)).step_s
 
 
 # -- exact --
@@ -34,8 +34,8 @@ def seconds(task: Task, share: Shares) -> float:
 def test_all_on_the_device_is_compute_and_the_update(
     model: ModelProfile, machine: MachineProfile, clips: bool, passes: int
 ) -> None:
-    task = task_of(model, machine=machine, waits_for_norm=clips, accumulate=passes)
-    timeline = simulate(task, loads(task), [RESIDENT] * len(model.groups))
+    request = request_of(model, machine=machine, waits_for_norm=clips, accumulate=passes)
+    timeline = simulate(request, group_costs(request), [RESIDENT] * len(model.groups))
     update = model.trained * machine.resident_ns * 1e-9
     assert timeline.step_s == pytest.approx(passes * (model.forward_s + model.backward_s) + update, rel=1e-9)
     assert timeline.compute_s == pytest.approx(timeline.step_s, rel=1e-9)
@@ -48,10 +48,10 @@ def test_a_processor_that_is_the_device_does_one_thing_after_the_other(
     model: ModelProfile, machine: MachineProfile, clips: bool, passes: int, part: float
 ) -> None:
     machine = replace(machine, link=None)
-    task = task_of(model, machine=machine, waits_for_norm=clips, accumulate=passes)
-    timeline = simulate(task, loads(task), [Shares(resident=1.0 - part, cpu=part)] * len(model.groups))
+    request = request_of(model, machine=machine, waits_for_norm=clips, accumulate=passes)
+    timeline = simulate(request, group_costs(request), [GroupShares(resident=1.0 - part, cpu=part)] * len(model.groups))
     compute_s = passes * (model.forward_s + model.backward_s)
-    by_cpu_s = model.trained * part * machine.processor.ns(task.num_threads) * 1e-9
+    by_cpu_s = model.trained * part * machine.processor.ns(request.num_threads) * 1e-9
     own_s = model.trained * (1.0 - part) * machine.resident_ns * 1e-9
     assert timeline.step_s == pytest.approx(compute_s + own_s + by_cpu_s, rel=1e-6)
     assert timeline.compute_s == pytest.approx(compute_s + own_s, rel=1e-9)
@@ -59,60 +59,60 @@ def test_a_processor_that_is_the_device_does_one_thing_after_the_other(
 
 def test_one_group_by_hand() -> None:
     """Nothing overlaps: backward, the update at the pace of what is slowest of it, forward."""
-    n, task = 10**9, task_of(plain([10**9], 0.1))
+    n, request = 10**9, request_of(plain([10**9], 0.1))
     for share, update in (
-        (Shares(resident=0.0, cpu=1.0), n * max(0.21e-9, (2 + 2 + 24 + 4) / 157e9)),
-        (Shares(resident=0.0, streamed=1.0), n * 24 / 99.8e9),
-        (Shares(resident=0.0, disk_cpu=1.0), n * 12 / 1.75e9),
-        (Shares(resident=0.0, disk_streamed=1.0), n * 12 / 1.75e9),
-        (Shares(resident=0.5, streamed=0.5), n * 12 / 99.8e9),
+        (GroupShares(resident=0.0, cpu=1.0), n * max(0.21e-9, (2 + 2 + 24 + 4) / 157e9)),
+        (GroupShares(resident=0.0, streamed=1.0), n * 24 / 99.8e9),
+        (GroupShares(resident=0.0, disk_cpu=1.0), n * 12 / 1.75e9),
+        (GroupShares(resident=0.0, disk_streamed=1.0), n * 12 / 1.75e9),
+        (GroupShares(resident=0.5, streamed=0.5), n * 12 / 99.8e9),
     ):
-        assert seconds(task, share) == pytest.approx(0.3 + update, rel=1e-6)
-        clipped = seconds(replace(task, waits_for_norm=True), share) - share.resident * n * 0.008e-9
+        assert seconds(request, share) == pytest.approx(0.3 + update, rel=1e-6)
+        clipped = seconds(replace(request, waits_for_norm=True), share) - share.resident * n * 0.008e-9
         gradient = n * 2 / 55e9 if share.cpu + share.disk_cpu else 0.0  # may land first
         assert 0.3 + update <= clipped * (1 + 1e-6) <= (0.3 + update + gradient) * (1 + 2e-6)
 
 
-def quick(task: Task) -> Task:
+def quick(request: PlanRequest) -> PlanRequest:
     """Nothing but the link takes time."""
-    processor = replace(task.machine.processor, update_ns={1: 1e-6}, memory=1e15)
-    return replace(task, machine=replace(task.machine, processor=processor, resident_ns=0.0))
+    processor = replace(request.machine.processor, update_ns={1: 1e-6}, memory=1e15)
+    return replace(request, machine=replace(request.machine, processor=processor, resident_ns=0.0))
 
 
 def test_parameters_on_the_host_come_twice_but_the_last_once() -> None:
     """It stays from forward to backward. Gradients go down at the same time as parameters of other groups come up."""
-    share = Shares(resident=0.0, cpu=1.0, parameters_host=1.0)
+    share = GroupShares(resident=0.0, cpu=1.0, parameters_host=1.0)
     one = 2e9 / 55e9
-    assert seconds(quick(task_of(plain([10**9]))), share) == pytest.approx(2 * one)
-    assert 6 * one < seconds(quick(task_of(plain([10**9] * 3))), share) < 7 * one
+    assert seconds(quick(request_of(plain([10**9]))), share) == pytest.approx(2 * one)
+    assert 6 * one < seconds(quick(request_of(plain([10**9] * 3))), share) < 7 * one
 
 
 def test_the_processor_is_shared_by_states_on_the_host_and_on_disk() -> None:
-    task = quick(task_of(plain([10**9])))
-    slow = replace(task.machine.processor, update_ns={1: 1.0})
-    task = replace(task, machine=replace(task.machine, processor=slow, disk=DiskRates("/", 1e15, 1e15, 1e15)))
-    task = replace(task, num_threads=1)
-    assert seconds(task, Shares(resident=0.0, cpu=1.0)) == pytest.approx(1.0, rel=1e-6)
-    assert seconds(task, Shares(resident=0.0, cpu=0.5, disk_cpu=0.5)) == pytest.approx(1.0, rel=1e-6)
+    request = quick(request_of(plain([10**9])))
+    slow = replace(request.machine.processor, update_ns={1: 1.0})
+    request = replace(request, machine=replace(request.machine, processor=slow, disk=DiskRates("/", 1e15, 1e15, 1e15)))
+    request = replace(request, num_threads=1)
+    assert seconds(request, GroupShares(resident=0.0, cpu=1.0)) == pytest.approx(1.0, rel=1e-6)
+    assert seconds(request, GroupShares(resident=0.0, cpu=0.5, disk_cpu=0.5)) == pytest.approx(1.0, rel=1e-6)
 
 
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("share", [RESIDENT, HALVES, replace(HALVES, parameters_host=1.0)])
-def test_another_pass_adds_its_compute(clips: bool, share: Shares) -> None:
+def test_another_pass_adds_its_compute(clips: bool, share: GroupShares) -> None:
     """From the second on: a sum over passes has four bytes where a gradient has two. Compute hides what is brought."""
-    task = task_of(gpt(2048, 24, 0.9), waits_for_norm=clips)
-    two, five = (seconds(replace(task, accumulate=passes), share) for passes in (2, 5))
+    request = request_of(gpt(2048, 24, 0.9), waits_for_norm=clips)
+    two, five = (seconds(replace(request, accumulate=passes), share) for passes in (2, 5))
     assert five - two == pytest.approx(3 * 0.9, rel=0.01)
     if share is RESIDENT:
-        assert two - seconds(task, share) == pytest.approx(0.9)
+        assert two - seconds(request, share) == pytest.approx(0.9)
 
 
 def test_parameters_come_behind_what_is_streamed() -> None:
     """A lane is a queue: tiles that are in it already go first, and no other is put in between."""
-    task = task_of(plain([10**9, 10**8], 0.0))
-    task = replace(task, machine=replace(task.machine, link=Link(50e9, 50e9, 1e12)))
-    moved = [Shares(resident=0.0, streamed=1.0), Shares(parameters_host=1.0)]
-    steps = _Steps(task, loads(task), moved)
+    request = request_of(plain([10**9, 10**8], 0.0))
+    request = replace(request, machine=replace(request.machine, link=Link(50e9, 50e9, 1e12)))
+    moved = [GroupShares(resident=0.0, streamed=1.0), GroupShares(parameters_host=1.0)]
+    steps = StepSimulation(request, group_costs(request), moved)
     steps.ask(0)
     steps.wait_for(1, "parameters")
     tiles = QUEUED * TILE * 12 / 50e9
@@ -128,13 +128,13 @@ def test_groups_that_keep_theirs_make_room_for_activations_that_leave() -> None:
     group = GroupProfile("block", 10**6, forward_flops=1.0, kept_bytes=1e9, boundary_bytes=1e8)
     groups = tuple(replace(group, name=f"g{index}") for index in range(24))
     model = ModelProfile("alike", groups, samples=1, forward_s=1.0, backward_s=2.0)
-    task = task_of(model, activations=frozenset({"keep", "host"}))
+    request = request_of(model, activations=frozenset({"keep", "host"}))
     link = Link(24 / 6 * 1e9, 24 / 6 * 1e9, 1e12)  # bytes a second
-    task = replace(task, machine=replace(task.machine, link=link))
-    away = Shares(activations_host=1.0)
+    request = replace(request, machine=replace(request.machine, link=link))
+    away = GroupShares(activations_host=1.0)
     for sent, waits in ((3, False), (12, True)):
         shares = [away] * sent + [RESIDENT] * (24 - sent)
-        waited = simulate(task, loads(task), shares).waits.get("activations", 0.0)
+        waited = simulate(request, group_costs(request), shares).waits.get("activations", 0.0)
         assert (waited > 0.01) is waits, waited
         assert waits or waited == 0.0
 
@@ -155,29 +155,29 @@ MEASURED = [
 
 @pytest.mark.parametrize(("width", "layers", "compute_s", "clips", "measured"), MEASURED)
 def test_near_what_was_measured(width: int, layers: int, compute_s: float, clips: bool, measured: float) -> None:
-    task = task_of(gpt(width, layers, compute_s), waits_for_norm=clips)
-    assert seconds(task, HALVES) == pytest.approx(measured, rel=0.08)
+    request = request_of(gpt(width, layers, compute_s), waits_for_norm=clips)
+    assert seconds(request, HALVES) == pytest.approx(measured, rel=0.08)
 
 
 @pytest.mark.parametrize("share", [HALVES, replace(HALVES, parameters_host=1.0, gradients_host=1.0)])
-def test_many_loads_take_no_time(share: Shares) -> None:
-    task = task_of(gpt(1024, 158, 0.3))
-    assert len(task.model.groups) == 160
+def test_many_loads_take_no_time(share: GroupShares) -> None:
+    request = request_of(gpt(1024, 158, 0.3))
+    assert len(request.model.groups) == 160
     best = float("inf")
     for _ in range(3):
         begun = time.process_time()
-        seconds(task, share)
+        seconds(request, share)
         best = min(best, time.process_time() - begun)
     assert best < 0.5
 
 
-# -- anything --
+# -- any_choice --
 
 
 @st.composite
-def offloaded(draw: st.DrawFn) -> tuple[Task, list[Shares]]:
+def offloaded(draw: st.DrawFn) -> tuple[PlanRequest, list[GroupShares]]:
     """States anywhere; parameters and gradients each at one place."""
-    task = task_of(
+    request = request_of(
         draw(models(6)),
         machine=draw(machines()),
         waits_for_norm=draw(st.booleans()),
@@ -185,28 +185,30 @@ def offloaded(draw: st.DrawFn) -> tuple[Task, list[Shares]]:
         num_threads=1,
     )
     shares = []
-    for _ in task.model.groups:
+    for _ in request.model.groups:
         cuts = sorted(draw(st.integers(0, 10)) / 10 for _ in range(4))
         states = [high - low for low, high in zip([0.0, *cuts], [*cuts, 1.0], strict=True)]
         off, landed = draw(st.booleans()), draw(st.booleans())
-        shares.append(Shares(*states, parameters_host=float(off), gradients_host=float(landed)))
-    return task, shares
+        shares.append(GroupShares(*states, parameters_host=float(off), gradients_host=float(landed)))
+    return request, shares
 
 
 @settings(max_examples=150, deadline=None)
 @given(offloaded())
-def test_a_step_is_compute_and_waits(drawn: tuple[Task, list[Shares]]) -> None:
-    task, shares = drawn
-    timeline = simulate(task, loads(task), shares)
+def test_a_step_is_compute_and_waits(drawn: tuple[PlanRequest, list[GroupShares]]) -> None:
+    request, shares = drawn
+    timeline = simulate(request, group_costs(request), shares)
     assert timeline.compute_s + sum(timeline.waits.values()) == pytest.approx(timeline.step_s, rel=1e-6)
     assert all(wait >= 0 for wait in timeline.waits.values())
 
 
 @settings(max_examples=150, deadline=None)
 @given(offloaded())
-def test_no_step_is_shorter_than_the_program_says(drawn: tuple[Task, list[Shares]]) -> None:
+def test_no_step_is_shorter_than_the_program_says(drawn: tuple[PlanRequest, list[GroupShares]]) -> None:
     """But for the way of gradients to the host, which the program takes to be after the norm."""
-    task, shares = drawn
-    found = loads(task)
-    works = [update_seconds(task, load, share, lands=task.is_early) for load, share in zip(found, shares, strict=True)]
-    assert simulate(task, found, shares).step_s >= 0.99 * step_seconds(task, found, shares, works)
+    request, shares = drawn
+    found = group_costs(request)
+    works = [
+        update_seconds(request, cost, share, lands=request.is_early) for cost, share in zip(found, shares, strict=True)
+    ]
+    assert simulate(request, found, shares).step_s >= 0.99 * step_seconds(request, found, shares, works)

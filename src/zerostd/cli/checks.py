@@ -18,7 +18,7 @@ from zerostd.errors import PrepareError
 from zerostd.kernels import native
 from zerostd.measuring.disk import disk_rates
 from zerostd.measuring.identity import choose_device, free_bytes, versions
-from zerostd.measuring.timing import Sizes
+from zerostd.measuring.timing import TrialSizes
 from zerostd.tiers.limits import available_memory, cgroup_memory, check_disk, free_disk, free_host, memlock_limit
 
 __all__ = ["Finding", "Status", "examine"]
@@ -31,7 +31,7 @@ LEAST_HOST = 2 * GIB
 LEAST_SHARED = GIB // 4  # a container has 64 MiB unless it is told otherwise
 SLOW_DISK = 200e6  # bytes a second
 MEETING_S = 60.0
-TRIAL = Sizes(disk=64 << 20, disk_seconds=0.4)
+TRIAL = TrialSizes(disk=64 << 20, disk_seconds=0.4)
 
 
 class Status(enum.StrEnum):

@@ -20,7 +20,7 @@ from zerostd.errors import PrepareError
 from zerostd.measuring import load_profile
 from zerostd.measuring.model import profile_model
 from zerostd.planning import MachineProfile, ModelProfile, Plan
-from zerostd.planning.cluster import NO_WIRES, Use, plan_on, scaling
+from zerostd.planning.cluster import NO_WIRES, TrainingOptions, plan_on, scaling
 from zerostd.policy import Precision, Stage
 
 __all__ = ["plan"]
@@ -86,7 +86,7 @@ class _Job:
     source: Source
     batch: Batch
     precision: Precision
-    use: Use
+    use: TrainingOptions
     cluster: Path | None
     has_world: bool  # else those there are
 
@@ -140,7 +140,7 @@ def plan(
     taken, checked = Batch(samples, sequence, recompute, ways_of(activations), batch), Precision.parse(precision)
     source.check_batch(taken)
     chosen = None if stage is None else Stage.parse(stage)
-    use = Use(
+    use = TrainingOptions(
         1 if world is None else world,
         chosen,
         accumulate,

@@ -16,9 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from zerostd.errors import StorageError
+from zerostd.monitoring.texts import size_text
 from zerostd.planning import MachineProfile, ModelProfile
-from zerostd.planning.cluster import Row, state_bytes
-from zerostd.planning.plan import size_text
+from zerostd.planning.cluster import ScalingRow, state_bytes
 from zerostd.policy import Stage, Tier
 
 __all__ = ["count_text", "machine_table", "rows_json", "scaling_table", "show", "state_rows", "state_table", "write"]
@@ -102,7 +102,7 @@ def _rate(rate: float) -> str:
 # -- scaling --
 
 
-def scaling_table(rows: Sequence[Row], sequence: int | None) -> Table:
+def scaling_table(rows: Sequence[ScalingRow], sequence: int | None) -> Table:
     """A line for each world size that fits; tokens if it is known how many a sample has."""
     tiers = [tier for tier in Tier if any(row.state.get(tier) for row in rows)]
     table = Table()
@@ -131,7 +131,7 @@ def _count(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def rows_json(rows: Sequence[Row], sequence: int | None) -> str:
+def rows_json(rows: Sequence[ScalingRow], sequence: int | None) -> str:
     """The same as a list of objects."""
     found = []
     for row in rows:

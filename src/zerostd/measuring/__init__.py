@@ -8,6 +8,6 @@ identity.py which machine this is, what is free
 
 from zerostd.measuring.cache import check_is_here, load_or_measure, load_profile
 from zerostd.measuring.machine import measure_machine
-from zerostd.measuring.timing import Sizes
+from zerostd.measuring.timing import TrialSizes
 
-__all__ = ["Sizes", "check_is_here", "load_or_measure", "load_profile", "measure_machine"]
+__all__ = ["TrialSizes", "check_is_here", "load_or_measure", "load_profile", "measure_machine"]

@@ -19,7 +19,7 @@ from zerostd.errors import PrepareError
 from zerostd.measuring.disk import disk_rates
 from zerostd.measuring.identity import choose_device, folder_of, machine_name, versions
 from zerostd.measuring.machine import Progress, free_everywhere, from_first, measure_machine
-from zerostd.measuring.timing import FULL, Sizes
+from zerostd.measuring.timing import FULL, TrialSizes
 from zerostd.planning.machine import DiskRates, MachineProfile
 
 __all__ = ["cache_file", "check_is_here", "load_or_measure", "load_profile"]
@@ -36,7 +36,7 @@ def load_or_measure(
     disk_path: str | None = None,
     on_progress: Progress | None = None,
     again: bool = False,
-    sizes: Sizes = FULL,
+    sizes: TrialSizes = FULL,
 ) -> MachineProfile:
     """The profile that was kept of this machine, or else a new one, which is kept; `free` is that of now.
 
@@ -132,7 +132,7 @@ def _is_on(disk: DiskRates | None, path: str) -> bool:
         return False
 
 
-def _with_disk(kept: MachineProfile, path: str, sizes: Sizes) -> MachineProfile:
+def _with_disk(kept: MachineProfile, path: str, sizes: TrialSizes) -> MachineProfile:
     """The same machine with another disk, which is tried and kept."""
     profile = replace(kept, disk=disk_rates(path, sizes))
     _keep(profile)

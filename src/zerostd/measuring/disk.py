@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from zerostd.measuring.timing import Sizes, within
+from zerostd.measuring.timing import TrialSizes, within
 from zerostd.monitoring.ledger import Ledger
 from zerostd.planning.machine import DiskRates
 from zerostd.policy import Kind
@@ -26,21 +26,21 @@ DEPTH = 4  # requests of each direction on their way at once
 Request = Callable[[int], Transfer]  # by its number
 
 
-def disk_rates(path: str, sizes: Sizes) -> DiskRates:
+def disk_rates(path: str, sizes: TrialSizes) -> DiskRates:
     """Rates of the files in `path`; the one made for it has no name and is gone afterwards."""
     ledger = Ledger()
     disk, host = Disk(path, ledger), Host(torch.device("cpu"), ledger, 1)
     try:
-        return _Trial(disk, host, sizes).rates()
+        return _DiskTrial(disk, host, sizes).rates()
     finally:
         disk.close()
         host.free_all()
 
 
-class _Trial:
+class _DiskTrial:
     """One file: its first half is read, its second half written."""
 
-    def __init__(self, disk: Disk, host: Host, sizes: Sizes) -> None:
+    def __init__(self, disk: Disk, host: Host, sizes: TrialSizes) -> None:
         self.disk = disk
         self.sizes = sizes
         size = within(sizes.disk, free_disk(disk.path))

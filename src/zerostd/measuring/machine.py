@@ -19,8 +19,16 @@ from zerostd.communication import Control, World
 from zerostd.errors import CommunicationError, ZerostdError
 from zerostd.measuring.disk import disk_rates
 from zerostd.measuring.identity import choose_device, folder_of, free_bytes, machine_name, num_cores, versions
-from zerostd.measuring.rates import UPDATE_BYTES, Copies, Updates, busy_memory, link_rates, matrix_rates, resident_ns
-from zerostd.measuring.timing import FULL, Sizes, finish
+from zerostd.measuring.rates import (
+    UPDATE_BYTES,
+    HostUpdates,
+    LinkCopies,
+    busy_memory,
+    link_rates,
+    matrix_rates,
+    resident_ns,
+)
+from zerostd.measuring.timing import FULL, TrialSizes, finish
 from zerostd.measuring.wire import wire_rates
 from zerostd.monitoring.ledger import Ledger
 from zerostd.planning.costs import NUM_BUSY_THREADS
@@ -64,7 +72,7 @@ def measure_machine(
     *,
     disk_path: str | None = None,
     on_progress: Progress | None = None,
-    sizes: Sizes = FULL,
+    sizes: TrialSizes = FULL,
 ) -> MachineProfile:
     """What this machine can do, tried out now. All ranks call it together, if there are several.
 
@@ -137,7 +145,7 @@ def thread_counts(cores: int) -> list[int]:
     return sorted({1, max(1, cores // 2), max(1, cores - NUM_BUSY_THREADS), cores})
 
 
-def _measure(device: torch.device, disk_path: str | None, tell: Callable[[str], None], sizes: Sizes) -> _Rates:
+def _measure(device: torch.device, disk_path: str | None, tell: Callable[[str], None], sizes: TrialSizes) -> _Rates:
     cores = num_cores()
     host = Host(device, Ledger(), cores)
     free = free_bytes(device, None)
@@ -145,10 +153,10 @@ def _measure(device: torch.device, disk_path: str | None, tell: Callable[[str], 
         link, copies = None, None
         if device.type != "cpu":
             tell("copies between host and device")
-            copies = Copies(device, host, sizes, min(free["host"], free["device"]))
+            copies = LinkCopies(device, host, sizes, min(free["host"], free["device"]))
             link = link_rates(copies, sizes)
         tell("updates on the processor")
-        updates = Updates(host, sizes, free["host"])
+        updates = HostUpdates(host, sizes, free["host"])
         by_threads = {count: updates.ns(count, sizes) for count in thread_counts(cores)}
         memory = UPDATE_BYTES / by_threads[cores] * 1e9
         _check_quiet(updates.had, cores)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from zerostd.errors import PrepareError
 from zerostd.measuring.probe import probe_passes
-from zerostd.measuring.trial import Cost, try_forward
+from zerostd.measuring.trial import ForwardCost, try_forward
 from zerostd.optimizers.elementwise import check_elementwise, find_states
 from zerostd.parameters.blueprints import ROOT, Blueprint, Member, find_blueprints
 from zerostd.parameters.checking import check_model, check_optimizer, optimizer_options
@@ -71,7 +71,7 @@ def profile_model(
     found = find_blueprints(model, optimizer_options(model, optimizer), checked, groups)
     num_samples = _check_samples(batch, samples)
     tried = None if batch is None else try_forward(model, found, checked, batch)
-    costs = tried.costs if tried is not None else [Cost() for _ in found]
+    costs = tried.costs if tried is not None else [ForwardCost() for _ in found]
     order = list(dict.fromkeys([*(tried.order if tried is not None else ()), *range(len(found))]))
     profiles = [_profile(found[index], costs[index], num_samples) for index in order]
     profiles = [one for one in profiles if one != GroupProfile(one.name, 0, stays=one.stays, again_flops=0.0)]
@@ -95,7 +95,7 @@ def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Map
     return find_states(optimizer)
 
 
-def _profile(blueprint: Blueprint, cost: Cost, num_samples: int) -> GroupProfile:
+def _profile(blueprint: Blueprint, cost: ForwardCost, num_samples: int) -> GroupProfile:
     trained = sum(m.parameter.numel() for m in blueprint.members if m.options is not None)
     return GroupProfile(
         blueprint.name,

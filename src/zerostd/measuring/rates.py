@@ -14,14 +14,14 @@ from statistics import median
 import torch
 
 from zerostd.kernels import Adam, update
-from zerostd.measuring.timing import Sizes, finish, median_s, turns_of, within
+from zerostd.measuring.timing import TrialSizes, finish, median_s, turns_of, within
 from zerostd.monitoring.stamps import Stamp
 from zerostd.planning.machine import Link
 from zerostd.policy import Kind
 from zerostd.tiers.host import Host
 from zerostd.tiers.streams import Stream
 
-__all__ = ["UPDATE_BYTES", "Copies", "Updates", "busy_memory", "link_rates", "matrix_rates", "resident_ns"]
+__all__ = ["UPDATE_BYTES", "HostUpdates", "LinkCopies", "busy_memory", "link_rates", "matrix_rates", "resident_ns"]
 
 UPDATE_BYTES = 28  # of host memory for one parameter: fp32 master and states in and out, bf16 gradient in, weight out
 ARRAY_BYTES = 14  # that one parameter takes: the new weight takes the place of its gradient
@@ -31,10 +31,10 @@ SMALLEST_SIDE = 128  # of the first matrices that are tried
 BUSY_SECONDS = 0.5  # of updating while the link is busy
 
 
-class Copies:
+class LinkCopies:
     """Memory on both sides of a link, and turns of copies up, down or both ways at once."""
 
-    def __init__(self, device: torch.device, host: Host, sizes: Sizes, free: int) -> None:
+    def __init__(self, device: torch.device, host: Host, sizes: TrialSizes, free: int) -> None:
         self.num_bytes = within(sizes.copy * sizes.copies, free)
         self.step = min(sizes.copy, self.num_bytes)
         self.up, self.down = Stream(device), Stream(device)
@@ -67,7 +67,7 @@ class Copies:
                 self._below[1][place].copy_(self._above[1, place], non_blocking=True)
 
 
-def link_rates(copies: Copies, sizes: Sizes) -> Link:
+def link_rates(copies: LinkCopies, sizes: TrialSizes) -> Link:
     """Each direction alone, and both at once."""
     size = copies.num_bytes
     up, down = (size / _median_turn(copies, sizes, lane)[0] for lane in (copies.up, copies.down))
@@ -79,16 +79,16 @@ def link_rates(copies: Copies, sizes: Sizes) -> Link:
     return Link(up=up, down=down, both=max(together / first, 2 * size / last), latency=latency)
 
 
-def _median_turn(copies: Copies, sizes: Sizes, *streams: Stream) -> list[float]:
+def _median_turn(copies: LinkCopies, sizes: TrialSizes, *streams: Stream) -> list[float]:
     """Seconds by lane, of the turn in the middle."""
     turns = sorted(turns_of(partial(copies.turn, *streams), sizes), key=max)
     return turns[len(turns) // 2]
 
 
-class Updates:
+class HostUpdates:
     """Arrays on the host for the native AdamW: bf16 gradient, fp32 master and states, weight on the gradient."""
 
-    def __init__(self, host: Host, sizes: Sizes, free: int) -> None:
+    def __init__(self, host: Host, sizes: TrialSizes, free: int) -> None:
         self.numel = within(sizes.parameters * ARRAY_BYTES, free) // ARRAY_BYTES // 1024 * 1024 or 1024
         memory = host.allocate(self.numel * ARRAY_BYTES, Kind.BUFFERS)
         rows = memory[: self.numel * 12].view(torch.float32).view(3, self.numel)
@@ -105,7 +105,7 @@ class Updates:
         """Update every parameter once."""
         update(self._rule, self._gradient, self._arrays, weight=self._gradient, num_threads=num_threads)
 
-    def ns(self, num_threads: int, sizes: Sizes) -> float:
+    def ns(self, num_threads: int, sizes: TrialSizes) -> float:
         """Nanoseconds to update one parameter; `had` learns what the threads had of their cores."""
         begin, used = time.perf_counter(), time.process_time()
         seconds = median_s(partial(self.step, num_threads), sizes)
@@ -114,7 +114,7 @@ class Updates:
         return seconds / self.numel * 1e9
 
 
-def busy_memory(updates: Updates, copies: Copies, num_threads: int) -> float:
+def busy_memory(updates: HostUpdates, copies: LinkCopies, num_threads: int) -> float:
     """Bytes a second of host memory while the processor updates and the link is busy both ways."""
 
     def work() -> float:
@@ -132,7 +132,7 @@ def busy_memory(updates: Updates, copies: Copies, num_threads: int) -> float:
         return by_processor.result() + 2 * copies.num_bytes / median(turns)
 
 
-def resident_ns(device: torch.device, sizes: Sizes, free: int) -> float:
+def resident_ns(device: torch.device, sizes: TrialSizes, free: int) -> float:
     """Nanoseconds for a parameter that rests on the device: torch's fused AdamW in fp32, bf16 in and out."""
     numel = within(sizes.parameters * RESIDENT_BYTES, free) // RESIDENT_BYTES
     gradient = torch.full((numel,), 0.01, dtype=torch.bfloat16, device=device)
@@ -151,7 +151,7 @@ def resident_ns(device: torch.device, sizes: Sizes, free: int) -> float:
     return median_s(work, sizes) / numel * 1e9
 
 
-def matrix_rates(device: torch.device, sizes: Sizes, free: int) -> dict[str, float]:
+def matrix_rates(device: torch.device, sizes: TrialSizes, free: int) -> dict[str, float]:
     """FLOP/s of large matrix products in float32, and in bfloat16 unless that is too slow to be of use."""
     side = sizes.cpu_side if device.type == "cpu" else sizes.side
     while 3 * 4 * side * side > free // 2 and side > SMALLEST_SIDE:
@@ -160,7 +160,7 @@ def matrix_rates(device: torch.device, sizes: Sizes, free: int) -> dict[str, flo
     return {str(dtype).removeprefix("torch."): rate for dtype, rate in found.items() if rate is not None}
 
 
-def _matrix_rate(device: torch.device, dtype: torch.dtype, most: int, sizes: Sizes) -> float | None:
+def _matrix_rate(device: torch.device, dtype: torch.dtype, most: int, sizes: TrialSizes) -> float | None:
     """Of the largest product that there is time for: some processors are a thousand times slower in bf16."""
     side, rate = min(SMALLEST_SIDE, most), None
     while side <= most:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["FULL", "Sizes", "finish", "median_s", "turns_of", "within"]
+__all__ = ["FULL", "TrialSizes", "finish", "median_s", "turns_of", "within"]
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ SHARE = 8  # at most one part in so many of what is free is taken for one array
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TrialSizes:
     """How much is tried of each. These are for a profile that is kept; less memory or a slow part takes less."""
 
     parameters: int = 64 << 20  # to update, on the processor and on the device: far more than caches hold
@@ -34,7 +34,7 @@ class Sizes:
     disk_seconds: float = 3.0  # for one direction of the disk, or both
 
 
-FULL = Sizes()
+FULL = TrialSizes()
 
 
 def within(wanted: int, free: int) -> int:
@@ -48,7 +48,7 @@ def finish(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def turns_of(work: Callable[[], T], sizes: Sizes) -> list[T]:
+def turns_of(work: Callable[[], T], sizes: TrialSizes) -> list[T]:
     """What `work` returned turn by turn, after one that is not counted, until there were enough or the time is up."""
     work()
     turns: list[T] = []
@@ -58,7 +58,7 @@ def turns_of(work: Callable[[], T], sizes: Sizes) -> list[T]:
     return turns
 
 
-def median_s(work: Callable[[], object], sizes: Sizes) -> float:
+def median_s(work: Callable[[], object], sizes: TrialSizes) -> float:
     """Seconds that `work` takes: the median of its turns."""
 
     def timed() -> float:

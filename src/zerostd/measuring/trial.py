@@ -1,8 +1,8 @@
 """One forward, tried for what it costs each group: FLOPs, what it leaves for backward, and what it needs beside that.
 
-In: a module, its groups to be and a batch. Out: a Watch with the costs. The forward runs on a copy of the module whose
-tensors have shapes and no memory; a copy is thrown away, so nothing has to be put back. A forward that asks for values
-(`.item()`, `nonzero`) cannot run that way: it runs on the real parameters if there are any.
+In: a module, its groups to be and a batch. Out: a ForwardCounter with the costs. The forward runs on a copy of the
+module whose tensors have shapes and no memory; the copy is thrown away. A forward that asks for values (`.item()`,
+`nonzero`) cannot run that way: it runs on the real parameters if there are any.
 """
 
 from __future__ import annotations
@@ -29,14 +29,23 @@ from torch.utils.flop_counter import flop_registry
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.policy import Precision
 
-__all__ = ["Cost", "Watch", "call", "casts_of", "copy_of", "everything_kept", "map_tensors", "try_forward"]
+__all__ = [
+    "ForwardCost",
+    "ForwardCounter",
+    "call",
+    "casts_of",
+    "copy_of",
+    "everything_kept",
+    "map_tensors",
+    "try_forward",
+]
 
 log = logging.getLogger(__name__)
 Make = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass
-class Cost:
+class ForwardCost:
     """What one batch costs in one group."""
 
     flops: int = 0
@@ -48,7 +57,7 @@ class Cost:
     inside: float = 0.0  # saved in what will be recomputed
 
 
-def try_forward(model: nn.Module, found: list[Blueprint], precision: Precision, batch: Any) -> Watch | None:
+def try_forward(model: nn.Module, found: list[Blueprint], precision: Precision, batch: Any) -> ForwardCounter | None:
     """The costs of `batch`, from a forward on tensors without memory or, if it needs values, on real ones."""
     device = _device_of(model)
     with everything_kept(device):
@@ -84,7 +93,7 @@ def _why_not_real(reason: Exception, leaves: list[Any]) -> str | None:
 
 def _without_memory(
     model: nn.Module, found: list[Blueprint], precision: Precision, batch: Any, device: torch.device
-) -> Watch:
+) -> ForwardCounter:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     dtypes = {id(m.parameter): m.dtype for blueprint in found for m in blueprint.members}
     outside, inside = casts_of(model, precision)
@@ -101,7 +110,7 @@ def _without_memory(
 
     copied, twins = copy_of(model, shape_of)
     inputs = map_tensors(lambda leaf: shape_of(leaf, inside if leaf.is_floating_point() else None), batch)
-    watch = Watch(found, twins, {})
+    watch = ForwardCounter(found, twins, {})
     with fake:
         output = watch.run(copied, inputs)
         if outside != inside:  # as the root will do
@@ -112,7 +121,7 @@ def _without_memory(
 
 def _with_memory(
     model: nn.Module, found: list[Blueprint], precision: Precision, batch: Any, device: torch.device
-) -> Watch:
+) -> ForwardCounter:
     """Runs in the model's own dtype; bytes of it are scaled to the dtype it will compute in."""
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,7 +130,7 @@ def _with_memory(
     copied, twins = copy_of(model, own)
     outside, inside = casts_of(model, precision)
     scale = {outside: inside.itemsize / outside.itemsize} if outside is not None and inside is not None else {}
-    watch = Watch(found, twins, scale)
+    watch = ForwardCounter(found, twins, scale)
     try:
         watch.run(copied, map_tensors(lambda leaf: leaf.detach().to(device, copy=True), batch))
     finally:
@@ -212,7 +221,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 @dataclass
-class _Frame:
+class _ModuleCall:
     """A module whose forward runs."""
 
     index: int  # of its group
@@ -230,21 +239,21 @@ class _Seen:
     inside: set[StorageWeakRef] = field(default_factory=set)
 
 
-class Watch(TorchDispatchMode):
+class ForwardCounter(TorchDispatchMode):
     """Counts what a forward does, for the group whose module runs."""
 
     supports_higher_order_operators = True
 
     def __init__(self, found: list[Blueprint], twins: Mapping[int, Any], scale: Mapping[torch.dtype, float]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.costs = [Cost() for _ in found]
+        self.costs = [ForwardCost() for _ in found]
         self.order: dict[int, None] = {}  # groups as they are first used
         self.overwritten: dict[StorageWeakRef, tuple[Any, Any]] = {}  # parameters' storages: what they held before
         self._groups = {twins[id(m)]: index for index, one in enumerate(found) for m in one.modules}
         self._owners: dict[StorageWeakRef, int | None] = {}  # parameters by group; buffers have none
         self._scale = scale
         self._seen = _Seen()
-        self._frames = [_Frame(0, True)]
+        self._frames = [_ModuleCall(0, True)]
         self._num_packed = 0
         for index, one in enumerate(found):
             self._owners |= {ref: index for m in one.members if (ref := _ref(twins[id(m.parameter)])) is not None}
@@ -294,7 +303,7 @@ class Watch(TorchDispatchMode):
 
     def _before(self, index: int | None, module: nn.Module, args: Any, kwargs: Any) -> None:
         is_entry = index is not None
-        frame = _Frame(self._frames[-1].index if index is None else index, is_entry)
+        frame = _ModuleCall(self._frames[-1].index if index is None else index, is_entry)
         self._frames.append(frame)
         if is_entry:
             self.order.setdefault(frame.index)
@@ -325,7 +334,7 @@ class Watch(TorchDispatchMode):
             cost.kept += self._size(tensor)
         return tensor.detach()  # itself would hold the graph that holds it
 
-    def _keep_inside(self, frame: _Frame, tensor: torch.Tensor) -> torch.Tensor:
+    def _keep_inside(self, frame: _ModuleCall, tensor: torch.Tensor) -> torch.Tensor:
         self._num_packed += 1
         if _ref(tensor) not in self._seen.kept and self._is_new(tensor, self._seen.inside):
             frame.inside += self._size(tensor)

@@ -9,7 +9,7 @@ from statistics import median
 import torch
 
 from zerostd.communication import Pending, Wires, World
-from zerostd.measuring.timing import Sizes, finish
+from zerostd.measuring.timing import TrialSizes, finish
 from zerostd.monitoring.ledger import Ledger
 from zerostd.planning.machine import Wire
 
@@ -23,7 +23,7 @@ ALIGNMENT = 64  # elements a rank, as in a flat
 Point = tuple[float, float]  # bytes that one rank sends, seconds
 
 
-def wire_rates(world: World, sizes: Sizes) -> tuple[Wire, ...]:
+def wire_rates(world: World, sizes: TrialSizes) -> tuple[Wire, ...]:
     """One wire among all ranks, which call this together; none in a world of one."""
     if world.size == 1:
         return ()

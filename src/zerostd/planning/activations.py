@@ -4,7 +4,7 @@ host and have them back.
 What a group leaves is linear in its shares. What it needs while it runs is not: a recomputed group keeps all of it for
 a moment, and what goes to the host leaves by way of buffers for two groups, however few groups do so. A linear program
 would let all groups do it by half to halve that. So it is asked several times, each time with other groups allowed and
-room for the largest of them: these are the levels.
+room for the largest of them: these are the choices.
 """
 
 from __future__ import annotations
@@ -15,23 +15,32 @@ from dataclasses import dataclass
 
 import numpy
 
-from zerostd.planning.costs import Activations, Load, Task
-from zerostd.planning.demands import Shares
+from zerostd.planning.costs import Activations, GroupCost, PlanRequest
+from zerostd.planning.demands import GroupShares
 from zerostd.planning.linear import Array
 
-__all__ = ["NUM_BUFFERS", "Level", "activation_bytes", "anything", "level_of", "levels", "staying", "way_of"]
+__all__ = [
+    "NUM_BUFFERS",
+    "ActivationChoice",
+    "activation_bytes",
+    "activation_choices",
+    "any_choice",
+    "choice_of",
+    "staying",
+    "way_of",
+]
 
 NUM_BUFFERS = 2  # groups whose activations are on the device, where they rest on the host
 MOST_SIZES = 3  # of groups, up to which others than kept activations are tried
 
 
 @dataclass(frozen=True)
-class Level:
-    """Which loads may do what, and the bytes of the device that they need for it while they run."""
+class ActivationChoice:
+    """Which group_costs may do what, and the bytes of the device that they need for it while they run."""
 
     recomputed: Array  # 1.0 or 0.0
     sent: Array
-    must: bool  # no load may keep them
+    must: bool  # no cost may keep them
     beside: float
 
     @property
@@ -40,46 +49,46 @@ class Level:
         return bool(self.recomputed.any() or self.sent.any())
 
 
-def levels(task: Task, found: Sequence[Load]) -> list[Level]:
+def activation_choices(request: PlanRequest, found: Sequence[GroupCost]) -> list[ActivationChoice]:
     """Those worth trying, keeping everything first; where there is no choice, one that says so."""
-    if not task.chooses:
+    if not request.chooses:
         nothing = numpy.zeros(len(found))
-        return [Level(nothing, nothing, False, 0.0)]
-    if "keep" not in task.ways:
+        return [ActivationChoice(nothing, nothing, False, 0.0)]
+    if "keep" not in request.ways:
         every = numpy.ones(len(found))
-        return [_level(found, every * ("recompute" in task.ways), every * ("host" in task.ways), must=True)]
+        return [_choice(found, every * ("recompute" in request.ways), every * ("host" in request.ways), must=True)]
     parts = _parts(found)
     kept, boundary = numpy.array([one.kept for one in parts]), numpy.array([one.boundary for one in parts])
     nothing = numpy.zeros(len(found))
-    made, most = [_level(found, nothing, nothing)], dict[tuple[str, ...], float]()
+    made, most = [_choice(found, nothing, nothing)], dict[tuple[str, ...], float]()
     for small in _up_to_sizes(parts):
         for ways in (("recompute",), ("host",), ("recompute", "host")):
-            if not task.ways.issuperset(ways):
+            if not request.ways.issuperset(ways):
                 continue
             recomputed = small * (kept > boundary) * ("recompute" in ways)
             sent = small * (kept > 0) * ("host" in ways)
-            level = _level(found, recomputed, sent)
-            left = numpy.where(sent > 0, 0.0, numpy.where(recomputed > 0, boundary, kept)).sum() + level.beside
-            if level.changes and left < most.get(ways, math.inf):  # else larger groups cost more than they save
+            choice = _choice(found, recomputed, sent)
+            left = numpy.where(sent > 0, 0.0, numpy.where(recomputed > 0, boundary, kept)).sum() + choice.beside
+            if choice.changes and left < most.get(ways, math.inf):  # else larger groups cost more than they save
                 most[ways] = left
-                made.append(level)
+                made.append(choice)
     return made
 
 
-def level_of(found: Sequence[Load], shares: Sequence[Shares]) -> Level:
+def choice_of(found: Sequence[GroupCost], shares: Sequence[GroupShares]) -> ActivationChoice:
     """The one that given whole shares need, and no more."""
     if not _parts(found):
         nothing = numpy.zeros(len(found))
-        return Level(nothing, nothing, False, 0.0)
+        return ActivationChoice(nothing, nothing, False, 0.0)
     recomputed = numpy.array([share.activations_recomputed > 0.5 for share in shares], float)
-    return _level(found, recomputed, numpy.array([share.activations_host > 0.5 for share in shares], float))
+    return _choice(found, recomputed, numpy.array([share.activations_host > 0.5 for share in shares], float))
 
 
-def anything(task: Task, found: Sequence[Load]) -> Level:
+def any_choice(request: PlanRequest, found: Sequence[GroupCost]) -> ActivationChoice:
     """All that may be done, without what groups need for it while they run."""
-    every = numpy.full(len(found), float(task.chooses))
-    must = task.chooses and "keep" not in task.ways
-    return Level(every * ("recompute" in task.ways), every * ("host" in task.ways), must, 0.0)
+    every = numpy.full(len(found), float(request.chooses))
+    must = request.chooses and "keep" not in request.ways
+    return ActivationChoice(every * ("recompute" in request.ways), every * ("host" in request.ways), must, 0.0)
 
 
 def staying(parts: Sequence[Activations]) -> float:
@@ -87,11 +96,11 @@ def staying(parts: Sequence[Activations]) -> float:
     return sum(one.staying for one in parts)
 
 
-def _level(found: Sequence[Load], recomputed: Array, sent: Array, *, must: bool = False) -> Level:
+def _choice(found: Sequence[GroupCost], recomputed: Array, sent: Array, *, must: bool = False) -> ActivationChoice:
     parts = _parts(found)
     inside = max(one.inside if again else one.peak for one, again in zip(parts, recomputed, strict=True))
     buffers = NUM_BUFFERS * max(one.largest * goes for one, goes in zip(parts, sent, strict=True))
-    return Level(recomputed, sent, must, inside + buffers + staying(parts))
+    return ActivationChoice(recomputed, sent, must, inside + buffers + staying(parts))
 
 
 def _up_to_sizes(parts: Sequence[Activations]) -> Iterator[Array]:
@@ -105,22 +114,22 @@ def _up_to_sizes(parts: Sequence[Activations]) -> Iterator[Array]:
         yield (largest <= size + 10).astype(float)
 
 
-def activation_bytes(found: Sequence[Load], shares: Sequence[Shares]) -> tuple[float, float]:
+def activation_bytes(found: Sequence[GroupCost], shares: Sequence[GroupShares]) -> tuple[float, float]:
     """Of the device and of the host in one pass, for given whole shares; none where there is no choice."""
     device = host = 0.0
     for one, share in zip(_parts(found), shares, strict=False):
         way = way_of(share)
         device += {"keep": one.kept, "recompute": one.boundary, "host": 0.0}[way]
         host += one.kept if way == "host" else 0.0
-    return device + level_of(found, shares).beside, host
+    return device + choice_of(found, shares).beside, host
 
 
-def way_of(share: Shares) -> str:
+def way_of(share: GroupShares) -> str:
     """What a group does with its activations."""
     if share.activations_recomputed > 0.5:
         return "recompute"
     return "host" if share.activations_host > 0.5 else "keep"
 
 
-def _parts(found: Sequence[Load]) -> list[Activations]:
-    return [load.activations for load in found if load.activations is not None]
+def _parts(found: Sequence[GroupCost]) -> list[Activations]:
+    return [cost.activations for cost in found if cost.activations is not None]

@@ -16,8 +16,8 @@ from zerostd.planning.advice import if_most_are_clipped
 from zerostd.planning.costs import (
     FOR_ACTIVATIONS,
     WORTH_SPECULATING,
-    Task,
-    loads,
+    PlanRequest,
+    group_costs,
     stages_of,
     threads_of,
 )
@@ -27,10 +27,10 @@ from zerostd.planning.machine import MachineProfile, Processor
 from zerostd.planning.model import ModelProfile
 from zerostd.planning.plan import Plan
 from zerostd.planning.planner import Solution, homes_by_group, model_state, plan_from, solve
-from zerostd.planning.search import Fits, Option, divisions, shortest, table, try_all
+from zerostd.planning.search import SolvedLayout, StepLayout, divisions, shortest, table, try_all
 from zerostd.policy import Budget, Kind, Stage, Tier, shards
 
-__all__ = ["Row", "Use", "limits_of", "plan_on", "scaling", "sent_bytes", "state_bytes"]
+__all__ = ["ScalingRow", "TrainingOptions", "limits_of", "plan_on", "scaling", "sent_bytes", "state_bytes"]
 
 NUM_GATHERED = 3  # groups that are whole at once: the one at work, the next, and in backward the one before
 NUM_STAGING = 2  # groups whose gradients are on their way
@@ -39,7 +39,7 @@ NOWHERE = MachineProfile("nowhere", "none", {"any": 1.0}, 0.0, {}, Processor(1, 
 
 
 @dataclass(frozen=True)
-class Use:
+class TrainingOptions:
     """How a model is to be trained on a machine."""
 
     world_size: int = 1
@@ -58,7 +58,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Row:
+class ScalingRow:
     """One world size."""
 
     world_size: int
@@ -72,26 +72,26 @@ class Row:
     refused: str = ""  # why there is no plan; all numbers are 0 then
 
 
-def plan_on(model: ModelProfile, machine: MachineProfile, use: Use) -> Plan:
+def plan_on(model: ModelProfile, machine: MachineProfile, use: TrainingOptions) -> Plan:
     """The plan with the shortest step; PrepareError says what is missing if nothing fits."""
     options = [
-        Option(samples, passes, stage)
+        StepLayout(samples, passes, stage)
         for samples, passes in _divided(model, use)
         for stage in stages_of(use.stage, use.world_size)
     ]
-    fits, refused = try_all(options, lambda option: _fitted(_task(model, machine, use, option)), _seconds)
+    fits, refused = try_all(options, lambda option: _fitted(_request(model, machine, use, option)), _seconds)
     best = shortest(fits)
     solution = min([best.found, *_speculating(fits, use)], key=_seconds)
     plan = plan_from(solution, homes_by_group(solution), model_state(solution))
     if use.batch is None:
-        told = [*_notes(solution.task, use), *(str(one.error) for one in refused)]
+        told = [*_notes(solution.request, use), *(str(one.error) for one in refused)]
     else:
         known = replace(use, accumulate=best.option.accumulate)
-        told = [table(fits, refused, best.option), *_notes(solution.task, known)]
+        told = [table(fits, refused, best.option), *_notes(solution.request, known)]
     return replace(plan, notes=(*plan.notes, *told, *if_most_are_clipped(plan, best.seconds)))
 
 
-def _divided(model: ModelProfile, use: Use) -> list[tuple[int | None, int | None]]:
+def _divided(model: ModelProfile, use: TrainingOptions) -> list[tuple[int | None, int | None]]:
     """Samples in a pass and passes in a step: as they are given, or all that are worth trying."""
     batch, samples, passes = use.batch, model.samples, use.accumulate
     if batch is None:
@@ -106,9 +106,9 @@ def _divided(model: ModelProfile, use: Use) -> list[tuple[int | None, int | None
     return [(samples or batch // (passes or 1), passes or batch // (samples or 1))]
 
 
-def _task(model: ModelProfile, machine: MachineProfile, use: Use, option: Option) -> Task:
+def _request(model: ModelProfile, machine: MachineProfile, use: TrainingOptions, option: StepLayout) -> PlanRequest:
     model, local = replace(model, samples=option.samples), min(use.world_size, machine.ranks_per_node)
-    return Task(
+    return PlanRequest(
         model=model,
         machine=_share(machine, local),
         limits=limits_of(machine, use.world_size, use.budget, knows_activations=_knows_time(model)),
@@ -127,64 +127,64 @@ def _knows_time(model: ModelProfile) -> bool:
 
 def _seconds(solution: Solution) -> float:
     """Of a step; without a time, the most that a resource has to do."""
-    if _knows_time(solution.task.model):
+    if _knows_time(solution.request.model):
         return solution.timeline.step_s
-    return max(work(solution.task, solution.loads, solution.shares).values(), default=0.0)
+    return max(work(solution.request, solution.costs, solution.shares).values(), default=0.0)
 
 
-def _speculating(fits: Sequence[Fits[Solution]], use: Use) -> Iterator[Solution]:
+def _speculating(fits: Sequence[SolvedLayout[Solution]], use: TrainingOptions) -> Iterator[Solution]:
     """The best of each stage once more with speculation, where that is worth its memory."""
     if not use.clips or use.scales_loss:
         return
     for stage in {one.option.stage for one in fits}:
         best = shortest([one for one in fits if one.option.stage is stage])
-        task = best.found.task
-        knows = best.option.accumulate is not None and _knows_time(task.model)
+        request = best.found.request
+        knows = best.option.accumulate is not None and _knows_time(request.model)
         if knows and model_state(best.found)[Tier.HOST]:
             with contextlib.suppress(PrepareError):
-                other = _fitted(replace(task, speculates=True))
+                other = _fitted(replace(request, speculates=True))
                 if other.timeline.step_s < (1.0 - WORTH_SPECULATING) * best.seconds:
                     yield other
 
 
-def _fitted(task: Task) -> Solution:
+def _fitted(request: PlanRequest) -> Solution:
     """With room for activations and for working memory, which is more if parameters come from elsewhere."""
-    is_sharded = task.world_size > 1 and shards(task.stage, Kind.PARAMETERS)
-    activations = 0 if task.chooses else task.model.activations()
+    is_sharded = request.world_size > 1 and shards(request.stage, Kind.PARAMETERS)
+    activations = 0 if request.chooses else request.model.activations()
     for gathers in (is_sharded, True):
-        fixed = {Tier.DEVICE: activations + _working(task, gathers=gathers)}
-        solution = solve(replace(task, fixed=fixed))
+        fixed = {Tier.DEVICE: activations + _working(request, gathers=gathers)}
+        solution = solve(replace(request, fixed=fixed))
         if gathers or not any(share.parameters_host + share.parameters_disk for share in solution.shares):
             break
     return solution
 
 
-def _working(task: Task, *, gathers: bool) -> int:
+def _working(request: PlanRequest, *, gathers: bool) -> int:
     """Bytes of the device beside model state and activations."""
-    found, total = loads(task), 0.0
+    found, total = group_costs(request), 0.0
     if gathers:  # what is outside of the blocks, first and last, is there as long as forward lasts
-        sizes = [load.gathered for load in found]
+        sizes = [cost.gathered for cost in found]
         ends, between = [*sizes[:1], *sizes[1:][-1:]], sizes[1:-1]
         windows = [sum(between[start : start + NUM_GATHERED]) for start in range(len(between))]
         total += sum(ends) + max(windows, default=0.0)
-    if task.world_size > 1:
-        largest = max((group.trained for group in task.model.groups), default=0) * task.model.gradient_bytes
-        staged = NUM_STAGING * largest if shards(task.stage, Kind.GRADIENTS) else 0
-        total += staged + largest / task.world_size
-    if task.model.gradient_bytes < 4:
-        total += 4 * max((load.updated for load in found), default=0.0)  # as the update reads it
+    if request.world_size > 1:
+        largest = max((group.trained for group in request.model.groups), default=0) * request.model.gradient_bytes
+        staged = NUM_STAGING * largest if shards(request.stage, Kind.GRADIENTS) else 0
+        total += staged + largest / request.world_size
+    if request.model.gradient_bytes < 4:
+        total += 4 * max((cost.updated for cost in found), default=0.0)  # as the update reads it
     return int(total)
 
 
-def _notes(task: Task, use: Use) -> Iterator[str]:
-    model, machine = task.model, task.machine
+def _notes(request: PlanRequest, use: TrainingOptions) -> Iterator[str]:
+    model, machine = request.model, request.machine
     if model.samples is None and model.forward_s is None:
         yield "The batch is not known, so time to compute is not in the plan and activations are not either."
         if use.budget.device is None:
             yield f"{FOR_ACTIVATIONS:.0%} of the device is left to activations."
-    if Tier.DISK not in task.limits:
+    if Tier.DISK not in request.limits:
         yield "The disk is not used: it was not named, or the machine profile has none."
-    if task.world_size > 1 and not machine.wires:
+    if request.world_size > 1 and not machine.wires:
         yield NO_WIRES
     if use.accumulate is None and not (use.clips or use.scales_loss):
         yield "Updates wait for the end of backward: prepare is not told with accumulate= how many passes make a step."
@@ -214,7 +214,7 @@ def limits_of(
 
 def _share(machine: MachineProfile, local: int) -> MachineProfile:
     """What one of several ranks of a node has where the device is the processor; a device is a rank's own, and memory
-    and disk are shared out by the task."""
+    and disk are shared out by the request."""
     if machine.link is not None:
         return machine
     matrix = {dtype: rate / local for dtype, rate in machine.matrix.items()}
@@ -226,9 +226,9 @@ def _share(machine: MachineProfile, local: int) -> MachineProfile:
 
 def state_bytes(model: ModelProfile, stage: Stage, world_size: int) -> float:
     """Model state that one rank holds: 2 bytes for a parameter, 2 for its gradient and 12 for its states in bf16."""
-    found = loads(Task(replace(model, samples=None, forward_s=None), NOWHERE, {}, stage, world_size))
-    whole = sum(load.parameters + load.gradients + load.pinned_gradients for load in found)
-    return whole + model.state_bytes * sum(load.updated for load in found)
+    found = group_costs(PlanRequest(replace(model, samples=None, forward_s=None), NOWHERE, {}, stage, world_size))
+    whole = sum(cost.parameters + cost.gradients + cost.pinned_gradients for cost in found)
+    return whole + model.state_bytes * sum(cost.updated for cost in found)
 
 
 def sent_bytes(model: ModelProfile, stage: Stage, world_size: int, passes: int = 1) -> int:
@@ -252,9 +252,9 @@ def scaling(
     machine: MachineProfile,
     worlds: Sequence[int],
     *,
-    use: Use | None = None,
+    use: TrainingOptions | None = None,
     samples_per_step: int | None = None,
-) -> list[Row]:
+) -> list[ScalingRow]:
     """A row for each world size, smallest first.
 
     Args:
@@ -269,12 +269,12 @@ def scaling(
         raise PrepareError("scaling needs to know the samples of one pass on one rank: give them with --samples")
     rows = []
     for size in sorted(set(worlds)):
-        one = replace(use or Use(), world_size=size)
+        one = replace(use or TrainingOptions(), world_size=size)
         samples = size * model.samples * (one.accumulate or 1)
         if samples_per_step is not None:
             if samples_per_step < size:
                 refused = f"a step of {samples_per_step} samples has none for some of {size} ranks"
-                rows.append(Row(size, refused=refused))
+                rows.append(ScalingRow(size, refused=refused))
                 continue
             samples = samples_per_step
             one = replace(one, accumulate=-(-samples // (size * model.samples)))
@@ -286,30 +286,32 @@ def scaling(
     return [replace(row, efficiency=row.samples_per_s / row.world_size / perfect) for row in rows]
 
 
-def _row(model: ModelProfile, machine: MachineProfile, use: Use, samples: int) -> Row:
+def _row(model: ModelProfile, machine: MachineProfile, use: TrainingOptions, samples: int) -> ScalingRow:
     try:
         plan = plan_on(model, machine, use)
     except PrepareError as error:
-        return Row(use.world_size, refused=str(error))
+        return ScalingRow(use.world_size, refused=str(error))
     passes, local = use.accumulate or 1, min(use.world_size, machine.ranks_per_node)
-    alone = Task(model, replace(_share(machine, local), wires=()), plan.limits, plan.stage, use.world_size, passes)
-    found = loads(replace(alone, activations=use.activations))
+    alone = PlanRequest(
+        model, replace(_share(machine, local), wires=()), plan.limits, plan.stage, use.world_size, passes
+    )
+    found = group_costs(replace(alone, activations=use.activations))
     again_s = sum(
-        load.activations.longer_s
-        for load in found
-        if load.activations is not None and plan.activations_of(load.name) == "recompute"
+        cost.activations.longer_s
+        for cost in found
+        if cost.activations is not None and plan.activations_of(cost.name) == "recompute"
     )
     held = {
         tier: sum(size for kind, size in kinds.items() if kind not in (Kind.ACTIVATIONS, Kind.BUFFERS))
         for tier, kinds in plan.predicted.bytes.items()
     }
     step_s = plan.predicted.step_s or 0.0
-    return Row(
+    return ScalingRow(
         use.world_size,
         plan.stage,
         {tier: size for tier, size in held.items() if size},
         sent_bytes(model, plan.stage, use.world_size, passes),
         step_s,
-        passes * (sum(load.forward_s + load.backward_s for load in found) + again_s),
+        passes * (sum(cost.forward_s + cost.backward_s for cost in found) + again_s),
         samples / step_s if step_s else 0.0,
     )

@@ -1,6 +1,6 @@
 """What a step costs, group by group: bytes at rest, bytes over each link, seconds of compute and of collectives.
 
-In: a task, which is a model, a machine and how they are to be used. Out: a `Load` for each group on one rank. Every
+In: a request, which is a model, a machine and how they are to be used. Out: a `GroupCost` for each group on one rank. Every
 number here is linear in the shares that the program chooses, which is what makes it a linear program.
 """
 
@@ -21,9 +21,9 @@ __all__ = [
     "NUM_BUSY_THREADS",
     "WORTH_SPECULATING",
     "Activations",
-    "Load",
-    "Task",
-    "loads",
+    "GroupCost",
+    "PlanRequest",
+    "group_costs",
     "merged",
     "stages_of",
     "threads_of",
@@ -39,7 +39,7 @@ NUM_BUSY_THREADS = 2  # cores left to the loop and the autograd engine while the
 
 
 @dataclass(frozen=True)
-class Task:
+class PlanRequest:
     """What is to be planned."""
 
     model: ModelProfile
@@ -135,7 +135,7 @@ class Activations:
 
 
 @dataclass(frozen=True)
-class Load:
+class GroupCost:
     """One group on one rank."""
 
     name: str
@@ -168,37 +168,39 @@ def stages_of(stage: Stage | None, world_size: int) -> list[Stage]:
     return [Stage.PARAMETERS] if world_size == 1 else [Stage.GRADIENTS, Stage.PARAMETERS]
 
 
-def loads(task: Task) -> list[Load]:
+def group_costs(request: PlanRequest) -> list[GroupCost]:
     """One for each group of the model, in forward order."""
-    groups = task.model.measured_groups
-    forward = _forward_seconds(task)
-    wire = wire_of(task.machine.wires, task.world_size)
-    return [_load(task, index, group, forward[index], wire) for index, group in enumerate(groups)]
+    groups = request.model.measured_groups
+    forward = _forward_seconds(request)
+    wire = wire_of(request.machine.wires, request.world_size)
+    return [_group_cost(request, index, group, forward[index], wire) for index, group in enumerate(groups)]
 
 
-def _load(task: Task, index: int, group: GroupProfile, forward_s: float, wire: Wire | None) -> Load:
-    model, size = task.model, task.world_size
-    sums = task.accumulate > 1
+def _group_cost(
+    request: PlanRequest, index: int, group: GroupProfile, forward_s: float, wire: Wire | None
+) -> GroupCost:
+    model, size = request.model, request.world_size
+    sums = request.accumulate > 1
     resting = max(4, model.gradient_bytes) if sums else model.gradient_bytes
     whole = group.trained * model.gradient_bytes
-    updated = group.trained * task.part(Kind.OPTIMIZER_STATES)
-    if size == 1 or shards(task.stage, Kind.GRADIENTS):
+    updated = group.trained * request.part(Kind.OPTIMIZER_STATES)
+    if size == 1 or shards(request.stage, Kind.GRADIENTS):
         gradients, pinned = updated * resting, 0.0
     else:
         gradients, pinned = 0.0, whole + (updated * 4 if sums else 0.0)
     gathered = (group.trained + group.frozen) * model.parameter_bytes
-    gather_s, reduce_s = _wire_seconds(task, gathered, whole, wire)
+    gather_s, reduce_s = _wire_seconds(request, gathered, whole, wire)
     backward_s = forward_s * (3.0 if model.recomputes else 2.0 + model.recomputed)
     if model.backward_s is not None and model.forward_s:
         backward_s = forward_s * model.backward_s / model.forward_s
-    if task.chooses and model.recomputes:
+    if request.chooses and model.recomputes:
         backward_s = max(0.0, backward_s - forward_s)
-    in_forward = gather_s if task.stage > Stage.DATA_PARALLEL else 0.0
-    in_backward = (gather_s if shards(task.stage, Kind.PARAMETERS) else 0.0) + reduce_s
-    return Load(
+    in_forward = gather_s if request.stage > Stage.DATA_PARALLEL else 0.0
+    in_backward = (gather_s if shards(request.stage, Kind.PARAMETERS) else 0.0) + reduce_s
+    return GroupCost(
         name=group.name,
         updated=updated,
-        parameters=gathered * task.part(Kind.PARAMETERS),
+        parameters=gathered * request.part(Kind.PARAMETERS),
         gradients=gradients,
         pinned_gradients=pinned,
         gathered=gathered,
@@ -208,15 +210,15 @@ def _load(task: Task, index: int, group: GroupProfile, forward_s: float, wire: W
         wire_s=in_forward + in_backward,
         gradient_bytes=resting,
         members=(index,),
-        rests=None if task.rests is None else task.rests.get(group.name, Tier.DEVICE),
-        activations=_activations(task, group, forward_s, backward_s, in_backward) if task.chooses else None,
+        rests=None if request.rests is None else request.rests.get(group.name, Tier.DEVICE),
+        activations=_activations(request, group, forward_s, backward_s, in_backward) if request.chooses else None,
     )
 
 
 def _activations(
-    task: Task, group: GroupProfile, forward_s: float, backward_s: float, in_backward: float
+    request: PlanRequest, group: GroupProfile, forward_s: float, backward_s: float, in_backward: float
 ) -> Activations:
-    samples = task.model.samples or 0
+    samples = request.model.samples or 0
     kept, peak = samples * group.kept_bytes, samples * group.peak_bytes
     if group.stays:
         return Activations(0.0, 0.0, peak, peak, 0.0, 0.0, 0.0, staying=kept)
@@ -225,9 +227,9 @@ def _activations(
     return Activations(kept, samples * group.boundary_bytes, peak, kept + peak, kept, longer_s, again_s)
 
 
-def _forward_seconds(task: Task) -> list[float]:
+def _forward_seconds(request: PlanRequest) -> list[float]:
     """Seconds of compute in one forward pass, by group; zeros if neither time nor samples are known."""
-    model, machine = task.model, task.machine
+    model, machine = request.model, request.machine
     flops = [group.forward_flops for group in model.groups]
     if not any(flops):
         flops = [float(group.trained + group.frozen) for group in model.groups]
@@ -241,7 +243,7 @@ def _forward_seconds(task: Task) -> list[float]:
 
 
 def wire_of(wires: Sequence[Wire], world_size: int) -> Wire | None:
-    """The slowest level that collectives of this many ranks go through."""
+    """The slowest choice that collectives of this many ranks go through."""
     if world_size == 1 or not wires:
         return None
     needed = []
@@ -252,55 +254,55 @@ def wire_of(wires: Sequence[Wire], world_size: int) -> Wire | None:
     return min(needed, key=lambda wire: wire.bandwidth)
 
 
-def _wire_seconds(task: Task, gathered: float, gradients: float, wire: Wire | None) -> tuple[float, float]:
+def _wire_seconds(request: PlanRequest, gathered: float, gradients: float, wire: Wire | None) -> tuple[float, float]:
     """Seconds of one group's gather and reduce. A reduce to everywhere is a reduce and a gather."""
-    size = task.world_size
+    size = request.world_size
     if wire is None or size == 1:
         return 0.0, 0.0
     part, bandwidth = (size - 1) / size, max(wire.bandwidth, MIN_WIRE_BANDWIDTH)
     gather_s = part * gathered / bandwidth + wire.latency
     reduce_s = part * gradients / bandwidth + wire.latency
-    if task.stage is Stage.DATA_PARALLEL:
+    if request.stage is Stage.DATA_PARALLEL:
         reduce_s *= 2
     return gather_s, reduce_s
 
 
-def merged(found: Sequence[Load], most: int) -> list[Load]:
+def merged(found: Sequence[GroupCost], most: int) -> list[GroupCost]:
     """Neighbours joined until there are about `most` of them, of about the same size. Those whose parameters stay in
     different places are not."""
     if len(found) <= most:
         return list(found)
-    weights = [load.updated + load.parameters + 1.0 for load in found]
+    weights = [cost.updated + cost.parameters + 1.0 for cost in found]
     target, filled = sum(weights) / most, 0.0
-    joined: list[Load] = []
-    current: list[Load] = []
-    for load, weight in zip(found, weights, strict=True):
+    joined: list[GroupCost] = []
+    current: list[GroupCost] = []
+    for cost, weight in zip(found, weights, strict=True):
         is_full = filled + weight / 2 > target * (len(joined) + 1)
-        if current and (is_full or current[-1].rests is not load.rests):
+        if current and (is_full or current[-1].rests is not cost.rests):
             joined.append(_join(current))
             current = []
-        current.append(load)
+        current.append(cost)
         filled += weight
     joined.append(_join(current))
     return joined
 
 
-def _join(some: Sequence[Load]) -> Load:
-    return Load(
+def _join(some: Sequence[GroupCost]) -> GroupCost:
+    return GroupCost(
         name=some[0].name,
-        updated=sum(load.updated for load in some),
-        parameters=sum(load.parameters for load in some),
-        gradients=sum(load.gradients for load in some),
-        pinned_gradients=sum(load.pinned_gradients for load in some),
-        gathered=max(load.gathered for load in some),
-        forward_s=sum(load.forward_s for load in some),
-        backward_s=sum(load.backward_s for load in some),
-        compute_s=sum(load.compute_s for load in some),
-        wire_s=sum(load.wire_s for load in some),
+        updated=sum(cost.updated for cost in some),
+        parameters=sum(cost.parameters for cost in some),
+        gradients=sum(cost.gradients for cost in some),
+        pinned_gradients=sum(cost.pinned_gradients for cost in some),
+        gathered=max(cost.gathered for cost in some),
+        forward_s=sum(cost.forward_s for cost in some),
+        backward_s=sum(cost.backward_s for cost in some),
+        compute_s=sum(cost.compute_s for cost in some),
+        wire_s=sum(cost.wire_s for cost in some),
         gradient_bytes=some[0].gradient_bytes,
-        members=tuple(index for load in some for index in load.members),
+        members=tuple(index for cost in some for index in cost.members),
         rests=some[0].rests,
-        activations=_join_activations([load.activations for load in some if load.activations is not None]),
+        activations=_join_activations([cost.activations for cost in some if cost.activations is not None]),
     )
 
 

@@ -15,7 +15,7 @@ import numpy
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-__all__ = ["Array", "Infeasible", "Linear", "Outcome", "Term"]
+__all__ = ["Array", "Infeasible", "LinearProgram", "LinearSolution", "Term"]
 
 MOST_SECONDS = 1.5  # for whole numbers; the best found by then is taken
 CLOSE = 1e-3  # how far whole numbers may be from the best
@@ -30,7 +30,7 @@ class Infeasible(Exception):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LinearSolution:
     """A solution: values of all variables, what was minimised, and how much less it is for one more of a bound."""
 
     values: Array
@@ -42,7 +42,7 @@ class Outcome:
         return float(sum(self.values[index] * factor for index, factor in terms.items()))
 
 
-class _Rows:
+class _Constraints:
     """Rows of one kind, as three arrays: row, column, factor."""
 
     def __init__(self) -> None:
@@ -73,13 +73,13 @@ class _Rows:
         return csr_array((factors, (places, columns)), shape=(self.count, size)), numpy.concatenate(self._bounds)
 
 
-class Linear:
+class LinearProgram:
     """A program under construction. Variables are numbers from `variable`, or arrays of them from `variables`."""
 
     def __init__(self) -> None:
         self._lower: list[float] = []
         self._upper: list[float] = []
-        self._most, self._equal = _Rows(), _Rows()
+        self._most, self._equal = _Constraints(), _Constraints()
         self._names: dict[str, int] = {}
 
     def variable(self, upper: float | None = None, lower: float = 0.0) -> int:
@@ -121,7 +121,7 @@ class Linear:
         """From now on a variable has this value."""
         self._lower[index] = self._upper[index] = value
 
-    def minimise(self, cost: Terms, whole: Array | None = None) -> Outcome:
+    def minimise(self, cost: Terms, whole: Array | None = None) -> LinearSolution:
         """The best point, or Infeasible. Variables in `whole` take whole numbers, and then nothing has a price."""
         from scipy.optimize import linprog  # half of what importing zerostd would take, and few processes plan
 
@@ -145,7 +145,7 @@ class Linear:
         if found.x is None:
             raise Infeasible(found.message)
         if whole is not None:
-            return Outcome(found.x, float(found.fun), {})
+            return LinearSolution(found.x, float(found.fun), {})
         marginals = found.ineqlin.marginals
         prices = {name: max(0.0, -float(marginals[row])) for name, row in self._names.items()}
-        return Outcome(found.x, float(found.fun), prices)
+        return LinearSolution(found.x, float(found.fun), prices)

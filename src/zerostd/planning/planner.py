@@ -1,4 +1,4 @@
-"""From a task to a plan: solve, bring whole groups to one place, solve again, look at it in the simulation."""
+"""From a request to a plan: solve, bring whole groups to one place, solve again, look at it in the simulation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zerostd.errors import PrepareError
+from zerostd.monitoring.texts import size_text
 from zerostd.planning.activations import activation_bytes, way_of
 from zerostd.planning.advice import explain_missing, recomputing
-from zerostd.planning.costs import Load, Task, loads, merged
-from zerostd.planning.demands import WHOLE, Shares, work
-from zerostd.planning.linear import Infeasible, Outcome
-from zerostd.planning.plan import GIB, Plan, Prediction, size_text
+from zerostd.planning.costs import GroupCost, PlanRequest, group_costs, merged
+from zerostd.planning.demands import WHOLE, GroupShares, work
+from zerostd.planning.linear import Infeasible, LinearSolution
+from zerostd.planning.plan import GIB, Plan, Prediction
 from zerostd.planning.program import SLACK, Optimum, optimise, prices_of, quickest
 from zerostd.planning.rounding import settle
 from zerostd.planning.simulation import simulate
@@ -38,9 +39,9 @@ WORTH_MOVING = 0.1  # of a step: what a plan must bring to move anything where a
 MOST_LOADS = 96  # groups that the program sees; neighbours of larger models are placed together
 
 
-def make_plan(task: Task, notes: Sequence[str] = ()) -> Plan:
+def make_plan(request: PlanRequest, notes: Sequence[str] = ()) -> Plan:
     """The fastest plan that fits, its bytes by the closed form."""
-    solution = solve(task)
+    solution = solve(request)
     return plan_from(solution, homes_by_group(solution), model_state(solution), notes)
 
 
@@ -51,10 +52,10 @@ def plan_from(
     notes: Sequence[str] = (),
 ) -> Plan:
     """A solution as a plan, with bytes that were counted for its homes."""
-    task = solution.task
-    knows_time = task.model.samples is not None or task.model.forward_s is not None
-    busy = work(task, solution.loads, solution.shares)
-    busy["wire"] = task.accumulate * sum(load.wire_s for load in solution.loads)
+    request = solution.request
+    knows_time = request.model.samples is not None or request.model.forward_s is not None
+    busy = work(request, solution.costs, solution.shares)
+    busy["wire"] = request.accumulate * sum(cost.wire_s for cost in solution.costs)
     predicted = Prediction(
         step_s=solution.timeline.step_s if knows_time else None,
         compute_s=solution.timeline.compute_s if knows_time else None,
@@ -65,11 +66,11 @@ def plan_from(
     )
     return Plan(
         homes=homes,
-        stage=task.stage,
-        world_size=task.world_size,
+        stage=request.stage,
+        world_size=request.world_size,
         speculate=_speculates(solution),
         predicted=predicted,
-        limits=dict(task.limits),
+        limits=dict(request.limits),
         notes=(*(_notes(solution) if knows_time else ()), *notes),
         activations=activations_by_group(solution),
     )
@@ -78,52 +79,52 @@ def plan_from(
 def _prices(solution: Solution) -> dict[Tier, float]:
     """Seconds for a byte, of the next GiB: by how much the program's step becomes shorter, in shares of groups, since
     whole ones may have to change places to make use of it; and a step has its arithmetic, with nothing recomputed."""
-    task, found = solution.asked or solution.task, solution.loads
+    request, found = solution.asked or solution.request, solution.costs
     made: dict[Tier, float] = {}
     with contextlib.suppress(Infeasible):  # it is a plan that no longer fits
-        first = _shortest(task, solution)
+        first = _shortest(request, solution)
         made = prices_of(first)
-        for tier in (tier for tier in task.limits if made[tier]):
-            more = _shortest(replace(task, limits={**task.limits, tier: task.limits[tier] + GIB}), solution)
+        for tier in (tier for tier in request.limits if made[tier]):
+            more = _shortest(replace(request, limits={**request.limits, tier: request.limits[tier] + GIB}), solution)
             made[tier] = min(made[tier], max(0.0, first.objective - more.objective) / GIB)
-    least_s = task.accumulate * sum(load.compute_s for load in found)
+    least_s = request.accumulate * sum(cost.compute_s for cost in found)
     most_s = max(0.0, solution.timeline.step_s - least_s)
     return {tier: min(price, most_s / GIB) for tier, price in made.items()}
 
 
-def _shortest(task: Task, solution: Solution) -> Outcome:
+def _shortest(request: PlanRequest, solution: Solution) -> LinearSolution:
     """In shares of groups; as whole ones, where only those were found to fit."""
     with contextlib.suppress(Infeasible):
-        return quickest(task, solution.loads)[1]
-    return quickest(task, solution.loads, fixed=solution.shares)[1]
+        return quickest(request, solution.costs)[1]
+    return quickest(request, solution.costs, fixed=solution.shares)[1]
 
 
 def _notes(solution: Solution) -> Iterator[str]:
     yield _twice_the_samples(solution)
-    if solution.task.chooses:
+    if solution.request.chooses:
         yield from _about_activations(solution)
     else:
         yield from _if_recomputed(solution)
 
 
 def _speculates(solution: Solution) -> bool:
-    return solution.task.speculates and any(share.resident < 1 for share in solution.shares)
+    return solution.request.speculates and any(share.resident < 1 for share in solution.shares)
 
 
 def _clipped_s(solution: Solution) -> float:
     """What a step takes whose update waits for the norm after all."""
-    return simulate(replace(solution.task, speculates=False), solution.loads, solution.shares).step_s
+    return simulate(replace(solution.request, speculates=False), solution.costs, solution.shares).step_s
 
 
 def _about_activations(solution: Solution) -> Iterator[str]:
     """Bytes and seconds of what is not kept."""
-    found, passes = solution.loads, solution.task.accumulate
-    kept = activation_bytes(found, [Shares()] * len(found))[0]
+    found, passes = solution.costs, solution.request.accumulate
+    kept = activation_bytes(found, [GroupShares()] * len(found))[0]
     held, sent = activation_bytes(found, solution.shares)
     again_s = passes * sum(
-        load.activations.again_s
-        for load, share in zip(found, solution.shares, strict=True)
-        if load.activations is not None and way_of(share) == "recompute"
+        cost.activations.again_s
+        for cost, share in zip(found, solution.shares, strict=True)
+        if cost.activations is not None and way_of(share) == "recompute"
     )
     if held < kept:
         more = [f"{again_s:.3g} s of arithmetic a step"] * (again_s > 0)
@@ -134,121 +135,121 @@ def _about_activations(solution: Solution) -> Iterator[str]:
 
 def _if_recomputed(solution: Solution) -> Iterator[str]:
     """Whether a step would be much shorter if the model recomputed activations, and so left room for model state."""
-    task = solution.task
-    again, now = recomputing(task), task.model.activations()
+    request = solution.request
+    again, now = recomputing(request), request.model.activations()
     could = 1.0 - solution.timeline.compute_s / max(solution.timeline.step_s, 1e-12)
     if again is None or again >= now or could < WORTH_TELLING or not _bytes_off(solution):
         return
-    fixed = {**task.fixed, Tier.DEVICE: max(0, task.fixed.get(Tier.DEVICE, 0) - now)}
+    fixed = {**request.fixed, Tier.DEVICE: max(0, request.fixed.get(Tier.DEVICE, 0) - now)}
     try:
-        other = _as_measured(replace(task, fixed=fixed, activations=frozenset({"keep", "recompute"})))
+        other = _as_measured(replace(request, fixed=fixed, activations=frozenset({"keep", "recompute"})))
     except PrepareError:
         return
     gain = 1.0 - other.timeline.step_s / solution.timeline.step_s
     if gain > WORTH_TELLING:
         done = [
-            len(load.members) for load, share in zip(other.loads, other.shares, strict=True) if way_of(share) != "keep"
+            len(cost.members) for cost, share in zip(other.costs, other.shares, strict=True) if way_of(share) != "keep"
         ]
         yield (
-            f"Recomputing the activations of {sum(done)} of {len(task.model.groups)} groups with "
+            f"Recomputing the activations of {sum(done)} of {len(request.model.groups)} groups with "
             f"torch.utils.checkpoint would make a step {gain:.0%} shorter: it leaves more of the device to model state."
         )
 
 
 def _twice_the_samples(solution: Solution) -> str:
     """What they would buy, in words."""
-    task, model = solution.task, solution.task.model
+    request, model = solution.request, solution.request.model
     more = {
         name: 2 * value
         for name in ("samples", "forward_s", "backward_s", "activation_bytes")
         if (value := getattr(model, name)) is not None
     }
-    fixed = task.fixed
-    if not task.chooses:
+    fixed = request.fixed
+    if not request.chooses:
         fixed = {**fixed, Tier.DEVICE: fixed.get(Tier.DEVICE, 0) + model.activations()}
     try:
-        other = _as_measured(replace(task, model=replace(model, **more), fixed=fixed))
+        other = _as_measured(replace(request, model=replace(model, **more), fixed=fixed))
     except PrepareError:
         return "Twice the samples in a pass would not fit."
     gain = 2 * solution.timeline.step_s / max(other.timeline.step_s, 1e-12)
     return f"Twice the samples in a pass would train {gain:.2f} times as many of them in a second."
 
 
-def solve(task: Task) -> Solution:
+def solve(request: PlanRequest) -> Solution:
     """The best placement of whole groups. Raises PrepareError with what is missing, if nothing fits."""
-    best = _as_measured(task)
+    best = _as_measured(request)
     if best.slow_s > best.timeline.step_s * (1 + SLACK):
-        return _better(best, [best.slow_task])
+        return _better(best, [best.slow_request])
     return best
 
 
-def _as_measured(task: Task) -> Solution:
+def _as_measured(request: PlanRequest) -> Solution:
     """The best one for a machine that stays as it was measured."""
-    best = _solve(task)
-    return _better(best, _simpler(task, best))
+    best = _solve(request)
+    return _better(best, _simpler(request, best))
 
 
-def _better(best: Solution, others: Iterable[Task]) -> Solution:
-    """This one, or the answer to another task: the program does not see all that it costs to do one thing here, one
+def _better(best: Solution, others: Iterable[PlanRequest]) -> Solution:
+    """This one, or the answer to another request: the program does not see all that it costs to do one thing here, one
     there, and relies on a processor that may be slow."""
     for other in others:
         with contextlib.suppress(PrepareError):
             made = _solve(other)
-            timeline = simulate(best.task, made.loads, made.shares)
-            found = Solution(best.task, made.loads, made.shares, timeline)
+            timeline = simulate(best.request, made.costs, made.shares)
+            found = Solution(best.request, made.costs, made.shares, timeline)
             if found.cost_s < best.cost_s * (1 - WORTH_CHANGING):
-                best = replace(found, asked=replace(other, machine=found.task.machine))
+                best = replace(found, asked=replace(other, machine=found.request.machine))
     return best
 
 
-def _simpler(task: Task, solution: Solution) -> Iterator[Task]:
-    """The task with less to choose from, where that can be shorter."""
+def _simpler(request: PlanRequest, solution: Solution) -> Iterator[PlanRequest]:
+    """The request with less to choose from, where that can be shorter."""
     used = {way_of(share) for share in solution.shares}
-    if task.chooses and "recompute" in task.ways and used != {"recompute"}:
-        again_s = sum(load.activations.longer_s for load in solution.loads if load.activations is not None)
-        least = again_s + sum(load.forward_s + load.backward_s for load in solution.loads)
-        if task.accumulate * least < solution.cost_s:
-            yield replace(task, activations=frozenset({"recompute"}))
+    if request.chooses and "recompute" in request.ways and used != {"recompute"}:
+        again_s = sum(cost.activations.longer_s for cost in solution.costs if cost.activations is not None)
+        least = again_s + sum(cost.forward_s + cost.backward_s for cost in solution.costs)
+        if request.accumulate * least < solution.cost_s:
+            yield replace(request, activations=frozenset({"recompute"}))
     is_off = any(share.gradients_host + share.parameters_host + share.parameters_disk for share in solution.shares)
     if is_off:  # what is off comes and goes in every pass, behind what is streamed
-        yield replace(task, can_place=task.can_place & {Kind.OPTIMIZER_STATES})
+        yield replace(request, can_place=request.can_place & {Kind.OPTIMIZER_STATES})
 
 
-def _solve(task: Task) -> Solution:
-    found = merged(loads(task), MOST_LOADS)
+def _solve(request: PlanRequest) -> Solution:
+    found = merged(group_costs(request), MOST_LOADS)
     try:
-        fixed, optimum = _settled(task, found)
+        fixed, optimum = _settled(request, found)
     except Infeasible:
-        raise PrepareError(explain_missing(task, found)) from None
-    return _chosen(task, found, fixed, optimum)
+        raise PrepareError(explain_missing(request, found)) from None
+    return _chosen(request, found, fixed, optimum)
 
 
 def place_states(solution: Solution, fixed: Mapping[Tier, int]) -> Solution | None:
     """The states placed again beside other fixed bytes, with parameters and gradients where they are; None if they do
     not fit."""
-    task = replace(solution.task, fixed=fixed)
+    request = replace(solution.request, fixed=fixed)
     try:
-        optimum = optimise(task, solution.loads, fixed=solution.shares)
+        optimum = optimise(request, solution.costs, fixed=solution.shares)
     except Infeasible:
         return None
-    chosen = _chosen(task, solution.loads, solution.shares, optimum)
+    chosen = _chosen(request, solution.costs, solution.shares, optimum)
     return replace(chosen, asked=solution.asked and replace(solution.asked, fixed=fixed))
 
 
-def _chosen(task: Task, found: list[Load], fixed: Sequence[Shares], optimum: Optimum) -> Solution:
+def _chosen(request: PlanRequest, found: list[GroupCost], fixed: Sequence[GroupShares], optimum: Optimum) -> Solution:
     """Of a few placements that the program finds alike, the one that the simulation likes best."""
     shares = [
         replace(one, **{name: getattr(given, name) for name in WHOLE})
         for one, given in zip(optimum.shares, fixed, strict=True)
     ]
     choices = [shares, _even(found, shares)]
-    if task.machine.link is not None:
+    if request.machine.link is not None:
         choices += [_alike(shares, part) for part in PARTS]
-    at_home = [_all_resident(load) for load in found] if _fits_on_device(task, found) else None
+    at_home = [_all_resident(cost) for cost in found] if _fits_on_device(request, found) else None
     made = list[Solution]()
     for choice in choices if at_home is None else [*choices, at_home]:
-        if all(choice != one.shares for one in made) and (fits(task, found, choice) or not made):
-            made.append(Solution(task, found, choice, simulate(task, found, choice)))
+        if all(choice != one.shares for one in made) and (fits(request, found, choice) or not made):
+            made.append(Solution(request, found, choice, simulate(request, found, choice)))
     shortest = min(one.timeline.step_s for one in made)
     for one in made:
         if one.shares == at_home and one.timeline.step_s <= shortest * (1 + WORTH_MOVING):
@@ -262,43 +263,43 @@ def _chosen(task: Task, found: list[Load], fixed: Sequence[Shares], optimum: Opt
     return min((one for one in near if _bytes_off(one) <= few), key=lambda one: round(one.cost_s, DIGITS))
 
 
-def _settled(task: Task, found: Sequence[Load]) -> tuple[list[Shares], Optimum]:
+def _settled(request: PlanRequest, found: Sequence[GroupCost]) -> tuple[list[GroupShares], Optimum]:
     """Whole groups, and the program's answer for them. Activations that go to the host cost more as a whole than in
     shares, which hide behind the arithmetic of their neighbours: so the same is tried without. Raises Infeasible."""
-    fixed, optimum = settle(task, found)
-    others = task.ways - {"host"}
+    fixed, optimum = settle(request, found)
+    others = request.ways - {"host"}
     if others and any(share.activations_host for share in fixed):
         with contextlib.suppress(Infeasible):
-            without = _settled(replace(task, activations=others), found)
+            without = _settled(replace(request, activations=others), found)
             if without[1].step_s < optimum.step_s:
                 return without
     return fixed, optimum
 
 
-def evaluate(task: Task, homes: Mapping[str, Homes]) -> Solution:
+def evaluate(request: PlanRequest, homes: Mapping[str, Homes]) -> Solution:
     """What given homes cost. Groups that are placed as one must have the same."""
-    found = merged(loads(task), MOST_LOADS)
-    names = [group.name for group in task.model.groups]
-    shares = [shares_of(homes[names[load.members[0]]]) for load in found]
-    return Solution(task, found, shares, simulate(task, found, shares))
+    found = merged(group_costs(request), MOST_LOADS)
+    names = [group.name for group in request.model.groups]
+    shares = [shares_of(homes[names[cost.members[0]]]) for cost in found]
+    return Solution(request, found, shares, simulate(request, found, shares))
 
 
-def _all_resident(load: Load) -> Shares:
+def _all_resident(cost: GroupCost) -> GroupShares:
     """Everything on the device that may be."""
-    return Shares(parameters_host=float(load.rests is Tier.HOST), parameters_disk=float(load.rests is Tier.DISK))
+    return GroupShares(parameters_host=float(cost.rests is Tier.HOST), parameters_disk=float(cost.rests is Tier.DISK))
 
 
 def _bytes_off(solution: Solution) -> float:
     """What is not on the device."""
     return sum(
-        load.updated * solution.task.model.state_bytes * (1 - share.resident)
-        + load.parameters * (share.parameters_host + share.parameters_disk)
-        + load.gradients * share.gradients_host
-        for load, share in zip(solution.loads, solution.shares, strict=True)
+        cost.updated * solution.request.model.state_bytes * (1 - share.resident)
+        + cost.parameters * (share.parameters_host + share.parameters_disk)
+        + cost.gradients * share.gradients_host
+        for cost, share in zip(solution.costs, solution.shares, strict=True)
     )
 
 
-def _alike(shares: Sequence[Shares], part: float) -> list[Shares]:
+def _alike(shares: Sequence[GroupShares], part: float) -> list[GroupShares]:
     """The same part by the processor in all groups, whatever the program says: it sees no harm in giving it all of some
     groups and none of others, and then it has nothing to do for half of backward."""
     made = []
@@ -308,18 +309,18 @@ def _alike(shares: Sequence[Shares], part: float) -> list[Shares]:
     return made
 
 
-def _fits_on_device(task: Task, found: Sequence[Load]) -> bool:
-    states = sum(load.updated for load in found) * task.model.state_bytes
-    rest = sum(load.gradients + load.pinned_gradients for load in found)
-    rest += sum(load.parameters for load in found if load.rests in (None, Tier.DEVICE))
-    if task.chooses:
-        if "keep" not in task.ways:
+def _fits_on_device(request: PlanRequest, found: Sequence[GroupCost]) -> bool:
+    states = sum(cost.updated for cost in found) * request.model.state_bytes
+    rest = sum(cost.gradients + cost.pinned_gradients for cost in found)
+    rest += sum(cost.parameters for cost in found if cost.rests in (None, Tier.DEVICE))
+    if request.chooses:
+        if "keep" not in request.ways:
             return False
-        rest += activation_bytes(found, [Shares() for _ in found])[0]
-    return states + rest + task.fixed.get(Tier.DEVICE, 0) <= task.limits.get(Tier.DEVICE, 0)
+        rest += activation_bytes(found, [GroupShares() for _ in found])[0]
+    return states + rest + request.fixed.get(Tier.DEVICE, 0) <= request.limits.get(Tier.DEVICE, 0)
 
 
-def _even(found: Sequence[Load], shares: Sequence[Shares]) -> list[Shares]:
+def _even(found: Sequence[GroupCost], shares: Sequence[GroupShares]) -> list[GroupShares]:
     """Among groups whose parameters and gradients rest alike, the processor's part of what is on the host is the same
     in all: the program does not care, but workers that take turns on every group wait less for each other."""
     made = list(shares)

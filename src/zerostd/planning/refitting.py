@@ -1,4 +1,4 @@
-"""A task whose rates are those that were seen: steps under a plan show how fast each worker really is.
+"""A request whose rates are those that were seen: steps under a plan show how fast each worker really is.
 
 What a worker was seen to take is held against what it takes in the simulation of the same plan, and the rate it leans
 on is changed by that ratio. What it shares with others is in the simulation too, so it is not counted twice.
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from zerostd.planning.costs import Task
+from zerostd.planning.costs import PlanRequest
 from zerostd.planning.machine import MachineProfile
 from zerostd.planning.planner import evaluate
 from zerostd.policy import Homes
 
-__all__ = ["Seen", "refit"]
+__all__ = ["ObservedStep", "refit"]
 
 MOST_ROUNDS = 8
 CLOSE = 0.02  # of what a worker was seen to take
@@ -23,7 +23,7 @@ LEAST_PART = 0.1  # of a step: in less, what it shares with others hides how fas
 
 
 @dataclass(frozen=True)
-class Seen:
+class ObservedStep:
     """What steps were seen to take, on the rank that took longest."""
 
     step_s: float
@@ -34,17 +34,17 @@ class Seen:
     activation_bytes: int | None = None  # on the device beside model state, at most; None: not known
 
 
-def refit(task: Task, homes: Mapping[str, Homes], seen: Seen) -> Task:
-    """The task with compute and rates as they were seen under a plan with these homes."""
+def refit(request: PlanRequest, homes: Mapping[str, Homes], seen: ObservedStep) -> PlanRequest:
+    """The request with compute and rates as they were seen under a plan with these homes."""
     forward_s, backward_s = seen.forward_s, seen.backward_s
-    model = replace(task.model, forward_s=forward_s, backward_s=backward_s)
+    model = replace(request.model, forward_s=forward_s, backward_s=backward_s)
     if seen.activation_bytes is not None:
         model = replace(model, activation_bytes=seen.activation_bytes)
-    task, busy = replace(task, model=model), dict(seen.busy)
-    if task.machine.link is None:  # the processor computes, and what else it did has made that longer
-        busy["compute"] = task.accumulate * (forward_s + backward_s)
+    request, busy = replace(request, model=model), dict(seen.busy)
+    if request.machine.link is None:  # the processor computes, and what else it did has made that longer
+        busy["compute"] = request.accumulate * (forward_s + backward_s)
     for _ in range(MOST_ROUNDS):
-        expected = evaluate(task, homes).timeline.busy
+        expected = evaluate(request, homes).timeline.busy
         ratios = {
             worker: seconds / expected[worker]
             for worker, seconds in busy.items()
@@ -55,8 +55,8 @@ def refit(task: Task, homes: Mapping[str, Homes], seen: Seen) -> Task:
         computing = ratios.pop("compute", 1.0)
         forward_s, backward_s = computing * forward_s, computing * backward_s
         model = replace(model, forward_s=forward_s, backward_s=backward_s)
-        task = replace(task, model=model, machine=_slower(task.machine, ratios))
-    return task
+        request = replace(request, model=model, machine=_slower(request.machine, ratios))
+    return request
 
 
 def _slower(machine: MachineProfile, by: Mapping[str, float]) -> MachineProfile:

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import numpy
 
-from zerostd.planning.activations import NUM_BUFFERS, anything, staying
-from zerostd.planning.costs import Load, Task
-from zerostd.planning.demands import WHOLE, Shares
+from zerostd.planning.activations import NUM_BUFFERS, any_choice, staying
+from zerostd.planning.costs import GroupCost, PlanRequest
+from zerostd.planning.demands import WHOLE, GroupShares
 from zerostd.planning.linear import Array, Infeasible
-from zerostd.planning.program import GIGA, Optimum, Program, optimise
+from zerostd.planning.program import GIGA, Optimum, ScheduleProgram, optimise
 from zerostd.policy import Tier
 
 __all__ = ["missing", "room", "settle"]
@@ -25,36 +25,38 @@ SAME = 1e-6  # of a share
 MARGINS = (0.0, 1e-7, 1e-6)  # of all bytes, that whole numbers leave free of each tier: they are not quite whole
 
 
-def settle(task: Task, found: Sequence[Load]) -> tuple[list[Shares], Optimum]:
+def settle(request: PlanRequest, found: Sequence[GroupCost]) -> tuple[list[GroupShares], Optimum]:
     """What each group does as a whole, and the best of the rest for that. Raises Infeasible."""
     try:
-        relaxed = optimise(task, found)
+        relaxed = optimise(request, found)
     except Infeasible:
-        if not task.chooses:
+        if not request.chooses:
             raise
-        return _as_near(task, found, [Shares() for _ in found])  # the levels are not all there are
+        return _as_near(request, found, [GroupShares() for _ in found])  # the activation_choices are not all there are
     fixed = _spread(found, [_rounded(share) for share in relaxed.shares], relaxed.shares)
     pairs = list(zip(fixed, relaxed.shares, strict=True))
-    if not task.chooses and all(abs(getattr(a, name) - getattr(b, name)) < SAME for a, b in pairs for name in WHOLE):
+    if not request.chooses and all(abs(getattr(a, name) - getattr(b, name)) < SAME for a, b in pairs for name in WHOLE):
         return fixed, relaxed
     try:
-        return fixed, optimise(task, found, fixed=fixed)
+        return fixed, optimise(request, found, fixed=fixed)
     except Infeasible:
         done = [{name: getattr(share, name) for name in ACTIVATIONS} for share in fixed]
-        return _as_near(task, found, [replace(a, **b) for a, b in zip(relaxed.shares, done, strict=True)])
+        return _as_near(request, found, [replace(a, **b) for a, b in zip(relaxed.shares, done, strict=True)])
 
 
-def _as_near(task: Task, found: Sequence[Load], wanted: Sequence[Shares]) -> tuple[list[Shares], Optimum]:
+def _as_near(
+    request: PlanRequest, found: Sequence[GroupCost], wanted: Sequence[GroupShares]
+) -> tuple[list[GroupShares], Optimum]:
     """The whole shares nearest to these that fit, and the best of the rest."""
-    total = sum(load.updated * task.model.state_bytes + load.parameters + load.gradients for load in found)
+    total = sum(cost.updated * request.model.state_bytes + cost.parameters + cost.gradients for cost in found)
     for margin in MARGINS:
-        fixed = _nearest(task, found, wanted, int(margin * total))
+        fixed = _nearest(request, found, wanted, int(margin * total))
         with contextlib.suppress(Infeasible):
-            return fixed, optimise(task, found, fixed=fixed)
+            return fixed, optimise(request, found, fixed=fixed)
     raise Infeasible("no whole groups fit")
 
 
-def _rounded(share: Shares) -> Shares:
+def _rounded(share: GroupShares) -> GroupShares:
     """Each to the place that has most of it."""
     host, disk = share.parameters_host, share.parameters_disk
     on_disk = disk > max(host, 1 - host - disk)
@@ -70,13 +72,15 @@ def _rounded(share: Shares) -> Shares:
     )
 
 
-def _spread(found: Sequence[Load], fixed: Sequence[Shares], wanted: Sequence[Shares]) -> list[Shares]:
+def _spread(
+    found: Sequence[GroupCost], fixed: Sequence[GroupShares], wanted: Sequence[GroupShares]
+) -> list[GroupShares]:
     """Where all groups should do something with a part of their activations, some do it with all of theirs, at even
     distances: as many bytes up to each of them as were wanted."""
     owed = dict.fromkeys(ACTIVATIONS, 0.0)
     made = []
-    for load, share, want in zip(found, fixed, wanted, strict=True):
-        size = 0.0 if load.activations is None else load.activations.kept
+    for cost, share, want in zip(found, fixed, wanted, strict=True):
+        size = 0.0 if cost.activations is None else cost.activations.kept
         for name in owed:
             owed[name] += size * getattr(want, name)
         may = [name for name in ACTIVATIONS if getattr(want, name) > SAME]
@@ -91,10 +95,12 @@ def _spread(found: Sequence[Load], fixed: Sequence[Shares], wanted: Sequence[Sha
     return made
 
 
-def _nearest(task: Task, found: Sequence[Load], wanted: Sequence[Shares], spare: int) -> list[Shares]:
+def _nearest(
+    request: PlanRequest, found: Sequence[GroupCost], wanted: Sequence[GroupShares], spare: int
+) -> list[GroupShares]:
     """The whole shares that fit and are nearest to these, in bytes; so many are left free of each tier."""
-    fixed = {tier: task.fixed.get(tier, 0) + spare * (tier in task.limits) for tier in Tier}
-    program, _ = _about_bytes(replace(task, fixed=fixed), found, {})
+    fixed = {tier: request.fixed.get(tier, 0) + spare * (tier in request.limits) for tier in Tier}
+    program, _ = _about_bytes(replace(request, fixed=fixed), found, {})
     demands = program.demands
     sizes = {"parameters_host": demands.parameters, "parameters_disk": demands.parameters}
     sizes |= {"gradients_host": demands.gradients, **dict.fromkeys(ACTIVATIONS, demands.kept)}
@@ -106,33 +112,35 @@ def _nearest(task: Task, found: Sequence[Load], wanted: Sequence[Shares], spare:
 
 
 def missing(
-    task: Task, found: Sequence[Load], *, is_whole: bool = False, of: Collection[Tier] = tuple(Tier)
+    request: PlanRequest, found: Sequence[GroupCost], *, is_whole: bool = False, of: Collection[Tier] = tuple(Tier)
 ) -> dict[Tier, float]:
     """How many bytes tiers are short of, at the least in all, when there is no solution; with `is_whole` for groups
     that do one thing each, else for any shares. Raises Infeasible if more of the tiers named does not help."""
-    program, short = _about_bytes(task, found, dict.fromkeys(of, -1.0))
+    program, short = _about_bytes(request, found, dict.fromkeys(of, -1.0))
     outcome = program.linear.minimise(dict.fromkeys(short, 1.0), _whole(program) if is_whole else None)
     return {tier: float(outcome.values[column]) * GIGA for tier, column in zip(of, short, strict=True)}
 
 
-def room(task: Task, found: Sequence[Load]) -> float:
+def room(request: PlanRequest, found: Sequence[GroupCost]) -> float:
     """Bytes of the device that whole groups can leave free at the most; below 0: they do not fit at all."""
-    program, (spare,) = _about_bytes(task, found, {Tier.DEVICE: 1.0})
+    program, (spare,) = _about_bytes(request, found, {Tier.DEVICE: 1.0})
     try:
         return float(program.linear.minimise({spare: -1.0}, _whole(program)).values[spare]) * GIGA
     except Infeasible:
         return -1.0
 
 
-def _whole(program: Program) -> Array:
+def _whole(program: ScheduleProgram) -> Array:
     return numpy.concatenate([program.columns[name] for name in WHOLE])
 
 
-def _about_bytes(task: Task, found: Sequence[Load], beside: Mapping[Tier, float]) -> tuple[Program, list[int]]:
+def _about_bytes(
+    request: PlanRequest, found: Sequence[GroupCost], beside: Mapping[Tier, float]
+) -> tuple[ScheduleProgram, list[int]]:
     """The rows about bytes, and for each tier in `beside` a variable that counts there with this factor, in units of
     GIGA: -1.0 for what a tier is short of, 1.0 for what is left of it."""
-    program = Program(task, found, anything(task, found), has_times=False)
-    linear, parts = program.linear, [load.activations for load in found if load.activations is not None]
+    program = ScheduleProgram(request, found, any_choice(request, found), has_times=False)
+    linear, parts = program.linear, [cost.activations for cost in found if cost.activations is not None]
     more: dict[Tier, dict[int, float]] = {tier: {} for tier in Tier}
     if parts:  # what one group needs while it runs
         inside, buffers = linear.variables(1), linear.variables(1)

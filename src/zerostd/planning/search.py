@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from zerostd.errors import PrepareError
 from zerostd.policy import Stage
 
-__all__ = ["Fits", "Option", "Refused", "divisions", "shortest", "table", "try_all"]
+__all__ = ["Refused", "SolvedLayout", "StepLayout", "divisions", "shortest", "table", "try_all"]
 
 MOST_TRIED = 8
 ALMOST = 0.01
@@ -22,7 +22,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
-class Option:
+class StepLayout:
     """One way to make a step."""
 
     samples: int | None  # in one pass; None: not known
@@ -31,10 +31,10 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Fits(Generic[Found]):
+class SolvedLayout(Generic[Found]):
     """One that was solved."""
 
-    option: Option
+    option: StepLayout
     seconds: float
     found: Found
 
@@ -43,7 +43,7 @@ class Fits(Generic[Found]):
 class Refused:
     """One that was not."""
 
-    option: Option
+    option: StepLayout
     error: PrepareError
 
 
@@ -58,30 +58,30 @@ def divisions(batch: int, most: int = MOST_TRIED) -> list[tuple[int, int]]:
 
 
 def try_all(
-    options: Iterable[Option], solve: Callable[[Option], Found], seconds: Callable[[Found], float]
-) -> tuple[list[Fits[Found]], list[Refused]]:
+    options: Iterable[StepLayout], solve: Callable[[StepLayout], Found], seconds: Callable[[Found], float]
+) -> tuple[list[SolvedLayout[Found]], list[Refused]]:
     """What became of each. Raises the last refusal if nothing fits."""
-    fits, refused = list[Fits[Found]](), list[Refused]()
+    fits, refused = list[SolvedLayout[Found]](), list[Refused]()
     for option in options:
         try:
             found = solve(option)
         except PrepareError as error:
             refused.append(Refused(option, error))
         else:
-            fits.append(Fits(option, seconds(found), found))
+            fits.append(SolvedLayout(option, seconds(found), found))
     if refused and not fits:
         raise refused[-1].error
     return fits, refused
 
 
-def shortest(fits: Sequence[Fits[Found]]) -> Fits[Found]:
+def shortest(fits: Sequence[SolvedLayout[Found]]) -> SolvedLayout[Found]:
     """The shortest, but at the same stage a pass of more samples for almost the same time."""
     best = min(fits, key=lambda one: one.seconds)
     same = [one for one in fits if one.option.stage is best.option.stage and one.seconds <= best.seconds * (1 + ALMOST)]
     return max(same, key=lambda one: (one.option.samples or 0, -one.seconds))
 
 
-def table(fits: Sequence[Fits[Found]], refused: Sequence[Refused], chosen: Option) -> str:
+def table(fits: Sequence[SolvedLayout[Found]], refused: Sequence[Refused], chosen: StepLayout) -> str:
     """The divisions of a batch that were tried, in lines; of each the best stage."""
     ends: dict[tuple[int, int], str] = {}
     for no in refused:
@@ -95,7 +95,7 @@ def table(fits: Sequence[Fits[Found]], refused: Sequence[Refused], chosen: Optio
     )
 
 
-def _passes(option: Option) -> tuple[int, int]:
+def _passes(option: StepLayout) -> tuple[int, int]:
     return option.samples or 1, option.accumulate or 1
 
 

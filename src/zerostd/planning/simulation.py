@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from zerostd.planning.activation_traffic import ActivationTraffic
 from zerostd.planning.activations import way_of
-from zerostd.planning.away import Away
-from zerostd.planning.costs import Load, Task
-from zerostd.planning.demands import Shares
+from zerostd.planning.costs import GroupCost, PlanRequest
+from zerostd.planning.demands import GroupShares
 
 __all__ = ["Timeline", "simulate"]
 
@@ -29,7 +29,7 @@ NOBODY = -1  # instead of a group
 
 
 @dataclass
-class _Flow:
+class _Job:
     """One job: parameters or bytes left to do, and what one of them takes of each shared resource."""
 
     left: float
@@ -54,33 +54,33 @@ class Timeline:
     busy: dict[str, float] = field(default_factory=dict)  # seconds that each worker has something to do
 
 
-class _Steps:
+class StepSimulation:
     """The state of the simulation."""
 
-    def __init__(self, task: Task, found: Sequence[Load], shares: Sequence[Shares]) -> None:
-        self.task, self.loads, self.shares = task, found, shares
+    def __init__(self, request: PlanRequest, found: Sequence[GroupCost], shares: Sequence[GroupShares]) -> None:
+        self.request, self.costs, self.shares = request, found, shares
         self.now = 0.0
-        machine = task.machine
-        self.rates = {"memory": task.memory_rate, "cpu": 1.0}
+        machine = request.machine
+        self.rates = {"memory": request.memory_rate, "cpu": 1.0}
         if machine.link is not None:
             self.rates |= {"up": machine.link.up, "down": machine.link.down, "link": machine.link.both}
         else:
             self.rates.pop("memory")
         self.computing = {"cpu": 1.0} if machine.link is None else dict[str, float]()
-        if task.disk is not None:
-            self.rates |= {"read": task.disk.both, "write": task.disk.both}
-        self.waiting: dict[str, list[tuple[int, _Flow]]] = {
+        if request.disk is not None:
+            self.rates |= {"read": request.disk.both, "write": request.disk.both}
+        self.waiting: dict[str, list[tuple[int, _Job]]] = {
             "cpu": [],
             "streamed": [],
             "disk": [],
             "land": [],
             "resident": [],
         }
-        self.running: dict[str, _Flow] = {}
+        self.running: dict[str, _Job] = {}
         self.unfinished = [0] * len(found)  # jobs of each group's update
         self.present = [not _is_off(share) for share in shares]
         self.wanted: list[int] = []  # groups to bring, in order
-        self.away = Away(found, shares)
+        self.traffic = ActivationTraffic(found, shares)
         self.waits: dict[str, float] = {}
         self.busy: dict[str, float] = {}
         self.speeds: dict[Any, dict[str, float]] = {}  # by what is running: it is the same again and again
@@ -90,7 +90,7 @@ class _Steps:
     def land(self, group: int, *, last: bool, adds: bool) -> None:
         """A group's gradient is there, on the device or on its way to the host; in the last pass its update follows.
         With `adds` it is added to what rests there, which comes up for that."""
-        load, share, ask = self.loads[group], self.shares[group], last and self.task.is_early
+        cost, share, ask = self.costs[group], self.shares[group], last and self.request.is_early
         rests = share.gradients_host > 0.5
         read = share.cpu + share.disk_cpu if last and self._lands_before() else 0.0
         part = 1.0 if rests else read  # else what the processor reads goes down as part of the update
@@ -100,13 +100,13 @@ class _Steps:
             return
         ways = 2.0 if adds and rests else 1.0
         takes = {"up": ways - 1.0, "down": 1.0, "link": ways, "memory": ways}
-        flow = _Flow(part * load.updated * load.gradient_bytes, 1e15, takes, group, ask)
+        flow = _Job(part * cost.updated * cost.gradient_bytes, 1e15, takes, group, ask)
         self.waiting["land"].append((-group, flow))  # the last group's comes first
         self.unfinished[group] += 1
 
     def _lands_before(self) -> bool:
         """Whether gradients are on the host before their update may begin."""
-        return not self.task.is_early and self.task.machine.link is not None
+        return not self.request.is_early and self.request.machine.link is not None
 
     def ask_when_landed(self, group: int) -> None:
         """The update of a group may begin as soon as its gradient is there."""
@@ -124,12 +124,12 @@ class _Steps:
             self.waiting[name].append((group, flow))
             self.unfinished[group] += 1
 
-    def _jobs(self, index: int) -> Iterator[tuple[str, _Flow]]:
-        load, share, model, machine = self.loads[index], self.shares[index], self.task.model, self.task.machine
+    def _jobs(self, index: int) -> Iterator[tuple[str, _Job]]:
+        cost, share, model, machine = self.costs[index], self.shares[index], self.request.model, self.request.machine
         states, weight = model.state_bytes + model.master_bytes, model.parameter_bytes
-        gradient = load.gradient_bytes
+        gradient = cost.gradient_bytes
         on_host, off = share.gradients_host > 0.5, _is_off(share)
-        ns = machine.processor.ns(self.task.num_threads)
+        ns = machine.processor.ns(self.request.num_threads)
         by_cpu: dict[str, float] = {"cpu": ns * 1e-9}  # seconds of the processor
         by_cpu |= {"up": 0.0 if off else weight, "down": 0.0 if on_host or self._lands_before() else gradient}
         by_cpu["memory"] = gradient + weight + 2 * states + by_cpu["up"] + by_cpu["down"]
@@ -144,10 +144,10 @@ class _Steps:
             ("disk", share.disk_cpu, {**by_cpu, "read": states, "write": states}),
             ("disk", share.disk_streamed, {**streamed, "read": states, "write": states}),
         ):
-            if part * load.updated > 0.5:
+            if part * cost.updated > 0.5:
                 through = takes.get("read", 0) + takes.get("write", 0)  # disk and memory
                 takes = {**takes, "link": takes["up"] + takes["down"], "memory": takes["memory"] + through}
-                yield name, _Flow(part * load.updated, 1e15, takes, index)
+                yield name, _Job(part * cost.updated, 1e15, takes, index)
 
     def _start(self) -> None:
         for name, jobs in self.waiting.items():
@@ -159,13 +159,13 @@ class _Steps:
             takes = {"up": 1.0, "link": 1.0, "memory": 1.0}
             if self.shares[index].parameters_disk > 0.5:
                 takes["read"] = 1.0
-            self.running["bring"] = _Flow(self.loads[index].parameters, 1e15, takes, index, behind=QUEUED * TILE)
+            self.running["bring"] = _Job(self.costs[index].parameters, 1e15, takes, index, behind=QUEUED * TILE)
         if "bring" in self.running and "streamed" not in self.running:
             self.running["bring"].behind = 0.0
-        for name, group in self.away.jobs():
+        for name, group in self.traffic.jobs():
             if name not in self.running:
                 takes = {"down" if name == "send" else "up": 1.0, "link": 1.0, "memory": 1.0}
-                self.running[name] = _Flow(self.away.sizes[group], 1e15, takes, group)
+                self.running[name] = _Job(self.traffic.sizes[group], 1e15, takes, group)
 
     def _speeds(self) -> dict[str, float]:
         """Units a second of each running job: as fast as its scarcest resource allows, shared evenly among those that
@@ -206,7 +206,7 @@ class _Steps:
 
     def run(self, seconds: float, what: str = "compute") -> None:
         """Let the device do something. Where it is the processor, that takes longer while updates are made there."""
-        self.running[what] = _Flow(seconds, 1.0, self.computing, NOBODY)
+        self.running[what] = _Job(seconds, 1.0, self.computing, NOBODY)
         while what in self.running:
             self._advance()
 
@@ -253,36 +253,36 @@ class _Steps:
                     self.present[flow.group] = True
                     continue
                 if name in ("send", "return"):
-                    self.away.done(name, flow.group)
+                    self.traffic.done(name, flow.group)
                     continue
                 if flow.asks:
                     self.ask(flow.group)
                 self.unfinished[flow.group] -= 1
 
 
-def simulate(task: Task, found: Sequence[Load], shares: Sequence[Shares]) -> Timeline:
+def simulate(request: PlanRequest, found: Sequence[GroupCost], shares: Sequence[GroupShares]) -> Timeline:
     """One step in the steady state, for whole placements of parameters and gradients."""
-    steps = _Steps(task, found, shares)
-    recomputed = [load.activations for load, share in zip(found, shares, strict=True) if way_of(share) == "recompute"]
+    steps = StepSimulation(request, found, shares)
+    recomputed = [cost.activations for cost, share in zip(found, shares, strict=True) if way_of(share) == "recompute"]
     again_s = sum(one.again_s for one in recomputed if one is not None)
-    compute = task.accumulate * (sum(load.compute_s for load in found) + again_s)
+    compute = request.accumulate * (sum(cost.compute_s for cost in found) + again_s)
     resident = sum(
-        load.updated * share.resident * task.machine.resident_ns * 1e-9
-        for load, share in zip(found, shares, strict=True)
+        cost.updated * share.resident * request.machine.resident_ns * 1e-9
+        for cost, share in zip(found, shares, strict=True)
     )
     begun = 0.0
     for _ in range(NUM_STEPS):
         begun, steps.waits, steps.busy = steps.now, {}, {}
-        _passes(steps, task.accumulate)
+        _passes(steps, request.accumulate)
         steps.run(resident, "update")
-        if not task.is_early:
+        if not request.is_early:
             for group in range(len(found)):
                 steps.ask_when_landed(group)
     took = max(steps.now - begun, compute + resident)  # but for rounding it never is less
     return Timeline(took, compute + resident, steps.waits, steps.busy)
 
 
-def _passes(steps: _Steps, count: int) -> None:
+def _passes(steps: StepSimulation, count: int) -> None:
     """Of many passes all but the first two and the last are alike, and made once."""
     made = min(count, MOST_PASSES)
     for number in range(made):
@@ -297,42 +297,42 @@ def _passes(steps: _Steps, count: int) -> None:
                     total[name] = seconds + more * (seconds - earlier.get(name, 0.0))
 
 
-def _forward(steps: _Steps, *, first: bool) -> None:
+def _forward(steps: StepSimulation, *, first: bool) -> None:
     what = "updates" if first else "parameters"
-    steps.away.begin()
-    for group, load in enumerate(steps.loads):
-        _bring_ahead(steps, range(group, min(len(steps.loads), group + AHEAD + 1)))
+    steps.traffic.begin()
+    for group, cost in enumerate(steps.costs):
+        _bring_ahead(steps, range(group, min(len(steps.costs), group + AHEAD + 1)))
         steps.wait_for(group, what)
-        steps.wait_until(steps.away.has_room, group)
-        steps.run(load.forward_s)
-        steps.away.leave(group)
-        _let_go(steps, group, keep=group == len(steps.loads) - 1)
-    steps.wait_until(steps.away.has_room, len(steps.loads))
+        steps.wait_until(steps.traffic.has_room, group)
+        steps.run(cost.forward_s)
+        steps.traffic.leave(group)
+        _let_go(steps, group, keep=group == len(steps.costs) - 1)
+    steps.wait_until(steps.traffic.has_room, len(steps.costs))
 
 
-def _backward(steps: _Steps, *, last: bool, adds: bool) -> None:
-    for group in reversed(range(len(steps.loads))):
-        load, share = steps.loads[group], steps.shares[group]
+def _backward(steps: StepSimulation, *, last: bool, adds: bool) -> None:
+    for group in reversed(range(len(steps.costs))):
+        cost, share = steps.costs[group], steps.shares[group]
         _bring_ahead(steps, range(group, max(-1, group - AHEAD - 1), -1))
-        steps.away.want(group)
+        steps.traffic.want(group)
         steps.wait_for(group, "parameters")
-        steps.wait_until(steps.away.is_back, group)
-        again = load.activations if way_of(share) == "recompute" else None
-        steps.run(load.backward_s + (again.longer_s if again is not None else 0.0))
+        steps.wait_until(steps.traffic.is_back, group)
+        again = cost.activations if way_of(share) == "recompute" else None
+        steps.run(cost.backward_s + (again.longer_s if again is not None else 0.0))
         _let_go(steps, group, keep=False)
         steps.land(group, last=last, adds=adds)
 
 
-def _bring_ahead(steps: _Steps, groups: range) -> None:
+def _bring_ahead(steps: StepSimulation, groups: range) -> None:
     for group in groups:
         if not steps.present[group] and group not in steps.wanted and not steps._is_coming(group):
             steps.wanted.append(group)
 
 
-def _let_go(steps: _Steps, group: int, *, keep: bool) -> None:
+def _let_go(steps: StepSimulation, group: int, *, keep: bool) -> None:
     if _is_off(steps.shares[group]) and not keep:
         steps.present[group] = False
 
 
-def _is_off(share: Shares) -> bool:
+def _is_off(share: GroupShares) -> bool:
     return share.parameters_host + share.parameters_disk > 0.5

@@ -17,14 +17,14 @@ from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import free_bytes
 from zerostd.measuring.model import state_widths
 from zerostd.parameters.blueprints import Blueprint
-from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Plan, Prediction, Task
+from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Plan, PlanRequest, Prediction
 from zerostd.planning.advice import if_most_are_clipped
 from zerostd.planning.costs import WORTH_SPECULATING, stages_of, threads_of
 from zerostd.planning.limits import limits_for
 from zerostd.planning.model import WAYS
 from zerostd.planning.planner import Solution, evaluate, homes_by_group, model_state, place_states, plan_from, solve
 from zerostd.planning.program import SLACK
-from zerostd.planning.refitting import Seen, refit
+from zerostd.planning.refitting import ObservedStep, refit
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats
@@ -177,9 +177,9 @@ def _task(
     stage: Stage,
     *,
     has_optimizer: bool,
-) -> Task:
+) -> PlanRequest:
     places = {Kind.PARAMETERS} | ({Kind.GRADIENTS, Kind.OPTIMIZER_STATES} if has_optimizer else set())
-    return Task(
+    return PlanRequest(
         model=profile,
         machine=machine,
         limits=limits,
@@ -201,7 +201,7 @@ def revise(
     world: World,
     limits: Mapping[Tier, int],
     machine: MachineProfile,
-    seen: Seen,
+    seen: ObservedStep,
 ) -> tuple[Plan, Plan]:
     """The plan that is obeyed now with what it costs as steps were seen, and the best one with parameters where they
     are. The first may not fit into the limits; raises PrepareError if nothing does."""
@@ -230,7 +230,9 @@ def _may_speculate(settings: Settings, profile: ModelProfile) -> bool:
     return knows and not settings.precision.scales_loss and (profile.samples or profile.forward_s) is not None
 
 
-def _speculating(task: Task, settings: Settings, found: Sequence[Blueprint], world: World, without: Plan) -> list[Plan]:
+def _speculating(
+    task: PlanRequest, settings: Settings, found: Sequence[Blueprint], world: World, without: Plan
+) -> list[Plan]:
     """A plan that does, if it is worth its memory."""
     try:
         plan = _inside(task, settings, found, world)
@@ -245,7 +247,7 @@ def _seconds(plan: Plan) -> float:
     return plan.predicted.step_s or max(plan.predicted.busy.values(), default=0.0)
 
 
-def _inside(task: Task, settings: Settings, found: Sequence[Blueprint], world: World) -> Plan:
+def _inside(task: PlanRequest, settings: Settings, found: Sequence[Blueprint], world: World) -> Plan:
     """The best plan that fits by exact account. A disk for next to nothing is left out, if it fits without."""
     plan = _closing_in(task, settings, found, world)
     on_disk, everything = plan.predicted.total(Tier.DISK), sum(plan.predicted.total(tier) for tier in Tier)
@@ -258,7 +260,7 @@ def _inside(task: Task, settings: Settings, found: Sequence[Blueprint], world: W
     return plan
 
 
-def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], world: World) -> Plan:
+def _closing_in(task: PlanRequest, settings: Settings, found: Sequence[Blueprint], world: World) -> Plan:
     """Plan, count exactly, and plan again with that much less until it fits. What is beside the program's own bytes,
     such as buffers, depends on the answer; so first only the states of that answer are placed again. If they then cost
     time, another answer may be better: a few more are looked at."""
@@ -281,7 +283,7 @@ def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], worl
             assumed = model_state(solution)
             counted = _account(task, settings, found, world, homes, assumed)
             totals = {tier: sum(counted.get(tier, {}).values()) for tier in Tier}
-            before = solution.task.fixed
+            before = solution.request.fixed
             beside = {tier: totals[tier] - sum(assumed.get(tier, {}).values()) + before.get(tier, 0) for tier in Tier}
             if all(totals[tier] <= task.limits.get(tier, 0) for tier in Tier):
                 inside.append((solution, counted))
@@ -308,13 +310,13 @@ def _closing_in(task: Task, settings: Settings, found: Sequence[Blueprint], worl
     )
 
 
-def _beside(task: Task) -> dict[Tier, int]:
+def _beside(task: PlanRequest) -> dict[Tier, int]:
     """Bytes that are there whatever is placed where: activations, if there is no choice about them."""
     return {Tier.DEVICE: 0 if task.chooses else task.model.activations()}
 
 
 def _account(
-    task: Task,
+    task: PlanRequest,
     settings: Settings,
     found: Sequence[Blueprint],
     world: World,
@@ -332,7 +334,7 @@ def _account(
     return counted
 
 
-def _notes(task: Task) -> list[str]:
+def _notes(task: PlanRequest) -> list[str]:
     notes = []
     if task.model.samples is None and task.model.forward_s is None:
         notes.append("The batch is not known, so time to compute is not in the plan and activations are not either.")

@@ -23,11 +23,11 @@ from zerostd.errors import PrepareError
 from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import free_bytes
 from zerostd.monitoring.loop_timer import LoopPhase
+from zerostd.monitoring.texts import size_text
 from zerostd.parameters.observing import StepObserver
 from zerostd.planning import MachineProfile, Plan
 from zerostd.planning.costs import MARGIN
-from zerostd.planning.plan import size_text
-from zerostd.planning.refitting import Seen
+from zerostd.planning.refitting import ObservedStep
 from zerostd.policy import Kind, Tier
 from zerostd.preparing.proposing import revise
 from zerostd.replanning.moving import move
@@ -62,7 +62,7 @@ class _Found:
     room: Mapping[Tier, int]  # bytes of a tier that are ours or nobody's
     is_short: bool = False  # the device's allocator had to look for memory, or found none
     is_slow: bool = False
-    seen: Seen | None = None
+    seen: ObservedStep | None = None
 
 
 def adapt(runtime: Runtime) -> None:
@@ -87,7 +87,7 @@ class Adapter(StepObserver):
         self._pause = 1  # looks between two searches for another plan; doubles each time
         self._next = {"room": 0, "speed": EVERY}  # the first step at which to search for more
         self._watching: tuple[int, dict[str, float], str] | None = None  # first step, busy before, reason
-        self._seen: Seen | None = None  # when it was watched last
+        self._seen: ObservedStep | None = None  # when it was watched last
         self._num_short = _times_short(runtime.world.device)
         _forget_peak(runtime.world.device)
 
@@ -136,7 +136,7 @@ class Adapter(StepObserver):
         spent = self.runtime.gatherer.watch.stop()
         self.runtime.finish_updates()
         num_passes = self.runtime.backward.passes.num_before
-        self._seen = Seen(
+        self._seen = ObservedStep(
             step_s=median(sum(one.values()) for one in spent),
             forward_s=median(one[LoopPhase.FORWARD] + one[LoopPhase.OUTSIDE] for one in spent) / num_passes,
             backward_s=median(one[LoopPhase.BACKWARD] for one in spent) / num_passes,
@@ -247,7 +247,7 @@ class Adapter(StepObserver):
         _forget_peak(world.device)
         self._begun = time.perf_counter()
 
-    def _propose(self, reason: str, room: Mapping[Tier, int], seen: Seen, machine: MachineProfile) -> str:
+    def _propose(self, reason: str, room: Mapping[Tier, int], seen: ObservedStep, machine: MachineProfile) -> str:
         """The plan to obey from now on as JSON; empty if the one there is stays."""
         runtime, settings = self.runtime, self.runtime.settings
         limits = self._limits(room, seen)
@@ -269,16 +269,16 @@ class Adapter(StepObserver):
         note = f"Revised after step {self._step}: {reason}."
         return replace(best, notes=(*best.notes, note)).to_json()
 
-    def _seen_or_rough(self, found: _Found) -> Seen:
+    def _seen_or_rough(self, found: _Found) -> ObservedStep:
         """What was seen; before that a third of a step is forward. A device that ran out needs more for activations."""
         step_s = median(self._times) if self._times else 0.0
         activations = self._activation_bytes()
-        seen = found.seen or Seen(step_s, step_s / 3, 2 * step_s / 3, activation_bytes=activations)
+        seen = found.seen or ObservedStep(step_s, step_s / 3, 2 * step_s / 3, activation_bytes=activations)
         if found.is_short and Tier.DEVICE in found.room:
             return replace(seen, activation_bytes=int((activations or 0) + MORE_ROOM * found.room[Tier.DEVICE]))
         return seen
 
-    def _limits(self, room: Mapping[Tier, int], seen: Seen) -> dict[Tier, int]:
+    def _limits(self, room: Mapping[Tier, int], seen: ObservedStep) -> dict[Tier, int]:
         """Bytes to plan with: the budget's or what there is less a margin; what was kept free for activations is not
         kept twice."""
         settings = self.runtime.settings

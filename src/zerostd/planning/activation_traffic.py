@@ -7,22 +7,22 @@ import math
 from collections.abc import Iterator, Sequence
 
 from zerostd.planning.activations import NUM_BUFFERS, way_of
-from zerostd.planning.costs import Load
-from zerostd.planning.demands import Shares
+from zerostd.planning.costs import GroupCost
+from zerostd.planning.demands import GroupShares
 
-__all__ = ["Away"]
+__all__ = ["ActivationTraffic"]
 
 
 ALIKE = 0.01  # of their bytes, that groups differ in which are taken for the same
 
 
-class Away:
+class ActivationTraffic:
     """Activations that rest on the host: on their way there, and wanted back. Those of other groups stay, and make
     room for them: before they are there in forward, and when backward has passed them. How much they leave is known of
     groups that are like one that sends its own, and of those that leave their inputs only."""
 
-    def __init__(self, found: Sequence[Load], shares: Sequence[Shares]) -> None:
-        left = [_left(load, share) for load, share in zip(found, shares, strict=True)]
+    def __init__(self, found: Sequence[GroupCost], shares: Sequence[GroupShares]) -> None:
+        left = [_left(cost, share) for cost, share in zip(found, shares, strict=True)]
         ways = [way_of(share) for share in shares]
         self.sizes = [size if way == "host" else 0.0 for size, way in zip(left, ways, strict=True)]
         known = {size for size in self.sizes if size}
@@ -100,8 +100,8 @@ def _is_like(size: float, known: set[float]) -> bool:
     return any(abs(size - one) <= ALIKE * one for one in known)
 
 
-def _left(load: Load, share: Shares) -> float:
+def _left(cost: GroupCost, share: GroupShares) -> float:
     """Bytes of activations that a forward of a group leaves, wherever."""
-    if load.activations is None:
+    if cost.activations is None:
         return 0.0
-    return load.activations.boundary if way_of(share) == "recompute" else load.activations.kept
+    return cost.activations.boundary if way_of(share) == "recompute" else cost.activations.kept

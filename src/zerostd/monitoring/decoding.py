@@ -1,0 +1,129 @@
+"""JSON into typed objects, or an error of ours that names the field, its value and the remedy.
+
+In: JSON text or what a JSON parser made of it, and a type that msgspec knows: dataclasses, enums, mappings, tuples.
+Out: an object of that type. Plans, machine profiles, checkpoints and recorded runs are read with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import msgspec
+
+from zerostd.errors import ZerostdError
+
+__all__ = ["convert", "decode"]
+
+T = TypeVar("T")
+
+JSON_NAMES = {dict: "object", list: "array", str: "str", bool: "bool", int: "int", float: "float", type(None): "null"}
+WORDS = {
+    "object": "an object",
+    "array": "a list",
+    "str": "a text",
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+}
+
+
+def decode(data: str | bytes, kind: type[T], *, what: str, error: type[ZerostdError], remedy: str = "") -> T:
+    """Return JSON text as an object of type `kind`.
+
+    Args:
+        data: The text. NaN and Infinity, which `json` writes, are numbers here too.
+        kind: What it must be. Fields that its dataclasses do not have are ignored.
+        what: The file or document, as the error names it.
+        error: Raised if the text is not JSON or not of this type.
+        remedy: What the user can do about it.
+    """
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as problem:
+        raise error(_with_remedy(f"{what} is not JSON ({problem})", remedy)) from problem
+    return convert(value, kind, what=what, error=error, remedy=remedy)
+
+
+def convert(
+    value: Any,
+    kind: type[T],
+    *,
+    what: str,
+    error: type[ZerostdError],
+    remedy: str = "",
+    refuse_unknown: bool = False,
+) -> T:
+    """Return parsed JSON as an object of type `kind`; the arguments are those of `decode`.
+
+    With `refuse_unknown`, fields that the dataclasses in `kind` do not have are refused instead of ignored: in what
+    people write by hand they are misspelt.
+    """
+    try:
+        converted = msgspec.convert(value, kind, str_keys=True)
+    except msgspec.ValidationError as problem:
+        raise error(_with_remedy(f"{what}: {_explain(problem, value)}", remedy)) from problem
+    unknown = next(_unknown_fields(value, kind), None) if refuse_unknown else None
+    if unknown is not None:
+        raise error(_with_remedy(f"{what}: {unknown}", remedy))
+    return converted
+
+
+def _with_remedy(text: str, remedy: str) -> str:
+    return f"{text}; {remedy}" if remedy else text
+
+
+def _explain(problem: msgspec.ValidationError, value: Any) -> str:
+    """Return what msgspec says, with names and values in place of its paths and types where they can be found."""
+    said, _, place = str(problem).partition(" - at ")
+    is_key = place.startswith("`key` in ")
+    path = place.removeprefix("`key` in ").strip("`").removeprefix("$")
+    types = re.fullmatch(r"Expected `([^`]*)`, got `([^`]*)`", said)
+    if types is None:
+        name = path.replace("[...]", ".*").strip(".")
+        return f"{name}: {said}" if name else said
+    got = "object" if is_key else types[2]
+    culprits = (item for item in _values_at(value, path) if JSON_NAMES.get(type(item[1])) == got)
+    name, culprit = next(culprits, (path, got))
+    expected = " or ".join(WORDS.get(word, word) for word in types[1].split(" | "))
+    which = "every key must be" if is_key else "must be"
+    return f"{name.strip('.') or 'it'} is {culprit!r}, and {which} {expected}"
+
+
+def _values_at(value: Any, path: str, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of each field at one of msgspec's paths, which do not tell the keys of mappings."""
+    match = re.match(r"\[\.\.\.\]|\[(\d+)\]|\.([^.\[]+)", path)
+    if match is None:
+        yield name, value
+        return
+    items: Iterable[tuple[Any, Any]]
+    if match[0] == "[...]":
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+    else:
+        key = match[2] if match[1] is None else int(match[1])
+        items = [(key, value[key])]
+    for key, item in items:
+        yield from _values_at(item, path[match.end() :], f"{name}.{key}")
+
+
+def _unknown_fields(value: Any, kind: Any) -> Iterator[str]:
+    """Yield a sentence for each field that a dataclass does not have, wherever dataclasses stand in `kind`."""
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        known = [field.name for field in dataclasses.fields(kind)]
+        for name, item in value.items():
+            if name in known:
+                yield from _unknown_fields(item, hints[name])
+            else:
+                yield f"{getattr(kind, '__name__', kind)} has no field {name!r}, but {', '.join(known)}"
+        return
+    for argument in get_args(kind):
+        if dataclasses.is_dataclass(argument) and type(None) in get_args(kind):
+            yield from _unknown_fields(value, argument) if value is not None else ()
+            continue
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        for item in items:
+            yield from _unknown_fields(item, argument)

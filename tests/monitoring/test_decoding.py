@@ -1,0 +1,78 @@
+"""JSON into typed objects: what is wrong is named by field, value and remedy."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from zerostd.errors import CheckpointError, PrepareError
+from zerostd.monitoring.decoding import convert, decode
+from zerostd.policy import Tier
+
+
+@dataclass(frozen=True)
+class Inner:
+    size: int
+    rate: float = 1.0
+
+
+@dataclass(frozen=True)
+class Outer:
+    name: str
+    inner: Inner | None = None
+    list_of: tuple[Inner, ...] = ()
+    by_tier: Mapping[Tier, float] | None = None
+    by_number: Mapping[int, Inner] | None = None
+
+
+def read(data: Any) -> Outer:
+    return decode(json.dumps(data), Outer, what="a.json", error=PrepareError, remedy="write it again")
+
+
+def test_dataclasses_enums_and_numbers_as_keys_are_read() -> None:
+    data = {"name": "a", "list_of": [{"size": 1}], "by_tier": {"host": 2}, "by_number": {"7": {"size": 3, "rate": 4}}}
+    assert read(data) == Outer("a", None, (Inner(1),), {Tier.HOST: 2.0}, {7: Inner(3, 4.0)})
+
+
+def test_numbers_that_json_writes_but_does_not_define_are_read() -> None:
+    assert math.isnan(decode("[NaN]", list[float], what="a.json", error=PrepareError)[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"name": 7}, "name is 7, and must be a text"),
+        ({"inner": {"size": 1.5}}, "inner.size is 1.5, and must be a whole number"),
+        ({"inner": 5}, "inner is 5, and must be an object or null"),
+        ({"list_of": [{"size": 1}, {"size": "x"}]}, "list_of.1.size is 'x', and must be a whole number"),
+        ({"list_of": "x"}, "list_of is 'x', and must be a list"),
+        ({"by_number": {"7": {"size": 3}, "8": {"size": None}}}, "by_number.8.size is None"),
+        ({"by_number": {"x": {"size": 3}}}, "by_number is {'x': {'size': 3}}, and every key must be a whole number"),
+        ({"by_tier": {"attic": 1}}, "by_tier: Invalid enum value 'attic'"),
+        ({"inner": {}}, "inner: Object missing required field `size`"),
+    ],
+)
+def test_a_field_of_another_type_is_named_with_its_value(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(PrepareError) as caught:
+        read({"name": "a", **changes})
+    assert str(caught.value).startswith(f"a.json: {said}") and str(caught.value).endswith("; write it again")
+
+
+def test_text_that_is_not_json_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"^a\.json is not JSON \(Expecting"):
+        decode("{", Outer, what="a.json", error=CheckpointError)
+
+
+@pytest.mark.parametrize("place", [{}, {"inner": {"size": 1}}, {"list_of": [{"size": 1}]}], ids=str)
+def test_unknown_fields_are_ignored_or_refused_by_name(place: dict[str, Any]) -> None:
+    data: Any = {"name": "a", **place}
+    target = data.get("inner") or data.get("list_of", [data])[0]
+    target["speed"] = 2
+    assert convert(data, Outer, what="a.json", error=PrepareError).name == "a"
+    with pytest.raises(PrepareError, match=r"(Inner|Outer) has no field 'speed', but (size|name), "):
+        convert(data, Outer, what="a.json", error=PrepareError, refuse_unknown=True)
