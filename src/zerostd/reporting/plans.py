@@ -11,30 +11,22 @@ from statistics import median
 from typing import Any
 
 from zerostd.errors import ZerostdError
-from zerostd.monitoring.decoding import convert
 from zerostd.planning.plan import Plan
 from zerostd.policy import Kind, Tier
 from zerostd.reporting.memory import allocator_peak, peaks, total
 from zerostd.reporting.reading import Run
-from zerostd.reporting.records import Amount, Bytes, MemoryLine, PlanLine, tidy_text
+from zerostd.reporting.records import Bytes, MemoryLine, PlanLine, tidy_text
 from zerostd.reporting.speeds import Steps, step_seconds
 from zerostd.reporting.thinning import finite
 
 __all__ = ["plans"]
 
 GIB = 2**30
+LARGEST = 1e19  # seconds and bytes
 LAST_STEP = 2**63
 MOST_PLANS = 20
 MOST_SENTENCES = 60
 WITHOUT = "without activations"  # a part of the device's bytes
-PREDICTED: dict[str, Any] = {
-    "step_s": Amount | None,
-    "compute_s": Amount | None,
-    "clipped_s": Amount | None,
-    "busy": dict[str, Amount] | None,
-    "prices": dict[str, Amount] | None,
-    "bytes": Bytes | None,
-}
 BUSY = {"device": "compute"}  # a run's word for a resource: the plan's
 
 
@@ -67,19 +59,18 @@ def _written(run: Run) -> Iterator[tuple[str, Any, str, int]]:
 
 
 def _checked(data: Any, source: str) -> Plan:
-    """Return a plan whose numbers are numbers and that can be put into words."""
+    """Return a plan whose numbers can be shown and that can be put into words."""
     what = f"{source} cannot be read"
-    fields = convert(data, dict[str, Any], what=what, error=ZerostdError)
-    convert(fields.get("notes", []), list[str], what=what, error=ZerostdError)
-    predicted = convert(fields.get("predicted", {}), dict[str, Any], what=what, error=ZerostdError)
-    for name, kind in PREDICTED.items():
-        convert(predicted.get(name), kind, what=f"{what}, {name}", error=ZerostdError)
     try:
-        plan = Plan.from_json(json.dumps(data), source)
+        plan = Plan.from_json(json.dumps(data), what)
+        predicted = plan.predicted
+        numbers = [predicted.step_s, predicted.compute_s, predicted.clipped_s]
+        numbers += [*predicted.busy.values(), *predicted.prices.values()]
+        numbers += [size for kinds in predicted.bytes.values() for size in kinds.values()]
+        if not all(number is None or 0 <= number <= LARGEST for number in numbers):  # nan is not
+            raise ZerostdError(f"{what}: a number of its prediction is negative or too large")
         plan.explain()
-    except ZerostdError:
-        raise
-    except (ValueError, TypeError, ArithmeticError, AttributeError, LookupError, RecursionError) as error:
+    except (ArithmeticError, RecursionError) as error:
         raise ZerostdError(f"{what}: {error}") from error
     return plan
 
