@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define ZS_ABI_VERSION 3
+#define ZS_ABI_VERSION 4
 
 #if defined(__GNUC__)
 #define ZS_EXPORT __attribute__((visibility("default")))
@@ -92,21 +92,6 @@ ZS_EXPORT int32_t zs_update(const struct zs_step* step);
 // The most that zs_update may use from now on: 0 what every processor has, 1 AVX2 and FMA, 2 AVX-512. For tests.
 // Returns what it does use: no more than this processor has.
 ZS_EXPORT int32_t zs_limit_instructions(int32_t most);
-
-// The sum of the squares, in double. 16 running sums a block of 4096 elements, added up in order, then the blocks in
-// order: the same bits with any num_threads. Squares of fp32 numbers are exact in double and cannot overflow there, so
-// the sum is finite exactly when all elements are.
-ZS_EXPORT int32_t zs_square_norm(const void* data, int32_t dtype, int64_t count, int32_t num_threads, double* sum);
-
-// target[i] = source[i], rounded to nearest even. The two must be apart.
-ZS_EXPORT int32_t zs_cast(const void* source, int32_t source_dtype, void* target, int32_t target_dtype, int64_t count,
-                          int32_t num_threads);
-
-// memcpy on several threads.
-ZS_EXPORT int32_t zs_copy(const void* source, void* target, int64_t num_bytes, int32_t num_threads);
-
-// Writes a zero to the first byte, and to the first byte of every further 4096-byte page of the range.
-ZS_EXPORT int32_t zs_touch(void* data, int64_t num_bytes, int32_t num_threads);
 
 // zlib's crc32 of num_bytes at data, going on from that of what comes before them (0 of nothing). is_plain != 0: without
 // the processor's own instructions for it, for tests.

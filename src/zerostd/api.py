@@ -7,6 +7,7 @@ the rest  asks the Runtime that prepare left on the model
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,20 +25,19 @@ from zerostd.checkpointing.storage import latest as newest
 from zerostd.checkpointing.storage.ordinary import is_ordinary
 from zerostd.communication import World
 from zerostd.engine.runtime import Runtime, owner_of, runtime_of
+from zerostd.engine.settings import Settings
 from zerostd.errors import CheckpointError, MisuseError, PrepareError
 from zerostd.measuring.model import profile_model
 from zerostd.monitoring import Memory
 from zerostd.optimizers.late_optimizer import LateOptimizer
 from zerostd.optimizers.optimizer import ZeroOptimizer
-from zerostd.optimizers.states import put_states
-from zerostd.optimizers.update import Updater
 from zerostd.parameters import GroupState
 from zerostd.parameters.blueprints import find_blueprints
-from zerostd.parameters.checking import MARK, check_model, describe_optimizer, optimizer_options
+from zerostd.parameters.checking import MARK, check_model, optimizer_options
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
-from zerostd.preparing.building import begin_early, build, device_of, make_routes
-from zerostd.preparing.options import check_budget, make_settings
+from zerostd.preparing.building import attach_optimizer, build, device_of
+from zerostd.preparing.options import check_budget, check_settings
 from zerostd.preparing.proposing import plan_for
 from zerostd.replanning.adapting import adapt
 
@@ -95,25 +95,30 @@ def prepare(
     Raises:
         PrepareError: Nothing was changed; the message says what to do.
     """
-    settings = make_settings(
-        model,
-        optimizer,
-        stage=stage,
+    settings = Settings(
+        stage=None if stage is None else Stage.parse(stage),
         placement=placement,
-        precision=precision,
+        precision=Precision.parse(precision),
         accumulate=accumulate,
         max_grad_norm=max_grad_norm,
-        budget=budget,
+        budget=budget or Budget(),
         globs=groups,
-        plan=plan,
+        plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
     )
+    settings = check_settings(settings, model, optimizer)
     check_budget(settings.budget)
-    runtime = build(model, optimizer, settings, describe_optimizer(optimizer))
+    runtime = build(model, optimizer, settings)
     object.__setattr__(model, MARK, runtime)
     if optimizer is None:
-        runtime.late_optimizer = LateOptimizer(lambda found: _make_optimizer(runtime, found), runtime.gradients)
+        runtime.late_optimizer = LateOptimizer(functools.partial(_attach, runtime), runtime.gradients)
         return model, None
-    return model, _make_optimizer(runtime, optimizer)
+    return model, _attach(runtime, optimizer)
+
+
+def _attach(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
+    optimizer = attach_optimizer(runtime, inner)
+    adapt(runtime)
+    return optimizer
 
 
 def plan(
@@ -149,26 +154,26 @@ def plan(
     Raises:
         PrepareError: Nothing fits; the message says how many bytes are missing where.
     """
-    settings = make_settings(
-        model,
-        optimizer,
-        stage=stage,
-        precision=precision,
+    settings = Settings(
+        stage=None if stage is None else Stage.parse(stage),
+        precision=Precision.parse(precision),
         accumulate=accumulate,
         max_grad_norm=max_grad_norm,
-        budget=budget,
+        budget=budget or Budget(),
         globs=groups,
     )
+    settings = check_settings(settings, model, optimizer)
     if machine is None:
         check_budget(settings.budget)
     device = device_of(model) if machine is None else torch.device("cpu" if machine.link is None else "cuda")
-    found = find_blueprints(model, optimizer_options(model, optimizer), settings.precision, groups)
+    blueprints = find_blueprints(model, optimizer_options(model, optimizer), settings.precision, groups)
     world = World.pretend(device, world_size, machine.ranks_per_node if machine is not None else None)
     profile = None
     if batch is not None:
-        told: dict[str, Any] = {"precision": settings.precision, "groups": groups, "batch": batch}
-        profile = profile_model(model, optimizer, **told, probe=machine is None)
-    return plan_for(found, settings, world, profile, machine, has_optimizer=optimizer is not None)
+        profile = profile_model(
+            model, optimizer, precision=settings.precision, groups=groups, batch=batch, probe=machine is None
+        )
+    return plan_for(blueprints, settings, world, profile, machine, has_optimizer=optimizer is not None)
 
 
 def apply_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
@@ -181,28 +186,6 @@ def apply_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
         model = model.to(device)
     prepared, _ = prepare(model)
     return prepared
-
-
-def _make_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
-    settings = runtime.settings
-    earlier: dict[Any, dict[str, Any]] = {parameter: dict(states) for parameter, states in inner.state.items()}
-    inner.state.clear()
-    routes = make_routes(runtime, inner)
-    updater = Updater(inner, runtime.groups, runtime.world.device, runtime.ledger, routes, settings.states)
-    if earlier:
-        put_states(updater, earlier)
-    optimizer = ZeroOptimizer(
-        updater,
-        runtime.gradients,
-        runtime,
-        runtime.world,
-        max_grad_norm=settings.max_grad_norm,
-        loss_scale=runtime.loss_scale,
-    )
-    runtime.optimizer = optimizer
-    begin_early(runtime, optimizer)
-    adapt(runtime)
-    return optimizer
 
 
 @contextlib.contextmanager
@@ -229,7 +212,7 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             for group in groups:
                 for flat in group.flats:
                     runtime.wires.broadcast([flat.full])
-                    flat.take_edits()
+                    flat.commit_edits()
         for group in released:
             runtime.gatherer.release(group)
 

@@ -22,11 +22,12 @@ import zerostd
 from planning.machines import LAPTOP
 from support.agreement import agree
 from support.compare import assert_bitwise
-from zerostd import Budget, Plan, adapting
+from zerostd import Budget, Plan
 from zerostd.planning import Prediction
 from zerostd.planning.refitting import ObservedStep
 from zerostd.policy import Homes, Kind, Route, Tier
-from zerostd.replanning.adapting import EVERY, NUM_FIRST, NUM_WATCHED, Adapter, Revision, _Found
+from zerostd.replanning import adapting
+from zerostd.replanning.adapting import EVERY, NUM_FIRST, NUM_WATCHED, Adapter, RankReport, Revision
 
 WIDTH, DEPTH = 128, 24
 MIB = 2**20
@@ -131,7 +132,7 @@ def test_a_search_for_speed_does_not_put_off_the_look_at_memory(
     memory, adapter = Memory(monkeypatch, model, 64 * MIB), adapter_of(model)
     train(model, optimizer, 2 * EVERY - 1)
     for _ in range(6):
-        adapter._revise("steps take longer", adapter._collect(_Found(adapter._room(), seen=adapter._seen)))
+        adapter._revise("steps take longer", adapter._collect(RankReport(adapter._room(), seen=adapter._seen)))
     assert adapter.revisions == [] and adapter._next["speed"] > 9 * EVERY
     memory.total = sum(zerostd.memory(model).now["host"].values())
     train(model, optimizer, EVERY + 2)

@@ -106,15 +106,6 @@ def test_anchors_are_those_of_headings_outside_code() -> None:
     assert LINKS["anchors"]("# A `b`: c\n\n## D-e, f (g)\n```sh\n# no\n```\n") == {"a-b-c", "d-e-f-g"}
 
 
-def test_readme_has_a_line_for_every_source_file() -> None:
-    tree = re.search(r"## The tree\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert tree is not None
-    sources = (ROOT / "src").rglob("*.*")
-    names = {p.name for p in sources if p.suffix in (".py", ".cpp", ".h") and p.name != "__init__.py"}
-    missing = {name for name in names if name not in tree.group(1)}
-    assert not missing
-
-
 MEASURED = ["README.md", "docs/how-to/slow.md", "docs/how-to/from-deepspeed.md", "docs/how-to/from-fsdp2.md"]
 
 

@@ -10,10 +10,10 @@ import time
 import pytest
 import torch
 
+from support.memory import pss
 from zerostd.measuring import TrialSizes, check_is_here, load_or_measure, measure_machine
 from zerostd.measuring.machine import thread_counts
 from zerostd.planning.machine import MachineProfile
-from zerostd.tiers.host import pss
 
 pytestmark = pytest.mark.gpu
 

@@ -18,12 +18,11 @@ from torch.nn import functional as F
 
 import zerostd
 from support.compare import assert_bitwise, assert_close_states, worst_error
+from support.memory import pss
 from zerostd import Budget, Placement
 from zerostd.optimizers import from_disk, on_cpu, routes
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.debug import DEBUG
-from zerostd.tiers.host import pss
-from zerostd.tiers.streams import has_arrived
 
 pytestmark = pytest.mark.gpu
 
@@ -289,7 +288,7 @@ def test_groups_are_updated_while_the_device_is_still_in_backward(name):
         updates = [update for group in blocks for update in group.updates]
         if model.cycles:
             deadline = time.monotonic() + 0.4
-            while not all(update.is_done() and has_arrived(update.mark) for update in updates):
+            while not all(update.is_done() and update.event.has_arrived() for update in updates):
                 assert time.monotonic() < deadline, "updates of blocks wait for the end of backward"
                 time.sleep(1e-3)
             assert len(updates) >= len(blocks) == 4 and not end.query()

@@ -37,8 +37,8 @@ def reductions(rank: int) -> None:
             (everyone.prod(0), {"op": hvd.Product}),
             (total * 6, {"op": hvd.Sum, "prescale_factor": 2.0, "postscale_factor": 3.0}),
         ):
-            found = hvd.allreduce(mine, name="x", **options)
-            torch.testing.assert_close(found, expected)
+            reduced = hvd.allreduce(mine, name="x", **options)
+            torch.testing.assert_close(reduced, expected)
             torch.testing.assert_close(mine, value(rank, 3, 2, dtype=dtype))
             held = mine.clone().t()  # not contiguous
             assert hvd.allreduce_(held, **options) is held
@@ -90,13 +90,13 @@ def exchanges(rank: int) -> None:
             (100 * n + torch.arange(2 * size * 3).reshape(2 * size, 3))[2 * rank : 2 * rank + 2] for n in range(size)
         ]
         torch.testing.assert_close(hvd.alltoall(mine), torch.cat(rows).to(dtype))
-    splits = [(rank + other) % 3 for other in range(size)]
+    splits = [(rank + peer) % 3 for peer in range(size)]
     sent = torch.arange(sum(splits)) + 10 * rank
     received, counts = hvd.alltoall(sent, splits=torch.tensor(splits))
     assert counts.tolist() == [(number + rank) % 3 for number in range(size)]
     expected = []
     for number in range(size):
-        theirs = [(number + other) % 3 for other in range(size)]
+        theirs = [(number + peer) % 3 for peer in range(size)]
         begin = sum(theirs[:rank])
         expected += [10 * number + i for i in range(begin, begin + theirs[rank])]
     assert received.tolist() == expected
@@ -145,22 +145,21 @@ def test_collectives_in_a_world_of_one(monkeypatch):
     assert every(0) == "done"
 
 
-HOROVOD = {  # parameters of Horovod 0.28, in their order
-    "allreduce": "tensor average name compression op prescale_factor postscale_factor process_set",
-    "allreduce_": "tensor average name op prescale_factor postscale_factor process_set",
-    "allgather": "tensor name process_set",
-    "broadcast": "tensor root_rank name process_set",
-    "broadcast_": "tensor root_rank name process_set",
-    "reducescatter": "tensor name compression op process_set prescale_factor postscale_factor",
-    "alltoall": "tensor splits name process_set",
+HOROVOD = {  # parameters of Horovod 0.28 but process sets, in their order
+    "allreduce": "tensor average name compression op prescale_factor postscale_factor",
+    "allreduce_": "tensor average name op prescale_factor postscale_factor",
+    "allgather": "tensor name",
+    "broadcast": "tensor root_rank name",
+    "broadcast_": "tensor root_rank name",
+    "reducescatter": "tensor name compression op prescale_factor postscale_factor",
+    "alltoall": "tensor splits name",
     "join": "device",
-    "barrier": "process_set",
     "broadcast_parameters": "params root_rank",
     "broadcast_optimizer_state": "optimizer root_rank model",
-    "broadcast_object": "obj root_rank name process_set",
+    "broadcast_object": "obj root_rank name",
     "allgather_object": "obj name",
     "DistributedOptimizer": "optimizer named_parameters compression backward_passes_per_step op "
-    "gradient_predivide_factor num_groups groups sparse_as_dense process_set",
+    "gradient_predivide_factor num_groups groups sparse_as_dense",
 }
 
 
@@ -171,22 +170,41 @@ def test_arguments_are_in_horovods_order(name):
     assert ours == HOROVOD[name].split()
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("Adasum", "hvd.Average or hvd.Sum"),
+        ("global_process_set", "leave process_set out"),
+        ("add_process_set", "leave process_set out"),
+        ("ProcessSet", "leave process_set out"),
+        ("allreduce_async_", "without _async"),
+        ("grouped_allreduce", "one tensor at a time"),
+        ("elastic", "examples/elastic.py"),
+        ("nccl_built", "torch.distributed.is_nccl_available"),
+        ("SyncBatchNorm", "torch.nn.SyncBatchNorm"),
+        ("nonsense", "has no attribute 'nonsense'"),
+    ],
+)
+def test_names_that_do_not_exist_are_refused_with_the_remedy(name, remedy):
+    with pytest.raises(AttributeError, match=remedy):
+        getattr(hvd, name)
+
+
 def make(**options: Any) -> Any:
     model = nn.Linear(4, 4)
     return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "told"),
+    ("options", "error", "message"),
     [
-        ({"op": hvd.Adasum}, NotSupportedError, "hvd.Average or hvd.Sum"),
+        ({"op": hvd.Max}, NotSupportedError, "hvd.Average or hvd.Sum"),
         ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, PrepareError, "1 unless op is Average"),
         ({"gradient_predivide_factor": 0.0}, PrepareError, "must be positive"),
         ({"backward_passes_per_step": 0}, PrepareError, "1 or more"),
         ({"compression": "fp16"}, NotSupportedError, "Compression.fp16"),
         ({"groups": 3}, NotSupportedError, "leave groups out"),
         ({"num_groups": 3}, NotSupportedError, "leave groups out"),
-        ({"process_set": "mine"}, NotSupportedError, "global_process_set"),
         ({"stage": 3}, NotSupportedError, "zerostd.prepare"),
         ({"stage": 7}, PrepareError, "stage=7"),
         ({"named_parameters": [("a", 1), 2]}, PrepareError, "pairs"),
@@ -194,8 +212,8 @@ def make(**options: Any) -> Any:
         ({"named_parameters": [("a.b", None), ("a/b", None)]}, PrepareError, "more than once"),
     ],
 )
-def test_options_that_cannot_be_honoured_are_refused(options, error, told):
-    with session(), pytest.raises(error, match=told):
+def test_options_that_cannot_be_honoured_are_refused(options, error, message):
+    with session(), pytest.raises(error, match=message):
         make(**options)
 
 
@@ -222,29 +240,30 @@ def test_calls_that_make_no_sense_are_refused(monkeypatch):
     with pytest.raises(MisuseError, match=r"before hvd.init\(\)"):
         hvd.rank()
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with monkeypatch.context() as other:
-        other.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    with monkeypatch.context() as patch:
+        patch.setenv("OMPI_COMM_WORLD_SIZE", "4")
         with pytest.raises(NotSupportedError, match="torchrun"):
             hvd.init()
     with pytest.raises(NotSupportedError, match="comm"):
         hvd.init([0, 1])
     with session():
-        one = torch.ones(3)
+        ones = torch.ones(3)
         refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-            (MisuseError, "root_rank=5", lambda: hvd.broadcast(one, 5)),
-            (MisuseError, "leave average out", lambda: hvd.allreduce(one, average=True, op=hvd.Sum)),
-            (NotSupportedError, "Adasum", lambda: hvd.allreduce(one, op=hvd.Adasum)),
-            (NotSupportedError, "requires grad", lambda: hvd.allreduce(one.clone().requires_grad_(), op=hvd.Max)),
+            (MisuseError, "root_rank=5", lambda: hvd.broadcast(ones, 5)),
+            (MisuseError, "leave average out", lambda: hvd.allreduce(ones, average=True, op=hvd.Sum)),
+            (NotSupportedError, "hvd.Average", lambda: hvd.allreduce(ones, op="sum")),
+            (NotSupportedError, "requires grad", lambda: hvd.allreduce(ones.clone().requires_grad_(), op=hvd.Max)),
             (MisuseError, "unsqueeze", lambda: hvd.allgather(torch.tensor(1.0))),
-            (MisuseError, "sum to 3", lambda: hvd.alltoall(one, splits=[2])),
+            (MisuseError, "sum to 3", lambda: hvd.alltoall(ones, splits=[2])),
             (MisuseError, "broadcast_object", lambda: hvd.broadcast_parameters({"extra": "text"}, 0)),
             (NotSupportedError, "float32", lambda: _half()),
             (MisuseError, "laid out", lambda: make().add_param_group({"params": []})),
         ]
-        for error, told, call in refused:
-            with pytest.raises(error, match=told):
+        for error, message, call in refused:
+            with pytest.raises(error, match=message):
                 call()
-        first, second = make(), make()
+        first = make()
+        second = make()
         with pytest.raises(NotSupportedError, match="2 distributed optimizers"):
             hvd.join()
         del first, second

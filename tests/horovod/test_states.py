@@ -35,18 +35,19 @@ def gathered(rank: int, rules: str, stage: int) -> float:
         model = make_model(0)
         optimizer = hvd.DistributedOptimizer(RULES[rules](model.parameters()), model.named_parameters(), stage=stage)
         train(model, optimizer, range(3))
-        found = optimizer.state_dict()
+        state = optimizer.state_dict()
         _, plain = by_hand(RULES[rules], [3, 3], steps=3)
         expected = plain.state_dict()
-        assert found["param_groups"] == expected["param_groups"] and found["state"].keys() == expected["state"].keys()
+        assert state["param_groups"] == expected["param_groups"] and state["state"].keys() == expected["state"].keys()
         errors = [
-            float((found["state"][number][key] - value).norm() / value.norm().clamp_min(1e-12))
+            float((state["state"][number][key] - value).norm() / value.norm().clamp_min(1e-12))
             for number, states in expected["state"].items()
             for key, value in states.items()
         ]
-        plain.load_state_dict(found)  # torch's own format
-        again = copy.deepcopy(found)
-        rate, again["param_groups"][0]["lr"] = again["param_groups"][0]["lr"], 99.0
+        plain.load_state_dict(state)  # torch's own format
+        again = copy.deepcopy(state)
+        rate = again["param_groups"][0]["lr"]
+        again["param_groups"][0]["lr"] = 99.0
         optimizer.load_state_dict(again)  # and back, on all ranks
         assert optimizer.param_groups[0]["lr"] == 99.0
         optimizer.param_groups[0]["lr"] = rate  # what is set afterwards counts
@@ -118,25 +119,25 @@ def loaded_on_one(rank: int) -> list[str]:
         optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), named_parameters=model.named_parameters())
         _, states = saved_by("sgd", 1)
         states["param_groups"][0]["lr"] = optimizer.param_groups[0]["lr"]
-        told = []
+        messages = []
         if rank == 1:
             optimizer.load_state_dict(states)
         loss_of(model, 0, rank).backward()
         with pytest.raises(MisuseError) as error:
             optimizer.step()
-        told.append(str(error.value))
+        messages.append(str(error.value))
         with pytest.raises(MisuseError) as error:
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        told.append(str(error.value))
+        messages.append(str(error.value))
         hvd.broadcast_optimizer_state(optimizer, root_rank=1)
         optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank)
         with pytest.raises(MisuseError) as error:
             optimizer.step()
-        told.append(str(error.value))
+        messages.append(str(error.value))
         hvd.broadcast_optimizer_state(optimizer, root_rank=1)
         optimizer.step()
         assert optimizer.param_groups[0]["lr"] == 0.2
-        return told
+        return messages
 
 
 def test_what_ranks_have_apart_is_told_and_can_be_mended(ranks):
@@ -161,19 +162,20 @@ def saved_on_one(rank: int) -> str:
 
 def test_state_dict_on_rank_0_alone_is_told_at_once(ranks):
     """By the rank that is alone; the others are told when it does not come, or are ended with it by their launcher."""
-    alone, other = ranks(2, saved_on_one, timeout=60)
+    alone, waiting = ranks(2, saved_on_one, timeout=60)
     assert "rank 0 is at optimizer.state_dict() and rank 1 at a backward pass" in alone
     assert "if hvd.rank() == 0:" in alone
-    assert "rank 1 gave up waiting" in other and "rank 0 has begun 1 backward passes, this rank 2" in other
+    assert "rank 1 gave up waiting" in waiting and "rank 0 has begun 1 backward passes, this rank 2" in waiting
 
 
 def test_states_of_another_model_are_refused():
     with session():
-        model, other = make_model(0), torch.nn.Linear(3, 3)
+        model = make_model(0)
+        another = torch.nn.Linear(3, 3)
         optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), named_parameters=model.named_parameters())
         rate = optimizer.param_groups[0]["lr"]
         with pytest.raises(MisuseError, match=r"\[2\] parameters, and this optimizer has"):
-            optimizer.load_state_dict(torch.optim.SGD(other.parameters(), lr=9.0).state_dict())
+            optimizer.load_state_dict(torch.optim.SGD(another.parameters(), lr=9.0).state_dict())
         assert optimizer.param_groups[0]["lr"] == rate
 
 
@@ -185,7 +187,7 @@ def test_states_come_along_in_a_world_of_one():
         plain = adamw(model.parameters())
         plain.load_state_dict(states)
         optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())
-        found = optimizer.state_dict()
-        assert found.keys() == {"state", "param_groups"}
+        state = optimizer.state_dict()
+        assert state.keys() == {"state", "param_groups"}
         for number, expected in states["state"].items():
-            assert all(torch.equal(found["state"][number][key], value) for key, value in expected.items())
+            assert all(torch.equal(state["state"][number][key], value) for key, value in expected.items())

@@ -68,7 +68,8 @@ def other_root(rank: int) -> tuple[float, bool, float]:
         model[1].running_mean += rank
         optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
         hvd.broadcast_parameters(model.state_dict(), root_rank=1)
-        start, buffer = distance(model, make_model(seed=1)), bool((model[1].running_mean == 1).all())
+        start = distance(model, make_model(seed=1))
+        buffer = bool((model[1].running_mean == 1).all())
         for step in range(3):
             loss_of(model, step, rank).backward()
             optimizer.step()
@@ -93,14 +94,14 @@ def several_passes(rank: int) -> tuple[float, str]:
         error = distance(model, by_hand(adamw, [5, 5], passes=2, steps=5)[0])
         for number in range(2):
             loss_of(model, number, rank).backward()
-        with pytest.raises(MisuseError, match="backward_passes_per_step=2") as told:
+        with pytest.raises(MisuseError, match="backward_passes_per_step=2") as raised:
             loss_of(model, 2, rank).backward()
-        return error, str(told.value)
+        return error, str(raised.value)
 
 
 def test_passes_of_a_step_are_summed_and_not_divided(ranks):
-    for error, told in ranks(2, several_passes):
-        assert error < LIMIT and "pass 3" in told
+    for error, message in ranks(2, several_passes):
+        assert error < LIMIT and "pass 3" in message
 
 
 def combined(rank: int, **options: object) -> tuple[float, float, dict[str, int], str]:
@@ -143,7 +144,8 @@ def test_predivided_average_is_the_average(ranks):
 
 
 def test_compressed_gradients_cross_the_wire_in_half_the_bytes(ranks):
-    plain, short = ranks(2, run_stage_1), ranks(2, run_compressed)
+    plain = ranks(2, run_stage_1)
+    short = ranks(2, run_compressed)
     for (exact, _, _, _), (rounded, far, sent, form) in zip(plain, short, strict=True):
         assert exact < LIMIT < rounded < 1e-2 < far
         assert "float16" in form
@@ -229,14 +231,14 @@ def uneven_synchronized(rank: int) -> str:
         optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), named_parameters=model.named_parameters())
         if rank == 0:
             loss_of(model, 0, rank).backward()
-            with pytest.raises(NotSupportedError, match=r"optimizer.clip_grad_norm_") as told:
+            with pytest.raises(NotSupportedError, match=r"optimizer.clip_grad_norm_") as raised:
                 optimizer.synchronize()
             optimizer.step()
             with pytest.raises(NotSupportedError, match=r"hvd.allreduce\(\) while 1 rank"):
                 hvd.allreduce(torch.ones(1))
         hvd.join()
         assert hvd.allreduce(torch.ones(1)).item() == 1
-        return str(told.value) if rank == 0 else ""
+        return str(raised.value) if rank == 0 else ""
 
 
 def test_what_joined_ranks_cannot_follow_is_refused(ranks):
@@ -306,7 +308,8 @@ def wide(rank: int) -> tuple[float, int, bool]:
     """Ranks that use other parameters than their peers, in several groups, with data for 2, 4 and 3 steps."""
     counts = [2, 4, 3]
     with session():
-        model, reference = wide_model(), wide_model()
+        model = wide_model()
+        reference = wide_model()
         start = reference["never"].weight.detach().clone()
         optimizer = hvd.DistributedOptimizer(adamw(model.parameters()), named_parameters=model.named_parameters())
         for step in range(counts[rank]):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 
-from house.sources import SOURCES, Source, each_source
+from house.sources import SOURCES, Function, Source, hold, hold_everywhere
 
 GROUND = {"errors", "policy", "compat"}  # words, exceptions and torch's private names: open to every room but kernels
 PUBLIC = "public names"  # what `zerostd/__init__.py` exports
@@ -46,10 +46,27 @@ ROOMS: dict[str, set[str]] = {
 SAYS_DIST = {"communication", "horovod"}  # the only rooms that may import torch.distributed: ours, and another's names
 STDLIB = sys.stdlib_module_names
 
+# Files that do something when they are imported, with the reason; an entry that is not needed any more fails.
+WORKS_AT_IMPORT: dict[str, str] = {
+    "__main__.py": "python -m zerostd",
+    "cli/main.py": "typer's way to name the commands",
+    "integrations/fabric.py": "Fabric finds strategies by name in its registry",
+    "integrations/lightning.py": "Lightning finds strategies by name in its registry",
+    "integrations/keras.py": "refuses at once where Keras does not run on torch",
+}
+
 
 def test_every_room_is_in_the_table() -> None:
-    missing = {source.room: source.at(1) for source in SOURCES if source.room not in ROOMS}
-    assert not missing, f"give these rooms a row in ROOMS: {missing}"
+    hold(f"{source.at(1)}: give {source.room} a row in ROOMS" for source in SOURCES if source.room not in ROOMS)
+
+
+def test_every_row_of_the_table_is_a_room() -> None:
+    """A row opens rooms and files that are there."""
+    names = {source.room for source in SOURCES} | {
+        source.name.removesuffix(".py").replace("/", ".") for source in SOURCES
+    }
+    hold(f"{room} is not there any more" for room in ROOMS if room not in names)
+    hold(f"{room} opens {name}, which is not there" for room, row in ROOMS.items() for name in row - names - {PUBLIC})
 
 
 def test_table_has_no_cycle() -> None:
@@ -61,52 +78,63 @@ def test_table_has_no_cycle() -> None:
         above.add(room)
 
 
-@each_source
-def test_room_imports_what_its_row_allows(source: Source) -> None:
-    allowed = ROOMS.get(source.room, set()) | {source.room}
-    wrong = [
-        f"{source.at(line)}: {source.room} may not import {name or PUBLIC}"
-        for line, name in _own_imports(source)
-        if not _is_open(name, allowed)
-    ]
-    assert not wrong, "\n".join(wrong)
+def test_rooms_import_what_their_rows_allow() -> None:
+    def closed(source: Source) -> Iterator[str]:
+        allowed = ROOMS.get(source.room, set()) | {source.room}
+        for line, name in _own_imports(source):
+            if not _is_open(name, allowed):
+                yield f"{source.at(line)}: {source.room} may not import {name or PUBLIC}"
+
+    hold_everywhere(closed)
 
 
-@each_source
-def test_only_communication_says_torch_distributed(source: Source) -> None:
-    if source.room in SAYS_DIST:
-        return
-    wrong = [
-        f"{source.at(node.lineno)}: torch.distributed outside {', '.join(sorted(SAYS_DIST))}"
-        for node in _walk_at_run_time(source.tree)
-        if _says_distributed(node)
-    ]
-    assert not wrong, "\n".join(wrong)
+def test_only_communication_says_torch_distributed() -> None:
+    def says_it(source: Source) -> Iterator[str]:
+        for node in _walk_at_run_time(source.tree):
+            if source.room not in SAYS_DIST and _says_distributed(node):
+                yield f"{source.at(node.lineno)}: torch.distributed outside {', '.join(sorted(SAYS_DIST))}"
+
+    hold_everywhere(says_it)
 
 
-@each_source
-def test_kernels_know_only_torch(source: Source) -> None:
-    if source.room != "kernels":
-        return
+def test_kernels_know_only_torch() -> None:
     known = STDLIB | {"torch", "zerostd"}
-    wrong = [f"{source.at(line)}: {name}" for line, name in _imports(source) if name.split(".")[0] not in known]
-    assert not wrong, "\n".join(wrong)
+
+    def foreign(source: Source) -> Iterator[str]:
+        for line, name in _imports(source):
+            if source.room == "kernels" and name.split(".")[0] not in known:
+                yield f"{source.at(line)}: {name}"
+
+    hold_everywhere(foreign)
 
 
-@each_source
-def test_no_star_import_and_no_global(source: Source) -> None:
-    wrong = []
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Global):
-            wrong.append(f"{source.at(node.lineno)}: global {', '.join(node.names)}")
-        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
-            wrong.append(f"{source.at(node.lineno)}: import *")
-    assert not wrong, "\n".join(wrong)
+def test_no_star_import_and_no_global() -> None:
+    def wrong(source: Source) -> Iterator[str]:
+        for node in source.nodes:
+            if isinstance(node, ast.Global):
+                yield f"{source.at(node.lineno)}: global {', '.join(node.names)}"
+            if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+                yield f"{source.at(node.lineno)}: import *"
+
+    hold_everywhere(wrong)
+
+
+def test_no_work_at_import() -> None:
+    """Files define, and assign what they compute from literals and definitions; they start nothing."""
+
+    def works(source: Source) -> Iterator[str]:
+        for node in _work_at_import(source):
+            if source.name not in WORKS_AT_IMPORT:
+                yield f"{source.at(node.lineno)}: {ast.unparse(node).splitlines()[0]}"
+
+    hold_everywhere(works)
+    working = {source.name for source in SOURCES if any(_work_at_import(source))}
+    hold(f"{name} does nothing at import any more" for name in WORKS_AT_IMPORT.keys() - working)
 
 
 def _imports(source: Source) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every import, wherever it stands; `from a import b` is a.b."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -133,9 +161,9 @@ def _walk_at_run_time(tree: ast.AST) -> Iterator[ast.stmt | ast.expr]:
     """Every statement and expression but those under `if TYPE_CHECKING:`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            for other in node.orelse:
-                yield other
-                yield from _walk_at_run_time(other)
+            for statement in node.orelse:
+                yield statement
+                yield from _walk_at_run_time(statement)
             continue
         if isinstance(node, ast.stmt | ast.expr):
             yield node
@@ -153,3 +181,14 @@ def _says_distributed(node: ast.stmt | ast.expr) -> bool:
         case ast.Attribute(value=ast.Name(id="torch"), attr="distributed"):
             return True
     return False
+
+
+def _work_at_import(source: Source) -> Iterator[ast.stmt]:
+    """Statements of the module itself that are no import, definition, assignment, docstring or import for types."""
+    harmless = ast.Import | ast.ImportFrom | ast.ClassDef | Function | ast.Assign | ast.AnnAssign | ast.AugAssign
+    for node in source.tree.body:
+        match node:
+            case ast.Expr(value=ast.Constant()) | ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                continue
+            case _ if not isinstance(node, harmless):
+                yield node

@@ -14,7 +14,9 @@ import transformers
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 
-VOCABULARY, LENGTH, CLASSES = 48, 10, 3
+VOCABULARY = 48
+LENGTH = 10
+CLASSES = 3
 STEPS = 6
 EPS = 1e-2  # of Adam, of the gradients' size: a wrong scale of theirs shows, and the order of sums does not
 CLIP = 0.5  # bites: the norms of these models are about 1
@@ -92,7 +94,7 @@ def sentences(count: int = 24, seed: int = 2) -> list[Item]:
 
 def arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
     """Of a short run on the CPU that logs each step and says nothing else."""
-    told: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": STEPS,
         "per_device_train_batch_size": 2,
@@ -107,7 +109,7 @@ def arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    return transformers.TrainingArguments(**{**told, **options})
+    return transformers.TrainingArguments(**{**defaults, **options})
 
 
 def logged(trainer: transformers.Trainer, what: str) -> list[float]:
@@ -115,10 +117,10 @@ def logged(trainer: transformers.Trainer, what: str) -> list[float]:
     return [line[what] for line in trainer.state.log_history if what in line]
 
 
-def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+def farthest(state: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
     """The largest difference of two state_dicts."""
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+    assert state.keys() == reference.keys()
+    return max(float((state[name] - reference[name]).abs().max()) for name in state)
 
 
 def newest_checkpoint_gone(folder: Path, number: int) -> None:
@@ -134,10 +136,11 @@ def packaged() -> Path:
 def reviews(count: int = 12) -> list[Item]:
     """Made sentences for the real tokenizer, praising or not."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(packaged())
-    things, words = ("film", "book", "meal"), (("dull", "bad"), ("great", "lovely"))
-    made = [(f"the {things[n % 3]} was {words[n % 2][n % 4 // 2]}", n % 2) for n in range(count)]
-    encoded = tokenizer([text for text, _ in made], padding="max_length", max_length=10)
+    things = ("film", "book", "meal")
+    words = (("dull", "bad"), ("great", "lovely"))
+    labelled = [(f"the {things[n % 3]} was {words[n % 2][n % 4 // 2]}", n % 2) for n in range(count)]
+    encoded = tokenizer([text for text, _ in labelled], padding="max_length", max_length=10)
     return [
         {"input_ids": ids, "attention_mask": mask, "labels": label}
-        for ids, mask, (_, label) in zip(encoded["input_ids"], encoded["attention_mask"], made, strict=True)
+        for ids, mask, (_, label) in zip(encoded["input_ids"], encoded["attention_mask"], labelled, strict=True)
     ]

@@ -20,7 +20,8 @@ transformers = pytest.importorskip("transformers")
 small = pytest.importorskip("integrations.small")
 hf = pytest.importorskip("zerostd.integrations.accelerate")
 
-ACCUMULATE, BATCH = 2, 2
+ACCUMULATE = 2
+BATCH = 2
 ITEMS = 20  # five passes of two ranks: the last step of an epoch is one pass
 HOST = zerostd.Placement(optimizer_states="host")
 ZEROS: dict[str, dict[str, Any]] = {
@@ -60,8 +61,8 @@ def make(zero: Any = None, model: nn.Module | None = None, **options: Any) -> Pa
     """The same script, but for the class of its Accelerator. Without `zero`: accelerate's own."""
     torch.manual_seed(0)
     by_epoch = accelerate.DataLoaderConfiguration(use_seedable_sampler=True)
-    told = {"gradient_accumulation_steps": ACCUMULATE, "cpu": True, "dataloader_config": by_epoch, **options}
-    accelerator = accelerate.Accelerator(**told) if zero is None else hf.Accelerator(**told, zero=zero)
+    arguments = {"gradient_accumulation_steps": ACCUMULATE, "cpu": True, "dataloader_config": by_epoch, **options}
+    accelerator = accelerate.Accelerator(**arguments) if zero is None else hf.Accelerator(**arguments, zero=zero)
     model = small.gpt2() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=small.EPS)
     loader = DataLoader(small.texts(ITEMS), batch_size=BATCH, shuffle=True)
@@ -71,7 +72,7 @@ def make(zero: Any = None, model: nn.Module | None = None, **options: Any) -> Pa
 
 def run(parts: Parts, epochs: Sequence[int] = (0, 1), clip: float | None = small.CLIP) -> Outcome:
     """The loop, as accelerate's own documentation has it."""
-    found = Outcome([], [], [], {})
+    outcome = Outcome([], [], [], {})
     accelerator, model, optimizer, loader, scheduler = parts
     for epoch in epochs:
         loader.set_epoch(epoch)
@@ -80,13 +81,13 @@ def run(parts: Parts, epochs: Sequence[int] = (0, 1), clip: float | None = small
                 loss = model(**batch).loss
                 accelerator.backward(loss)
                 if accelerator.sync_gradients and clip is not None:
-                    found.norms.append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
+                    outcome.norms.append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            found.losses.append(float(accelerator.gather(loss.detach()).mean()))
-            found.rates.append(optimizer.param_groups[0]["lr"])
-    return found._replace(state=whole(parts))
+            outcome.losses.append(float(accelerator.gather(loss.detach()).mean()))
+            outcome.rates.append(optimizer.param_groups[0]["lr"])
+    return outcome._replace(state=whole(parts))
 
 
 def whole(parts: Parts) -> dict[str, Tensor]:
@@ -101,7 +102,8 @@ def whole(parts: Parts) -> dict[str, Tensor]:
 
 
 def test_one_rank_is_bitwise_plain_without_clipping() -> None:
-    plain, ours = run(make(), clip=None), run(make({"stage": 3}), clip=None)
+    plain = run(make(), clip=None)
+    ours = run(make({"stage": 3}), clip=None)
     assert ours.losses == plain.losses and ours.rates == plain.rates and len(set(plain.rates)) > 5
     assert small.farthest(ours.state, plain.state) == 0.0
     assert small.farthest(plain.state, small.gpt2().state_dict()) > 1e-2
@@ -109,7 +111,8 @@ def test_one_rank_is_bitwise_plain_without_clipping() -> None:
 
 @pytest.mark.parametrize("zero", ZEROS.values(), ids=ZEROS)
 def test_clipping_is_the_accelerators_own_call(zero: Any) -> None:
-    plain, ours = run(make()), run(make(zero))
+    plain = run(make())
+    ours = run(make(zero))
     assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
     assert ours.norms == pytest.approx(plain.norms, rel=1e-5) and min(plain.norms) > small.CLIP
     assert small.farthest(ours.state, plain.state) < 1e-6
@@ -149,7 +152,7 @@ def test_a_state_that_is_saved_goes_on(tmp_path: Path) -> None:
     resumed = run(again, [1])
     assert resumed.rates == expected.rates
     assert resumed.losses == expected.losses and small.farthest(resumed.state, expected.state) == 0.0
-    assert [one.name for one in (tmp_path / "state" / "zerostd").iterdir()] == ["2"]
+    assert [path.name for path in (tmp_path / "state" / "zerostd").iterdir()] == ["2"]
 
 
 def test_states_are_named_and_found_by_accelerate(tmp_path: Path) -> None:
@@ -164,7 +167,8 @@ def test_states_are_named_and_found_by_accelerate(tmp_path: Path) -> None:
         run(parts, [0])
         counter.num_batches_tracked.fill_(number)
         parts.accelerator.save_state()
-    kept, expected = sorted(one.name for one in (tmp_path / "checkpoints").iterdir()), whole(parts)
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    expected = whole(parts)
     assert kept == ["checkpoint_1", "checkpoint_2"]
     run(parts, [0])
     counter.num_batches_tracked.fill_(9)
@@ -174,13 +178,14 @@ def test_states_are_named_and_found_by_accelerate(tmp_path: Path) -> None:
 
 def test_a_saved_model_is_an_ordinary_one(tmp_path: Path) -> None:
     parts = make({"stage": 3})
-    accelerator, model = parts.accelerator, parts.model
+    accelerator = parts.accelerator
+    model = parts.model
     run(parts, [0])
     assert accelerator.unwrap_model(model) is model
     accelerator.save_model(model, tmp_path / "plain")
-    other = small.gpt2(seed=7)
-    accelerate.load_checkpoint_in_model(other, tmp_path / "plain")
-    assert small.farthest(other.state_dict(), whole(parts)) == 0.0
+    loaded = small.gpt2(seed=7)
+    accelerate.load_checkpoint_in_model(loaded, tmp_path / "plain")
+    assert small.farthest(loaded.state_dict(), whole(parts)) == 0.0
     model.save_pretrained(tmp_path / "hf", state_dict=accelerator.get_state_dict(model))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert small.farthest(loaded.state_dict(), whole(parts)) == 0.0
@@ -189,19 +194,24 @@ def test_a_saved_model_is_an_ordinary_one(tmp_path: Path) -> None:
 def test_two_models_and_a_frozen_one(tmp_path: Path) -> None:
     """Each model with its own optimizer, in any order; one without training is placed and left as it is."""
     accelerator = hf.Accelerator(cpu=True, zero={"stage": 3})
-    one, two, teacher = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2).requires_grad_(False)
-    of_two, of_one = torch.optim.SGD(two.parameters(), lr=0.1), torch.optim.SGD(one.parameters(), lr=0.1)
-    of_two, given, of_one, first, second = accelerator.prepare(of_two, teacher, of_one, one, two)
-    assert (first, second, given) == (one, two, teacher)
-    assert (accelerator.optimizer_of(one), accelerator.optimizer_of(two)) == (of_one, of_two)
+    first = nn.Linear(4, 4)
+    second = nn.Linear(4, 2)
+    teacher = nn.Linear(4, 2).requires_grad_(False)
+    of_second = torch.optim.SGD(second.parameters(), lr=0.1)
+    of_first = torch.optim.SGD(first.parameters(), lr=0.1)
+    of_second, given_teacher, of_first, given_first, given_second = accelerator.prepare(
+        of_second, teacher, of_first, first, second
+    )
+    assert (given_first, given_second, given_teacher) == (first, second, teacher)
+    assert (accelerator.optimizer_of(first), accelerator.optimizer_of(second)) == (of_first, of_second)
     accelerator.save_state(str(tmp_path / "state"))
-    before = zerostd.full_state_dict(two)
-    accelerator.backward(two(one(torch.ones(3, 4))).square().sum())
-    of_one.step()
-    of_two.step()
-    assert small.farthest(zerostd.full_state_dict(two), before) > 0
+    before = zerostd.full_state_dict(second)
+    accelerator.backward(second(first(torch.ones(3, 4))).square().sum())
+    of_first.step()
+    of_second.step()
+    assert small.farthest(zerostd.full_state_dict(second), before) > 0
     accelerator.load_state(str(tmp_path / "state"))
-    assert small.farthest(zerostd.full_state_dict(two), before) == 0.0
+    assert small.farthest(zerostd.full_state_dict(second), before) == 0.0
 
 
 def test_a_step_that_overflows_is_told_to_the_schedule() -> None:
@@ -228,14 +238,14 @@ def test_a_step_that_overflows_is_told_to_the_schedule() -> None:
 
 
 def test_what_would_be_done_twice_is_refused() -> None:
-    for options, error, said in (
+    for options, error, message in (
         ({"zero": {"stages": 3}}, zerostd.PrepareError, "'stages'"),
         ({"zero": {"precision": "bf16"}, "mixed_precision": "bf16"}, zerostd.PrepareError, "one of the two"),
         ({"zero": {"stage": 3}, "mixed_precision": "fp16"}, zerostd.NotSupportedError, "scales the loss by itself"),
         ({"kwargs_handlers": [accelerate.DistributedDataParallelKwargs()]}, zerostd.NotSupportedError, "no DDP"),
         ({"zero": {"stage": 3}, "dynamo_backend": "eager"}, zerostd.NotSupportedError, "torch.compile"),
     ):
-        with small.fresh_accelerate(), pytest.raises(error, match=said):
+        with small.fresh_accelerate(), pytest.raises(error, match=message):
             hf.Accelerator(cpu=True, **options)
 
 
@@ -277,29 +287,29 @@ def test_a_state_without_shards_is_refused(tmp_path: Path) -> None:
 
 def on_two_ranks(rank: int, folder: Path) -> dict[str, Any]:
     """Every scenario, since importing accelerate is what takes long."""
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for name, zero in {"plain": None, **ZEROS}.items():
         with small.fresh_accelerate():
             doing(name)
             parts = make(zero)
-            found[name] = run(parts)
-            found[f"{name} wrapped"] = type(parts.model).__name__
+            outcomes[name] = run(parts)
+            outcomes[f"{name} wrapped"] = type(parts.model).__name__
     with small.fresh_accelerate():
         doing("saving")
         parts = make({"stage": 3})
         run(parts, [0])
         parts.accelerator.save_state(str(folder / "state"))
-        found["expected"] = run(parts, [1])
+        outcomes["expected"] = run(parts, [1])
         parts.accelerator.save_model(parts.model, folder / "plain")
         state = parts.accelerator.get_state_dict(parts.model)
-        found["keys"] = len(state)
+        outcomes["keys"] = len(state)
         parts.model.save_pretrained(folder / "hf", is_main_process=parts.accelerator.is_main_process, state_dict=state)
         doing("resuming")
         again = make(ZEROS["stage 2"], small.gpt2(seed=7))
         again.accelerator.load_state(str(folder / "state"))
-        found["resumed"] = run(again, [1])
+        outcomes["resumed"] = run(again, [1])
         dist.barrier()
-    return found
+    return outcomes
 
 
 @pytest.fixture(scope="module")
@@ -310,9 +320,13 @@ def of_two(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 @pytest.mark.parametrize("name", ZEROS)
 def test_two_ranks_train_as_ddp(name: str, of_two: Any) -> None:
-    for found in of_two[1]:
-        plain, ours = found["plain"], found[name]
-        assert (found["plain wrapped"], found[f"{name} wrapped"]) == ("DistributedDataParallel", "GPT2LMHeadModel")
+    for outcomes in of_two[1]:
+        plain = outcomes["plain"]
+        ours = outcomes[name]
+        assert (outcomes["plain wrapped"], outcomes[f"{name} wrapped"]) == (
+            "DistributedDataParallel",
+            "GPT2LMHeadModel",
+        )
         assert ours.losses == pytest.approx(plain.losses, rel=LIMIT) and ours.rates == plain.rates
         assert ours.norms == pytest.approx(plain.norms, rel=LIMIT) and min(plain.norms) > small.CLIP
         assert len(plain.norms) == 6  # two epochs of five passes: 2 + 2 + 1
@@ -321,17 +335,17 @@ def test_two_ranks_train_as_ddp(name: str, of_two: Any) -> None:
 
 
 def test_two_ranks_go_on_from_what_they_saved(of_two: Any) -> None:
-    for found in of_two[1]:
-        assert found["resumed"].losses == pytest.approx(found["expected"].losses, rel=1e-6)
-        assert found["resumed"].rates == found["expected"].rates
-        assert small.farthest(found["resumed"].state, found["expected"].state) < 1e-6
+    for outcomes in of_two[1]:
+        assert outcomes["resumed"].losses == pytest.approx(outcomes["expected"].losses, rel=1e-6)
+        assert outcomes["resumed"].rates == outcomes["expected"].rates
+        assert small.farthest(outcomes["resumed"].state, outcomes["expected"].state) < 1e-6
 
 
 def test_what_two_ranks_saved_is_an_ordinary_model(of_two: Any) -> None:
-    folder, found = of_two
-    assert found[0]["keys"] == len(small.gpt2().state_dict()) and found[1]["keys"] == 0
-    other = small.gpt2(seed=7)
-    accelerate.load_checkpoint_in_model(other, folder / "plain")
+    folder, outcomes = of_two
+    assert outcomes[0]["keys"] == len(small.gpt2().state_dict()) and outcomes[1]["keys"] == 0
+    merged = small.gpt2(seed=7)
+    accelerate.load_checkpoint_in_model(merged, folder / "plain")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")
-    for model in (other, loaded):
-        assert small.farthest(model.state_dict(), found[0]["expected"].state) == 0.0
+    for model in (merged, loaded):
+        assert small.farthest(model.state_dict(), outcomes[0]["expected"].state) == 0.0

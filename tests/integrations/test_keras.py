@@ -20,7 +20,9 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras")
 zk = pytest.importorskip("zerostd.integrations.keras")
 
-CLIP, BATCH, EPS = 0.1, 8, 1e-2
+CLIP = 0.1
+BATCH = 8
+EPS = 1e-2
 EVERYTHING = zerostd.Placement(parameters="host", gradients="host", optimizer_states="host")
 ZEROS: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
@@ -158,9 +160,9 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def farthest(one: list[numpy.ndarray], other: list[numpy.ndarray]) -> float:
-    assert len(one) == len(other)
-    return max(float(numpy.abs(a.astype("float64") - b).max()) for a, b in zip(one, other, strict=True))
+def farthest(weights: list[numpy.ndarray], reference: list[numpy.ndarray]) -> float:
+    assert len(weights) == len(reference)
+    return max(float(numpy.abs(a.astype("float64") - b).max()) for a, b in zip(weights, reference, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -209,14 +211,15 @@ def test_going_on_from_saved_weights_equals_not_stopping(tmp_path: Path) -> None
     resumed = train(again, range(1, 2))
     assert resumed.losses == expected.losses and farthest(resumed.weights, expected.weights) == 0.0
     assert int(again.optimizer.iterations) == 12
-    assert sorted(one.name for one in Path(f"{path}.zerostd").iterdir()) == ["2", "2.crc"]
+    assert sorted(entry.name for entry in Path(f"{path}.zerostd").iterdir()) == ["2", "2.crc"]
 
 
 def test_a_file_that_was_written_again_is_not_mixed_with_older_states(tmp_path: Path) -> None:
-    model, path = prepared(normed, {"stage": 3}), tmp_path / "now.weights.h5"
+    model = prepared(normed, {"stage": 3})
+    path = tmp_path / "now.weights.h5"
     model.save_weights(path)
-    other = build(normed, seed=7)
-    other.save_weights(path)
+    another = build(normed, seed=7)
+    another.save_weights(path)
     before = model.get_weights()
     with pytest.raises(zerostd.CheckpointError, match="written again"):
         model.load_weights(path)
@@ -256,12 +259,12 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     with pytest.raises(zerostd.NotSupportedError, match="Adam, which updates whole variables"):
         zk.prepare(model)
     model.compile(optimizer=zk.Optimizer(torch.optim.SGD, 0.1), loss=LOSS)
-    for options, said in (
+    for options, message in (
         ({"stages": 3}, "stages"),
         ({"max_grad_norm": 1.0}, "global_clipnorm"),
         ({"precision": "bf16"}, "mixed_bfloat16"),
     ):
-        with pytest.raises(zerostd.PrepareError, match=said):
+        with pytest.raises(zerostd.PrepareError, match=message):
             zk.prepare(model, **options)
     with pytest.raises(zerostd.MisuseError, match="after compile"):
         model.fit(*items(), verbose=0)
@@ -278,12 +281,12 @@ def on_two_ranks(rank: int, folder: Path) -> dict[str, Any]:
     """Every scenario, since importing Keras is what takes long. Each rank has its half of every batch."""
     x, y = (array.reshape(-1, 2, BATCH // 2, *array.shape[1:])[:, rank] for array in items())
     data = x.reshape(-1, 8), y.reshape(-1)
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for name in ("stage 1", "stage 2, states on the host", "stage 3"):
         doing(name)
         model = prepared(residual, ZEROS[name], CLIP)
-        found[name] = train(model, data=data)._replace(model=None)
-        found[f"{name}, bytes"] = zerostd.memory(zk.root_of(model)).now["device"]["parameters"]
+        outcomes[name] = train(model, data=data)._replace(model=None)
+        outcomes[f"{name}, bytes"] = zerostd.memory(zk.root_of(model)).now["device"]["parameters"]
     doing("saving")
     model = prepared(residual, ZEROS["stage 3"], CLIP)
     train(model, range(1), data)
@@ -291,10 +294,10 @@ def on_two_ranks(rank: int, folder: Path) -> dict[str, Any]:
     doing("resuming")
     again = prepared(residual, ZEROS["stage 2, states on the host"], CLIP, seed=7)
     again.load_weights(folder / "now.weights.h5")
-    found["resumed"] = train(again, range(1, 2), data)._replace(model=None)
+    outcomes["resumed"] = train(again, range(1, 2), data)._replace(model=None)
     model.save_weights(folder / "whole.weights.h5")
-    found["whole"] = model.get_weights()
-    return found
+    outcomes["whole"] = model.get_weights()
+    return outcomes
 
 
 @pytest.fixture(scope="module")
@@ -305,19 +308,19 @@ def of_two(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 def test_two_ranks_train_as_one_on_the_joined_batches(of_two: Any) -> None:
     plain = train_plain(residual, CLIP)
-    for found in of_two[1]:
+    for outcomes in of_two[1]:
         for name in ("stage 1", "stage 2, states on the host", "stage 3"):
-            assert farthest(found[name].weights, plain.weights) < LIMIT, name
-        assert found["stage 3, bytes"] < 0.6 * found["stage 1, bytes"]
-    losses = [numpy.mean([found["stage 3"].losses[step] for found in of_two[1]]) for step in range(6)]
+            assert farthest(outcomes[name].weights, plain.weights) < LIMIT, name
+        assert outcomes["stage 3, bytes"] < 0.6 * outcomes["stage 1, bytes"]
+    losses = [numpy.mean([outcomes["stage 3"].losses[step] for outcomes in of_two[1]]) for step in range(6)]
     means = [numpy.mean(plain.losses[: step + 1]) for step in range(6)]
     assert losses == pytest.approx(means, rel=LIMIT)
 
 
 def test_two_ranks_go_on_from_what_they_saved(of_two: Any) -> None:
     folder, ranks = of_two
-    for found in ranks:
-        assert farthest(found["resumed"].weights, found["stage 3"].weights) < 1e-6
+    for outcomes in ranks:
+        assert farthest(outcomes["resumed"].weights, outcomes["stage 3"].weights) < 1e-6
     ordinary = build(residual, seed=7)
     ordinary.load_weights(folder / "whole.weights.h5")
     assert farthest(ordinary.get_weights(), ranks[0]["whole"]) == 0.0

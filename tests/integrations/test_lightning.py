@@ -25,7 +25,10 @@ zf = pytest.importorskip("zerostd.integrations.fabric")
 callbacks = pytest.importorskip("lightning.pytorch.callbacks")
 
 TESTS = Path(__file__).parents[1]
-CLIP, EPOCHS, BATCH, ACCUMULATE = 0.05, 2, 4, 2
+CLIP = 0.05
+EPOCHS = 2
+BATCH = 4
+ACCUMULATE = 2
 EPS = 1e-2  # of Adam, of the gradients' size: a wrong scale of theirs shows, and the order of sums does not
 LIMIT = 1e-5  # two ranks: only the order of sums may differ
 HOST = zerostd.Placement(optimizer_states="host")
@@ -97,7 +100,7 @@ def world_size() -> int:
 
 def make(folder: Path, zero: Any = None, **options: Any) -> Any:
     """A Trainer on the ranks that there are. Without `zero`: Lightning's DDP."""
-    told: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "strategy": "ddp" if zero is None else zl.ZeroStrategy(**zero) if isinstance(zero, dict) else zero,
         "accelerator": "cpu",
         "devices": world_size(),
@@ -110,7 +113,7 @@ def make(folder: Path, zero: Any = None, **options: Any) -> Any:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    return lightning.Trainer(**{**told, **options})
+    return lightning.Trainer(**{**defaults, **options})
 
 
 def fit(trainer: Any, seed: int = 0, path: Any = None) -> Outcome:
@@ -128,9 +131,9 @@ def whole(trainer: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in state.items()}
 
 
-def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+def farthest(state: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    assert state.keys() == reference.keys()
+    return max(float((state[name].double() - reference[name].double()).abs().max()) for name in state)
 
 
 def keep_all(folder: Path, **options: Any) -> Any:
@@ -140,7 +143,8 @@ def keep_all(folder: Path, **options: Any) -> Any:
 @contextlib.contextmanager
 def as_it_was() -> Iterator[None]:
     """Lightning starts a process group and writes into the environment, and tests live longer than that."""
-    environment, had_group = dict(os.environ), dist.is_initialized()
+    environment = dict(os.environ)
+    had_group = dist.is_initialized()
     try:
         yield
     finally:
@@ -176,20 +180,20 @@ def ours(folder: Path) -> Outcome:
 
 
 def test_one_rank_is_bitwise_plain_without_clipping(folder: Path, plain: Outcome) -> None:
-    without, found = (fit(make(folder, zero, gradient_clip_val=None)) for zero in (None, "zerostd"))
-    assert isinstance(found.trainer.strategy, zl.ZeroStrategy) and isinstance(found.trainer.model, zf.Root)
-    assert found.losses == without.losses and len(found.losses) == 2 * 10
-    assert farthest(found.state, without.state) == 0.0
+    without, ours = (fit(make(folder, zero, gradient_clip_val=None)) for zero in (None, "zerostd"))
+    assert isinstance(ours.trainer.strategy, zl.ZeroStrategy) and isinstance(ours.trainer.model, zf.Root)
+    assert ours.losses == without.losses and len(ours.losses) == 2 * 10
+    assert farthest(ours.state, without.state) == 0.0
     assert farthest(plain.state, without.state) > 1e-3  # the clipping below bites
 
 
 @pytest.mark.parametrize("zero", ZEROS.values(), ids=ZEROS)
 def test_clipping_accumulation_schedule_and_logs_are_lightnings(zero: Any, folder: Path, plain: Outcome) -> None:
-    found = fit(make(folder, zero))
-    assert found.losses == pytest.approx(plain.losses, rel=1e-6)
-    assert found.rates == plain.rates and len(set(plain.rates)) > 2
-    assert found.logged == pytest.approx(plain.logged, rel=1e-6) and set(plain.logged) >= {"loss_epoch", "quality"}
-    assert farthest(found.state, plain.state) < 1e-6
+    ours = fit(make(folder, zero))
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert ours.rates == plain.rates and len(set(plain.rates)) > 2
+    assert ours.logged == pytest.approx(plain.logged, rel=1e-6) and set(plain.logged) >= {"loss_epoch", "quality"}
+    assert farthest(ours.state, plain.state) < 1e-6
 
 
 def test_going_on_from_a_checkpoint_equals_not_stopping(folder: Path, ours: Outcome) -> None:
@@ -197,8 +201,8 @@ def test_going_on_from_a_checkpoint_equals_not_stopping(folder: Path, ours: Outc
     assert again.losses == ours.losses[10:] and again.rates == ours.rates[10:]
     assert farthest(again.state, ours.state) == 0.0
     rewritten = folder / "ours" / "last.ckpt"  # after each epoch, in place of the one before
-    assert sorted(one.name for one in rewritten.iterdir()) == ["rest-2", "zerostd"]
-    assert [one.name for one in (rewritten / "zerostd").iterdir()] == ["2"]
+    assert sorted(path.name for path in rewritten.iterdir()) == ["rest-2", "zerostd"]
+    assert [path.name for path in (rewritten / "zerostd").iterdir()] == ["2"]
 
 
 def test_evaluation_goes_on_with_the_model_or_shards_a_new_one(folder: Path, plain: Outcome, ours: Outcome) -> None:
@@ -208,8 +212,8 @@ def test_evaluation_goes_on_with_the_model_or_shards_a_new_one(folder: Path, pla
     new = make(folder, {"stage": 3}, accumulate_grad_batches=1, gradient_clip_val=None)
     for trainer, module, path in ((ours.trainer, ours.module, None), (new, Classifier(), folder / "ours/last.ckpt")):
         for evaluate in (trainer.validate, trainer.test):
-            found = evaluate(module, loader, ckpt_path=path, verbose=False)
-            assert found[0]["quality"] == pytest.approx(expected, rel=1e-6)
+            scores = evaluate(module, loader, ckpt_path=path, verbose=False)
+            assert scores[0]["quality"] == pytest.approx(expected, rel=1e-6)
         assert torch.equal(torch.cat(trainer.predict(module, loader, ckpt_path=path)), labels)
 
 
@@ -220,33 +224,33 @@ def test_an_ordinary_module_comes_out(folder: Path, ours: Outcome) -> None:
     for name in ("weights.ckpt", "merged.ckpt"):
         loaded = Classifier.load_from_checkpoint(folder / name, weights_only=False)
         assert farthest(loaded.state_dict(), ours.state) == 0.0 and loaded.hparams.width == 16
-    found = fit(make(folder, {"stage": 3}, max_epochs=1))
-    zerostd.release(found.trainer.model)
-    assert farthest(found.module.state_dict(), found.state) == 0.0
+    ours = fit(make(folder, {"stage": 3}, max_epochs=1))
+    zerostd.release(ours.trainer.model)
+    assert farthest(ours.module.state_dict(), ours.state) == 0.0
 
 
 def test_a_module_can_be_fitted_again(folder: Path, plain: Outcome) -> None:
-    found = fit(make(folder, {"stage": 3}))
-    make(folder, {"stage": 2}).fit(found.module, DataLoader(items(), BATCH))
+    ours = fit(make(folder, {"stage": 3}))
+    make(folder, {"stage": 2}).fit(ours.module, DataLoader(items(), BATCH))
     make(folder).fit(plain.module, DataLoader(items(), BATCH))
-    assert found.module.losses == pytest.approx(plain.module.losses, rel=1e-6) and len(plain.module.losses) == 40
+    assert ours.module.losses == pytest.approx(plain.module.losses, rel=1e-6) and len(plain.module.losses) == 40
 
 
 def test_mixed_precision_is_autocast_as_ever(folder: Path, plain: Outcome) -> None:
-    other, found = (
+    without, ours = (
         fit(make(folder, zero, precision="bf16-mixed", gradient_clip_val=None)) for zero in (None, {"stage": 3})
     )
-    assert found.losses == other.losses != plain.losses
-    assert farthest(found.state, other.state) == 0.0
+    assert ours.losses == without.losses != plain.losses
+    assert farthest(ours.state, without.state) == 0.0
 
 
 def test_weights_of_sixteen_bits_learn_alike(folder: Path, plain: Outcome) -> None:
     """fp16 scales the loss by itself: once, though a step calls its own module."""
     for precision in ("bf16", "fp16"):
-        found = fit(make(folder, {"stage": 3, "precision": precision}))
-        assert found.losses == pytest.approx(plain.losses, rel=0.03)
-        assert farthest(found.state, plain.state) < 0.02 and len(set(plain.losses)) == len(plain.losses)
-        assert all(value.dtype == torch.float32 for name, value in found.state.items() if "num" not in name)
+        ours = fit(make(folder, {"stage": 3, "precision": precision}))
+        assert ours.losses == pytest.approx(plain.losses, rel=0.03)
+        assert farthest(ours.state, plain.state) < 0.02 and len(set(plain.losses)) == len(plain.losses)
+        assert all(value.dtype == torch.float32 for name, value in ours.state.items() if "num" not in name)
 
 
 class TwoOptimizers(Classifier):
@@ -262,21 +266,21 @@ def test_what_cannot_be_honoured_is_refused(folder: Path) -> None:
             make(folder, {"stage": 3}, precision=precision)
     with pytest.raises(zerostd.PrepareError, match="one of the two"):
         make(folder, {"precision": "bf16"}, precision="bf16-mixed")
-    for options, said in (
+    for options, message in (
         ({"stages": 3}, "stages"),
         ({"find_unused_parameters": True}, "find_unused_parameters"),
         ({"max_grad_norm": 1.0}, "gradient_clip_val"),
     ):
-        with pytest.raises(zerostd.PrepareError, match=said):
+        with pytest.raises(zerostd.PrepareError, match=message):
             zl.ZeroStrategy(**options)
     loader = DataLoader(items(), BATCH)
-    for zero, options, said in (
+    for zero, options, message in (
         ({}, {"gradient_clip_algorithm": "value"}, "by their norm"),
         ({}, {"callbacks": [callbacks.StochasticWeightAveraging(1e-2)]}, "copies the model"),
         ({"accumulate": 3}, {}, "accumulate_grad_batches"),
     ):
         module = Classifier()
-        with pytest.raises(zerostd.ZerostdError, match=said):
+        with pytest.raises(zerostd.ZerostdError, match=message):
             make(folder, zero, **options).fit(module, loader)
         module.state_dict()  # still an ordinary one
     with pytest.raises(zerostd.NotSupportedError, match="param_groups of one optimizer"):
@@ -304,9 +308,10 @@ class Loop(NamedTuple):
     scheduler: Any
 
     def run(self, steps: range) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {"losses": [], "norms": []}
+        curves: dict[str, list[float]] = {"losses": [], "norms": []}
         x, y = items().tensors
-        rank, size = self.fabric.global_rank, self.fabric.world_size
+        rank = self.fabric.global_rank
+        size = self.fabric.world_size
         for step in steps:
             for number in range(ACCUMULATE):
                 start = (step * ACCUMULATE + number) * size + rank
@@ -314,13 +319,13 @@ class Loop(NamedTuple):
                 with self.fabric.no_backward_sync(self.model, enabled=number < ACCUMULATE - 1):
                     loss = F.cross_entropy(self.model(x[batch]), y[batch])
                     self.fabric.backward(loss / ACCUMULATE)
-                found["losses"].append(loss.item())
+                curves["losses"].append(loss.item())
             norm = self.fabric.clip_gradients(self.model, self.optimizer, max_norm=CLIP)
-            found["norms"].append(float(norm))
+            curves["norms"].append(float(norm))
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
-        return found
+        return curves
 
 
 def loop(zero: Any = None, seed: int = 0, **options: Any) -> Loop:
@@ -345,35 +350,37 @@ def trained(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if "running" not in name}
 
 
-def save_and_go_on(path: Path, zero: Any, other: Any) -> dict[str, Any]:
+def save_and_go_on(path: Path, zero: Any, later: Any) -> dict[str, Any]:
     """Two steps, a checkpoint, two more; and the same from the checkpoint, at another stage."""
     script = loop(zero)
     script.run(range(2))
     rest = {"scheduler": script.scheduler, "step": 2, "note": [1, "a"]}
     script.fabric.save(path, {"model": script.model, "optimizer": script.optimizer, **rest})
-    found: dict[str, Any] = {"expected": (script.run(range(2, 4)), state_of(script))}
-    again = loop(other, seed=7)
+    results: dict[str, Any] = {"expected": (script.run(range(2, 4)), state_of(script))}
+    again = loop(later, seed=7)
     state = {"model": again.model, "optimizer": again.optimizer, "scheduler": again.scheduler, "step": 0}
-    found["remainder"] = again.fabric.load(path, state)
-    found["step"] = state["step"]
-    found["resumed"] = (again.run(range(2, 4)), state_of(again))
-    return found
+    results["remainder"] = again.fabric.load(path, state)
+    results["step"] = state["step"]
+    results["resumed"] = (again.run(range(2, 4)), state_of(again))
+    return results
 
 
 @pytest.mark.parametrize("zero", [*ZEROS.values(), "zerostd"], ids=[*ZEROS, "by name"])
 def test_fabric_trains_as_without(zero: Any) -> None:
-    script, other = loop(), loop(zero)
-    expected, found = script.run(range(4)), other.run(range(4))
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
-    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5) and min(expected["norms"]) > CLIP
-    assert farthest(state_of(other), state_of(script)) < 1e-6
+    script = loop()
+    ours = loop(zero)
+    expected = script.run(range(4))
+    curves = ours.run(range(4))
+    assert curves["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    assert curves["norms"] == pytest.approx(expected["norms"], rel=1e-5) and min(expected["norms"]) > CLIP
+    assert farthest(state_of(ours), state_of(script)) < 1e-6
 
 
 def test_fabric_goes_on_from_what_it_saved(tmp_path: Path) -> None:
-    found = save_and_go_on(tmp_path / "state", ZEROS["stage 2"], ZEROS["stage 3"])
-    assert found["resumed"][0] == found["expected"][0] and found["step"] == 2
-    assert farthest(found["resumed"][1], found["expected"][1]) == 0.0
-    assert found["remainder"] == {"note": [1, "a"]}
+    results = save_and_go_on(tmp_path / "state", ZEROS["stage 2"], ZEROS["stage 3"])
+    assert results["resumed"][0] == results["expected"][0] and results["step"] == 2
+    assert farthest(results["resumed"][1], results["expected"][1]) == 0.0
+    assert results["remainder"] == {"note": [1, "a"]}
 
 
 def test_fabric_refuses_what_cannot_be_honoured(tmp_path: Path) -> None:
@@ -411,22 +418,22 @@ torch.save(on_two_ranks(Path(sys.argv[2])), f"{sys.argv[2]}/rank{fabric.global_r
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:
     """Every scenario, since importing Lightning is what takes long."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     loader = DataLoader(items(16), BATCH)
     for name, zero in {"plain": None, **ZEROS}.items():
         options = {"callbacks": [keep_all(folder / "ours")]} if name == "stage 3" else {}
         outcome = fit(make(folder, zero, **options))
         tested = outcome.trainer.test(outcome.module, loader, verbose=False)
-        found[name] = outcome._replace(trainer=outcome.module.wrapped, module=tested)
+        results[name] = outcome._replace(trainer=outcome.module.wrapped, module=tested)
         if name == "stage 3":
             outcome.trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
     resumed = fit(make(folder, ZEROS["stage 2"]), seed=7, path=folder / "ours" / "epoch=0.ckpt")
-    found["resumed"] = resumed._replace(trainer=None, module=None)
+    results["resumed"] = resumed._replace(trainer=None, module=None)
     for name, zero in {"plain": None, **ZEROS}.items():
         script = loop(zero)
-        found[f"Fabric, {name}"] = (script.run(range(4)), state_of(script))
-    found["Fabric, saved"] = save_and_go_on(folder / "fabric", ZEROS["stage 3"], ZEROS["stage 1"])
-    return {name: tuple(one) if isinstance(one, Outcome) else one for name, one in found.items()}
+        results[f"Fabric, {name}"] = (script.run(range(4)), state_of(script))
+    results["Fabric, saved"] = save_and_go_on(folder / "fabric", ZEROS["stage 3"], ZEROS["stage 1"])
+    return {name: tuple(value) if isinstance(value, Outcome) else value for name, value in results.items()}
 
 
 @pytest.fixture(scope="module")
@@ -436,47 +443,49 @@ def of_two(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
     place.mkdir()
     script = place / "train.py"
     script.write_text(SCRIPT)
-    told = ("MASTER_", "WORLD_", "RANK", "LOCAL_", "NODE_", "PL_")  # by those that ran in this process
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(told)}
+    launched = ("MASTER_", "WORLD_", "RANK", "LOCAL_", "NODE_", "PL_")  # by those that ran in this process
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ZEROSTD_TIMEOUT_S": "60"}
     command = [sys.executable, str(script), str(TESTS), str(place)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = [torch.load(place / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
+    by_rank = [torch.load(place / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
     return place, [
-        {name: Outcome(*one) if len(one) == len(Outcome._fields) else one for name, one in rank.items()}
-        for rank in found
+        {name: Outcome(*value) if len(value) == len(Outcome._fields) else value for name, value in rank.items()}
+        for rank in by_rank
     ]
 
 
 @pytest.mark.parametrize("name", ZEROS)
 def test_two_ranks_train_as_ddp(name: str, of_two: Any) -> None:
-    for found in of_two[1]:
-        plain, ours = found["plain"], found[name]
+    for results in of_two[1]:
+        plain = results["plain"]
+        ours = results[name]
         assert (plain.trainer, ours.trainer) == ("DistributedDataParallel", "Root")
         assert ours.losses == pytest.approx(plain.losses, rel=LIMIT) and ours.rates == plain.rates
         assert ours.logged == pytest.approx(plain.logged, rel=LIMIT)
         assert ours.module[0]["quality"] == pytest.approx(plain.module[0]["quality"], rel=LIMIT)
         assert farthest(ours.state, plain.state) < LIMIT
         for part in ("losses", "norms"):
-            assert found[f"Fabric, {name}"][0][part] == pytest.approx(found["Fabric, plain"][0][part], rel=LIMIT)
-        assert farthest(*(trained(found[f"Fabric, {one}"][1]) for one in (name, "plain"))) < LIMIT
+            assert results[f"Fabric, {name}"][0][part] == pytest.approx(results["Fabric, plain"][0][part], rel=LIMIT)
+        assert farthest(*(trained(results[f"Fabric, {setting}"][1]) for setting in (name, "plain"))) < LIMIT
     assert of_two[1][0]["plain"].losses != of_two[1][1]["plain"].losses  # each rank has its own samples
 
 
 def test_two_ranks_go_on_from_what_they_saved(of_two: Any) -> None:
-    for found in of_two[1]:
-        expected, resumed = found["stage 3"], found["resumed"]
+    for results in of_two[1]:
+        expected = results["stage 3"]
+        resumed = results["resumed"]
         assert resumed.losses == pytest.approx(expected.losses[-len(resumed.losses) :], rel=1e-6)
         assert farthest(resumed.state, expected.state) < 1e-6 and len(resumed.losses) == 5
-        saved = found["Fabric, saved"]
+        saved = results["Fabric, saved"]
         assert saved["resumed"][0]["losses"] == pytest.approx(saved["expected"][0]["losses"], rel=1e-6)
         assert farthest(trained(saved["resumed"][1]), trained(saved["expected"][1])) < 1e-6
 
 
 def test_what_two_ranks_saved_is_an_ordinary_module(of_two: Any) -> None:
-    place, found = of_two
+    place, results = of_two
     zl.merge(place / "ours" / "epoch=1.ckpt", place / "merged.ckpt")
     for name in ("weights.ckpt", "merged.ckpt"):
         loaded = Classifier.load_from_checkpoint(place / name, weights_only=False)
-        assert farthest(loaded.state_dict(), found[0]["stage 3"].state) == 0.0
+        assert farthest(loaded.state_dict(), results[0]["stage 3"].state) == 0.0

@@ -71,7 +71,8 @@ def train_by_hand(rank: int = 0, num_ranks: int = 1, **zero: Any) -> Outcome:
     optimizer: Any = torch.optim.AdamW(trained, lr=5e-2, eps=1e-3)
     if zero:
         inner, optimizer = zerostd.prepare(model, optimizer, **zero)
-    rows, losses = torch.stack([item["input_ids"] for item in small.texts(4 * num_ranks)]), []
+    rows = torch.stack([item["input_ids"] for item in small.texts(4 * num_ranks)])
+    losses = []
     for _ in range(small.STEPS):
         batch = rows[rank::num_ranks]
         loss = inner(input_ids=batch, labels=batch).loss
@@ -88,7 +89,8 @@ def train_by_hand(rank: int = 0, num_ranks: int = 1, **zero: Any) -> Outcome:
 
 
 def test_plain_prepare_trains_adapters_bitwise() -> None:
-    plain, ours = train_by_hand(), train_by_hand(stage=3)
+    plain = train_by_hand()
+    ours = train_by_hand(stage=3)
     assert ours.losses == plain.losses and plain.losses[-1] < plain.losses[0] - 0.01
     assert small.farthest(ours.state, plain.state) == 0.0
     base = frozen(lora_llama())
@@ -99,7 +101,8 @@ def test_trainer_saves_resumes_and_chooses_adapters(tmp_path: Path) -> None:
     """All in one run: clipping, checkpoints of a frozen base with adapters, the best of them at the end."""
     often = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3, "learning_rate": 0.1}
     options = {**often, "load_best_model_at_end": True, "max_grad_norm": 0.1}
-    data, evaluation = small.texts(), small.texts(8, seed=3)
+    data = small.texts()
+    evaluation = small.texts(8, seed=3)
 
     def train(folder: Path, kind: Any, resume: Any = None, **zero: Any) -> Any:
         args = small.arguments(folder, **options)
@@ -117,7 +120,7 @@ def test_trainer_saves_resumes_and_chooses_adapters(tmp_path: Path) -> None:
     resumed = train(tmp_path / "ours", hf.Trainer, True, zero={"stage": 2})
     assert small.logged(resumed, "loss") == small.logged(whole, "loss")
     saved = next((tmp_path / "ours").glob("checkpoint-*/zerostd/**/manifest.json"))
-    kept = {one["of"] for one in json.loads(saved.read_text())["tensors"] if one["kind"] == "parameter"}
+    kept = {tensor["of"] for tensor in json.loads(saved.read_text())["tensors"] if tensor["kind"] == "parameter"}
     assert kept == {name for name, parameter in resumed.model.named_parameters() if parameter.requires_grad}
     resumed.save_model(str(tmp_path / "adapter"))
     assert not (tmp_path / "adapter" / "model.safetensors").exists()  # the adapter alone
@@ -136,20 +139,20 @@ def assert_same_outputs(loaded: nn.Module, trained: nn.Module) -> None:
 
 def on_two_ranks(rank: int, folder: Path) -> dict[str, Any]:
     """Every scenario, since importing peft is what takes long."""
-    found: dict[str, Any] = {"plain": train_by_hand(rank, 2)}
+    outcomes: dict[str, Any] = {"plain": train_by_hand(rank, 2)}
     for stage in (2, 3):
         doing(f"stage {stage}")
-        found[f"stage {stage}"] = train_by_hand(rank, 2, stage=stage)
+        outcomes[f"stage {stage}"] = train_by_hand(rank, 2, stage=stage)
     with small.fresh_accelerate():
         doing("Trainer")
         args = small.arguments(folder / "run", max_steps=3)
         trainer = hf.Trainer(lora_bert(), args, train_dataset=small.sentences(), zero={"stage": 3})
         trainer.train()
         trainer.save_model(str(folder / "adapter"))
-        found["trainer"] = zerostd.full_state_dict(trainer.model)
+        outcomes["trainer"] = zerostd.full_state_dict(trainer.model)
         with zerostd.gathered(trainer.model):
-            found["gathered"] = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    return found
+            outcomes["gathered"] = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    return outcomes
 
 
 @pytest.fixture(scope="module")
@@ -160,10 +163,10 @@ def of_two(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 @pytest.mark.parametrize("name", ["stage 2", "stage 3"])
 def test_two_ranks_train_adapters_as_ddp(name: str, of_two: Any) -> None:
-    for found in of_two[1]:
-        assert found[name].losses == pytest.approx(found["plain"].losses, rel=LIMIT)
-        assert small.farthest(found[name].state, found["plain"].state) < LIMIT
-    assert small.farthest(found["plain"].state, lora_llama().state_dict()) > 100 * LIMIT
+    for outcomes in of_two[1]:
+        assert outcomes[name].losses == pytest.approx(outcomes["plain"].losses, rel=LIMIT)
+        assert small.farthest(outcomes[name].state, outcomes["plain"].state) < LIMIT
+    assert small.farthest(outcomes["plain"].state, lora_llama().state_dict()) > 100 * LIMIT
 
 
 def test_the_frozen_base_is_sharded_and_has_no_states(of_two: Any) -> None:
@@ -171,20 +174,20 @@ def test_the_frozen_base_is_sharded_and_has_no_states(of_two: Any) -> None:
     num_all, num_trained = (
         sum(p.numel() for p in model.parameters() if p.requires_grad or of_all) for of_all in (True, False)
     )
-    for found in of_two[1]:
-        held = found["stage 3"].memory["device"]
+    for outcomes in of_two[1]:
+        held = outcomes["stage 3"].memory["device"]
         assert held["parameters"] == pytest.approx(4 * num_all / 2, rel=0.1)
         assert held["optimizer_states"] < 3 * 4 * num_trained
 
 
 def test_an_adapter_of_two_ranks_is_an_ordinary_one(of_two: Any) -> None:
     """With a classifier beside LoRA's matrices, which is trained and saved whole."""
-    folder, (found, other) = of_two
+    folder, (outcomes, on_rank_1) = of_two
     loaded = peft.PeftModel.from_pretrained(small.bert(), folder / "adapter")
-    assert small.farthest(loaded.state_dict(), found["trainer"]) == 0.0
-    assert small.farthest(found["trainer"], lora_bert().state_dict()) > 1e-3
-    assert small.farthest(found["gathered"], found["trainer"]) == 0.0
-    assert small.farthest(other["gathered"], found["trainer"]) == 0.0
+    assert small.farthest(loaded.state_dict(), outcomes["trainer"]) == 0.0
+    assert small.farthest(outcomes["trainer"], lora_bert().state_dict()) > 1e-3
+    assert small.farthest(outcomes["gathered"], outcomes["trainer"]) == 0.0
+    assert small.farthest(on_rank_1["gathered"], outcomes["trainer"]) == 0.0
 
 
 # -- a real transformer --
@@ -226,7 +229,8 @@ def test_a_real_transformer_learns_by_lora(tmp_path: Path) -> None:
     def make() -> nn.Module:
         return lora(real_model(), task_type="SEQ_CLS", target_modules=["query", "value"])
 
-    plain, ours = fine_tune(tmp_path / "run", make(), None), fine_tune(tmp_path / "run", make(), {"stage": 3})
+    plain = fine_tune(tmp_path / "run", make(), None)
+    ours = fine_tune(tmp_path / "run", make(), {"stage": 3})
     assert small.logged(ours, "loss") == pytest.approx(small.logged(plain, "loss"), rel=1e-5)
     ours.save_model(str(tmp_path / "adapter"))
     loaded = peft.PeftModel.from_pretrained(real_model(), tmp_path / "adapter")
@@ -240,9 +244,9 @@ def test_the_example_teaches_by_lora(
     small.packaged()
     monkeypatch.setattr(sys, "argv", ["lora.py", "--quick", "--out", str(tmp_path)])
     runpy.run_path(str(EXAMPLES / "lora.py"), run_name="__main__")
-    told = capsys.readouterr().out
-    before, after = map(float, re.findall(r"new words: ([0-9.]+)% before, ([0-9.]+)% after", told)[0])
+    printed = capsys.readouterr().out
+    before, after = map(float, re.findall(r"new words: ([0-9.]+)% before, ([0-9.]+)% after", printed)[0])
     assert before < 80 < 90 < after
-    (loaded,) = re.findall(r"loaded by peft: ([0-9.]+)%", told)
+    (loaded,) = re.findall(r"loaded by peft: ([0-9.]+)%", printed)
     assert float(loaded) == after
     assert (tmp_path / "adapter" / "adapter_config.json").exists()

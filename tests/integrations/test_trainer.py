@@ -52,7 +52,8 @@ def fresh() -> Iterator[None]:
 
 def make(folder: Path, model: nn.Module, data: Any, zero: Any = None, **options: Any) -> Any:
     """Without `zero`: the Trainer of transformers."""
-    args, evaluation = small.arguments(folder, **options), small.texts(8, seed=3)
+    args = small.arguments(folder, **options)
+    evaluation = small.texts(8, seed=3)
     if zero is None:
         return transformers.Trainer(model, args, train_dataset=data, eval_dataset=evaluation)
     return hf.Trainer(model, args, train_dataset=data, eval_dataset=evaluation, zero=zero)
@@ -73,9 +74,9 @@ def train(folder: Path, model: nn.Module, data: Any, zero: Any = None, resume: A
     return outcome(trainer)
 
 
-def assert_bitwise(one: Outcome, other: Outcome) -> None:
-    assert one.losses == other.losses and len(one.losses) == small.STEPS
-    assert small.farthest(one.state, other.state) == 0.0
+def assert_bitwise(outcome: Outcome, reference: Outcome) -> None:
+    assert outcome.losses == reference.losses and len(outcome.losses) == small.STEPS
+    assert small.farthest(outcome.state, reference.state) == 0.0
 
 
 # -- one rank --
@@ -160,7 +161,7 @@ def test_a_checkpoint_that_was_never_completed_is_passed_over(tmp_path: Path) ->
     resumed = train(tmp_path, small.gpt2(seed=7), small.texts(), {"stage": 3}, resume=True, **SAVING)
     assert_bitwise(resumed, whole)
     written = tmp_path / f"checkpoint-{small.STEPS}" / "zerostd"
-    assert [one.name for one in written.iterdir()] == ["2"]  # in place of what the first run left
+    assert [path.name for path in written.iterdir()] == ["2"]  # in place of what the first run left
 
 
 @pytest.mark.parametrize("only_model", [False, True])
@@ -175,7 +176,7 @@ def test_the_best_model_is_loaded_at_the_end(only_model: bool, tmp_path: Path) -
     assert losses[0] < min(losses[1:]) - 0.1, "nothing is shown"
     assert trainer.evaluate()["eval_loss"] == losses[0]
     assert small.farthest(outcome(trainer).state, small.gpt2().state_dict()) == 0.0
-    assert [one.name for one in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
     assert (tmp_path / "checkpoint-1" / "zerostd").exists() != only_model
 
 
@@ -216,13 +217,17 @@ def test_it_goes_in_front_of_other_trainers(tmp_path: Path) -> None:
     config = transformers.T5Config(
         vocab_size=small.VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0
     )
-    told = dict(small.arguments(tmp_path).to_dict(), predict_with_generate=True, generation_max_length=6, max_steps=2)
-    told = {name: told[name] for name in ("output_dir", "max_steps", "predict_with_generate", "generation_max_length")}
+    chosen = {
+        "output_dir": str(tmp_path),
+        "max_steps": 2,
+        "predict_with_generate": True,
+        "generation_max_length": 6,
+    }
     quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
     generated = []
     for kind, zero in ((transformers.Seq2SeqTrainer, {}), (Ours, {"zero": {"stage": 3}})):
         model = small.seeded(lambda: transformers.T5ForConditionalGeneration(config))
-        args = transformers.Seq2SeqTrainingArguments(**told, **quiet)
+        args = transformers.Seq2SeqTrainingArguments(**chosen, **quiet)
         trainer = kind(model, args, train_dataset=small.texts(), **zero)
         trainer.train()
         generated.append(torch.as_tensor(trainer.predict(small.texts(4)).predictions))
@@ -246,7 +251,7 @@ def test_buffers_follow_the_rule_of_ddp(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "zero, said, options",
+    "zero, message, options",
     [
         ({"max_grad_norm": 1.0}, "max_grad_norm", {}),
         ({"accumulate": 2}, "gradient_accumulation_steps", {}),
@@ -254,8 +259,8 @@ def test_buffers_follow_the_rule_of_ddp(tmp_path: Path) -> None:
         ({"precision": "bf16"}, "one of the two", {"bf16": True}),
     ],
 )
-def test_what_is_asked_for_twice_is_refused(zero: Any, said: str, options: Any, tmp_path: Path) -> None:
-    with pytest.raises(zerostd.PrepareError, match=said):
+def test_what_is_asked_for_twice_is_refused(zero: Any, message: str, options: Any, tmp_path: Path) -> None:
+    with pytest.raises(zerostd.PrepareError, match=message):
         hf.Trainer(small.gpt2(), small.arguments(tmp_path, **options), zero=zero)
 
 
@@ -270,14 +275,14 @@ def test_states_that_were_saved_without_zerostd_are_refused(tmp_path: Path) -> N
 
 def on_two_ranks(rank: int, folder: Path) -> dict[str, Outcome]:
     """Every scenario, since importing transformers is what takes long."""
-    found: dict[str, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
     options = {"gradient_accumulation_steps": 2}
     with small.fresh_accelerate():
         doing("plain")
-        found["plain"] = train(folder, small.gpt2(), small.texts(), **options)
+        outcomes["plain"] = train(folder, small.gpt2(), small.texts(), **options)
         for name, zero in ZEROS.items():
             doing(name)
-            found[name] = train(folder, small.gpt2(), small.texts(), zero, **options)
+            outcomes[name] = train(folder, small.gpt2(), small.texts(), zero, **options)
         doing("saving")
         trainer = make(folder / "run", small.gpt2(), small.texts(), {"stage": 3}, **options, **SAVING)
         trainer.train()
@@ -287,10 +292,10 @@ def on_two_ranks(rank: int, folder: Path) -> dict[str, Outcome]:
         dist.barrier()
         doing("resuming")
         resumed = {"stage": 2, "placement": HOST}
-        found["resumed"] = train(
+        outcomes["resumed"] = train(
             folder / "run", small.gpt2(seed=7), small.texts(), resumed, resume=True, **options, **SAVING
         )
-    return found
+    return outcomes
 
 
 @pytest.fixture(scope="module")
@@ -301,8 +306,9 @@ def of_two(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 @pytest.mark.parametrize("name", ZEROS)
 def test_two_ranks_train_as_ddp(name: str, of_two: Any) -> None:
-    for found in of_two[1]:
-        plain, ours = found["plain"], found[name]
+    for outcomes in of_two[1]:
+        plain = outcomes["plain"]
+        ours = outcomes[name]
         assert (plain.wrapped, ours.wrapped) == ("DistributedDataParallel", "GPT2LMHeadModel")
         assert ours.losses == pytest.approx(plain.losses, rel=LIMIT)
         assert ours.norms == pytest.approx(plain.norms, rel=LIMIT) and min(plain.norms) > small.CLIP
@@ -312,30 +318,30 @@ def test_two_ranks_train_as_ddp(name: str, of_two: Any) -> None:
 
 def test_two_ranks_share_what_their_stage_says(of_two: Any) -> None:
     whole = 4 * sum(parameter.numel() for parameter in small.gpt2().parameters())
-    for found in of_two[1]:
-        assert found["stage 2"].memory["device"]["parameters"] == pytest.approx(whole, rel=0.05)
-        assert found["stage 3"].memory["device"]["parameters"] == pytest.approx(whole / 2, rel=0.05)
-        assert found["stage 3"].memory["device"]["optimizer_states"] == pytest.approx(whole, rel=0.05)
-        assert found["stage 3 on the host"].memory["host"]["optimizer_states"] >= 0.95 * whole
+    for outcomes in of_two[1]:
+        assert outcomes["stage 2"].memory["device"]["parameters"] == pytest.approx(whole, rel=0.05)
+        assert outcomes["stage 3"].memory["device"]["parameters"] == pytest.approx(whole / 2, rel=0.05)
+        assert outcomes["stage 3"].memory["device"]["optimizer_states"] == pytest.approx(whole, rel=0.05)
+        assert outcomes["stage 3 on the host"].memory["host"]["optimizer_states"] >= 0.95 * whole
 
 
 def test_two_ranks_resume_through_trainers_own_call(of_two: Any) -> None:
-    for found in of_two[1]:
-        assert found["resumed"].losses == pytest.approx(found["stage 3"].losses, rel=1e-6)
-        assert small.farthest(found["resumed"].state, found["stage 3"].state) < 1e-6
+    for outcomes in of_two[1]:
+        assert outcomes["resumed"].losses == pytest.approx(outcomes["stage 3"].losses, rel=1e-6)
+        assert small.farthest(outcomes["resumed"].state, outcomes["stage 3"].state) < 1e-6
 
 
 def test_what_two_ranks_saved_is_an_ordinary_model(of_two: Any) -> None:
-    folder, (found, _) = of_two
+    folder, (outcomes, _) = of_two
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
-    assert small.farthest(model.state_dict(), found["stage 3"].state) == 0.0
+    assert small.farthest(model.state_dict(), outcomes["stage 3"].state) == 0.0
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
 def test_one_rank_goes_on_from_what_two_saved(of_two: Any) -> None:
-    folder, (found, _) = of_two
+    folder, (outcomes, _) = of_two
     checkpoint = folder / "run" / f"checkpoint-{small.STEPS}"
     assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == small.STEPS
     trainer = make(folder / "one", small.gpt2(seed=7), small.texts(), {"stage": 3}, max_steps=small.STEPS)
     trainer.train(resume_from_checkpoint=str(checkpoint))  # the rate is zero now: nothing changes
-    assert small.farthest(outcome(trainer).state, found["resumed"].state) == 0.0
+    assert small.farthest(outcome(trainer).state, outcomes["resumed"].state) == 0.0

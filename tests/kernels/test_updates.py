@@ -344,3 +344,11 @@ def test_arguments_that_do_not_fit_are_refused(change, message) -> None:
     arguments = {"rule": ADAM, "gradient": ones(), "source": [ones(), ones(), ones()]} | change
     with pytest.raises(ValueError, match=message):
         update(**arguments)
+
+
+def test_abi_refuses_steps_that_do_not_fit() -> None:
+    library = native.load()
+    assert library is not None
+    assert library.zs_update(native.StepArgument(rule=3, num_threads=1)) == 1
+    assert library.zs_update(native.StepArgument(momentum=1, num_threads=1)) == 1  # Adam has none
+    assert library.zs_update(native.StepArgument(num_threads=1)) == 0

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from support.files import opened
+from support.memory import pss
 from zerostd.errors import PrepareError, StorageError
 from zerostd.measuring import TrialSizes, measure_machine
 from zerostd.measuring.disk import disk_rates
@@ -30,9 +31,9 @@ from zerostd.measuring.rates import (
 from zerostd.measuring.timing import median_s, turns_of, within
 from zerostd.measuring.wire import fit
 from zerostd.monitoring import Ledger
-from zerostd.monitoring.stamps import Stamp
+from zerostd.monitoring.timestamps import Timestamp
 from zerostd.planning.machine import MachineProfile
-from zerostd.tiers.host import Host, pss
+from zerostd.tiers.host import Host
 from zerostd.tiers.streams import Stream
 
 MIB = 2**20
@@ -264,9 +265,9 @@ def test_slow_products_end_in_time_and_only_float32_is_not_left_out():
 
 def test_stamps_measure_what_lies_between():
     lane = Stream(CPU)
-    begin = Stamp(lane.device, lane.stream)
+    begin = Timestamp(lane.device, lane.stream)
     time.sleep(0.02)
-    assert 0.02 <= Stamp(lane.device, lane.stream).since(begin) < 60  # seconds, in whatever unit the device counts
+    assert 0.02 <= Timestamp(lane.device, lane.stream).since(begin) < 60  # seconds, in whatever unit the device counts
 
 
 # Ranks

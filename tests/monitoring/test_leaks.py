@@ -11,32 +11,36 @@ from torch import nn
 import zerostd
 from zerostd import Placement
 from zerostd.monitoring import Ledger
-from zerostd.monitoring.leaks import Leaks
 from zerostd.policy import Kind, Tier
 
 HERE = __file__
 
 
+def searched() -> Ledger:
+    ledger = Ledger()
+    ledger.leaks.start(1)
+    return ledger
+
+
 def step(ledger: Ledger, number: int, *, keeps: bool = False) -> list[tuple[str, int, str]]:
     """One step of two groups, of which the second may keep its buffer; what is told after it."""
     for group in ("a", "b"):
-        ledger.owner = group
+        ledger.work_on(group)
         ledger.enter(Kind.BUFFERS, 64)
     for group in ("a", "b"):
-        ledger.owner = group
+        ledger.work_on(group)
         if not (keeps and group == "b"):
             ledger.leave(Kind.BUFFERS, 64)
-    assert ledger.leaks is not None
     return [(leak.group, leak.step, leak.where) for leak in ledger.leaks.after(number)]
 
 
 def test_what_is_given_back_is_no_leak() -> None:
-    ledger = Ledger(leaks=Leaks(1))
+    ledger = searched()
     assert all(step(ledger, number) == [] for number in range(1, 20))
 
 
 def test_one_that_stays_is_named_once_with_its_group_and_place() -> None:
-    ledger = Ledger(leaks=Leaks(1))
+    ledger = searched()
     told = [step(ledger, number, keeps=number == 9) for number in range(1, 14)]
     found = [(number, one) for number, ones in enumerate(told, start=1) for one in ones]
     ((number, (group, taken, where)),) = found
@@ -45,22 +49,20 @@ def test_one_that_stays_is_named_once_with_its_group_and_place() -> None:
 
 
 def test_the_first_steps_may_take_what_stays() -> None:
-    ledger = Ledger(leaks=Leaks(1))
+    ledger = searched()
     assert [step(ledger, number, keeps=number < 4) for number in range(1, 9)] == [[]] * 8
 
 
 def test_another_plan_may_too() -> None:
-    ledger = Ledger(leaks=Leaks(1))
-    assert ledger.leaks is not None
+    ledger = searched()
     for number in range(1, 9):
         assert step(ledger, number, keeps=number == 8) == []
-    ledger.leaks.forget(9)
+    ledger.leaks.start(9)
     assert step(ledger, 9, keeps=True) == [] and step(ledger, 10) == []
 
 
 def test_tiers_and_sizes_are_told_apart() -> None:
-    ledger = Ledger(leaks=Leaks(1))
-    assert ledger.leaks is not None
+    ledger = searched()
     for number in range(1, 9):
         ledger.enter(Kind.BUFFERS, 10, Tier.HOST)
         ledger.enter(Kind.BUFFERS, 11, Tier.HOST)

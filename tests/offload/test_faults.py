@@ -23,11 +23,11 @@ from torch import Tensor, nn
 import zerostd
 from support.compare import assert_bitwise
 from support.files import opened
+from support.memory import pss
 from support.side_by_side import data, seeded
 from zerostd import Budget, NotSupportedError, Placement, PrepareError
 from zerostd.errors import StorageError
 from zerostd.policy import Kind, Tier
-from zerostd.tiers.host import pss
 
 pytestmark = pytest.mark.timeout(60)  # every one of these could hang
 

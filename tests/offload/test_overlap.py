@@ -47,8 +47,7 @@ from zerostd import MisuseError, Placement, PrepareError
 from zerostd.errors import StorageError
 from zerostd.policy import Route, Tier
 from zerostd.sharding.portions import UNIT, assign_tiers, cut_portions, default_cpu_share
-from zerostd.tiers import AllOf, Done, Work, Worker, synchronize
-from zerostd.tiers.streams import has_arrived
+from zerostd.tiers import AllOf, Done, Work, Worker
 
 every_placement = pytest.mark.parametrize("name", PLACEMENTS)
 DELAY_S = 0.02
@@ -475,11 +474,11 @@ def test_several_transfers_are_over_when_all_are() -> None:
     first, second = Work(), Work()
     both = AllOf(first, second)
     first.finish()
-    assert not both.is_done() and not has_arrived(both)
+    assert not both.is_done() and not both.has_arrived()
     second.finish()
-    assert both.is_done() and has_arrived(both)
+    assert both.is_done() and both.has_arrived()
     both.wait()
-    synchronize(both)
+    both.synchronize()
     failed = Work()
     failed.fail(StorageError("the disk is gone"))
     with pytest.raises(StorageError, match="the disk is gone"):

@@ -20,7 +20,7 @@ from planning.machines import H200, LAPTOP
 from support.agreement import agree
 from support.compare import assert_bitwise
 from support.processes import doing
-from zerostd import Budget, Placement, Plan, PrepareError
+from zerostd import Budget, Placement, Plan, Precision, PrepareError
 from zerostd.communication import World
 from zerostd.engine.settings import Settings
 from zerostd.parameters.blueprints import Blueprint, find_blueprints
@@ -28,8 +28,8 @@ from zerostd.parameters.checking import optimizer_options
 from zerostd.planning import DiskRates, GroupProfile, ModelProfile, Processor
 from zerostd.planning.refitting import ObservedStep
 from zerostd.policy import Homes, Kind, Route, Tier
-from zerostd.preparing.options import make_settings
-from zerostd.preparing.proposing import fitting, propose, revise, sizes_of
+from zerostd.preparing.options import check_settings
+from zerostd.preparing.proposing import PlanSearch, sizes_of
 
 WIDTH, DEPTH = 256, 8
 GROUP_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 4  # of parameters, in fp32
@@ -265,8 +265,8 @@ def for_a_device(
     """67 million parameters for an accelerator that need not be here: 1040 MiB with their states."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth))).to(torch.bfloat16)
-    told = {"stage": None, "precision": "bf16", "accumulate": 1, "max_grad_norm": clip, "budget": None, "globs": ["*"]}
-    settings = make_settings(model, adamw(model), **told)
+    options = Settings(precision=Precision.parse("bf16"), accumulate=1, max_grad_norm=clip, globs=["*"])
+    settings = check_settings(options, model, adamw(model))
     found = find_blueprints(model, optimizer_options(model, adamw(model)), settings.precision, ["*"])
     return settings, found, World.pretend(torch.device("cuda"), 1, 1)
 
@@ -275,11 +275,11 @@ def test_activations_count_in_the_plan_that_is_obeyed() -> None:
     """All is on the device, which ran out: with its activations the plan does not fit, and the other one does."""
     settings, found, world = for_a_device()
     limits: dict[Tier, int] = {Tier.DEVICE: 60 * GIB, Tier.HOST: 60 * GIB}
-    plan = fitting(settings, found, world, limits)
+    plan = PlanSearch(settings, found, world).all_on_device(limits)
     assert plan is not None and plan.predicted.total(Tier.DEVICE) == pytest.approx(1040 * MIB, rel=0.01)
     limits[Tier.DEVICE] = 1290 * MIB
     seen = ObservedStep(0.005, 0.0017, 0.0033, activation_bytes=440 * MIB)
-    now, best = revise(settings.obeying(plan, sizes_of(found)), found, world, limits, H200, seen)
+    now, best = PlanSearch(settings.obeying(plan, sizes_of(found)), found, world).revise(limits, H200, seen)
     assert now.predicted.total(Tier.DEVICE) == pytest.approx(1480 * MIB, rel=0.01)
     assert best.predicted.total(Tier.DEVICE) <= limits[Tier.DEVICE] < now.predicted.total(Tier.DEVICE)
     assert best.predicted.bytes[Tier.DEVICE][Kind.ACTIVATIONS] == 440 * MIB
@@ -303,8 +303,8 @@ def wide(found: Sequence[Blueprint]) -> ModelProfile:
 def test_a_plan_that_speculates_says_what_clipped_steps_take() -> None:
     settings, found, world = for_a_device(WIDE, 24, clip=1.0)
     limits = {Tier.DEVICE: 14 * GIB, Tier.HOST: 64 * GIB}
-    plan = propose(settings, found, world, limits, wide(found), H200)
-    late = propose(replace(settings, accumulate=None), found, world, limits, wide(found), H200)
+    plan = PlanSearch(settings, found, world).propose(limits, wide(found), H200)
+    late = PlanSearch(replace(settings, accumulate=None), found, world).propose(limits, wide(found), H200)
     assert plan.speculate and not late.speculate
     clipped_s, without_s = plan.predicted.clipped_s or 0.0, late.predicted.step_s or 0.0
     assert clipped_s > without_s > 1.1 * (plan.predicted.step_s or 0.0)
@@ -323,7 +323,7 @@ def test_more_of_the_host_makes_no_plan_slower() -> None:
 
     def seconds(host: int) -> float:
         limits: dict[Tier, int] = {Tier.DEVICE: 20 * GIB, Tier.HOST: host * GIB}
-        return propose(settings, found, world, limits, profile, H200).predicted.step_s or 0.0
+        return PlanSearch(settings, found, world).propose(limits, profile, H200).predicted.step_s or 0.0
 
     taken = [seconds(host) for host in (6, 8, 9, 10, 12, 64)]
     assert all(other <= one * 1.04 for one, other in itertools.pairwise(taken)), taken
@@ -334,10 +334,9 @@ def test_a_tight_host_is_met_whatever_the_rates_are(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(24)))
     limits = {Tier.DEVICE: 1700 << 10, Tier.HOST: 64 * MIB, Tier.DISK: 64 * MIB}
     plan = Plan({"*": Homes(states=((Tier.HOST, Route.CPU, 1.0),))}, limits=limits)
-    told = {"stage": None, "precision": "bf16", "accumulate": None, "max_grad_norm": None, "placement": None}
-    settings = make_settings(
-        model, adamw(model), **told, plan=plan, budget=Budget(disk_path=str(tmp_path)), globs=["*"]
-    )
+    budget = Budget(disk_path=str(tmp_path))
+    options = Settings(precision=Precision.parse("bf16"), plan=plan, budget=budget, globs=["*"])
+    settings = check_settings(options, model, adamw(model))
     found = find_blueprints(model, optimizer_options(model, adamw(model)), settings.precision, ["*"])
     obeying, world = settings.obeying(plan, sizes_of(found)), World.pretend(torch.device("cpu"), 1, 1)
     limits[Tier.HOST] = 4405 << 10  # of 4.8 MiB that it takes
@@ -353,5 +352,5 @@ def test_a_tight_host_is_met_whatever_the_rates_are(tmp_path: Path) -> None:
         seen = ObservedStep(
             between(0.002, 0.05), between(5e-4, 0.01), between(0.001, 0.02), busy={"cpu": between(5e-4, 0.02)}
         )
-        _, best = revise(obeying, found, world, limits, machine, seen)
+        _, best = PlanSearch(obeying, found, world).revise(limits, machine, seen)
         assert best.predicted.total(Tier.HOST) <= limits[Tier.HOST]

@@ -10,10 +10,11 @@ import psutil
 import pytest
 import torch
 
+from support.memory import pss
 from zerostd.errors import PrepareError, StorageError
 from zerostd.monitoring.ledger import Ledger
 from zerostd.policy import Kind, Tier
-from zerostd.tiers.host import Host, pss
+from zerostd.tiers.host import Host
 from zerostd.tiers.transfer import Done, Transfer, Work
 
 MIB = 2**20

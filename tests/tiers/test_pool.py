@@ -27,8 +27,8 @@ def host_pool(limit: int | None = None) -> Pool:
 
 
 def memory_of(room: PoolBlock) -> torch.Tensor:
-    assert room.column.tensor is not None
-    return room.column.tensor
+    assert room.memory.tensor is not None
+    return room.memory.tensor
 
 
 @settings(max_examples=60, deadline=None)
@@ -38,14 +38,14 @@ def test_rooms_never_overlap_and_come_back(turns: list[tuple[list[int], int]]) -
     for number, (sizes, num_back) in enumerate(turns):
         taken += [(room, number % 251) for room in pool.take(sizes)]
         new = taken[len(taken) - len(sizes) :]
-        assert [room.column.numel for room, _ in new] == sizes
+        assert [room.memory.numel for room, _ in new] == sizes
         for one, value in new:
             memory_of(one).fill_(value)
         assert all(bool((memory_of(one) == value).all()) for one, value in taken)
         new.clear()
         one = None  # type: ignore[assignment]
         del taken[:num_back]
-        assert pool.used == sum(-(-one.column.numel // PAGE) * PAGE for one, _ in taken)
+        assert pool.used == sum(-(-one.memory.numel // PAGE) * PAGE for one, _ in taken)
     taken.clear()
     assert pool.used == 0
 
@@ -89,14 +89,14 @@ def test_a_limit_is_kept_and_nothing_is_lost() -> None:
 
 def test_rooms_on_disk(tmp_path: Path) -> None:
     ledger = Ledger()
-    stores = TierAllocator(CPU, Host(CPU, ledger, 1), Disk(str(tmp_path), ledger), ledger)
-    pool, memory = Pool(stores, Tier.DISK, Kind.ACTIVATIONS), stores.host.allocate(2 * PAGE, Kind.BUFFERS)
+    allocator = TierAllocator(CPU, Host(CPU, ledger, 1), Disk(str(tmp_path), ledger), ledger)
+    pool, memory = Pool(allocator, Tier.DISK, Kind.ACTIVATIONS), allocator.host.allocate(2 * PAGE, Kind.BUFFERS)
     first, second = pool.take([PAGE + 7, PAGE - 5])
     for room, value in ((first, 3), (second, 4)):
         memory.fill_(value)
-        room.column.start_write(0, memory[: room.column.numel]).wait()
+        room.memory.start_write(0, memory[: room.memory.numel]).wait()
     for room, value in ((first, 3), (second, 4)):
-        room.column.start_read(0, memory[: room.column.numel]).wait()
-        assert bool((memory[: room.column.numel] == value).all())
+        room.memory.start_read(0, memory[: room.memory.numel]).wait()
+        assert bool((memory[: room.memory.numel] == value).all())
     assert ledger.now[Tier.DISK, Kind.ACTIVATIONS] == 3 * PAGE
-    stores.close()
+    allocator.close()

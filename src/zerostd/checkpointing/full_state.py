@@ -28,7 +28,7 @@ def full_values(runtime: Runtime, group: Group) -> Iterator[tuple[nn.Parameter, 
 
 def exact(flat: Flat, wires: Wires) -> torch.Tensor:
     """All of a flat at the precision it is kept in."""
-    mine = flat.exact()
+    mine = flat.exact_values()
     if mine.numel() == flat.layout.numel:
         return mine
     if not flat.is_sharded and mine.dtype == flat.full.dtype:

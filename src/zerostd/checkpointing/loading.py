@@ -271,7 +271,7 @@ def _take_over(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Ch
     with Progress("loading", sum(sizes), is_shown=runtime.world.rank == 0) as progress:
         fill_columns(checkpoint, targets, progress.add)
     for flat in flats_of(runtime):
-        flat.publish()
+        flat.round_masters()
     for name, buffer in buffers_of(runtime.model):
         entry = manifest.find("buffer", name)
         if entry is not None:

@@ -24,7 +24,7 @@ from zerostd.errors import CheckpointError, MisuseError
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.records import gradient_records, single_states, state_records
 from zerostd.parameters import Flat
-from zerostd.parameters.records import Record, tensor_record, value_records
+from zerostd.parameters.saved_intervals import SavedInterval, tensor_interval, value_intervals
 
 __all__ = ["buffers_of", "check_call", "describe_optimizer", "flats_of", "save_checkpoint", "with_extra_state"]
 
@@ -50,7 +50,7 @@ def save_checkpoint(
         raise
     saving = Saving(path, records, facts, control, keep=keep)
     for group in runtime.groups:
-        group.kept = saving.kept(group.name)
+        group.pending_save = saving.kept(group.name)
     runtime.observers.append(saving)
     if facts.passes:
         saving.settle()
@@ -59,7 +59,7 @@ def save_checkpoint(
 
 def _facts_and_records(
     runtime: Runtime, optimizer: ZeroOptimizer | None, extra: Any, *, frozen: bool
-) -> tuple[Facts, list[Record]]:
+) -> tuple[Facts, list[SavedInterval]]:
     tensors: list[torch.Tensor] = []
 
     def keep_tensor(tensor: torch.Tensor) -> int:
@@ -92,8 +92,8 @@ def _facts_and_records(
     )
     records = [*_records(runtime, optimizer, frozen=frozen)]
     if runtime.world.rank == 0:
-        records += [tensor_record("buffer", name, buffer) for name, buffer in buffers_of(runtime.model)]
-        records += [tensor_record("extra", str(number), tensor) for number, tensor in enumerate(tensors)]
+        records += [tensor_interval("buffer", name, buffer) for name, buffer in buffers_of(runtime.model)]
+        records += [tensor_interval("extra", str(number), tensor) for number, tensor in enumerate(tensors)]
     return facts, records
 
 
@@ -122,19 +122,19 @@ def _check_gradients(runtime: Runtime) -> None:
         )
 
 
-def _records(runtime: Runtime, optimizer: ZeroOptimizer | None, *, frozen: bool) -> Iterator[Record]:
+def _records(runtime: Runtime, optimizer: ZeroOptimizer | None, *, frozen: bool) -> Iterator[SavedInterval]:
     rank, device = runtime.world.rank, runtime.world.device
     for group in runtime.update_order():
         runtime.gatherer.complete(group)
         for flat in [flat for flat in group.flats if frozen or flat.gradient is not None]:
-            yield from value_records(flat, rank, group.name)
+            yield from value_intervals(flat, rank, group.name)
             if optimizer is not None and flat in optimizer._updater.runs:
                 yield from state_records(optimizer._updater, flat, rank, group.name)
             if optimizer is not None and flat.gradient is not None and runtime.backward.passes.num_done:
                 yield from gradient_records(flat, rank, group.name)
-    yield tensor_record("random", f"{rank}/torch", torch.get_rng_state())
+    yield tensor_interval("random", f"{rank}/torch", torch.get_rng_state())
     if device.type != "cpu":
-        yield tensor_record("random", f"{rank}/device", torch.get_device_module(device).get_rng_state(device))
+        yield tensor_interval("random", f"{rank}/device", torch.get_device_module(device).get_rng_state(device))
 
 
 def describe_optimizer(runtime: Runtime, optimizer: ZeroOptimizer) -> dict[str, Any]:

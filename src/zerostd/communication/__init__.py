@@ -1,7 +1,7 @@
 """The wires: the only room that speaks to torch.distributed."""
 
 from zerostd.communication.control import Control
-from zerostd.communication.wires import Done, Pending, Wires
+from zerostd.communication.wires import Wires
 from zerostd.communication.world import World
 
-__all__ = ["Control", "Done", "Pending", "Wires", "World"]
+__all__ = ["Control", "Wires", "World"]

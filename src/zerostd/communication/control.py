@@ -2,7 +2,7 @@
 
 `check_equal` at prepare finds ranks with different models before they can hang. `agree` after each backward says
 which parameters were used on any rank, and that all ranks gathered the same groups in the same order. `explain`
-turns a time-out into an error that names the rank that is behind.
+turns a time-out into an error that names the rank that is behind. Called by scheduling, preparing and checkpointing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ __all__ = ["Control"]
 
 
 class Control:
-    """Small messages of one prepared model."""
+    """Exchanges small messages for one prepared model."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -31,13 +32,13 @@ class Control:
         self._key = "zerostd" if world.channels is None else f"zerostd/{world.channels.control.group_name}"
 
     def begin_backward(self) -> None:
-        """Leave word that this rank is in its next backward: what `explain` reads."""
+        """Publish that this rank is in its next backward, for `explain` on other ranks."""
         self.num_backwards += 1
         if self.world.channels is not None:
             self.world.channels.store.set(f"{self._key}/{self.world.rank}", str(self.num_backwards))
 
     def agree(self, used: Sequence[bool], sequence: Sequence[str]) -> list[bool]:
-        """By parameter: whether any rank used it. Raises if ranks differ in `sequence`, the groups they gathered."""
+        """Return for each parameter whether any rank used it; raise if ranks gathered groups in another `sequence`."""
         assert self.world.channels is not None
         checksum = zlib.crc32("\n".join(sequence).encode()).to_bytes(4, "little")
         tail = checksum + bytes(255 - byte for byte in checksum)
@@ -49,12 +50,15 @@ class Control:
         return [bool(flag) for flag in message[:-8].tolist()]
 
     def confirm(self, name: str, num_flags: int) -> None:
-        """All ranks want to gather the group `name` now, or all get an error. As long as an agreement, so that a rank
-        that is there already is noticed too: `num_flags` is the number of parameters that train."""
+        """Raise on all ranks unless all want to gather the group `name` now.
+
+        The message has the `num_flags` of an agreement, one for each parameter that trains, so that a rank that is
+        already at the end of backward is noticed too.
+        """
         self.agree([False] * num_flags, ["now", name])
 
     def check_equal(self, what: str, lines: Sequence[str]) -> None:
-        """Refuse ranks whose `lines` differ, naming the first difference."""
+        """Raise PrepareError if the `lines` of the ranks differ, with the first difference."""
         if self.world.size == 1:
             return
         digest = f"{len(lines)}:{zlib.crc32(chr(10).join(lines).encode())}"
@@ -62,13 +66,10 @@ class Control:
         if len(set(digests)) == 1:
             return
         everyone = self.collect(list(lines))
-        other = next(rank for rank, found in enumerate(digests) if found != digests[0])
-        raise PrepareError(
-            f"ranks were given different {what}: {_first_difference(everyone[0], everyone[other], other)}"
-        )
+        raise PrepareError(f"ranks were given different {what}: {_first_difference(everyone)}")
 
     def collect(self, value: Any, what: str = "an exchange between ranks") -> list[Any]:
-        """Everyone's value, by rank."""
+        """Return everyone's value, by rank; `what` names the exchange in errors."""
         if self.world.channels is None:
             return [value]
         out: list[Any] = [None] * self.world.size
@@ -77,14 +78,14 @@ class Control:
         return out
 
     def meet(self, what: str, value: Any) -> list[Any]:
-        """The same for a call that all ranks must make: one that does not is named."""
+        """Do the same for a call that all ranks must make, so that errors name a rank that did not."""
         self.num_meetings += 1
         if self.world.channels is not None:
             self.world.channels.store.set(f"{self._key}/met/{self.world.rank}", str(self.num_meetings))
         return self.collect(value, what)
 
-    def bring(self, value: Any, what: str) -> list[Any]:
-        """Everyone's value on rank 0, nothing on the others."""
+    def collect_on_first(self, value: Any, what: str) -> list[Any]:
+        """Return everyone's value on rank 0, nothing on the others."""
         if self.world.channels is None:
             return [value]
         out: list[Any] | None = [None] * self.world.size if self.world.rank == 0 else None
@@ -93,33 +94,31 @@ class Control:
         return out or []
 
     def _raise_for_order(self, sequence: list[str]) -> None:
-        """All ranks are here: say where their orders part."""
-        everyone = self.collect(sequence)
-        other = next((rank for rank, found in enumerate(everyone) if found != everyone[0]), 0)
+        everyone = self.collect(sequence)  # all ranks are here
         raise CommunicationError(
             "ranks gathered groups in different orders, so parameters may hold mixed values and this step was not "
-            f"applied: {_first_difference(everyone[0], everyone[other], other)}. Modules that only some ranks call "
+            f"applied: {_first_difference(everyone)}. Modules that only some ranks call "
             "must share a group with one that all ranks call: pass groups=[...] with their parent's name"
         )
 
     @contextlib.contextmanager
     def explain(self, what: str) -> Iterator[None]:
-        """Turn a failed or late collective into an error that names rank and place."""
+        """Turn a failed or late collective into a CommunicationError that names the rank and the place."""
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
             if isinstance(error, CommunicationError) or self.world.channels is None:
                 raise
-            raise CommunicationError(self._story(what, error)) from error
+            raise CommunicationError(self._explanation(what, error)) from error
 
-    def _story(self, what: str, error: BaseException) -> str:
+    def _explanation(self, what: str, error: BaseException) -> str:
         behind = []
         for rank in range(self.world.size):
             with contextlib.suppress(Exception):
-                done, met = self._count(f"{rank}"), self._count(f"met/{rank}")
+                done = self._count(f"{rank}")
                 if done < self.num_backwards:
                     behind.append(f"rank {rank} has begun {done} backward passes, this rank {self.num_backwards}")
-                elif met < self.num_meetings:
+                elif self._count(f"met/{rank}") < self.num_meetings:
                     behind.append(f"rank {rank} has not come to it")
         who = "; ".join(behind) or "no rank is behind in its count of backward passes, so one of them has failed"
         return (
@@ -128,15 +127,21 @@ class Control:
         )
 
     def _count(self, name: str) -> int:
-        """What a rank left word of."""
+        """Return the count that a rank published under a name."""
         assert self.world.channels is not None
-        store, key = self.world.channels.store, f"{self._key}/{name}"
+        store = self.world.channels.store
+        key = f"{self._key}/{name}"
         return int(store.get(key)) if store.check([key]) else 0
 
 
-def _first_difference(mine: list[str], theirs: list[str], other: int) -> str:
-    for index, (a, b) in enumerate(zip(mine, theirs, strict=False)):
-        if a != b:
-            return f"entry {index} is {a!r} on rank 0 and {b!r} on rank {other}"
-    longer, rank = (mine, 0) if len(mine) > len(theirs) else (theirs, other)
-    return f"rank {rank} has {abs(len(mine) - len(theirs))} more, the first is {longer[min(len(mine), len(theirs))]!r}"
+def _first_difference(everyone: list[list[str]]) -> str:
+    """Return where the first rank that differs from rank 0 does so."""
+    rank = next((rank for rank, lines in enumerate(everyone) if lines != everyone[0]), 0)
+    for index, (ours, theirs) in enumerate(zip_longest(everyone[0], everyone[rank])):
+        if ours is None or theirs is None:
+            longer = 0 if theirs is None else rank
+            num_more = len(everyone[longer]) - index
+            return f"rank {longer} has {num_more} more, the first is {everyone[longer][index]!r}"
+        if ours != theirs:
+            return f"entry {index} is {ours!r} on rank 0 and {theirs!r} on rank {rank}"
+    return "none, when they were compared again"

@@ -1,4 +1,7 @@
-"""Peers: ranks of a user's process group that compute the same activations, so that each keeps a slice of them."""
+"""Peers: ranks of a user's process group that compute the same activations, so that each keeps a slice of them.
+
+`Placement(same_activations=group)` names them; `scheduling` gathers through them what it offloaded in slices.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,11 @@ class Peers:
         self._wires.gather(full, full.view(self.size, -1)[self.rank]).wait()
 
     def check_same(self, name: str, sizes: Sequence[int]) -> None:
-        """Raise on all of them if they do not have the same to share."""
+        """Raise on all peers if the activations of a group differ in number or size."""
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, list(sizes), group=self._group)
-        if any(other != everyone[0] for other in everyone):
-            counts = [f"rank {rank}: {len(found)} of {sum(found)} bytes" for rank, found in enumerate(everyone)]
+        if any(theirs != everyone[0] for theirs in everyone):
+            counts = [f"rank {rank}: {len(theirs)} of {sum(theirs)} bytes" for rank, theirs in enumerate(everyone)]
             raise MisuseError(
                 f"Placement(same_activations=...): the ranks of that process group have different activations in group "
                 f"{name!r} ({', '.join(counts)}); name a group whose ranks run the same forward on the same batch"
@@ -42,7 +45,7 @@ class Peers:
 
 
 def find_peers(group: Any, world: World, ledger: Ledger) -> Peers | None:
-    """The peers in a process group that a user named; None if it is this rank alone."""
+    """Return the peers in a process group that a user named; None if it is this rank alone."""
     if group is None:
         return None
     if not isinstance(group, dist.ProcessGroup):

@@ -1,4 +1,4 @@
-"""Whether ranks can meet: a process group and one collective, of the ranks there are or of this process alone."""
+"""A trial of whether ranks can meet: a process group and one collective. Called by `zerostd doctor`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ __all__ = ["try_group"]
 
 
 def try_group(device: torch.device, timeout_s: float) -> tuple[int, str, float]:
-    """How many ranks met, over what, and the seconds of a small collective. The group is closed again if it was made
-    here.
+    """Return how many ranks met, over what backend, and the seconds of a small collective.
+
+    A process group that was made for it is closed again.
 
     Raises:
         RuntimeError: They did not meet in time; the cause is torch's.
@@ -27,8 +28,8 @@ def try_group(device: torch.device, timeout_s: float) -> tuple[int, str, float]:
         dist.all_reduce(value)  # the first one makes the connections
         begin = time.perf_counter()
         dist.all_reduce(value)
-        met = round(value.item() ** 0.5)
-        return met, "gloo" if device.type == "cpu" else "nccl", time.perf_counter() - begin
+        num_ranks = round(value.item() ** 0.5)
+        return num_ranks, "gloo" if device.type == "cpu" else "nccl", time.perf_counter() - begin
     finally:
         if not was_there:
             dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """The bulk collectives: gather a flat buffer from its slices, reduce one to the mean of its slices.
 
-In come flat buffers as long as the layout says and this rank's slice of them; out comes a `Pending`. Nothing is
+In come flat buffers as long as the layout says and this rank's slice of them; out comes a `Transfer`. Nothing is
 copied in or out. Two wirings of the same verbs: gloo for the CPU, nccl for devices with streams. Every byte this rank
 sends is entered in the ledger.
 
@@ -12,7 +12,6 @@ order whatever the timing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,150 +20,141 @@ from zerostd.communication.world import World, thread_budget
 from zerostd.kernels import sum_slices
 from zerostd.monitoring import Ledger
 from zerostd.policy import Kind
+from zerostd.tiers import Done, StreamEvent, Transfer
 
-__all__ = ["Done", "Pending", "Wires"]
-
-
-class Pending(Protocol):
-    """Work in flight. `wait` returns when its result may be used on the current stream; more than once is free."""
-
-    def wait(self) -> None: ...
+__all__ = ["Wires"]
 
 
-class Done:
-    """Nothing to wait for."""
+class Collective(Transfer):
+    """Collectives of gloo in flight, and what this thread does when they have landed: sum, or start another one."""
 
-    def wait(self) -> None:
-        return None
-
-
-class Works:
-    """torch works in flight, then a last action on this thread."""
-
-    def __init__(self, works: list[dist.Work], finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, works: list[dist.Work], finish: Callable[[], Transfer | None] | None = None) -> None:
         self._works = works
         self._finish = finish
+        self._next: Transfer | None = None
 
     def wait(self) -> None:
-        works, self._works = self._works, []
+        """Hold the host until the result is there, that of the collective which `finish` starts too."""
+        self.land()
+        if self._next is not None:
+            self._next.wait()
+
+    def is_done(self) -> bool:
+        """Return whether everything has landed and `finish` has run."""
+        if self._finish is not None or not all(work.is_completed() for work in self._works):
+            return False
+        return self._next is None or self._next.is_done()
+
+    def land(self) -> None:
+        """Hold the host until the receive buffer is free: what came in has been used, and the next is on its way."""
+        works = self._works
+        self._works = []
         for work in works:
             work.wait()
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-
-    def then(self, action: Callable[[], None]) -> None:
-        """Add an action behind the last one."""
         finish = self._finish
-
-        def both() -> None:
-            if finish is not None:
-                finish()
-            action()
-
-        self._finish = both
-
-
-class Relay:
-    """Two works in a row: the second starts when the first has landed, at the latest in `wait`."""
-
-    def __init__(self, first: Works, start_second: Callable[[], Pending]) -> None:
-        self._first = first
-        self._second: Pending | None = None
-        first.then(lambda: setattr(self, "_second", start_second()))
-
-    def wait(self) -> None:
-        self._first.wait()
-        assert self._second is not None
-        self._second.wait()
-
-
-class Event:
-    """Work queued on a side stream."""
-
-    def __init__(self, event: torch.Event, device: torch.device) -> None:
-        self._event = event
-        self._device = device
-
-    def wait(self) -> None:
-        torch.accelerator.current_stream(self._device).wait_event(self._event)
+        self._finish = None
+        if finish is not None:
+            self._next = finish()
 
 
 class Wires:
-    """Both verbs for one prepared model. A world of one has no wires: its verbs return at once."""
+    """The collectives of one prepared model. In a world of one they return at once."""
 
     def __init__(self, world: World, ledger: Ledger) -> None:
         self.world = world
         self.ledger = ledger
         self._num_threads = thread_budget(world.local_size)
         self._receive = torch.empty(0, dtype=torch.uint8, device=world.device)
-        self._receiving: Pending = Done()
+        self._receiving: Collective | None = None  # the last one that uses the receive buffer; without a stream
         has_streams = world.device.type != "cpu"
         self._stream = torch.Stream(world.device) if has_streams and world.size > 1 else None
 
-    def reserve(self, num_bytes: int) -> None:
-        """Allocate the receive buffer, as large as the largest flat buffer that will be reduced."""
-        slices = 1 if self._stream is None else self.world.size
-        if self.world.size > 1:
-            self._receive = torch.empty(num_bytes // slices, dtype=torch.uint8, device=self.world.device)
-            self.ledger.enter(Kind.BUFFERS, self._receive.nbytes)
+    @staticmethod
+    def buffer_bytes(largest: int, world_size: int, *, has_streams: bool) -> int:
+        """Return the bytes of the receive buffer; the largest flat buffer that will be reduced has `largest`."""
+        if world_size == 1:
+            return 0
+        return largest // world_size if has_streams else largest
 
-    def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """Fill `full` with the slices of all ranks; `shard` is mine and may be a view of its place in `full`."""
-        world, channels = self.world, self.world.channels
+    def reserve(self, largest: int) -> None:
+        """Allocate the receive buffer; the largest flat buffer that will be reduced has `largest` bytes."""
+        num_bytes = self.buffer_bytes(largest, self.world.size, has_streams=self._stream is not None)
+        if num_bytes:
+            self._receive = torch.empty(num_bytes, dtype=torch.uint8, device=self.world.device)
+            self.ledger.enter(Kind.BUFFERS, num_bytes)
+
+    def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Transfer:
+        """Start filling `full` with the slices of all ranks; `shard` is mine, and may be a view of `full`."""
+        channels = self.world.channels
         if channels is None:
             return Done()
         if self._stream is not None:
-            self.ledger.record_sent("gather", shard.nbytes * (world.size - 1))
+            self.ledger.record_sent("gather", shard.nbytes * (self.world.size - 1))
             return self._on_stream(lambda: dist.all_gather_into_tensor(full, shard, group=channels.gather))
         return self._spread(full, shard, "gather")
 
-    def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Pending:
-        """The mean over ranks of my slice of `full`, written to `land` or added to it.
+    def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Transfer:
+        """Start writing the mean over ranks of my slice of `full` to `land`, or adding it.
 
         `full` must stay untouched until the wait; one reduce is in flight at a time, the next waits for it.
         """
-        world, channels = self.world, self.world.channels
+        world = self.world
+        channels = world.channels
         assert channels is not None
-        if self._stream is None:  # on a stream the next reduce is ordered behind the last by itself
-            self._receiving.wait()
+        if self._stream is None:
+            return self._collect(full, land, accumulate=accumulate)
         self.ledger.record_sent("reduce", full.nbytes // world.size * (world.size - 1))
-        received = self._receive[: full.nbytes // (1 if self._stream is None else world.size)].view(full.dtype)
-        if self._stream is not None:
+        received = self._receive[: full.nbytes // world.size].view(full.dtype)
 
-            def run() -> None:
-                dist.reduce_scatter_tensor(received, full, op=dist.ReduceOp.AVG, group=channels.reduce)
-                if accumulate:
-                    land.add_(received)
-                else:
-                    land.copy_(received)
+        def run() -> None:
+            dist.reduce_scatter_tensor(received, full, op=dist.ReduceOp.AVG, group=channels.reduce)
+            if accumulate:
+                land.add_(received)
+            else:
+                land.copy_(received)
 
-            self._receiving = self._on_stream(run)
-            return self._receiving
-        work = dist.all_to_all_single(_bytes(received), _bytes(full), group=channels.reduce, async_op=True)
-        self._receiving = Works(
-            [work],
-            lambda: sum_slices(
-                received, world.size, 1.0 / world.size, land, accumulate=accumulate, num_threads=self._num_threads
-            ),
-        )
-        return self._receiving
+        return self._on_stream(run)  # the next reduce is ordered behind this one by the stream
 
-    def reduce_everywhere(self, full: torch.Tensor) -> Pending:
-        """The mean over ranks of all of `full`, in place: reduce my slice, then everyone's slices to everyone."""
-        channels, size = self.world.channels, self.world.size
+    def reduce_everywhere(self, full: torch.Tensor) -> Transfer:
+        """Start replacing `full` by its mean over ranks: reduce my slice, then send everyone's slices to everyone."""
+        channels = self.world.channels
+        size = self.world.size
         assert channels is not None
         mine = full.view(size, -1)[self.world.rank]
         if self._stream is not None:
             self.ledger.record_sent("reduce", 2 * mine.nbytes * (size - 1))
             return self._on_stream(lambda: dist.all_reduce(full, dist.ReduceOp.AVG, group=channels.reduce))
-        reduced = self.reduce(full, mine)
-        assert isinstance(reduced, Works)
-        return Relay(reduced, lambda: self._spread(full, mine, "reduce"))
+        return self._collect(full, mine, then=lambda: self._spread(full, mine, "reduce"))
 
-    def _spread(self, full: torch.Tensor, shard: torch.Tensor, verb: str) -> Pending:
-        """Everyone's slice to everyone, by gloo; see [Note: gloo]."""
-        world, channels = self.world, self.world.channels
+    def _collect(
+        self,
+        full: torch.Tensor,
+        land: torch.Tensor,
+        *,
+        accumulate: bool = False,
+        then: Callable[[], Transfer] | None = None,
+    ) -> Transfer:
+        """Sum everyone's version of my slice, by gloo, and start what comes `then`; see [Note: gloo]."""
+        world = self.world
+        assert world.channels is not None
+        if self._receiving is not None:
+            self._receiving.land()
+        self.ledger.record_sent("reduce", full.nbytes // world.size * (world.size - 1))
+        received = self._receive[: full.nbytes].view(full.dtype)
+        work = dist.all_to_all_single(_bytes(received), _bytes(full), group=world.channels.reduce, async_op=True)
+
+        def finish() -> Transfer | None:
+            factor = 1.0 / world.size
+            sum_slices(received, world.size, factor, land, accumulate=accumulate, num_threads=self._num_threads)
+            return None if then is None else then()
+
+        self._receiving = Collective([work], finish)
+        return self._receiving
+
+    def _spread(self, full: torch.Tensor, shard: torch.Tensor, verb: str) -> Transfer:
+        """Send everyone's slice to everyone, by gloo; see [Note: gloo]."""
+        world = self.world
+        channels = world.channels
         assert channels is not None
         self.ledger.record_sent(verb, shard.nbytes * (world.size - 1))
         group = channels.gather if verb == "gather" else channels.reduce
@@ -172,24 +162,24 @@ class Wires:
         if slices[world.rank].data_ptr() != shard.data_ptr():
             slices[world.rank].copy_(shard)
         works = [dist.broadcast(slices[r], group_src=r, group=group, async_op=True) for r in range(world.size)]
-        return Works([work for work in works if work is not None])
+        return Collective([work for work in works if work is not None])
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of a small tensor over ranks, in place, on the current stream."""
-        if self.world.channels is not None:
-            dist.all_reduce(value, group=self.world.channels.reduce)
-            self.ledger.record_sent("scalars", value.nbytes)
-        return value
+        """Return the sum of a small tensor over ranks, in place, on the current stream."""
+        return self._reduce_scalars(value, dist.ReduceOp.SUM)
 
     def largest(self, value: torch.Tensor) -> torch.Tensor:
-        """The maximum of a small tensor over ranks, in place, on the current stream."""
+        """Return the maximum of a small tensor over ranks, in place, on the current stream."""
+        return self._reduce_scalars(value, dist.ReduceOp.MAX)
+
+    def _reduce_scalars(self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if self.world.channels is not None:
-            dist.all_reduce(value, dist.ReduceOp.MAX, group=self.world.channels.reduce)
+            dist.all_reduce(value, operation, group=self.world.channels.reduce)
             self.ledger.record_sent("scalars", value.nbytes)
         return value
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Rank 0's values to all, in place, one message per dtype."""
+        """Send rank 0's values to all, in place, one message per dtype."""
         if self.world.channels is None:
             return
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
@@ -199,15 +189,16 @@ class Wires:
             for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
                 tensor.detach().copy_(part.view(tensor.shape))
 
-    def _on_stream(self, run: Callable[[], object]) -> Pending:
+    def _on_stream(self, run: Callable[[], object]) -> Transfer:
+        """Run collectives of nccl in the stream of the wires, behind what is in the current one."""
         assert self._stream is not None
         device = self.world.device
         self._stream.wait_stream(torch.accelerator.current_stream(device))
         with self._stream:
             run()
-        return Event(self._stream.record_event(), device)
+        return StreamEvent(self._stream, device)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """gloo has no all-to-all for every dtype; it has one for bytes."""
+    """View a tensor as bytes: gloo has no all-to-all for every dtype."""
     return tensor.view(torch.uint8)

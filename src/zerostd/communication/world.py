@@ -27,8 +27,11 @@ DEFAULT_TIMEOUT_S = 300.0
 
 @dataclass(eq=False)
 class Channels:
-    """Process groups of one prepared model. Gathers, reduces and control messages have one each: their order
-    relative to each other may differ between ranks, the order inside one may not."""
+    """Process groups of one prepared model.
+
+    Gathers, reduces and control messages have one each: their order relative to each other may differ between ranks,
+    the order inside one may not.
+    """
 
     gather: dist.ProcessGroup
     reduce: dist.ProcessGroup
@@ -36,8 +39,10 @@ class Channels:
     store: Any  # the process group's own key-value store
 
     def close(self) -> None:
-        """End the groups. Gloo closes its sockets and ends its threads with the last reference to a group, so they
-        are let go here and not when the model goes, which may stay for long after it was released."""
+        """End the groups and drop them: gloo closes its sockets and ends its threads with the last reference.
+
+        The model may stay for long after it was released.
+        """
         for name in ("gather", "reduce", "control"):
             group = self.__dict__.pop(name, None)
             if group is not None and dist.is_initialized():
@@ -47,7 +52,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others."""
+    """This process among the others, and the channels to them."""
 
     rank: int
     size: int
@@ -80,22 +85,23 @@ class World:
 
     @classmethod
     def pretend(cls, device: torch.device, size: int | None, local_size: int | None) -> World:
-        """A world to plan for, without channels: of `size` ranks, or as many as there are."""
+        """Return a world to plan for, without channels: of `size` ranks, or as many as there are."""
         if size is None:
             size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise PrepareError(f"world_size={size!r} must be a whole number of ranks, 1 or more")
-        beside = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if local_size is None else local_size
-        return cls(0, size, min(size, beside), device, _timeout_s(), None)
+        if local_size is None:
+            local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return cls(0, size, min(size, local_size), device, _timeout_s(), None)
 
     def inside(self, group: dist.ProcessGroup) -> World:
-        """This process among those of a process group, which stays the user's."""
+        """Return this process among those of a process group, which stays the user's."""
         channels = Channels(gather=group, reduce=group, control=group, store=None)
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        return World(rank, size, min(size, self.local_size), self.device, self.timeout_s, channels)
+        size = dist.get_world_size(group)
+        return World(dist.get_rank(group), size, min(size, self.local_size), self.device, self.timeout_s, channels)
 
     def close(self) -> None:
-        """Give the channels back, if they are still there; the user's own process group stays."""
+        """Close the channels, if they are still open; the user's own process group stays."""
         if self.channels is not None:
             self.channels.close()
 
@@ -112,7 +118,7 @@ def _timeout_s() -> float:
 
 
 def thread_budget(local_size: int) -> int:
-    """Threads this rank may use for its update: the cores it is allowed, shared with the ranks beside it.
+    """Return the threads this rank may use: the cores it is allowed, shared with the ranks beside it.
 
     torchrun sets OMP_NUM_THREADS=1, which is right for data loaders and wrong for an update, so the variable is
     not asked: affinity and the cgroup's quota are.
@@ -122,7 +128,7 @@ def thread_budget(local_size: int) -> int:
 
 
 def _cgroup_cores() -> int | None:
-    """Whole cores of the cgroup's CPU quota (v2, then v1), None where there is no quota."""
+    """Return the whole cores of the cgroup's CPU quota (v2, then v1), None where there is no quota."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
     except (OSError, ValueError):

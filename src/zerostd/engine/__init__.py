@@ -1,0 +1,5 @@
+"""One prepared model while it trains.
+
+runtime.py    the parts of a prepared model, wired together    settings.py   its options, with everything decided
+resources.py  its memory, streams and threads
+"""

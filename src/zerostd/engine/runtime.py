@@ -177,7 +177,7 @@ class Runtime:
     def stepped(self) -> None:
         """A step was taken."""
         self.backward.passes.step()
-        self.gatherer.watch.mark(LoopPhase.OUTSIDE)
+        self.gatherer.timer.mark(LoopPhase.OUTSIDE)
         for observer in self.observers:
             observer.after_step()
 
@@ -186,11 +186,11 @@ class Runtime:
         if self.optimizer is not None:
             self.optimizer.synchronize()
         for group in self.groups:
-            group.kept.wait()
+            group.pending_save.wait()
 
     def check_step(self) -> None:
         """A step begins; raise if it would lose gradients."""
-        self.gatherer.watch.mark(LoopPhase.STEP)
+        self.gatherer.timer.mark(LoopPhase.STEP)
         if self.backward.has_unsynced:
             raise MisuseError(
                 "optimizer.step() after backward passes under zerostd.no_sync that no later pass has reduced: run "

@@ -17,13 +17,13 @@ __all__ = ["Settings"]
 class Settings:
     """What prepare was told. Stage and placement are None until a plan decides them."""
 
-    stage: Stage | None
-    precision: Precision
-    placement: Placement | None
-    budget: Budget
-    accumulate: int | None
-    max_grad_norm: float | None
-    globs: Sequence[str] | None
+    stage: Stage | None = None
+    precision: Precision = field(default_factory=lambda: Precision.parse(None))
+    placement: Placement | None = None
+    budget: Budget = field(default_factory=Budget)
+    accumulate: int | None = None
+    max_grad_norm: float | None = None
+    globs: Sequence[str] | None = None  # of the names of modules whose parameters travel together
     plan: Plan | None = None  # obeyed instead of a placement
     states: Mapping[str, torch.dtype] = field(default_factory=dict)  # long states of the optimizer, by name
 

@@ -3,9 +3,7 @@
 import zerostd.horovod as hvd
 """
 
-from zerostd.horovod.broadcasting import broadcast_optimizer_state, broadcast_parameters
 from zerostd.horovod.collectives import (
-    Adasum,
     Average,
     Compression,
     Max,
@@ -23,26 +21,20 @@ from zerostd.horovod.collectives import (
     broadcast_object,
     reducescatter,
 )
-from zerostd.horovod.optimizer import DistributedOptimizer, join
+from zerostd.horovod.optimizer import DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters, join
 from zerostd.horovod.world import (
     cross_rank,
     cross_size,
-    global_process_set,
-    gloo_built,
     init,
     is_initialized,
     local_rank,
     local_size,
-    mpi_built,
-    mpi_threads_supported,
-    nccl_built,
     rank,
     shutdown,
     size,
 )
 
 __all__ = [
-    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
@@ -63,18 +55,37 @@ __all__ = [
     "broadcast_parameters",
     "cross_rank",
     "cross_size",
-    "global_process_set",
-    "gloo_built",
     "init",
     "is_initialized",
     "join",
     "local_rank",
     "local_size",
-    "mpi_built",
-    "mpi_threads_supported",
-    "nccl_built",
     "rank",
     "reducescatter",
     "shutdown",
     "size",
 ]
+
+REMEDIES = {  # Horovod's names that do not exist here, by a part of the name
+    "Adasum": "gradients are combined by hvd.Average or hvd.Sum",
+    "process_set": "all processes take part in everything: leave process_set out",
+    "ProcessSet": "all processes take part in everything: leave process_set out",
+    "_async": "call the function of the same name without _async, which returns the result",
+    "synchronize": "there are no _async functions to wait for",
+    "poll": "there are no _async functions to wait for",
+    "grouped_": "call the function of the same name without grouped_, for one tensor at a time",
+    "sparse_": "call hvd.allreduce(tensor.to_dense())",
+    "elastic": "restart from a checkpoint: see examples/elastic.py",
+    "timeline": "use zerostd.record(optimizer.container, RUN_DIR)",
+    "_built": "ask torch: torch.distributed.is_nccl_available(), is_gloo_available()",
+    "_enabled": "ask torch: torch.distributed.is_nccl_available(), is_gloo_available()",
+    "mpi_threads_supported": "there is no MPI underneath",
+    "SyncBatchNorm": "use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+}
+
+
+def __getattr__(name: str) -> object:
+    for part, remedy in REMEDIES.items():
+        if part in name:
+            raise AttributeError(f"hvd.{name} is not supported: {remedy}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""The collectives: each takes a tensor of every rank and gives every rank one. Gradients flow back through them.
+"""The collectives: each takes a tensor or an object from every rank, and gradients flow back as in Horovod.
 
-Names that Horovod gives to operations are taken and not needed: torch.distributed matches calls by their order.
+Names of operations are accepted and ignored: torch.distributed matches calls by their order.
 """
 
 from __future__ import annotations
@@ -14,73 +14,23 @@ import torch
 import torch.distributed as dist
 
 from zerostd import MisuseError, NotSupportedError
-from zerostd.horovod.world import (
-    SESSION,
-    ProcessSet,
-    check_process_set,
-    check_rank,
-    global_process_set,
-    rank,
-    size,
-)
+from zerostd.horovod.world import agreement, rank, size
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "Max",
-    "Min",
-    "Op",
-    "Product",
-    "Sum",
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_object",
-    "everyones",
-    "reducescatter",
-]
+ReduceOp = dist.ReduceOp.RedOpType
+Average = dist.ReduceOp.AVG
+Sum = dist.ReduceOp.SUM
+Min = dist.ReduceOp.MIN
+Max = dist.ReduceOp.MAX
+Product = dist.ReduceOp.PRODUCT
 
-
-class Op(enum.Enum):
-    """How the values of all ranks become one."""
-
-    AVERAGE = "Average"
-    SUM = "Sum"
-    ADASUM = "Adasum"
-    MIN = "Min"
-    MAX = "Max"
-    PRODUCT = "Product"
-
-
-Average, Sum, Adasum, Min, Max, Product = Op.AVERAGE, Op.SUM, Op.ADASUM, Op.MIN, Op.MAX, Op.PRODUCT
-
-REDUCE_OPS = {
-    Average: dist.ReduceOp.SUM,
-    Sum: dist.ReduceOp.SUM,
-    Min: dist.ReduceOp.MIN,
-    Max: dist.ReduceOp.MAX,
-    Product: dist.ReduceOp.PRODUCT,
-}
+Verb = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Compression(enum.Enum):
-    """What floating-point numbers travel in."""
+    """The dtype that floating-point values are sent in; None is their own."""
 
     none = None
     fp16 = torch.float16
-
-    def applied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor as it travels."""
-        return tensor if self.value is None or not tensor.is_floating_point() else tensor.to(self.value)
-
-
-Scale = tuple[float, float]  # before and after the sum
 
 
 def allreduce(
@@ -88,272 +38,252 @@ def allreduce(
     average: bool | None = None,
     name: str | None = None,
     compression: Compression = Compression.none,
-    op: Op | None = None,
+    op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The mean over all ranks, or what `op` says. The tensor itself stays as it is."""
-    _check("allreduce", process_set)
-    chosen = _choose(op, average, tensor)
-    scale = (prescale_factor, postscale_factor)
+    """Return the mean over all ranks, or what `op` says. The input is unchanged."""
+    _check_present("allreduce")
+    op = _choose(op, average, tensor)
 
     def reduce(value: torch.Tensor) -> torch.Tensor:
-        return _reduced(value, chosen, scale, compression)
+        return _reduced(value, op, compression, before=prescale_factor, after=postscale_factor)
 
-    return _with_gradient(tensor, reduce, reduce)
+    return _differentiable(tensor, reduce, reduce)
 
 
+@torch.no_grad()
 def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The same in place."""
-    _check("allreduce_", process_set)
-    reduced = _reduced(tensor, _choose(op, average, None), (prescale_factor, postscale_factor), Compression.none)
-    return _write(tensor, reduced)
+    """Do the same in place."""
+    _check_present("allreduce_")
+    reduced = _reduced(tensor, _choose(op, average), before=prescale_factor, after=postscale_factor)
+    return tensor.copy_(reduced)
 
 
-def allgather(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """The tensors of all ranks, one behind the other along the first dimension, which may differ in length."""
-    _check("allgather", process_set)
-    lengths = [int(length) for length in everyones(_length(tensor, "allgather"))]
+def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
+    """Return the tensors of all ranks, concatenated along the first dimension, which may differ in length."""
+    _check_present("allgather")
+    lengths: list[int] = gather_objects(_length(tensor, "allgather"))
     begin = sum(lengths[: rank()])
 
     def gather(value: torch.Tensor) -> torch.Tensor:
-        if size() == 1:
-            return value.detach().clone()
-        padded = value.detach().new_zeros((max(lengths), *value.shape[1:]))
-        padded[: value.shape[0]] = value.detach()
-        everyone = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(everyone, padded)
-        return torch.cat([part[:length] for part, length in zip(everyone, lengths, strict=True)])
+        copies = torch.cat([value.detach()] * size())  # the same rows to every rank
+        return _exchanged(copies, [value.shape[0]] * size(), lengths)
 
     def scatter(grad: torch.Tensor) -> torch.Tensor:
-        return _reduced(grad, Average)[begin : begin + lengths[rank()]]
+        return _reduced(grad)[begin : begin + lengths[rank()]]
 
-    return _with_gradient(tensor, gather, scatter)
+    return _differentiable(tensor, gather, scatter)
 
 
-def broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """The root's tensor, on all ranks."""
-    _check("broadcast", process_set)
-    check_rank(root_rank)
+def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+    """Return the tensor of rank `root_rank`."""
+    _check_present("broadcast")
 
-    def spread(value: torch.Tensor) -> torch.Tensor:
+    def send(value: torch.Tensor) -> torch.Tensor:
         return broadcast_(value.detach().clone(), root_rank)
 
     def collect(grad: torch.Tensor) -> torch.Tensor:
-        reduced = _reduced(grad, Average)
+        reduced = _reduced(grad)
         return reduced if rank() == root_rank else torch.zeros_like(reduced)
 
-    return _with_gradient(tensor, spread, collect)
+    return _differentiable(tensor, send, collect)
 
 
-def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """The same in place."""
-    _check("broadcast_", process_set)
-    check_rank(root_rank)
+@torch.no_grad()
+def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+    """Do the same in place."""
+    _check_present("broadcast_")
+    check_root(root_rank)
     if size() == 1:
         return tensor
-    value = tensor.detach()
-    passing = value if value.is_contiguous() else value.contiguous()
-    dist.broadcast(passing, src=root_rank)
-    return tensor if passing is value else _write(tensor, passing)
+    value = tensor.detach().contiguous()
+    dist.broadcast(value, src=root_rank)
+    return tensor if tensor.is_contiguous() else tensor.copy_(value)
 
 
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
     compression: Compression = Compression.none,
-    op: Op = Average,
-    process_set: ProcessSet = global_process_set,
+    op: ReduceOp = Average,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """This rank's rows of the mean over all ranks. Rows that are left over go to the first ranks, one each."""
-    _check("reducescatter", process_set)
-    chosen = _choose(op, None, tensor)
-    rows, left_over = divmod(_length(tensor, "reducescatter"), size())
-    begin = rank() * rows + min(rank(), left_over)
-    end = begin + rows + (rank() < left_over)
+    """Return this rank's rows of the mean over all ranks. Of rows left over, the first ranks get one each."""
+    _check_present("reducescatter")
+    op = _choose(op, None, tensor)
+    num_rows, left_over = divmod(_length(tensor, "reducescatter"), size())
+    begin = rank() * num_rows + min(rank(), left_over)
+    end = begin + num_rows + (rank() < left_over)
+    factor = prescale_factor * postscale_factor * (size() if op == Sum else 1)
 
     def scatter(value: torch.Tensor) -> torch.Tensor:
-        return _reduced(value, chosen, (prescale_factor, postscale_factor), compression)[begin:end].clone()
+        return _reduced(value, op, compression, before=prescale_factor, after=postscale_factor)[begin:end].clone()
 
     def gather(grad: torch.Tensor) -> torch.Tensor:
-        return allgather(grad * (prescale_factor * postscale_factor * (size() if chosen is Sum else 1)))
+        return allgather(grad * factor)
 
-    return _with_gradient(tensor, scatter, gather)
+    return _differentiable(tensor, scatter, gather)
 
 
-def alltoall(
-    tensor: torch.Tensor,
-    splits: Sequence[int] | torch.Tensor | None = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """Rows to every rank, and from every rank; `splits` says how many rows go where, or all get as many.
+def alltoall(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None) -> Any:
+    """Send rows to every rank and receive rows from every rank.
+
+    Args:
+        tensor: Its rows go to the ranks in rank order.
+        splits: The number of rows for each rank; without it all get the same number.
 
     Returns:
-        The rows that came, in rank order; with `splits` also how many came from each rank.
+        The received rows in rank order; with `splits` also how many came from each rank.
     """
-    _check("alltoall", process_set)
-    sent = _splits(tensor, splits)
-    received = [int(row[rank()]) for row in everyones(sent)]
-    moved = _with_gradient(
+    _check_present("alltoall")
+    sent = _split_rows(_length(tensor, "alltoall"), splits)
+    received = [int(rows[rank()]) for rows in gather_objects(sent)]
+    rows = _differentiable(
         tensor, lambda value: _exchanged(value, sent, received), lambda grad: _exchanged(grad, received, sent)
     )
     if splits is None:
-        return moved
-    return moved, torch.tensor(received, dtype=splits.dtype if isinstance(splits, torch.Tensor) else torch.int32)
+        return rows
+    return rows, torch.tensor(received, dtype=splits.dtype if isinstance(splits, torch.Tensor) else torch.int32)
 
 
-def broadcast_object(
-    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
-    """The root's object, on all ranks; anything that can be pickled."""
-    _check("broadcast_object", process_set)
-    check_rank(root_rank)
-    if size() == 1:
-        return obj
-    held = [obj if rank() == root_rank else None]
-    dist.broadcast_object_list(held, src=root_rank)
-    return obj if rank() == root_rank else held[0]
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+    """Return the object of rank `root_rank`, which can be anything that pickles."""
+    _check_present("broadcast_object")
+    check_root(root_rank)
+    objects = [obj]
+    if size() > 1:
+        dist.broadcast_object_list(objects, src=root_rank)
+    return obj if rank() == root_rank else objects[0]
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Everyone's object, by rank."""
-    _check("allgather_object", global_process_set)
-    return everyones(obj)
+    """Return the objects of all ranks, by rank."""
+    _check_present("allgather_object")
+    return gather_objects(obj)
 
 
-def barrier(process_set: ProcessSet = global_process_set) -> None:
+def barrier() -> None:
     """Return when every rank is here."""
-    _check("barrier", process_set)
+    _check_present("barrier")
     if size() > 1:
         dist.barrier()
 
 
-def everyones(obj: Any) -> list[Any]:
-    """The same for a call that ranks in join follow."""
+def gather_objects(obj: Any) -> list[Any]:
+    """Do what allgather_object does, also while ranks are in join."""
     if size() == 1:
         return [obj]
-    everyone: list[Any] = [None] * size()
-    dist.all_gather_object(everyone, obj)
-    return everyone
+    objects: list[Any] = [None] * size()
+    dist.all_gather_object(objects, obj)
+    return objects
 
 
-def _check(call: str, process_set: ProcessSet) -> None:
-    """Refuse what not all ranks would take part in."""
-    check_process_set(process_set)
-    for optimizer in SESSION.optimizers:
-        if optimizer.num_joined:
-            raise NotSupportedError(
-                f"hvd.{call}() while {optimizer.num_joined} rank(s) are in hvd.join(): they take part in steps of the "
-                "optimizer and in nothing else. Call it after hvd.join()"
-            )
+def check_root(root_rank: int) -> None:
+    """Refuse a root that does not exist."""
+    if isinstance(root_rank, bool) or not isinstance(root_rank, int) or not 0 <= root_rank < size():
+        raise MisuseError(f"root_rank={root_rank!r}: there are {size()} ranks, so it must be from 0 to {size() - 1}")
 
 
-class _Carried(torch.autograd.Function):
-    """A collective, and the one that brings its gradient back."""
+def _check_present(call: str) -> None:
+    """Refuse a collective that ranks in join would not take part in."""
+    num_joined = agreement().num_joined
+    if num_joined:
+        raise NotSupportedError(
+            f"hvd.{call}() while {num_joined} rank(s) are in hvd.join(): they take part in steps of the optimizer and "
+            "in nothing else. Call it after hvd.join()"
+        )
+
+
+def _choose(op: ReduceOp | None, average: bool | None, differentiated: torch.Tensor | None = None) -> ReduceOp:
+    """Return the operation that is meant by `op`, or by `average`, the older way to say it."""
+    if op is None:
+        return Sum if average is False else Average
+    if average is not None:
+        raise MisuseError(f"op={op!r} and average={average!r} say the same thing: leave average out")
+    if op not in (Average, Sum, Min, Max, Product):
+        raise NotSupportedError(f"op={op!r} is not supported; use hvd.Average, Sum, Min, Max or Product")
+    if differentiated is not None and differentiated.requires_grad and op not in (Average, Sum):
+        raise NotSupportedError(f"op={op!r} on a tensor that requires grad: detach it, or use hvd.Average or hvd.Sum")
+    return op
+
+
+class _Collective(torch.autograd.Function):
+    """A collective, and the collective that brings its gradient back."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, there: Callable[..., Any], back: Callable[..., Any]) -> Any:
+    def forward(ctx: Any, tensor: torch.Tensor, forth: Verb, back: Verb) -> torch.Tensor:
         ctx.back = back
-        return there(tensor)
+        return forth(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return ctx.back(grads[0]), None, None
 
 
-def _with_gradient(
-    tensor: torch.Tensor, there: Callable[[torch.Tensor], torch.Tensor], back: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    carried: torch.Tensor = _Carried.apply(tensor, there, back)  # type: ignore[no-untyped-call]
-    return carried
-
-
-def _choose(op: Op | None, average: bool | None, differentiated: torch.Tensor | None) -> Op:
-    """What is meant by `op` and by `average`, the older way to say it."""
-    if op is not None and average is not None:
-        raise MisuseError(f"op={op!r} and average={average!r} say the same thing: leave average out")
-    if op is None:
-        op = Sum if average is False else Average
-    if op not in REDUCE_OPS:
-        raise NotSupportedError(f"op={op!r} is not supported; use hvd.Average, Sum, Min, Max or Product")
-    if op in (Min, Max, Product) and differentiated is not None and differentiated.requires_grad:
-        raise NotSupportedError(f"op={op!r} on a tensor that requires grad: detach it, or use hvd.Average or hvd.Sum")
-    return op
+def _differentiable(tensor: torch.Tensor, forth: Verb, back: Verb) -> torch.Tensor:
+    result: torch.Tensor = _Collective.apply(tensor, forth, back)  # type: ignore[no-untyped-call]
+    return result
 
 
 @torch.no_grad()
 def _reduced(
-    tensor: torch.Tensor, op: Op, scale: Scale = (1.0, 1.0), compression: Compression = Compression.none
+    tensor: torch.Tensor,
+    op: ReduceOp = Average,
+    compression: Compression = Compression.none,
+    *,
+    before: float = 1.0,
+    after: float = 1.0,
 ) -> torch.Tensor:
-    value = compression.applied(tensor.detach() if scale[0] == 1.0 else _scaled(tensor.detach(), scale[0]))
+    value = _scaled(tensor.detach(), before)
+    if compression.value is not None and value.is_floating_point():
+        value = value.to(compression.value)
     value = value.clone(memory_format=torch.contiguous_format)
     if size() > 1:
-        dist.all_reduce(value, REDUCE_OPS[op])
-    if op is Average:
+        dist.all_reduce(value, Sum if op == Average else op)  # gloo has no average
+    if op == Average:
         value = value / size() if value.is_floating_point() else torch.div(value, size(), rounding_mode="trunc")
-    value = value.to(tensor.dtype)
-    return value if scale[1] == 1.0 else _scaled(value, scale[1])
+    return _scaled(value.to(tensor.dtype), after)
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    return (tensor * factor).to(tensor.dtype)
+    return tensor if factor == 1.0 else (tensor * factor).to(tensor.dtype)
 
 
 def _exchanged(tensor: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-    """Rows over the wire as bytes: gloo has no exchange for every dtype, but it has one for bytes."""
+    """Send `sent[r]` rows to rank r and receive `received[r]` from it, as bytes: gloo cannot exchange every dtype."""
     value = tensor.detach().contiguous()
-    out = value.new_empty((sum(received), *value.shape[1:]))
     if size() == 1:
         return value.clone()
-    width = math.prod(value.shape[1:]) * value.element_size()
+    rows = value.new_empty((sum(received), *value.shape[1:]))
+    row_bytes = math.prod(value.shape[1:]) * value.element_size()
     dist.all_to_all_single(
-        out.reshape(-1).view(torch.uint8),
+        rows.reshape(-1).view(torch.uint8),
         value.reshape(-1).view(torch.uint8),
-        [rows * width for rows in received],
-        [rows * width for rows in sent],
+        [count * row_bytes for count in received],
+        [count * row_bytes for count in sent],
     )
-    return out
-
-
-def _splits(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None) -> list[int]:
-    length = _length(tensor, "alltoall")
-    if splits is None:
-        if length % size():
-            raise MisuseError(
-                f"alltoall: {length} rows cannot be divided evenly among {size()} ranks; pass splits=[...]"
-            )
-        return [length // size()] * size()
-    rows = [int(count) for count in splits]
-    if len(rows) != size() or sum(rows) != length or min(rows) < 0:
-        raise MisuseError(f"alltoall: splits={rows} must be {size()} numbers of rows that sum to {length}")
     return rows
+
+
+def _split_rows(num_rows: int, splits: Sequence[int] | torch.Tensor | None) -> list[int]:
+    if splits is None and num_rows % size():
+        raise MisuseError(f"alltoall: {num_rows} rows cannot be divided evenly by {size()} ranks; pass splits=[...]")
+    counts = [num_rows // size()] * size() if splits is None else [int(count) for count in splits]
+    if len(counts) != size() or sum(counts) != num_rows or min(counts) < 0:
+        raise MisuseError(f"alltoall: splits={counts} must be {size()} numbers of rows that sum to {num_rows}")
+    return counts
 
 
 def _length(tensor: torch.Tensor, call: str) -> int:
     if tensor.dim() == 0:
         raise MisuseError(f"{call} works along the first dimension, and this tensor has none: pass x.unsqueeze(0)")
     return tensor.shape[0]
-
-
-@torch.no_grad()
-def _write(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    tensor.copy_(value)
-    return tensor

@@ -1,7 +1,8 @@
-"""The optimizer that DistributedOptimizer gives: zerostd's own, with Horovod's calls, on parameters alone.
+"""ShardedOptimizer, which DistributedOptimizer returns: zerostd's optimizer with Horovod's calls.
 
-Gradients come by the parameters' hooks, whoever's forward they belong to. Parameters rest whole (stages 0 to 2), and
-are whole again when step() returns. What ranks do is told at the door, so that all do the same.
+It knows the parameters and not the model, so they are prepared in a container module of their own. Their hooks see
+gradients arrive, whichever forward these belong to. Parameters are kept whole (stages 0 to 2), and are whole again when
+step() returns. Ranks announce each call in a CallAgreement, so that all make the same ones.
 """
 
 from __future__ import annotations
@@ -17,77 +18,63 @@ import torch
 from torch import nn
 
 import zerostd
-from zerostd import MisuseError, NotSupportedError, PrepareError
-from zerostd.horovod.collectives import Compression
-from zerostd.horovod.container import prepare_parameters
-from zerostd.horovod.door import Call, Door, Event
-from zerostd.horovod.states import check_states, full_states, own_states, set_options, take_options
-from zerostd.horovod.world import SESSION, size
+from zerostd import MisuseError, NotSupportedError
+from zerostd.horovod.agreement import Call, Event
+from zerostd.horovod.collectives import Compression, broadcast_object
+from zerostd.horovod.states import check_states, full_states, own_states, read_options, write_options
+from zerostd.horovod.world import SESSION, agreement, size
 
-__all__ = ["Passes", "ShardedOptimizer", "check_passes"]
+__all__ = ["Named", "ShardedOptimizer"]
+
+Named = list[tuple[str, nn.Parameter]]
 
 
-class Passes:
-    """Backward passes since the last step, by parameter."""
+class _Parameters(nn.Module):
+    """The parameters of a script, in one child each: grouping then packs neighbours by size alone."""
 
-    num_told: int  # passes that the other ranks know of
+    def __init__(self, named: Named) -> None:
+        super().__init__()
+        for name, parameter in named:
+            self.add_module("model/" + name.replace(".", "/"), nn.ParameterList([parameter]))
 
-    def __init__(self, limit: int, num_parameters: int) -> None:
-        self.limit = limit
-        self.counts = [0] * num_parameters
-        self.num_told = 0
-
-    def clear(self) -> None:
-        """A step was taken, or gradients were dropped."""
-        self.counts = [0] * len(self.counts)
-        self.num_told = 0
-
-    def count(self, index: int) -> int:
-        """One more for a parameter; how many that makes."""
-        self.counts[index] += 1
-        if self.counts[index] > self.limit:
-            raise MisuseError(
-                f"backward pass {self.counts[index]} since the last step, but backward_passes_per_step={self.limit}: "
-                "say how many there are, call optimizer.step() after so many, or optimizer.zero_grad() after a pass "
-                "that failed"
-            )
-        return self.counts[index]
+    def forward(self) -> None:
+        """Compute nothing: the script's own modules do."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """What DistributedOptimizer gives: the optimizer of zerostd with Horovod's calls."""
+    """The optimizer that DistributedOptimizer returns."""
 
-    loaded: dict[str, Any] | None  # whole states that came with the optimizer or by load_state_dict, not taken yet
-    container: nn.Module  # what was prepared
+    container: nn.Module  # has the parameters, and was prepared
     parameters: list[nn.Parameter]
+    replaced: dict[nn.Parameter, torch.Tensor]  # values that this rank had where rank 0 had others
+    loaded: dict[str, Any] | None  # whole states, until this rank takes its shards of them
+    max_passes: int  # backward passes per step
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named: list[tuple[str, nn.Parameter]],
+        named: Named,
+        *,
         stage: int,
         compression: Compression,
-        *,
-        passes: int,
-        factors: tuple[float, float],
+        max_passes: int,
+        factor: float,
     ) -> None:
         self._is_built = False
         self.parameters = [parameter for _, parameter in named]
-        self._passes = Passes(passes, len(named))
-        self._factors = factors  # that gradients are multiplied by before they are sent, and afterwards
-        self._is_scaled = self._follows = False
+        self.max_passes = max_passes
+        self._num_passes = [0] * len(named)  # since the last step, by parameter
+        self._num_announced = 0  # passes since the last step that the other ranks know of
+        self._follows = False  # in join
         self.loaded = optimizer.state_dict() if optimizer.state else None
-        mine = [parameter.detach().clone() for parameter in self.parameters] if size() > 1 else []
-        self._hooks = self._watch()  # before those of prepare, so that a pass is told before its first reduce
+        own = {parameter: parameter.detach().clone() for parameter in self.parameters} if size() > 1 else {}
+        self._hooks = self._watch(factor)  # before those of prepare: a pass is announced before its first reduce
         try:
-            self.container, self._zero = prepare_parameters(named, optimizer, stage, compression)
+            self.container, self._zero = _prepare(_Parameters(named), optimizer, stage, compression)
         except BaseException:
             self._unwatch()
             raise
-        self._replaced = {  # what this rank had where rank 0 had something else
-            p: value.cpu() for p, value in zip(self.parameters, mine, strict=False) if not torch.equal(p, value)
-        }
-        self._door = Door() if size() > 1 else None
+        self.replaced = {parameter: value.cpu() for parameter, value in own.items() if not parameter.equal(value)}
         super().__init__(self._zero.param_groups, self._zero.defaults)
         self.param_groups = self._zero.param_groups
         self.state = self._zero.state
@@ -95,7 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if size() == 1:
             self.take_loaded()
 
-    # the loop
+    # -- the loop --
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -104,92 +91,65 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._door is not None:
-            told = zlib.crc32(repr(take_options(self.param_groups)).encode())
-            self._door.tell(Call(Event.STEP, told, float(self.loaded is not None)))
-        self._step()
+        self._announce(Event.STEP, zlib.crc32(repr(read_options(self.param_groups)).encode()))
+        self._step(agreement().receive())
         return loss
 
-    def _step(self) -> None:
-        """The part of a step that ranks in join follow."""
-        if self._door is not None:
-            self._check_step(self._door)
-            if self._door.num_joined:
-                set_options(self.param_groups, self._door.share(take_options(self.param_groups)))
-        if self.loaded is not None:
-            self.take_loaded()
-        self._scale()
-        self._zero.step()
-        for _ in self.container.parameters():  # reading them waits until they are whole
-            pass
-        self._is_scaled = False
-        self._replaced.clear()
-        self._passes.clear()
-
-    def _check_step(self, door: Door) -> None:
-        calls = door.hear()
+    def _step(self, calls: list[Call]) -> None:
+        """Do what ranks in join follow."""
         if len({call.first for call in calls if call.event is Event.STEP}) > 1:
             raise MisuseError(
                 "ranks have different options in param_groups, such as lr, and each updates a part of the model: give "
                 "schedulers the same numbers on all ranks, or call hvd.broadcast_optimizer_state(optimizer, 0)"
             )
-        _check_loaded(calls)
+        if agreement().num_joined:
+            write_options(self.param_groups, agreement().share(read_options(self.param_groups)))
+        self._take_loaded_with(calls)
+        self._zero.step()
+        self._wait_until_whole()
+        self.replaced.clear()
+        self._forget_passes()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients."""
-        self.container()  # the door of a forward: a backward that ended with an exception is forgotten
+        self.container()  # as at the start of a forward: a backward that raised is forgotten
         self._zero.zero_grad(set_to_none)
-        self._is_scaled = False
-        self._passes.clear()
+        self._forget_passes()
 
     def synchronize(self) -> None:
-        """Gradients are averaged when this returns, as far as `p.grad` shows: what it stands for is sharded. Clip then
-        with torch.nn.utils.clip_grad_norm_, or with `optimizer.clip_grad_norm_`, which is quicker."""
-        if self._door is not None:
-            self._door.hear()
-        if self.num_joined:
+        """Wait until `p.grad` stands for averaged gradients, which are sharded. Clip then with
+        torch.nn.utils.clip_grad_norm_, or without synchronize() with `optimizer.clip_grad_norm_`, which is faster."""
+        agreement().receive()
+        num_joined = agreement().num_joined
+        if num_joined:
             raise NotSupportedError(
-                f"optimizer.synchronize() while {self.num_joined} rank(s) are in hvd.join(): they hold a part of the "
+                f"optimizer.synchronize() while {num_joined} rank(s) are in hvd.join(): they hold a part of the "
                 "gradients and cannot follow what is done with p.grad. Clip with optimizer.clip_grad_norm_(max_norm), "
                 "without synchronize(): they follow that"
             )
-        self._scale()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """For `step()` after `synchronize()`. Nothing would be done twice without it."""
+        """Do nothing: `step()` after `synchronize()` does nothing twice."""
         yield
 
-    def _scale(self) -> None:
-        """The second half of gradient_predivide_factor."""
-        if self._factors[1] != 1.0 and not self._is_scaled:
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self._factors[1])
-        self._is_scaled = True
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip all gradients to a global norm, exactly; returns the norm before. Every rank must call it."""
-        if self._door is not None:
-            self._door.tell(Call(Event.CLIP, max_norm, norm_type))
-            self._door.hear()
-        return self._clip(max_norm, norm_type)
-
-    def _clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        self._scale()
+        """Clip all gradients to a global norm, exactly; return the norm before. Every rank must call it."""
+        self._announce(Event.CLIP, max_norm, norm_type)
+        agreement().receive()
         norm: torch.Tensor = self._zero.clip_grad_norm_(max_norm, norm_type)
         return norm
 
-    # gradients as they come
+    # -- gradients as they arrive --
 
-    def _watch(self) -> list[Any]:
+    def _watch(self, factor: float) -> list[Any]:
         hooks = []
         for index, parameter in enumerate(self.parameters):
             if parameter.requires_grad:
                 arrived = functools.partial(_arrived, weakref.ref(self), index)
                 hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
-                if self._factors[0] != 1.0:
-                    hooks.append(parameter.register_hook(functools.partial(torch.mul, other=self._factors[0])))
+                if factor != 1.0:
+                    hooks.append(parameter.register_hook(functools.partial(torch.mul, other=factor)))
         return hooks
 
     def _unwatch(self) -> None:
@@ -197,131 +157,119 @@ class ShardedOptimizer(torch.optim.Optimizer):
             hook.remove()
 
     def arrived(self, index: int, *, adds: bool) -> None:
-        """A pass has brought a gradient of one parameter, and autograd has added it to an earlier one if `adds`."""
+        """Count a gradient of one parameter. With `adds`, autograd has added it to an earlier one."""
         if self._follows:
             return
-        count = self._passes.count(index)
-        if adds and count == 1 and self._factors[1] != 1.0:
+        self._num_passes[index] += 1
+        if self._num_passes[index] > self.max_passes:
             raise MisuseError(
-                f"gradient_predivide_factor={self._factors[1]} with gradients of the last step still there: they were "
-                "multiplied already. Call optimizer.zero_grad() after each step"
+                f"backward pass {self._num_passes[index]} since the last step, but backward_passes_per_step="
+                f"{self.max_passes}: say how many there are, call optimizer.step() after so many, or "
+                "optimizer.zero_grad() after a pass that failed"
             )
-        if count > self._passes.num_told:
-            self._passes.num_told = count
-            if self._door is not None:
-                self._door.tell(Call(Event.PASS, index, float(adds)))
+        if self._num_passes[index] > self._num_announced:
+            self._num_announced += 1
+            self._announce(Event.BACKWARD, index, adds)
 
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """So many from the next step on."""
-        check_passes(passes)
-        self._passes.limit = passes
+    def _forget_passes(self) -> None:
+        self._num_passes = [0] * len(self.parameters)
+        self._num_announced = 0
 
-    # ranks without data
+    # -- agreement --
 
-    @property
-    def num_joined(self) -> int:
-        """Ranks in join, as far as this one has heard."""
-        return 0 if self._door is None else self._door.num_joined
+    def _announce(self, event: Event, first: float = 0.0, second: float = 0.0) -> None:
+        agreement().announce(Call(event, self.loaded is not None, first, second))
 
     def join(self) -> int:
-        """Take part in the steps of ranks that still have data, with zeros, until no rank has; see `hvd.join`."""
-        door = self._door
-        if door is None:
-            return 0
+        """Follow the steps of ranks that still have data, with zeros, until none has; see `hvd.join`."""
         self._follows = True
         try:
             while True:
-                door.tell(Call(Event.JOINED, second=float(self.loaded is not None)))
-                active = [call for call in door.hear() if call.event is not Event.JOINED]
+                self._announce(Event.JOIN)
+                calls = agreement().receive()
+                active = [call for call in calls if call.event is not Event.JOIN]
                 if not active:
-                    return door.last_rank
-                self._follow(active[0])
+                    return agreement().last_rank
+                self._follow(active[0], calls)
         finally:
             self._follows = False
-            self._passes.clear()
+            self._forget_passes()
 
-    def _follow(self, call: Call) -> None:
-        if call.event is Event.PASS:
-            if not call.second:
-                self._zero.zero_grad()
-            parameter = self.parameters[int(call.first)]
-            torch.autograd.backward([parameter], [torch.zeros_like(parameter)])
-        elif call.event is Event.CLIP:
-            self._clip(call.first, call.second)
-        elif call.event is Event.STEP:
-            self._step()
-        else:
-            self._gathered_states()
+    def _follow(self, active: Call, calls: list[Call]) -> None:
+        match active.event:
+            case Event.BACKWARD:
+                adds = bool(active.second)
+                if not adds:
+                    self._zero.zero_grad()
+                parameter = self.parameters[int(active.first)]
+                torch.autograd.backward([parameter], [torch.zeros_like(parameter)])
+            case Event.CLIP:
+                self._zero.clip_grad_norm_(active.first, active.second)
+            case Event.STEP:
+                self._step(calls)
+            case Event.STATE:
+                self._gather_states(calls)
 
-    # states
+    # -- states --
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's format, with whole states, as the optimizer would give that was passed. Every rank must call it."""
-        if self._door is not None:
-            self._door.tell(Call(Event.STATE, 0.0, float(self.loaded is not None)))
-        return self._gathered_states()
+        """Return whole states in torch's format, as the wrapped optimizer would. Every rank must call it."""
+        self._announce(Event.STATE)
+        return self._gather_states(agreement().receive())
 
-    def _gathered_states(self) -> dict[str, Any]:
-        if self._door is not None:
-            _check_loaded(self._door.hear())
-        if self.loaded is not None:
-            self.take_loaded()
-        return full_states(self._zero.state_dict(), self._in_order())
+    def _gather_states(self, calls: list[Call]) -> dict[str, Any]:
+        self._take_loaded_with(calls)
+        in_order = [parameter for group in self.param_groups for parameter in group["params"]]
+        return full_states(self._zero.state_dict(), in_order)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Options at once; states before the next step, or in `hvd.broadcast_optimizer_state` if only one rank has
-        them."""
+        """Take options now, and states before the next step, or in `hvd.broadcast_optimizer_state` if only one rank
+        has them."""
         check_states(state_dict, self.param_groups)
-        set_options(self.param_groups, take_options(state_dict["param_groups"]))
+        write_options(self.param_groups, read_options(state_dict["param_groups"]))
         self.loaded = state_dict
         if size() == 1:
             self.take_loaded()
 
     def take_loaded(self) -> None:
-        """Keep this rank's part of what was loaded. All ranks do, or none."""
-        loaded, self.loaded = self.loaded, None
-        if loaded is None:
-            return
-        self._zero.load_state_dict(own_states(loaded, self._zero.state_dict()))
-        for _ in self.container.parameters():  # as after a step
+        """Keep this rank's shards of loaded states. All ranks have some, or none."""
+        if self.loaded is not None:
+            self._zero.load_state_dict(own_states(self.loaded, self._zero.state_dict()))
+            self.loaded = None
+            self._wait_until_whole()
+
+    def _take_loaded_with(self, calls: list[Call]) -> None:
+        if len({call.has_loaded for call in calls}) > 1:
+            raise MisuseError(
+                "optimizer.load_state_dict() was called on some ranks only: call "
+                "hvd.broadcast_optimizer_state(optimizer, root_rank) with a rank that loaded, on all ranks"
+            )
+        self.take_loaded()
+
+    def _wait_until_whole(self) -> None:
+        for _ in self.container.parameters():  # reading them waits
             pass
 
-    def _in_order(self) -> list[nn.Parameter]:
-        """Parameters as state_dict counts them."""
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def put_back(self, places: set[int]) -> None:
-        """Give parameters at these addresses the values that this rank had before rank 0's took their place."""
-        with torch.no_grad():
-            for parameter, value in self._replaced.items():
-                if parameter.data_ptr() in places:
-                    parameter.copy_(value)
-
-    def forget_own(self) -> None:
-        """All ranks have what they shall have."""
-        self._replaced.clear()
-
-    # the rest of an optimizer
+    # -- the rest of an optimizer --
 
     def memory(self) -> zerostd.Memory:
-        """Bytes of this rank by kind, now and at peak, as of `zerostd.memory`."""
+        """Return bytes of this rank by kind, now and at peak, as `zerostd.memory` does."""
         return zerostd.memory(self.container)
 
     def release(self) -> None:
-        """Parameters are ordinary ones again; this optimizer cannot step any more. Every rank must call it."""
+        """Make the parameters ordinary ones again; this optimizer cannot step any more. Every rank must call it."""
         zerostd.release(self.container)
         self._unwatch()
         SESSION.optimizers.discard(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: shards are laid out when the optimizer is made."""
-        if not self._is_built:
-            self.param_groups.append(param_group)
-            return
-        raise MisuseError(
-            "add_param_group on a distributed optimizer: its shards are laid out already. Put all parameters into the "
-            "optimizer before hvd.DistributedOptimizer; those that train later can have lr=0 until then"
-        )
+        """Refuse it: shards are laid out when the optimizer is made."""
+        if self._is_built:
+            raise MisuseError(
+                "add_param_group on a distributed optimizer: its shards are laid out already. Put all parameters into "
+                "the optimizer before hvd.DistributedOptimizer; those that train later can have lr=0 until then"
+            )
+        self.param_groups.append(param_group)  # by torch's own __init__
 
     def __repr__(self) -> str:
         return f"hvd.DistributedOptimizer({self._zero.inner!r})"
@@ -330,22 +278,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise MisuseError("a distributed optimizer cannot be copied or pickled: use its state_dict(), on all ranks")
 
 
-def _arrived(optimizer: weakref.ref[ShardedOptimizer], index: int, parameter: nn.Parameter) -> None:
-    """A parameter's hook. Parameters hold it where Python's collector does not look, so it holds nothing."""
-    found = optimizer()
-    if found is not None:
-        found.arrived(index, adds=type(parameter.grad) is not torch.Tensor)
+def _prepare(
+    container: nn.Module, optimizer: torch.optim.Optimizer, stage: int, compression: Compression
+) -> tuple[nn.Module, Any]:
+    """Shard the parameters, with rank 0's values on all ranks. The optimizer's options stay this rank's own."""
+    is_compressed = compression.value is not None and size() > 1
+    precision = zerostd.Precision("compressed", None, compression.value) if is_compressed else None
+    options = read_options(optimizer.param_groups)
+    states = dict(optimizer.state)
+    write_options(optimizer.param_groups, broadcast_object(options, 0))  # ranks may differ until they broadcast
+    optimizer.state.clear()  # likewise: taken when all ranks have them
+    try:
+        return zerostd.prepare(container, optimizer, stage=stage, placement=zerostd.Placement(), precision=precision)
+    except BaseException:
+        optimizer.state.update(states)
+        raise
+    finally:
+        write_options(optimizer.param_groups, options)
 
 
-def check_passes(passes: int) -> None:
-    """Refuse what is no number of passes."""
-    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-        raise PrepareError(f"backward_passes_per_step={passes!r} must be a whole number, 1 or more")
-
-
-def _check_loaded(calls: list[Call]) -> None:
-    if len({call.second for call in calls}) > 1:
-        raise MisuseError(
-            "optimizer.load_state_dict() was called on some ranks only: call "
-            "hvd.broadcast_optimizer_state(optimizer, root_rank) with a rank that loaded, on all ranks"
-        )
+def _arrived(reference: weakref.ref[ShardedOptimizer], index: int, parameter: nn.Parameter) -> None:
+    """Tell the optimizer of a gradient. Parameters keep this hook where Python's collector does not look, so it holds
+    the optimizer weakly."""
+    optimizer = reference()
+    if optimizer is not None:
+        optimizer.arrived(index, adds=type(parameter.grad) is not torch.Tensor)

@@ -1,4 +1,4 @@
-"""States of an optimizer: whole ones from the ranks' parts, a rank's part of whole ones, and options."""
+"""States and options of an optimizer: whole ones from the ranks' shards, this rank's shard of whole ones."""
 
 from __future__ import annotations
 
@@ -8,78 +8,76 @@ import torch
 from torch import nn
 
 from zerostd import MisuseError
-from zerostd.horovod.collectives import everyones
+from zerostd.horovod.collectives import gather_objects
 from zerostd.horovod.world import rank, size
 
-__all__ = ["check_states", "full_states", "on_host", "own_states", "set_options", "take_options"]
+__all__ = ["Groups", "check_states", "full_states", "on_host", "own_states", "read_options", "write_options"]
 
-Options = list[dict[str, Any]]
+Groups = list[dict[str, Any]]  # param_groups, or their options alone
 
 
-def take_options(param_groups: Options) -> Options:
-    """All of param_groups but the parameters: copies that can be sent to any rank."""
+def read_options(param_groups: Groups) -> Groups:
+    """Return a copy of param_groups without the parameters, which can be sent to any rank."""
     return [on_host({key: value for key, value in group.items() if key != "params"}) for group in param_groups]
 
 
 @torch.no_grad()
-def set_options(param_groups: Options, options: Options) -> None:
-    """Options into param_groups, which stay the same dicts; an lr that is a tensor stays the same tensor."""
+def write_options(param_groups: Groups, options: Groups) -> None:
+    """Write options into param_groups. The dicts stay the same ones, and so does an lr that is a tensor."""
     for group, new in zip(param_groups, options, strict=True):
         for key, value in new.items():
-            held = group.get(key)
-            if isinstance(held, torch.Tensor):
-                held.copy_(torch.as_tensor(value))
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].copy_(torch.as_tensor(value))
             else:
                 group[key] = value
 
 
-def check_states(state_dict: dict[str, Any], param_groups: Options) -> None:
-    """Refuse the states of another model."""
-    sizes, wanted = (
-        [len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], param_groups)
-    )
-    if sizes != wanted:
+def check_states(state_dict: dict[str, Any], param_groups: Groups) -> None:
+    """Refuse the state_dict of another model."""
+    counts = [len(group["params"]) for group in state_dict["param_groups"]]
+    expected = [len(group["params"]) for group in param_groups]
+    if counts != expected:
         raise MisuseError(
-            f"the state_dict is of param_groups with {sizes} parameters, and this optimizer has {wanted}: it was saved "
-            "from another model"
+            f"the state_dict is of param_groups with {counts} parameters, and this optimizer has {expected}: it was "
+            "saved from another model"
         )
-    numels = [parameter.numel() for group in param_groups for parameter in group["params"]]
+    parameters = [parameter for group in param_groups for parameter in group["params"]]
     for number, states in state_dict["state"].items():
+        numel = parameters[number].numel()
         for key, value in states.items():
-            if _is_long(value) and value.numel() != numels[number]:
+            if _is_elementwise(value) and value.numel() != numel:
                 raise MisuseError(
-                    f"state {key!r} of parameter {number} has {value.numel()} elements and the parameter "
-                    f"{numels[number]}: it was saved from another model"
+                    f"state {key!r} of parameter {number} has {value.numel()} elements and the parameter {numel}: it "
+                    "was saved from another model"
                 )
 
 
-def full_states(mine: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
-    """Whole states from what each rank holds, in torch's format. Collective, one parameter at a time."""
-    states, intervals = mine["state"], mine["zerostd"]["intervals"]
-    found: dict[int, dict[str, Any]] = {}
+def full_states(shards: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
+    """Return whole states in torch's format from the shards of each rank. Collective, one parameter at a time."""
+    whole: dict[int, dict[str, Any]] = {}
     for number, parameter in enumerate(parameters):
-        begin = intervals.get(number, (0, 0))[0]
-        parts = everyones((begin, on_host(states.get(number, {}))))
-        held = sorted((part for part in parts if part[1]), key=lambda part: part[0])
-        if held:
-            found[number] = {key: _joined([part[key] for _, part in held], parameter) for key in held[0][1]}
-    return {"state": found, "param_groups": mine["param_groups"]}
+        begin, _ = shards["zerostd"]["intervals"].get(number, (0, 0))
+        parts = gather_objects((begin, on_host(shards["state"].get(number, {}))))
+        states = [part for _, part in sorted(parts, key=lambda part: part[0]) if part]
+        if states:
+            whole[number] = {key: _join([part[key] for part in states], parameter) for key in states[0]}
+    return {"state": whole, "param_groups": shards["param_groups"]}
 
 
-def own_states(whole: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part of whole states, as zerostd's optimizer loads it. `mine` says which part that is, and which
-    options stay."""
-    states: dict[int, dict[str, Any]] = {}
-    for number, (begin, end) in mine["zerostd"]["intervals"].items():
-        found = whole["state"].get(number, {})
-        states[number] = {
-            key: value.reshape(-1)[begin:end] if _is_long(value) else value for key, value in found.items()
+def own_states(whole: dict[str, Any], shards: dict[str, Any]) -> dict[str, Any]:
+    """Return this rank's shards of whole states, as zerostd's optimizer loads them; options are those of `shards`."""
+    states = {
+        number: {
+            key: value.reshape(-1)[begin:end] if _is_elementwise(value) else value
+            for key, value in whole["state"].get(number, {}).items()
         }
-    return {"state": states, "param_groups": mine["param_groups"], "zerostd": {"rank": rank(), "size": size()}}
+        for number, (begin, end) in shards["zerostd"]["intervals"].items()
+    }
+    return {"state": states, "param_groups": shards["param_groups"], "zerostd": {"rank": rank(), "size": size()}}
 
 
 def on_host(value: Any) -> Any:
-    """A copy with every tensor on the CPU: what can be sent to any rank."""
+    """Return a copy with every tensor on the CPU, which can be sent to any rank."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -89,12 +87,12 @@ def on_host(value: Any) -> Any:
     return value
 
 
-def _joined(parts: list[Any], parameter: nn.Parameter) -> Any:
-    """One state from its parts, in the order of elements; ranks that hold all of it have the same."""
-    if not _is_long(parts[0]) or parts[0].numel() == parameter.numel():
+def _join(parts: list[Any], parameter: nn.Parameter) -> Any:
+    """Return one state from its parts in the order of elements. Ranks that hold all of it have the same."""
+    if not _is_elementwise(parts[0]) or parts[0].numel() == parameter.numel():
         return parts[0]
     return torch.cat([part.reshape(-1) for part in parts]).reshape(parameter.shape)
 
 
-def _is_long(value: Any) -> bool:
+def _is_elementwise(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0

@@ -1,4 +1,8 @@
-"""Who I am among the processes, by Horovod's names. A process that no launcher started is a world of one."""
+"""The processes under Horovod's names: who this one is, and how many there are.
+
+`init` and `shutdown` open and close the SESSION that the other files of this room look into. A process that no
+launcher started is a world of one, which needs no process group.
+"""
 
 from __future__ import annotations
 
@@ -10,70 +14,42 @@ import torch
 import torch.distributed as dist
 
 from zerostd import MisuseError, NotSupportedError
-
-__all__ = [
-    "SESSION",
-    "check_process_set",
-    "check_rank",
-    "cross_rank",
-    "cross_size",
-    "global_process_set",
-    "gloo_built",
-    "init",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
-    "shutdown",
-    "size",
-]
+from zerostd.horovod.agreement import CallAgreement
 
 OTHER_LAUNCHERS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
-class ProcessSet:
-    """All processes: the only set there is."""
-
-    def __repr__(self) -> str:
-        return "global_process_set"
-
-
-global_process_set = ProcessSet()
-
-
 class Session:
-    """What is between `init` and `shutdown`."""
+    """State between `init` and `shutdown`."""
 
     def __init__(self) -> None:
-        self.is_open = False
-        self.owns_group = False  # init made the process group, so shutdown ends it
-        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # distributed ones that are alive
+        self.agreement: CallAgreement | None = None  # there is one while the session is open
+        self.owns_group = False  # init made the process group, so shutdown destroys it
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # distributed optimizers that are alive
 
 
 SESSION = Session()
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Join the processes that torchrun started, or be a world of one. A process group that is there is used.
+    """Join the processes that torchrun started, or be a world of one. An existing process group is used.
 
     Raises:
-        NotSupportedError: A communicator or process sets are passed, or another launcher than torchrun is at work.
+        NotSupportedError: A communicator or process sets are passed, or a launcher other than torchrun is used.
     """
     if comm is not None or process_sets is not None:
         raise NotSupportedError(
             f"hvd.init(comm={comm!r}, process_sets={process_sets!r}): all processes take part in everything; call "
             "hvd.init() and start as many processes as there should be ranks"
         )
-    if not dist.is_initialized():
-        if "WORLD_SIZE" not in os.environ:
-            _check_launcher()
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-            SESSION.owns_group = True
-    SESSION.is_open = True
+    num_processes = int(os.environ.get("WORLD_SIZE", "0"))
+    if not dist.is_initialized() and num_processes == 0:
+        _check_launcher()
+    if not dist.is_initialized() and num_processes > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        SESSION.owns_group = True
+    if SESSION.agreement is None:
+        SESSION.agreement = CallAgreement()
 
 
 def _check_launcher() -> None:
@@ -86,81 +62,55 @@ def _check_launcher() -> None:
 
 
 def shutdown() -> None:
-    """Leave. The process group goes if `init` made it; models stay as they are, their optimizers cannot step."""
+    """Close the session, and destroy the process group if `init` made it. Distributed optimizers cannot step then."""
     SESSION.optimizers.clear()
+    if SESSION.agreement is not None:
+        SESSION.agreement.close()
+        SESSION.agreement = None
     if SESSION.owns_group and dist.is_initialized():
         dist.destroy_process_group()
-    SESSION.is_open = SESSION.owns_group = False
+    SESSION.owns_group = False
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called."""
-    return SESSION.is_open
+    """Return whether `init` was called."""
+    return SESSION.agreement is not None
 
 
 def rank() -> int:
-    """This process's number among all."""
-    return dist.get_rank() if _is_grouped("rank") else 0
+    """Return the number of this process."""
+    agreement()
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def size() -> int:
-    """How many processes there are."""
-    return dist.get_world_size() if _is_grouped("size") else 1
+    """Return the number of processes."""
+    agreement()
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def local_rank() -> int:
-    """This process's number on its machine."""
-    return int(os.environ.get("LOCAL_RANK", rank())) if _is_grouped("local_rank") else 0
+    """Return the number of this process on its machine."""
+    return int(os.environ.get("LOCAL_RANK", rank()))
 
 
 def local_size() -> int:
-    """How many processes are on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", size())) if _is_grouped("local_size") else 1
+    """Return the number of processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size()))
 
 
 def cross_rank() -> int:
-    """This machine's number."""
+    """Return the number of this machine."""
     return rank() // local_size()
 
 
 def cross_size() -> int:
-    """How many machines there are, if all have as many processes."""
+    """Return the number of machines, all of which have the same number of processes."""
     return -(-size() // local_size())
 
 
-def _is_grouped(call: str) -> bool:
-    if not SESSION.is_open:
-        raise MisuseError(f"hvd.{call}() before hvd.init(): call hvd.init() first, on every process")
-    return dist.is_initialized()
-
-
-def gloo_built() -> bool:
-    """Whether torch has gloo, which carries tensors of the CPU."""
-    return dist.is_gloo_available()
-
-
-def nccl_built() -> bool:
-    """Whether torch has nccl, which carries tensors of GPUs."""
-    return dist.is_nccl_available()
-
-
-def mpi_built() -> bool:
-    """No: there is no MPI underneath."""
-    return False
-
-
-def mpi_threads_supported() -> bool:
-    """No: there is no MPI underneath."""
-    return False
-
-
-def check_process_set(process_set: ProcessSet) -> None:
-    """Refuse any set but that of all processes."""
-    if process_set is not global_process_set:
-        raise NotSupportedError(f"process_set={process_set!r}: only hvd.global_process_set is supported; leave it out")
-
-
-def check_rank(root_rank: int) -> None:
-    """Refuse a root that is not there."""
-    if isinstance(root_rank, bool) or not isinstance(root_rank, int) or not 0 <= root_rank < size():
-        raise MisuseError(f"root_rank={root_rank!r}: there are {size()} ranks, so it must be from 0 to {size() - 1}")
+def agreement() -> CallAgreement:
+    """Return the agreement of this session's ranks."""
+    if SESSION.agreement is None:
+        raise MisuseError("hvd was used before hvd.init(): call hvd.init() first, on every process")
+    return SESSION.agreement

@@ -1,19 +1,19 @@
-"""Keras 3 on torch: `model.fit` with a torch optimizer and its states, gradients and weights sharded.
+"""Keras 3 on torch: `model.fit` with a torch optimizer, and its states, gradients and weights sharded.
 
 model.compile(optimizer=Optimizer(torch.optim.AdamW, learning_rate=1e-3), loss="mse")
 prepare(model, stage=3)
 model.fit(x, y)
 
 Keras's own optimizers hold and update whole variables, so they cannot be sharded; any element-wise one of torch can.
-Keras calls `model.call` and `layer.call`. Both lead through a small tree of modules here, which is what zerostd sees.
+Keras calls `model.call` and `layer.call`. Both go through a small tree of modules here, which zerostd prepares.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
+import pkgutil
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import zerostd
-from zerostd.integrations.options import check_known, numbers_in
+from zerostd.integrations import common
 
 __all__ = ["Optimizer", "prepare", "release", "root_of"]
 
@@ -36,19 +36,15 @@ if keras.backend.backend() != "torch":
 
 ROOT = "_zerostd_root"  # attribute of a prepared model
 SHARDS = ".zerostd"  # what is added to the name of a file of weights: the directory with the optimizer's states
-WHOLE = {
-    "get_weights": False,
-    "set_weights": True,
-    "save": False,
-}  # calls that need whole weights; True: and change them
+WHOLE = {"get_weights": False, "set_weights": True, "save": False}  # calls on whole weights; True: they change them
 REFUSED = {  # arguments of Keras's optimizers, with the remedy
     "clipnorm": "it clips each variable by itself: use global_clipnorm, the norm over all",
-    "clipvalue": "gradients rest as shards: use global_clipnorm, the norm over all",
+    "clipvalue": "gradients are sharded: use global_clipnorm, the norm over all",
     "use_ema": "averages of the weights are not kept: leave it out",
     "loss_scale_factor": "losses are not scaled: leave it out",
     "gradient_accumulation_steps": "train_step drops gradients before each backward: use a larger batch_size",
 }
-INSTEAD = {  # options of zerostd.prepare, with what Keras has for them
+SETTINGS = {  # options of zerostd.prepare, with what Keras has for them
     "max_grad_norm": "Optimizer(global_clipnorm=...)",
     "accumulate": "a larger batch_size",
     "precision": "keras.mixed_precision.set_global_policy('mixed_bfloat16')",
@@ -57,13 +53,13 @@ INSTEAD = {  # options of zerostd.prepare, with what Keras has for them
 
 @keras.saving.register_keras_serializable(package="zerostd")
 class Optimizer(keras.optimizers.Optimizer):
-    """An optimizer of torch, for `model.compile`. Schedules and callbacks set its learning_rate as ever.
+    """A torch optimizer for `model.compile`. Schedules and callbacks set its learning_rate as usual.
 
     Args:
-        make: A class of torch, such as torch.optim.AdamW, or what is called like one: make(parameters, lr=..., ...).
+        make: A torch class such as torch.optim.AdamW, or a function called like one: make(parameters, lr=..., ...).
         learning_rate: A number, or a schedule of Keras.
         global_clipnorm: Clip gradients to this norm, over all variables and ranks.
-        options: What `make` is given, such as weight_decay=0.1.
+        options: Further arguments for `make`, such as weight_decay=0.1.
     """
 
     def __init__(
@@ -78,12 +74,12 @@ class Optimizer(keras.optimizers.Optimizer):
             if options.get(refused):
                 raise zerostd.NotSupportedError(f"Optimizer({refused}={options[refused]!r}): {remedy}")
         super().__init__(learning_rate=learning_rate, global_clipnorm=global_clipnorm, name=name)
-        self.make: Any = _find(make) if isinstance(make, str) else make
+        self.make: Any = pkgutil.resolve_name(make) if isinstance(make, str) else make
         self.options = dict(options)
-        self.__dict__["inner"] = None  # what zerostd.prepare gave back
+        self.__dict__["inner"] = None  # the optimizer that zerostd.prepare returned
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """One step, on this rank's shards. The gradients are where zerostd has put them."""
+        """Update this rank's shards. Gradients are taken from zerostd, not from `grads`."""
         if self.inner is None:
             raise zerostd.MisuseError(
                 "fit of a model that was not prepared: call zerostd.integrations.keras.prepare(model) after compile()"
@@ -95,19 +91,14 @@ class Optimizer(keras.optimizers.Optimizer):
         self.iterations.assign_add(1)
 
     def get_config(self) -> dict[str, Any]:
-        """What makes an equal one."""
+        """Return the arguments that make an equal optimizer."""
         config = super().get_config()
-        told = {name: config[name] for name in ("name", "learning_rate", "global_clipnorm")}
-        return {**told, "make": f"{self.make.__module__}.{self.make.__qualname__}", **self.options}
-
-
-def _find(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+        own = {name: config[name] for name in ("name", "learning_rate", "global_clipnorm")}
+        return {**own, "make": f"{self.make.__module__}.{self.make.__qualname__}", **self.options}
 
 
 class Node(nn.Module):
-    """The weights of a layer that train, and its call."""
+    """The weights of a layer that train, and the layer's call."""
 
     layer: Any
     layer_call: Callable[..., Any]
@@ -119,26 +110,26 @@ class Node(nn.Module):
             self.register_parameter(f"weight{number}", weight)
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """What the layer did before it was prepared."""
+        """Call the layer as before it was prepared."""
         return self.layer_call(*args, **options)
 
 
 def prepare(model: keras.Model, **zero: Any) -> keras.Model:
     """Shard a model that was compiled with an `Optimizer`, in place; options are those of zerostd.prepare.
 
-    What does not train (moving averages, seeds, frozen layers) stays whole on every rank, each with its own; that of
-    rank 0 is saved. Each rank fits on the data it is given: hand `fit` a DataLoader with a DistributedSampler.
+    What does not train (moving averages, seeds, frozen layers) is whole on every rank, and rank 0's is saved. Each rank
+    fits on the data it is given: pass `fit` a DataLoader with a DistributedSampler.
     """
     optimizer = _check(model, zero)
     root = _tree(model)
-    if not any(True for _ in root.parameters()):
+    if not list(root.parameters()):
         raise zerostd.PrepareError(
             "the model has no weights that train: build it, model.build(input_shape), or call it"
         )
-    made = optimizer.make(root.parameters(), lr=float(optimizer.learning_rate), **optimizer.options)
-    if zero.get("groups") is None and len(root._modules) > 1:
+    inner = optimizer.make(root.parameters(), lr=float(optimizer.learning_rate), **optimizer.options)
+    if zero.get("groups") is None and len(list(root.children())) > 1:
         zero["groups"] = ["*"]  # each layer
-    _, optimizer.__dict__["inner"] = zerostd.prepare(root, made, max_grad_norm=optimizer.global_clipnorm, **zero)
+    _, optimizer.__dict__["inner"] = zerostd.prepare(root, inner, max_grad_norm=optimizer.global_clipnorm, **zero)
     model.__dict__[ROOT] = root
     for node in _nodes(root):
         node.layer.__dict__["call"] = functools.wraps(node.layer_call)(functools.partial(_through, node))
@@ -150,7 +141,7 @@ def prepare(model: keras.Model, **zero: Any) -> keras.Model:
 
 
 def release(model: keras.Model) -> keras.Model:
-    """Undo prepare: an ordinary model again. Every rank must call it."""
+    """Undo prepare: return an ordinary model. Every rank must call it."""
     root = root_of(model)
     zerostd.release(root)
     for node in _nodes(root):
@@ -162,7 +153,7 @@ def release(model: keras.Model) -> keras.Model:
 
 
 def root_of(model: keras.Model) -> nn.Module:
-    """What zerostd sees of a prepared model: for zerostd.memory, zerostd.gathered, zerostd.record."""
+    """Return the module that zerostd prepared, for zerostd.memory, zerostd.gathered, zerostd.record."""
     root = model.__dict__.get(ROOT)
     if not isinstance(root, nn.Module):
         raise zerostd.MisuseError(f"{model.name!r} was not prepared: call zerostd.integrations.keras.prepare(model)")
@@ -183,23 +174,20 @@ def _check(model: Any, zero: dict[str, Any]) -> Optimizer:
         )
     if model.jit_compile:
         raise zerostd.NotSupportedError("compile(jit_compile=True): the whole step would see shards; leave it out")
-    check_known(zero, "prepare({}=...)")
-    for name, instead in INSTEAD.items():
-        if zero.get(name) is not None:
-            raise zerostd.PrepareError(f"prepare({name}={zero[name]!r}): Keras has a setting for that, {instead}")
+    common.check_options(zero, "prepare({}=...)", SETTINGS)
     return optimizer
 
 
 def _tree(model: keras.Model) -> Node:
-    """A node for each layer that trains, by their order in the model; what no layer has is the root's own."""
+    """Return a node for each layer that trains, in the order of the model, under a root with the other weights."""
     seen: set[nn.Parameter] = set()
     nodes = []
-    for layer in _layers(model):
-        weights = [one for one in _trained(layer) if one not in seen]
-        if weights:
+    for layer in (*_layers(model), model):
+        weights = [variable.value for variable in layer.trainable_variables if variable.value not in seen]
+        seen.update(weights)
+        if weights or layer is model:
             nodes.append(Node(layer, weights))
-            seen.update(weights)
-    root = Node(model, [one for one in _trained(model) if one not in seen])
+    root = nodes.pop()
     for number, node in enumerate(nodes):
         root.add_module(f"layer{number}", node)
     return root
@@ -217,14 +205,10 @@ def _layers(model: keras.Model) -> Iterator[Any]:
             yield layer
 
 
-def _trained(layer: Any) -> list[nn.Parameter]:
-    return [variable.value for variable in layer.trainable_variables]
-
-
 def _through(node: Node, *args: Any, **options: Any) -> Any:
-    """A call of a layer or a model. Keras also calls them without data, to learn shapes."""
-    tensors = [one for one in keras.tree.flatten((args, options)) if isinstance(one, torch.Tensor)]
-    if not tensors or any(one.is_meta for one in tensors):
+    """Call a layer or a model. Keras also calls them without data, to learn shapes."""
+    tensors = [leaf for leaf in keras.tree.flatten((args, options)) if isinstance(leaf, torch.Tensor)]
+    if not tensors or any(tensor.is_meta for tensor in tensors):
         return node.layer_call(*args, **options)
     return node(*args, **options)
 
@@ -238,8 +222,8 @@ def _is_first() -> bool:
 
 @contextlib.contextmanager
 def _whole(root: nn.Module, changes: bool) -> Iterator[None]:
-    """Whole weights, as copies: Keras makes arrays of numpy that share their memory, and gathered memory is given
-    back. With `changes`, rank 0's are kept."""
+    """Put copies of the whole weights in place: numpy arrays that Keras makes share their memory, and gathered memory
+    is released. With `changes`, rank 0's copies are kept."""
     with zerostd.gathered(root, write=changes), torch.no_grad():
         own = {weight: weight.data for weight in root.parameters()}
         for weight, data in own.items():
@@ -254,7 +238,7 @@ def _whole(root: nn.Module, changes: bool) -> Iterator[None]:
 
 
 def _on_whole(model: Any, name: str, changes: bool, *args: Any, **options: Any) -> Any:
-    """A call of Keras with whole weights in place. Every rank must make it; one writes."""
+    """Make a call of Keras with whole weights in place. Every rank must make it; one writes."""
     with _whole(root_of(model), changes):
         if name.startswith("save") and not _is_first():
             return None
@@ -262,28 +246,29 @@ def _on_whole(model: Any, name: str, changes: bool, *args: Any, **options: Any) 
 
 
 def _save_weights(model: Any, filepath: Any, *args: Any, **options: Any) -> None:
-    """Keras's file, and beside it the directory with what the optimizer keeps, where each rank writes its shards."""
+    """Write Keras's file, and beside it a directory where each rank writes its shards of the optimizer's states."""
     _on_whole(model, "save_weights", False, filepath, *args, **options)
     folder = Path(f"{filepath}{SHARDS}")
-    older = numbers_in(folder)
-    number = max(older, default=0) + 1
+    number = common.next_number(folder)
+    checksum = folder / f"{number}.crc"
     if _is_first():
         folder.mkdir(exist_ok=True)
-        (folder / f"{number}.crc").write_text(_checksum(filepath))
+        checksum.write_text(_checksum(filepath))
     zerostd.save(folder / str(number), root_of(model), model.optimizer.inner, keep=1)
     if _is_first():
-        for one in older:
-            (folder / f"{one}.crc").unlink(missing_ok=True)
+        for path in folder.glob("*.crc"):
+            if path != checksum:
+                path.unlink()
 
 
 def _load_weights(model: Any, filepath: Any, *args: Any, **options: Any) -> None:
-    """Keras's file; and what the optimizer kept, if that lies beside it."""
+    """Load Keras's file, and the optimizer's states if they are beside it."""
     folder = Path(f"{filepath}{SHARDS}")
     shards = zerostd.latest(folder) if folder.exists() else None
     if shards is not None and Path(f"{shards}.crc").read_text() != _checksum(filepath):
         raise zerostd.CheckpointError(
-            f"{shards} has not been saved with {filepath}, which was written again since: remove {folder}, and the "
-            "optimizer starts anew"
+            f"{shards} was not saved with {filepath}, which was written again since: remove {folder} to start with a "
+            "new optimizer"
         )
     _on_whole(model, "load_weights", True, filepath, *args, **options)
     if shards is not None:
@@ -291,8 +276,8 @@ def _load_weights(model: Any, filepath: Any, *args: Any, **options: Any) -> None
 
 
 def _checksum(path: Any) -> str:
-    found = 0
+    checksum = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
-            found = zlib.crc32(block, found)
-    return f"{found:08x}"
+            checksum = zlib.crc32(block, checksum)
+    return f"{checksum:08x}"

@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face: the same class with one more argument, `zero`, the options of zerostd.prepare.
+"""The Trainer of Hugging Face with one more argument, `zero`: the options of zerostd.prepare.
 
 trainer = Trainer(model, args, train_dataset=data, zero={"stage": 3})
 
@@ -25,7 +25,8 @@ from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 
 import zerostd
-from zerostd.integrations.accelerate import Accelerator, check_options, newest_in
+from zerostd.integrations import common
+from zerostd.integrations.accelerate import CALL, PRECISIONS, Accelerator
 
 __all__ = ["Trainer"]
 
@@ -41,7 +42,10 @@ REFUSED = {  # fields of TrainingArguments, with the remedy
     "fp16_full_eval": "a prepared model cannot be cast: use zero={'precision': 'fp16'}",
     "bf16_full_eval": "a prepared model cannot be cast: use bf16=True or zero={'precision': 'bf16'}",
 }
-INSTEAD = {"max_grad_norm": "max_grad_norm", "accumulate": "gradient_accumulation_steps"}  # of TrainingArguments
+SETTINGS = {  # options of zerostd.prepare that TrainingArguments has, too
+    "max_grad_norm": "TrainingArguments(max_grad_norm=...)",
+    "accumulate": "TrainingArguments(gradient_accumulation_steps=...)",
+}
 
 
 class Trainer(transformers.Trainer):
@@ -57,25 +61,25 @@ class Trainer(transformers.Trainer):
         super().__init__(*args, **options)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The first thing that Trainer does with its arguments, so what cannot be honoured is refused here."""
+        """Refuse what cannot be honoured: this is the first thing that Trainer does with its arguments."""
         check_arguments(self.args, self.zero)
         super().create_accelerator_and_postprocess()
         Accelerator.take_over(self.accelerator, self.zero)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
-        """As ever. True goes on from the newest checkpoint that is complete."""
+        """Train as Trainer does. True resumes from the newest checkpoint that is complete."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _newest_complete(Path(self.args.output_dir)) or True
         return super().train(resume_from_checkpoint, *args, **options)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if not any(parameter.is_meta for parameter in model.parameters()):  # empty_init: zerostd.prepare fills it
+        if common.has_memory(model):
             super()._move_model_to_device(model, device)
 
     # -- saving --
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """An ordinary directory of Hugging Face, for `from_pretrained`. Every rank must call it."""
+        """Write an ordinary directory of Hugging Face, for `from_pretrained`. Every rank must call it."""
         with contextlib.ExitStack() as parts:
             if self.accelerator.optimizer_of(self.model) is not None:
                 rank = None if self.args.save_on_each_node else 0
@@ -97,25 +101,25 @@ class Trainer(transformers.Trainer):
     # -- loading --
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if newest_in(resume_from_checkpoint) is None:  # ours is loaded once there are shards
+        if _newest_shards(resume_from_checkpoint) is None:  # those are loaded once the model is sharded
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        path = newest_in(checkpoint)
+        path = _newest_shards(checkpoint)
         if path is None:
             if (Path(checkpoint) / OPTIMIZER_NAME).exists():
                 raise zerostd.CheckpointError(
                     f"{checkpoint} has optimizer states that were saved without zerostd: start from its weights with "
-                    "from_pretrained, or go on without zerostd"
+                    "from_pretrained, or continue without zerostd"
                 )
             return  # save_only_model=True
         extra = _load(path, self.model, self.optimizer.optimizer)
         self.lr_scheduler.load_state_dict(extra["scheduler"])
 
     def _load_best_model(self) -> None:
-        path = newest_in(self.state.best_model_checkpoint)
+        path = _newest_shards(self.state.best_model_checkpoint)
         if path is None:  # save_only_model=True
             super()._load_best_model()
         else:
@@ -131,12 +135,8 @@ def check_arguments(args: transformers.TrainingArguments, zero: Mapping[str, Any
         raise zerostd.NotSupportedError(
             "TrainingArguments(ddp_broadcast_buffers=False) with zerostd: buffers of rank 0 go to all; leave it out"
         )
-    for name, instead in INSTEAD.items():
-        if zero.get(name) is not None:
-            raise zerostd.PrepareError(
-                f"zero={{{name!r}: {zero[name]!r}}}: Trainer has a setting for that, TrainingArguments({instead}=...)"
-            )
-    check_options(zero, "bf16" if args.bf16 else None)
+    common.check_options(zero, CALL, SETTINGS)
+    common.check_precision(zero, CALL, "bf16" if args.bf16 else "no", PRECISIONS)
     if args.n_gpu > 1:
         raise zerostd.NotSupportedError(
             f"one process sees {args.n_gpu} devices, and Trainer would copy the model to each: start it with torchrun, "
@@ -144,22 +144,26 @@ def check_arguments(args: transformers.TrainingArguments, zero: Mapping[str, Any
         )
 
 
+def _newest_shards(folder: str) -> str | None:
+    return zerostd.latest(Path(folder) / common.FOLDER)
+
+
 def _load(path: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    """Random states stay: Trainer puts them back later, when it has passed over the batches that were trained on."""
+    """Load a checkpoint but its random states: Trainer restores those after it has skipped the batches of the past."""
     with torch.random.fork_rng(devices=[]):
         return zerostd.load(path, model, optimizer)
 
 
 def _parts_saved_whole(model: nn.Module) -> list[nn.Module]:
-    """Of a model of peft: what an adapter has beside LoRA's matrices, and is asked for its own state_dict."""
+    """Return the modules of a peft model that are asked for their own state_dict, beside LoRA's matrices."""
     return [module for module in model.modules() if hasattr(module, "adapter_state_dict")]
 
 
 def _newest_complete(folder: Path) -> str | None:
-    """Of directories checkpoint-N the one with the largest N. Trainer writes its own state last."""
-    found = {
-        int(one.name.rpartition("-")[2]): one
-        for one in folder.glob("checkpoint-*")
-        if one.name.rpartition("-")[2].isdigit() and (one / TRAINER_STATE_NAME).exists()
+    """Return the directory checkpoint-N with the largest N. Trainer writes its own state last."""
+    numbers = {
+        path: int(path.name.rpartition("-")[2])
+        for path in folder.glob("checkpoint-*")
+        if path.name.rpartition("-")[2].isdigit() and (path / TRAINER_STATE_NAME).exists()
     }
-    return str(found[max(found)]) if found else None
+    return str(max(numbers, key=numbers.__getitem__)) if numbers else None

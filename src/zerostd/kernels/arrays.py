@@ -1,28 +1,16 @@
-"""Operations that read or write every element of an array once: norm, checksum, cast, copy, first touch.
+"""Operations that read every element of an array once: the sum of received slices, and the checksum.
 
-In come tensors (for `touch`, an address), out goes a number or the written tensor.
+In come tensors, out goes the written tensor or a number.
 """
 
-import math
-
+import torch
 from torch import Tensor
 
 from zerostd.kernels import native, reference
 
 
-def square_norm(tensor: Tensor, num_threads: int = 1) -> tuple[float, bool]:
-    """The sum of the squares of an fp32, bf16 or fp16 tensor, in double, and whether all elements are finite.
-
-    The order of the sum is fixed: the same bits with any `num_threads`, native or not.
-    """
-    _check_dtypes(tensor)
-    _check_threads(num_threads)
-    total = native.square_norm(tensor, num_threads) if native.serves(tensor) else reference.square_norm(tensor)
-    return total, math.isfinite(total)  # squares of fp32 numbers do not overflow in double
-
-
 def crc32(tensor: Tensor, before: int = 0) -> int:
-    """zlib's crc32 of the bytes of a contiguous tensor on the host, going on from that of what comes `before`."""
+    """Return zlib's crc32 of a contiguous tensor on the host, going on from that of what comes `before`."""
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError(
             f"the checksum of a tensor on {tensor.device} with strides {tensor.stride()}; it must be "
@@ -33,58 +21,52 @@ def crc32(tensor: Tensor, before: int = 0) -> int:
     return reference.crc32(tensor, before)
 
 
-def cast(source: Tensor, target: Tensor, num_threads: int = 1) -> None:
-    """Write `source` to `target` in its dtype, rounded to nearest even as `copy_` does; fp32, bf16 and fp16."""
-    _check_dtypes(source, target)
-    _check_threads(num_threads)
-    _check_numel(source, target)
-    if not native.apart(source, target):
-        source = source.clone()
-    if native.serves(source, target):
-        native.cast(source, target, num_threads)
-    else:
-        reference.copy(source, target)
+def sum_slices(
+    received: Tensor,
+    num_slices: int,
+    factor: float,
+    out: Tensor,
+    *,
+    accumulate: bool = False,
+    num_threads: int = 1,
+) -> None:
+    """Sum the equally long slices of a receive buffer in their order: `out = factor * (s0 + s1 + ...)`.
 
+    The sum runs in fp32 from slice 0 to the last, is multiplied by `factor` and rounded once when it is written, so
+    the result is the same bits on every rank, with any `num_threads`, native or not. Slices in fp64 are summed in fp64,
+    by torch, into an `out` in fp64.
 
-def copy(source: Tensor, target: Tensor, num_threads: int = 1) -> None:
-    """Write `source` to `target`, of the same dtype, whichever it is."""
-    _check_threads(num_threads)
-    _check_numel(source, target)
-    if source.dtype != target.dtype:
-        raise ValueError(f"source is {source.dtype} and target {target.dtype}; cast between them")
-    if not native.apart(source, target):
-        source = source.clone()
-    if native.serves(source, target):
-        native.copy(source, target, num_threads)
-    else:
-        reference.copy(source, target)
+    Args:
+        received: `num_slices` slices one after another; bf16, fp16, fp32 or fp64.
+        num_slices: How many slices `received` holds.
+        factor: Multiplies the sum, as fp32; `1 / world_size` for a mean.
+        out: Takes the result, in its own dtype (bf16, fp16 or fp32); as many elements as one slice.
+        accumulate: Add the result to `out`, which then must be fp32 or fp64, instead of overwriting it.
+        num_threads: Most CPU threads to use.
 
-
-def touch(address: int, num_bytes: int, num_threads: int) -> None:
-    """Write one zero byte to every 4096-byte page of fresh memory, so that the system provides all of it now.
-
-    The first byte of the range is written, and the first of every page that begins in it.
+    Raises:
+        ValueError: The arguments do not fit each other; says which and how.
     """
-    _check_threads(num_threads)
-    if num_bytes < 0:
-        raise ValueError(f"num_bytes={num_bytes}; at least 0 is needed")
-    if native.load() is not None:
-        native.touch(address, num_bytes, num_threads)
+    _check(received, num_slices, out, accumulate=accumulate, num_threads=num_threads)
+    if received.dtype in native.DTYPES and native.serves(received, out) and native.apart(received, out):
+        native.sum_slices(received, num_slices, factor, out, accumulate=accumulate, num_threads=num_threads)
     else:
-        reference.touch(address, num_bytes)
+        reference.sum_slices(received, num_slices, factor, out, accumulate=accumulate)
 
 
-def _check_dtypes(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        if tensor.dtype not in native.DTYPES:
-            raise ValueError(f"a tensor is {tensor.dtype}; taken are {', '.join(map(str, native.DTYPES))}")
-
-
-def _check_threads(num_threads: int) -> None:
+def _check(received: Tensor, num_slices: int, out: Tensor, *, accumulate: bool, num_threads: int) -> None:
+    is_double = received.dtype == out.dtype == torch.float64
+    for name, tensor in (("received", received), ("out", out)):
+        if tensor.dtype not in native.DTYPES and not is_double:
+            raise ValueError(f"{name} is {tensor.dtype}; sum_slices takes {', '.join(map(str, native.DTYPES))}")
+    if received.device != out.device:
+        raise ValueError(f"received is on {received.device} and out on {out.device}; they must share a device")
+    if num_slices < 1 or received.numel() != num_slices * out.numel():
+        raise ValueError(
+            f"received has {received.numel()} elements, which are not num_slices={num_slices} slices of "
+            f"out's {out.numel()} elements"
+        )
+    if accumulate and out.dtype != torch.float32 and not is_double:
+        raise ValueError(f"accumulate=True needs an fp32 out, not {out.dtype}: adding in less loses small sums")
     if num_threads < 1:
         raise ValueError(f"num_threads={num_threads}; at least 1 is needed")
-
-
-def _check_numel(source: Tensor, target: Tensor) -> None:
-    if source.numel() != target.numel():
-        raise ValueError(f"source has {source.numel()} elements and target {target.numel()}; they must agree")

@@ -21,13 +21,13 @@ class Split(NamedTuple):
 
 
 def split(master: Tensor) -> Split:
-    """The halves of an fp32 tensor, in new memory."""
+    """Return the halves of an fp32 tensor, in new memory."""
     bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
     return Split(_lower((bits + 0x8000) >> 16).view(torch.bfloat16), _lower(bits))
 
 
 def join(halves: Split) -> Tensor:
-    """The fp32 tensor of the halves, in new memory."""
+    """Return the fp32 tensor of the halves, in new memory."""
     high = halves.high.view(torch.int16).to(torch.int32)
     return ((high << 16) + halves.low.to(torch.int32)).view(torch.float32)
 

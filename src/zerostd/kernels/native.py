@@ -16,7 +16,7 @@ from zerostd.kernels.halves import Split
 from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Step
 
 LIBRARY = Path(__file__).with_name("libzerostd_native.so")
-ABI_VERSION = 3
+ABI_VERSION = 4
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ADAM, SGD, ADAGRAD = range(3)
 NO_DECAY, COUPLED, DECOUPLED = range(3)
@@ -53,16 +53,6 @@ SIGNATURES = {
     ),
     "zs_update": (ctypes.POINTER(StepArgument),),
     "zs_limit_instructions": (ctypes.c_int32,),
-    "zs_square_norm": (
-        *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_int32),  # data, dtype, count, num_threads
-        ctypes.POINTER(ctypes.c_double),  # sum
-    ),
-    "zs_cast": (
-        *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32),  # source: data, dtype; target likewise
-        *(ctypes.c_int64, ctypes.c_int32),  # count, num_threads
-    ),
-    "zs_copy": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32),  # source, target, bytes, num_threads
-    "zs_touch": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32),  # data, bytes, num_threads
     "zs_crc32": (
         *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_int32),  # data, bytes, before, is_plain
         ctypes.POINTER(ctypes.c_uint32),  # crc
@@ -72,11 +62,12 @@ SIGNATURES = {
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The library, or None (with one warning that says why) where it is missing or of another version."""
+    """Return the library, or None (with one warning that says why) where it is missing or of another version."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
-        if (found := library.zs_abi_version()) != ABI_VERSION:
-            raise OSError(f"{LIBRARY} has ABI version {found}, not {ABI_VERSION}")
+        version = library.zs_abi_version()
+        if version != ABI_VERSION:
+            raise OSError(f"{LIBRARY} has ABI version {version}, not {ABI_VERSION}")
     except (OSError, AttributeError) as error:
         warnings.warn(
             f"zerostd runs its CPU operations in torch, which is slower, because the native library does not load "
@@ -87,23 +78,24 @@ def load() -> ctypes.CDLL | None:
         return None
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
-        function.restype, function.argtypes = ctypes.c_int32, arguments
+        function.restype = ctypes.c_int32
+        function.argtypes = arguments
     return library
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether the library is there and can work on these tensors: on the CPU and contiguous."""
+    """Return whether the library is there and can work on these tensors: on the CPU and contiguous."""
     return all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors) and load() is not None
 
 
-def apart(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors share no memory."""
-    return one.data_ptr() + one.nbytes <= other.data_ptr() or other.data_ptr() + other.nbytes <= one.data_ptr()
+def apart(a: Tensor, b: Tensor) -> bool:
+    """Return whether two contiguous tensors share no memory."""
+    return a.data_ptr() + a.nbytes <= b.data_ptr() or b.data_ptr() + b.nbytes <= a.data_ptr()
 
 
-def same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether every element of one contiguous tensor is where the same element of the other is."""
-    return one.data_ptr() == other.data_ptr() and one.itemsize == other.itemsize and one.numel() == other.numel()
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Return whether each element of a contiguous tensor is where the same element of the other is."""
+    return a.data_ptr() == b.data_ptr() and a.itemsize == b.itemsize and a.numel() == b.numel()
 
 
 def sum_slices(
@@ -123,39 +115,54 @@ def sum_slices(
 def update(step: Step, num_threads: int) -> None:
     """See `zerostd.kernels.update`."""
     argument = StepArgument(
-        **_numbers(step.rule),
         gradient_dtype=DTYPES[step.gradient.dtype],
-        weight_dtype=0 if step.weight is None else DTYPES[step.weight.dtype],
         num_threads=num_threads,
         factor=step.factor,
         count=step.gradient.numel(),
         gradient=step.gradient.data_ptr(),
         source=_arrays(step.source),
         target=_arrays(step.target),
-        weight=None if step.weight is None else step.weight.data_ptr(),
-        **({} if isinstance(step.rule, Sgd) or step.rule.exact_root else torch_root()),
     )
+    if step.weight is not None:
+        argument.weight = step.weight.data_ptr()
+        argument.weight_dtype = DTYPES[step.weight.dtype]
+    _set_rule(argument, step.rule)
     _call("zs_update", argument)
     _written(*step.outputs)
 
 
-def _numbers(rule: Rule) -> dict[str, float]:
-    """Computed in double as torch.optim does it; ctypes rounds them to fp32, as torch does when it uses them."""
-    decay = NO_DECAY if rule.weight_decay == 0 else COUPLED
-    numbers = {"maximize": rule.maximize, "decay": decay, "decay_factor": rule.weight_decay}
+def _set_rule(argument: StepArgument, rule: Rule) -> None:
+    """Set the numbers of a rule: computed in double and rounded to fp32 by ctypes, as torch does when it uses them."""
+    argument.maximize = rule.maximize
+    argument.decay = NO_DECAY if rule.weight_decay == 0 else COUPLED
+    argument.decay_factor = rule.weight_decay
     match rule:
         case Adam():
-            numbers |= {"rule": ADAM, "rate": -rule.rate, "eps": rule.eps, "correction": rule.correction}
-            numbers |= {"new_part": 1 - rule.beta1, "old_part": rule.beta2, "square_part": 1 - rule.beta2}
-            if decay and rule.decoupled:
-                numbers |= {"decay": DECOUPLED, "decay_factor": 1 - rule.lr * rule.weight_decay}
+            argument.rule = ADAM
+            argument.rate = -rule.rate
+            argument.new_part = 1 - rule.beta1
+            argument.old_part = rule.beta2
+            argument.square_part = 1 - rule.beta2
+            argument.correction = rule.correction
+            argument.eps = rule.eps
+            if argument.decay and rule.decoupled:
+                argument.decay = DECOUPLED
+                argument.decay_factor = 1 - rule.lr * rule.weight_decay
         case Sgd():
-            momentum = NO_MOMENTUM if rule.momentum == 0 else FIRST if rule.is_first else CONTINUED
-            numbers |= {"rule": SGD, "rate": -rule.lr, "momentum": momentum, "nesterov": rule.nesterov}
-            numbers |= {"new_part": 1 - rule.dampening, "old_part": rule.momentum}
+            argument.rule = SGD
+            argument.rate = -rule.lr
+            argument.momentum = NO_MOMENTUM if rule.momentum == 0 else FIRST if rule.is_first else CONTINUED
+            argument.nesterov = rule.nesterov
+            argument.new_part = 1 - rule.dampening
+            argument.old_part = rule.momentum
         case Adagrad():
-            numbers |= {"rule": ADAGRAD, "rate": -rule.rate, "eps": rule.eps}
-    return numbers
+            argument.rule = ADAGRAD
+            argument.rate = -rule.rate
+            argument.eps = rule.eps
+    root = None if isinstance(rule, Sgd) or rule.exact_root else torch_root()
+    if root is not None:
+        argument.root, argument.root_threads = root
+        argument.root_mode = ROOT_MODE
 
 
 def _arrays(arrays: tuple[Tensor | Split, ...]) -> ArraysArgument:
@@ -167,8 +174,8 @@ def _arrays(arrays: tuple[Tensor | Split, ...]) -> ArraysArgument:
 
 
 @functools.cache
-def torch_root() -> dict[str, int]:
-    """The fields of `StepArgument` that say how torch takes square roots; none where it rounds them correctly.
+def torch_root() -> tuple[int, int] | None:
+    """Return the addresses of MKL's square root and of its limit on threads, None where torch does not use them.
 
     On x86 torch calls MKL, whose roots may be off by a unit in the last place. Where that is not found, ours are
     correct, and differ from torch's in that last place.
@@ -176,17 +183,18 @@ def torch_root() -> dict[str, int]:
     numbers = torch.linspace(0.0, 4.0, 4096, dtype=torch.float32)
     roots = numbers.sqrt()
     if torch.equal(roots, numbers.double().sqrt().float()):
-        return {}
+        return None
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
-        root, threads = library.vmsSqrt, library.MKL_Set_Num_Threads_Local
+        root = library.vmsSqrt
+        limit_threads = library.MKL_Set_Num_Threads_Local
     except (OSError, AttributeError):
-        return {}
+        return None
     root.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     root(numbers.numel(), numbers.data_ptr(), numbers.data_ptr(), ROOT_MODE)
     if not torch.equal(numbers, roots):
-        return {}
-    return {"root": _address(root), "root_mode": ROOT_MODE, "root_threads": _address(threads)}
+        return None
+    return _address(root), _address(limit_threads)
 
 
 def _address(function: object) -> int:
@@ -195,36 +203,11 @@ def _address(function: object) -> int:
     return address
 
 
-def square_norm(tensor: Tensor, num_threads: int) -> float:
-    """The sum in `zerostd.kernels.square_norm`."""
-    total = ctypes.c_double()
-    _call("zs_square_norm", tensor.data_ptr(), DTYPES[tensor.dtype], tensor.numel(), num_threads, ctypes.byref(total))
-    return total.value
-
-
-def cast(source: Tensor, target: Tensor, num_threads: int) -> None:
-    """See `zerostd.kernels.cast`."""
-    arrays = (source.data_ptr(), DTYPES[source.dtype], target.data_ptr(), DTYPES[target.dtype])
-    _call("zs_cast", *arrays, source.numel(), num_threads)
-    _written(target)
-
-
-def copy(source: Tensor, target: Tensor, num_threads: int) -> None:
-    """See `zerostd.kernels.copy`."""
-    _call("zs_copy", source.data_ptr(), target.data_ptr(), source.nbytes, num_threads)
-    _written(target)
-
-
-def touch(address: int, num_bytes: int, num_threads: int) -> None:
-    """See `zerostd.kernels.touch`."""
-    _call("zs_touch", address, num_bytes, num_threads)
-
-
 def crc32(tensor: Tensor, before: int, *, is_plain: bool = False) -> int:
-    """See `zerostd.kernels.crc32`. `is_plain`: without the processor's own instructions for it."""
-    found = ctypes.c_uint32()
-    _call("zs_crc32", tensor.data_ptr(), tensor.nbytes, before, is_plain, ctypes.byref(found))
-    return found.value
+    """See `zerostd.kernels.crc32`. `is_plain`: without the CPU's own instructions for it."""
+    checksum = ctypes.c_uint32()
+    _call("zs_crc32", tensor.data_ptr(), tensor.nbytes, before, is_plain, ctypes.byref(checksum))
+    return checksum.value
 
 
 def _call(name: str, *arguments: object) -> None:

@@ -4,7 +4,6 @@ Same operations in the same order as the C++, so that both give the same bits on
 `zerostd.kernels`.
 """
 
-import ctypes
 import zlib
 from typing import Any
 
@@ -13,9 +12,6 @@ from torch import Tensor
 
 from zerostd.kernels.halves import Split, join, split
 from zerostd.kernels.rules import Adagrad, Adam, Sgd, Step
-
-NORM_BLOCK = 4096  # elements
-NORM_LANES = 16  # running sums of a block
 
 
 @torch.no_grad()
@@ -60,7 +56,7 @@ def update(step: Step) -> None:
 
 
 def _written(source: Tensor | Split, target: Tensor | Split) -> Tensor:
-    """The fp32 tensor that the rule changes in place: the target with the source's numbers, or a joined master."""
+    """Return the fp32 tensor that the rule changes: the target with the source's numbers, or the joined master."""
     if isinstance(source, Split) or isinstance(target, Split):
         assert isinstance(source, Split)
         return join(source)
@@ -108,39 +104,7 @@ def _root(squares: Tensor, *, exact: bool) -> Tensor:
     return squares.double().sqrt().float() if exact else squares.sqrt()  # a root in double rounds to the nearest fp32
 
 
-@torch.no_grad()
-def square_norm(tensor: Tensor) -> float:
-    """The sum in `zerostd.kernels.square_norm`."""
-    flat = tensor.reshape(-1)
-    num_blocks = -(-flat.numel() // NORM_BLOCK)
-    numbers = torch.zeros(num_blocks * NORM_BLOCK, dtype=torch.float64, device=tensor.device)
-    numbers[: flat.numel()] = flat
-    squares = numbers.square_().view(num_blocks, NORM_BLOCK // NORM_LANES, NORM_LANES)
-    lanes = torch.zeros(num_blocks, NORM_LANES, dtype=torch.float64, device=tensor.device)
-    for row in squares.unbind(1):
-        lanes += row
-    blocks = torch.zeros(num_blocks, dtype=torch.float64, device=tensor.device)
-    for lane in lanes.unbind(1):
-        blocks += lane
-    total = 0.0
-    for block in blocks.tolist():  # not sum(), which compensates
-        total += block
-    return total
-
-
-@torch.no_grad()
-def copy(source: Tensor, target: Tensor) -> None:
-    """`zerostd.kernels.copy`, and `cast` too."""
-    target.copy_(source.reshape(target.shape))
-
-
 def crc32(tensor: Tensor, before: int) -> int:
     """See `zerostd.kernels.crc32`."""
     data: Any = tensor.detach().view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
     return zlib.crc32(data, before)
-
-
-def touch(address: int, num_bytes: int) -> None:
-    """See `zerostd.kernels.touch`."""
-    for at in (address, *range(address - address % 4096 + 4096, address + num_bytes, 4096)) if num_bytes else ():
-        ctypes.c_ubyte.from_address(at).value = 0

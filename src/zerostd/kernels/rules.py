@@ -14,7 +14,7 @@ class Adam:
     """`torch.optim.Adam`, or AdamW when `decoupled`; `step` counts from 1.
 
     torch takes square roots on x86 with MKL, which is slow and may be off in the last place. So does this, to give the
-    same bits, unless `exact_root`: then roots are the processor's, rounded correctly, and the step is faster.
+    same bits, unless `exact_root`: then roots are the CPU's, rounded correctly, and the step is faster.
     """
 
     lr: float

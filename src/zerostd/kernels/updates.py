@@ -81,14 +81,15 @@ def _check_array(name: str, array: Tensor | Split, *, may_split: bool) -> None:
 
 
 def _check_memory(step: Step) -> None:
-    """Each output is apart from every other array; its own source (or the gradient, for a weight) may be the same."""
-    inputs, outputs = step.inputs, step.outputs
+    """Refuse outputs that overlap another array; they may lie exactly on their own source, a weight on the gradient."""
+    inputs = step.inputs
+    outputs = step.outputs
     num_targets = len(inputs) - 1
     own = dict(enumerate(range(1, num_targets + 1)))  # output: the input that it may share memory with
     landing = 0 if isinstance(step.target[0], Split) else num_targets  # the output that may take the gradient's place
     for index, output in enumerate(outputs):
-        for other, tensor in enumerate([*inputs, *outputs[:index]]):
-            allowed = other == own.get(index) or (other == 0 and index == landing)
+        for number, tensor in enumerate([*inputs, *outputs[:index]]):
+            allowed = number == own.get(index) or (number == 0 and index == landing)
             if not native.apart(output, tensor) and not (allowed and native.same_memory(output, tensor)):
                 raise ValueError(
                     f"an output of {output.numel()} elements at {output.data_ptr():#x} overlaps another array at "

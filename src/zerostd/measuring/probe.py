@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from zerostd.measuring.timing import finish
 from zerostd.measuring.trial import call, casts_of, copy_of, everything_kept, map_tensors
-from zerostd.monitoring.stamps import Stamp
+from zerostd.monitoring.timestamps import Timestamp
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.policy import Precision
 
@@ -92,12 +92,12 @@ def _pass(model: nn.Module, batch: Any, device: torch.device) -> Probe:
     before = torch.accelerator.memory_allocated(device) if has_own_memory else 0
     if has_own_memory:
         torch.accelerator.reset_peak_memory_stats(device)
-    begun = Stamp(device)
+    begun = Timestamp(device)
     output = call(model, batch)
-    between = Stamp(device)
+    between = Timestamp(device)
     ends = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-    ended = Stamp(device)
+    ended = Timestamp(device)
     del output, ends
     finish(device)
     peak = torch.accelerator.max_memory_allocated(device) - before if has_own_memory else None

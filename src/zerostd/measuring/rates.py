@@ -15,7 +15,7 @@ import torch
 
 from zerostd.kernels import Adam, update
 from zerostd.measuring.timing import TrialSizes, finish, median_s, turns_of, within
-from zerostd.monitoring.stamps import Stamp
+from zerostd.monitoring.timestamps import Timestamp
 from zerostd.planning.machine import Link
 from zerostd.policy import Kind
 from zerostd.tiers.host import Host
@@ -44,19 +44,19 @@ class LinkCopies:
 
     def turn(self, *streams: Stream) -> list[float]:
         """Copy everything in each of `streams`; seconds by lane from their common beginning."""
-        begins = [Stamp(lane.device, lane.stream) for lane in streams]
+        begins = [Timestamp(lane.device, lane.stream) for lane in streams]
         for start in range(0, self.num_bytes, self.step):
             for lane in streams:
                 self._copy(lane, start, self.step)
-        ends = [Stamp(lane.device, lane.stream) for lane in streams]
+        ends = [Timestamp(lane.device, lane.stream) for lane in streams]
         return [end.since(begins[0]) for end in ends]
 
     def latency(self) -> float:
         """Seconds of a copy that is too small to take time."""
-        begin = Stamp(self.up.device, self.up.stream)
+        begin = Timestamp(self.up.device, self.up.stream)
         for number in range(NUM_TINY):
             self._copy(self.up, number * TINY_BYTES % self.num_bytes, TINY_BYTES)
-        return Stamp(self.up.device, self.up.stream).since(begin) / NUM_TINY
+        return Timestamp(self.up.device, self.up.stream).since(begin) / NUM_TINY
 
     def _copy(self, lane: Stream, start: int, num_bytes: int) -> None:
         place = slice(start, start + num_bytes)

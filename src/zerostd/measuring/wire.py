@@ -8,10 +8,11 @@ from statistics import median
 
 import torch
 
-from zerostd.communication import Pending, Wires, World
+from zerostd.communication import Wires, World
 from zerostd.measuring.timing import TrialSizes, finish
 from zerostd.monitoring.ledger import Ledger
 from zerostd.planning.machine import Wire
+from zerostd.tiers import Transfer
 
 __all__ = ["fit", "wire_rates"]
 
@@ -48,11 +49,11 @@ def wire_rates(world: World, sizes: TrialSizes) -> tuple[Wire, ...]:
 def _both_verbs(wires: Wires, full: torch.Tensor, land: torch.Tensor, num_turns: int) -> list[Point]:
     world = wires.world
     mine = full.view(world.size, -1)[world.rank]
-    verbs: list[Callable[[], Pending]] = [lambda: wires.gather(full, mine), lambda: wires.reduce(full, land)]
+    verbs: list[Callable[[], Transfer]] = [lambda: wires.gather(full, mine), lambda: wires.reduce(full, land)]
     return [(float(mine.nbytes * (world.size - 1)), _collective_s(wires, verb, num_turns)) for verb in verbs]
 
 
-def _collective_s(wires: Wires, start: Callable[[], Pending], num_turns: int) -> float:
+def _collective_s(wires: Wires, start: Callable[[], Transfer], num_turns: int) -> float:
     """Seconds on the slowest rank; the same number on all, so that all go on or stop together."""
     turns = []
     for _ in range(1 + num_turns):

@@ -1,7 +1,6 @@
-"""The ledger: bytes by tier and kind, now and at peak, and bytes sent by verb.
+"""The ledger: bytes by tier and kind, now and at peak, and bytes sent by verb, of this rank.
 
 Whoever allocates enters it here, whoever frees takes it out; nobody estimates. `Memory` is what users get.
-Numbers are of this rank alone.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["Ledger", "Memory", "explain_out_of_memory"]
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank by tier, then kind: now and at peak; what crossed the wire; and how gradients rest."""
+    """Bytes of one rank by tier, then kind: now and at peak; bytes sent; and how gradients are kept."""
 
     now: dict[str, dict[str, int]]
     peak: dict[str, dict[str, int]]
@@ -30,7 +29,7 @@ class Memory:
     gradients: str
 
     def total(self, tier: str = "device") -> int:
-        """Model-state bytes now in a tier: parameters, gradients and optimizer states, buffers left out."""
+        """Return the model-state bytes now in a tier: parameters, gradients and optimizer states, without buffers."""
         return sum(size for kind, size in self.now.get(tier, {}).items() if kind != Kind.BUFFERS)
 
     def __str__(self) -> str:
@@ -45,43 +44,43 @@ class Memory:
 
 @dataclass
 class Ledger:
-    """Book of bytes. Single-threaded by design: hooks and steps run on one thread at a time."""
+    """The books of one prepared model. Single-threaded: hooks and steps run on one thread at a time."""
 
     now: Counter[tuple[Tier, Kind]] = field(default_factory=Counter)
     peak: Counter[tuple[Tier, Kind]] = field(default_factory=Counter)
     sent: Counter[str] = field(default_factory=Counter)  # bytes this rank put on the wire, by verb
-    calls: Counter[str] = field(default_factory=Counter)  # collectives, by verb
     gradient_form: str = "none yet"
     events: Events = field(default_factory=Events)
-    leaks: Leaks | None = None  # while somebody records
-    owner: str = ""  # the group that is at work
+    leaks: Leaks = field(default_factory=Leaks)
+    _group: str = ""  # at work
+
+    def work_on(self, group: str) -> None:
+        """Attribute what is entered from now on to a group."""
+        self._group = group
 
     def enter(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
-        """Bytes were allocated."""
+        """Enter bytes that were allocated."""
         self.now[tier, kind] += num_bytes
-        if self.leaks is not None:
-            self.leaks.enter(tier, kind, num_bytes, self.owner)
+        self.leaks.enter(tier, kind, num_bytes, self._group)
         self.peak[tier, kind] = max(self.peak[tier, kind], self.now[tier, kind])
 
     def leave(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
-        """Bytes were freed."""
+        """Take out bytes that were freed."""
         self.now[tier, kind] -= num_bytes
-        if self.leaks is not None:
-            self.leaks.leave(tier, kind, num_bytes, self.owner)
+        self.leaks.leave(tier, kind, num_bytes, self._group)
 
     def record_sent(self, verb: str, num_bytes: int) -> None:
-        """A collective put `num_bytes` of this rank on the wire."""
+        """Enter a collective that put `num_bytes` of this rank on the wire."""
         self.sent[verb] += num_bytes
-        self.calls[verb] += 1
 
     def memory(self) -> Memory:
-        """The book as plain data."""
+        """Return the books as plain data."""
         return Memory(_nested(self.now), _nested(self.peak), dict(self.sent), self.gradient_form)
 
 
 @contextlib.contextmanager
 def explain_out_of_memory(ledger: Ledger) -> Iterator[None]:
-    """Let an out-of-memory error of the device say what was resident where."""
+    """Add to an out-of-memory error of the device what zerostd kept where."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,7 +1,7 @@
-"""A watch over the loop: how long it computes and how long it waits, while somebody looks.
+"""A timer of the training loop: how long it computes and how long it waits.
 
-Seconds are those of the device's current stream where there is one, so that nothing is held up by looking; on the
-processor they are the loop's own. Nobody looking or recording, which is the rule, a mark costs two comparisons.
+Scheduling and the engine mark where one phase ends and the next begins. Seconds are those of the device's current
+stream, so that timing holds nothing up; on the CPU they are the loop's own. Off, a mark costs two comparisons.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 
 from zerostd.monitoring.events import Events, Span
-from zerostd.monitoring.stamps import Stamp
+from zerostd.monitoring.timestamps import Timestamp
 
 __all__ = ["LoopPhase", "LoopTimer"]
 
@@ -28,60 +28,60 @@ class LoopPhase(enum.Enum):
 
 
 class LoopTimer:
-    """What the loop does from one mark to the next."""
+    """Turns marks of the loop into seconds by phase, between `start` and `stop`, and into spans while recording."""
 
-    def __init__(self, device: torch.device, events: Events | None = None) -> None:
-        self.doing = LoopPhase.OUTSIDE
-        self.events = events or Events()
+    def __init__(self, device: torch.device, events: Events) -> None:
         self._device = device
-        self._group = ""  # that is at work
+        self._events = events
+        self._phase = LoopPhase.OUTSIDE
+        self._group = ""  # at work
         self._span: Span | None = None
-        self._marks: list[tuple[LoopPhase, Stamp]] | None = None  # None: nobody looks
-        self._cuts: list[int] = []  # places of marks
+        self._periods: list[list[tuple[LoopPhase, Timestamp]]] = []  # marks from cut to cut; empty: off
 
-    def mark(self, doing: LoopPhase, cause: str = "") -> LoopPhase:
-        """From now on the loop does this; of waiting, for what. Returns what it did before."""
-        before, self.doing = self.doing, doing
-        if before is doing:
+    def mark(self, phase: LoopPhase, cause: str = "") -> LoopPhase:
+        """Begin a phase, which for waiting has a cause; return the phase before."""
+        before = self._phase
+        self._phase = phase
+        if before is phase:
             return before
-        if self._marks is not None:
-            self._marks.append((doing, Stamp(self._device)))
-        if self.events.is_on:
-            if LoopPhase.WAITING not in (doing, before):
+        if self._periods:
+            self._periods[-1].append((phase, Timestamp(self._device)))
+        if self._events.is_on:
+            if LoopPhase.WAITING not in (phase, before):
                 self._group = ""
-            self._turn(cause)
+            self._begin_span(cause)
         return before
 
     def at(self, group: str) -> None:
-        """The loop has come to a group."""
-        if self.events.is_on:
+        """Begin the work of a group."""
+        if self._events.is_on:
             self._group = group
-            self._turn()
+            self._begin_span()
 
-    def _turn(self, cause: str = "") -> None:
-        self.events.end(self._span, self._device)
+    def _begin_span(self, cause: str = "") -> None:
+        self._events.end(self._span, self._device)
         self._span = None
-        if self.doing is not LoopPhase.OUTSIDE:
-            name = "wait" if self.doing is LoopPhase.WAITING else self.doing.name.lower()
-            self._span = self.events.begin(name, "compute", self._group, cause=cause, device=self._device)
+        if self._phase is not LoopPhase.OUTSIDE:
+            name = "wait" if self._phase is LoopPhase.WAITING else self._phase.name.lower()
+            self._span = self._events.begin(name, "compute", self._group, cause=cause, device=self._device)
 
     def start(self) -> None:
-        """Look from now on."""
-        self._marks, self._cuts = [(self.doing, Stamp(self._device))], []
+        """Start the timer."""
+        self._periods = [[(self._phase, Timestamp(self._device))]]
 
     def cut(self) -> None:
-        """What follows is counted by itself."""
-        if self._marks is not None:
-            self._cuts.append(len(self._marks))
-            self._marks.append((self.doing, Stamp(self._device)))
+        """Count what follows by itself, if the timer runs."""
+        if self._periods:
+            mark = (self._phase, Timestamp(self._device))
+            self._periods[-1].append(mark)
+            self._periods.append([mark])
 
     def stop(self) -> list[dict[LoopPhase, float]]:
-        """Look no more. Returns seconds by what was done, from cut to cut, when the device has come to this point."""
+        """Stop the timer; return seconds by phase, from cut to cut, when the device has come to this point."""
         self.cut()
-        marks, self._marks = self._marks or [], None
-        found = [dict.fromkeys(LoopPhase, 0.0)]
-        for index, ((doing, begun), (_, ended)) in enumerate(pairwise(marks)):
-            if index in self._cuts:
-                found.append(dict.fromkeys(LoopPhase, 0.0))
-            found[-1][doing] += ended.since(begun)
-        return found
+        seconds = [dict.fromkeys(LoopPhase, 0.0) for _ in self._periods[:-1]]
+        for spent, marks in zip(seconds, self._periods, strict=False):
+            for (phase, begun), (_, ended) in pairwise(marks):
+                spent[phase] += ended.since(begun)
+        self._periods = []
+        return seconds

@@ -15,7 +15,7 @@ import torch
 
 from zerostd.errors import MisuseError
 from zerostd.kernels import Adagrad, Adam, Rule, Sgd
-from zerostd.tiers import Transfer, synchronize
+from zerostd.tiers import Transfer
 
 __all__ = ["HostNumber", "Terms", "Twin", "another", "copies", "native_rule", "next_singles", "state_names", "take_new"]
 
@@ -31,7 +31,7 @@ class HostNumber:
 
     def get(self) -> float:
         """Its value; holds the calling thread until it is there."""
-        synchronize(self.arrived)
+        self.arrived.synchronize()
         return self.memory.item()
 
 

@@ -21,7 +21,7 @@ from zerostd.optimizers.tiles import tile_numel
 from zerostd.parameters.state_shard import StateShard
 from zerostd.policy import Kind, Route
 from zerostd.sharding.portions import UNIT
-from zerostd.tiers import Done, QueuedTransfer, Transfer, synchronize
+from zerostd.tiers import Done, QueuedTransfer, Transfer
 from zerostd.tiers.debug import DEBUG
 
 __all__ = ["FromDisk"]
@@ -81,7 +81,7 @@ class FromDisk(OnCpu):
         if run.shard.portion.route is not Route.STREAMED:
             return super().launch(order)
         assert held is not None
-        gradient, place, relay = held.current[run.region], order.flat.updated(run.shard), QueuedTransfer()
+        gradient, place, relay = held.current[run.region], order.flat.parameters_of(run.shard), QueuedTransfer()
         ready = order.can_begin(held.arrived)
         job = Job(order, gradient, ready, None if place is None else place[run.part], None, None, relay)
         relay.work = self.worker.submit_parts(self.parts(job), order.place, ready)
@@ -96,7 +96,7 @@ class FromDisk(OnCpu):
     def _do_all(self, job: Job) -> None:
         is_streamed = job.run.shard.portion.route is Route.STREAMED
         if not is_streamed:
-            synchronize(job.ready)
+            job.ready.synchronize()
         factor = 1.0 if is_streamed else job.order.terms.host_factor()
         begun = time.perf_counter()
         run, shard, events = job.run, job.run.shard, self.stores.ledger.events
@@ -143,8 +143,8 @@ class FromDisk(OnCpu):
         weight = None if job.weights is None else job.weights[here]
         tile = Tile(states, states, job.gradient[here], weight, job.ready)
         singles, published, landed = self.streamed.update(tile, job.order, job.run.singles, Done())
-        job.relay.mark = published
-        synchronize(landed)
+        job.relay.event = published
+        landed.synchronize()
         return singles
 
     def settle(self) -> None:

@@ -143,7 +143,7 @@ class Gradients(StepObserver):
         assert flat.gradient is not None
         for update in (update for group in self.groups if flat in group.flats for update in group.updates):
             update.wait()  # it reads the gradient, also after step() has returned
-        gradient = flat.gradient.settled()
+        gradient = flat.gradient.wait_landed()
         flat.gradient.changed()
         if isinstance(factor, torch.Tensor):
             factor = factor.to(gradient.device)

@@ -26,7 +26,7 @@ from zerostd.optimizers.runs import Run
 from zerostd.parameters import Flat, Gradient
 from zerostd.parameters.state_shard import MASTER, StateShard
 from zerostd.policy import Kind, Route, Tier
-from zerostd.tiers import QueuedTransfer, Streams, TierAllocator, TierTensor, Transfer, Worker, synchronize
+from zerostd.tiers import QueuedTransfer, Streams, TierAllocator, TierTensor, Transfer, Worker
 
 __all__ = ["Job", "OnCpu", "cut"]
 
@@ -115,7 +115,7 @@ class OnCpu:
         """Where the kernel writes new parameters, and where they go from there."""
         if run.shard.holds_parameters:
             return None, None
-        place = flat.updated(run.shard)
+        place = flat.parameters_of(run.shard)
         if place is not None and place.device.type == "cpu":
             return place[run.part], None
         target = None if place is None else place[run.part]
@@ -145,7 +145,7 @@ class OnCpu:
     # In the thread
 
     def _do(self, job: Job, tile: slice) -> None:
-        synchronize(job.ready)
+        job.ready.synchronize()
         factor = job.order.terms.host_factor()
         begun = time.perf_counter()
         source = cut(_cut(job.order.source, job.run.part), tile)
@@ -210,7 +210,7 @@ class OnCpu:
             events.within("transfer", "up", way=UP, device=target.device, **told),
         ):
             target.copy_(job.weights[tile], non_blocking=True)
-            job.relay.mark = self.streams.up.mark()
+            job.relay.event = self.streams.up.record_event()
 
 
 def _cut(columns: dict[str, TierTensor], part: slice) -> Tensors:

@@ -150,7 +150,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._updater.routes is not None:
             self._updater.routes.drain()
         for group in self._schedule.update_order():
-            group.kept.wait()
+            group.pending_save.wait()
 
     def _update(self, factor: torch.Tensor | None) -> None:
         """Every group, those that the last backward has not updated already."""

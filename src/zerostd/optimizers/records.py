@@ -12,7 +12,7 @@ from zerostd.optimizers.runs import Run
 from zerostd.optimizers.states import fill_flat
 from zerostd.optimizers.update import Updater
 from zerostd.parameters import Flat
-from zerostd.parameters.records import Record, owned_pieces
+from zerostd.parameters.saved_intervals import SavedInterval, owned_pieces
 from zerostd.parameters.state_shard import MASTER
 from zerostd.policy import Tier
 from zerostd.tiers import TierTensor
@@ -20,7 +20,7 @@ from zerostd.tiers import TierTensor
 __all__ = ["gradient_column", "gradient_records", "put_flat", "single_states", "state_records", "wanted_states"]
 
 
-def state_records(updater: Updater, flat: Flat, rank: int, group: str) -> Iterator[Record]:
+def state_records(updater: Updater, flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
     """Long states of a trained flat's parameters, as far as this rank keeps them."""
     for run in updater.runs[flat].runs:
         columns = _columns(updater, run)
@@ -33,7 +33,7 @@ def state_records(updater: Updater, flat: Flat, rank: int, group: str) -> Iterat
             last = first + stop - start
             for name, (column, base) in columns.items():
                 place = base + start - run.region.start
-                yield Record("state", interval.name, interval.shape, first, last, column, place, name, group)
+                yield SavedInterval("state", interval.name, interval.shape, first, last, column, place, name, group)
 
 
 def _columns(updater: Updater, run: Run) -> dict[str, tuple[TierTensor, int]]:
@@ -49,19 +49,19 @@ def _columns(updater: Updater, run: Run) -> dict[str, tuple[TierTensor, int]]:
     return found
 
 
-def gradient_records(flat: Flat, rank: int, group: str) -> Iterator[Record]:
+def gradient_records(flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
     """What passes of a step that is not complete have brought for a flat's parameters, as far as this rank keeps it;
     those without elements are rank 0's."""
     column, intervals = gradient_column(flat), flat.layout.intervals
     has_one = [parameter.grad is not None for parameter in flat.parameters]
     for index, interval in enumerate(intervals if rank == 0 else ()):
         if has_one[index] and not interval.numel:
-            yield Record("gradient", interval.name, interval.shape, 0, 0, column, 0, group=group)
+            yield SavedInterval("gradient", interval.name, interval.shape, 0, 0, column, 0, group=group)
     for piece, low, high in owned_pieces(flat, rank):
         if has_one[piece.index]:
             start, stop, place = piece.start + low, piece.start + high, piece.offset + low
             interval = intervals[piece.index]
-            yield Record("gradient", interval.name, interval.shape, start, stop, column, place, group=group)
+            yield SavedInterval("gradient", interval.name, interval.shape, start, stop, column, place, group=group)
 
 
 def gradient_column(flat: Flat, dtypes: Collection[torch.dtype] = ()) -> TierTensor:
@@ -70,7 +70,7 @@ def gradient_column(flat: Flat, dtypes: Collection[torch.dtype] = ()) -> TierTen
     assert gradient is not None
     if any(torch.promote_types(dtype, gradient.rest_dtype) != gradient.rest_dtype for dtype in dtypes):
         gradient.use_sum()
-    rest = gradient.settled()
+    rest = gradient.wait_landed()
     return TierTensor(rest.numel(), rest.dtype, Tier.HOST if gradient.host is not None else Tier.DEVICE, rest)
 
 

@@ -61,7 +61,8 @@ class Routes:
             if route is not None:
                 flats = [flat for group in groups for flat in group.trainable]
                 route.reserve_all([flat for flat in flats if any(s.portion.tier is tier for s in flat.state_shards)])
-        stores.stop_users += [route.worker.stop for route in self._made]
+        for updater in self._made:
+            stores.before_close(updater.worker.stop)
         self._numbers = stores.host.allocate(NUM_NUMBERS * 4, Kind.BUFFERS).view(torch.float32)
         self._turn = 0
 

@@ -134,7 +134,7 @@ def put_states(updater: Updater, saved: dict[nn.Parameter, dict[str, Any]]) -> N
     saved = {parameter: _with_long(updater, parameter, states) for parameter, states in saved.items()}
     for flat, runs in updater.runs.items():
         fill_flat(updater, runs, saved)
-        flat.publish()
+        flat.round_masters()
 
 
 def _with_long(updater: Updater, parameter: nn.Parameter, states: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from zerostd.optimizers.orders import Order
 from zerostd.optimizers.runs import Singles
 from zerostd.parameters.state_shard import MASTER
 from zerostd.policy import Kind, Tier
-from zerostd.tiers import Done, QueuedTransfer, Streams, Transfer, Worker, synchronize
+from zerostd.tiers import Done, QueuedTransfer, Streams, Transfer, Worker
 from zerostd.tiers.debug import DEBUG
 
 __all__ = ["Streamed", "Tile"]
@@ -120,7 +120,7 @@ class Streamed:
         order, run, shard = job.order, job.order.run, job.order.run.shard
         if part.start == 0:
             job.after, job.before = shard.landed, run.singles
-        weights = None if shard.holds_parameters else order.flat.updated(shard)
+        weights = None if shard.holds_parameters else order.flat.parameters_of(shard)
         here = slice(run.part.start + part.start, run.part.start + part.stop)
         tile = Tile(
             _cut(order.source, here),
@@ -129,7 +129,7 @@ class Streamed:
             None if weights is None else weights[here],
             job.ready,
         )
-        singles, job.relay.mark, shard.landed = self.update(tile, order, job.before, job.after)
+        singles, job.relay.event, shard.landed = self.update(tile, order, job.before, job.after)
         if part.stop == run.numel:
             order.keep(singles)
         self.busy_s += time.perf_counter() - begun
@@ -139,13 +139,13 @@ class Streamed:
     ) -> tuple[Singles, Transfer, Transfer]:
         """One tile; returns the states that are one value, when parameters are published, when states are home."""
         slot, numel = self._next(), tile.gradient.numel()
-        synchronize(slot.free)
+        slot.free.synchronize()
         slot.held = order
         room = {name: _room(slot.columns[name], numel, column.dtype) for name, column in tile.source.items()}
         gradient = _room(slot.gradient, numel, room[MASTER].dtype)
         incoming = tile.gradient
         if incoming.device != self.device:
-            synchronize(tile.ready)  # here, lest the lane wait with everything behind it
+            tile.ready.synchronize()  # here, lest the lane wait with everything behind it
         events, sizes = self.ledger.events, sum(column.nbytes for column in tile.source.values())
         told: dict[str, Any] = {"group": order.group, "num_bytes": sizes, "device": self.device, "step": order.step}
         with self.streams.up.after(after), events.within("transfer", "up", way=UP, **told):
@@ -154,7 +154,7 @@ class Streamed:
                     room[name].copy_(column, non_blocking=True)
             if incoming.device != self.device:
                 incoming = _room(slot.landing, numel, incoming.dtype).copy_(incoming, non_blocking=True)
-            up = self.streams.up.mark()
+            up = self.streams.up.record_event()
         with self.streams.update.after(up, tile.ready), events.within("update", "update", **told):
             gradient.copy_(incoming)
             if order.terms.factor is not None:
@@ -167,7 +167,7 @@ class Streamed:
                 weight.copy_(room[MASTER])
             elif weight is not None:
                 rounded = _room(slot.landing, numel, weight.dtype).copy_(room[MASTER])
-            done = self.streams.update.mark()
+            done = self.streams.update.record_event()
         with self.streams.down.after(done), events.within("transfer", "down", way=DOWN, **told):
             if weight is not None and weight.device != self.device:
                 weight.copy_(rounded, non_blocking=True)
@@ -175,7 +175,7 @@ class Streamed:
                 column.copy_(room[name], non_blocking=True)
             for tensor in (*room.values(), gradient, slot.landing):
                 DEBUG.poison(tensor)
-            slot.free = self.streams.down.mark()
+            slot.free = self.streams.down.record_event()
         published = done if weight is not None and weight.device == self.device else slot.free
         return {name: value for name, value in made.items() if name not in room}, published, slot.free
 

@@ -87,7 +87,7 @@ class Updater:
 
     def update(self, group: Group, terms: Terms, scope: Scope = Scope.ALL, *, is_complete: bool = False) -> None:
         """Start the update of the runs of `group` that have gradients; `is_complete` says that all have."""
-        group.kept.wait()
+        group.pending_save.wait()
         resident: list[Run] = []
         used = 0
         for flat in group.trainable:
@@ -144,7 +144,7 @@ class Updater:
             assert run.tensor is not None
             run.tensor.grad = None
         for flat in group.trainable:
-            flat.publish(only_resident=True)
+            flat.round_masters(only_resident=True)
         self._count()
 
     def _give_gradient(self, flat: Flat, run: Run, factor: torch.Tensor | None, used: int) -> int:

@@ -69,7 +69,7 @@ class Flat:
         """Whether updates go on after the step has returned."""
         return any(not shard.is_resident for shard in self.state_shards)
 
-    def updated(self, shard: StateShard) -> torch.Tensor | None:
+    def parameters_of(self, shard: StateShard) -> torch.Tensor | None:
         """A portion of the region in the compute dtype: where an update publishes its master. None on disk."""
         if self.rest.tensor is None:
             return None
@@ -80,7 +80,7 @@ class Flat:
     def take(self, index: int, value: torch.Tensor) -> None:
         """A parameter's values, before rounding; the parameter lets its own memory go."""
         self.views[index].copy_(value)
-        self.take_master(index, value)
+        self.set_master(index, value)
         parameter = self.parameters[index]
         if parameter.device.type == "meta":  # torch lets no tensor change between meta and a real device in place
             real = torch.empty(
@@ -90,7 +90,7 @@ class Flat:
         parameter.data = self.views[index]
 
     @torch.no_grad()
-    def take_master(self, index: int, value: torch.Tensor) -> None:
+    def set_master(self, index: int, value: torch.Tensor) -> None:
         """Exact values for the master of one parameter, where there is one beside the parameter itself."""
         for piece in self.layout.pieces(self.region):
             if piece.index != index:
@@ -116,7 +116,7 @@ class Flat:
         """Shelves whose master is the parameter itself get it."""
         for shard in self.state_shards:
             if shard.holds_parameters:
-                tensor = self.updated(shard)
+                tensor = self.parameters_of(shard)
                 assert tensor is not None
                 shard.columns[MASTER] = TierTensor(tensor.numel(), tensor.dtype, self.rest.tier, tensor)
 
@@ -154,23 +154,23 @@ class Flat:
         self.ledger.leave(Kind.BUFFERS, self.full.nbytes)
         storage.resize_(0)
 
-    def publish(self, *, only_resident: bool = False) -> None:
+    def round_masters(self, *, only_resident: bool = False) -> None:
         """Round the masters into the compute dtype."""
         for shard in self.state_shards:
             if shard.holds_parameters or (only_resident and not shard.is_resident):
                 continue
-            self.write_rest(shard, shard.read_master())
+            self.write_parameters(shard, shard.read_master())
 
-    def write_rest(self, shard: StateShard, values: torch.Tensor) -> None:
+    def write_parameters(self, shard: StateShard, values: torch.Tensor) -> None:
         """New values of a portion to where parameters rest."""
-        target = self.updated(shard)
+        target = self.parameters_of(shard)
         if target is not None:
             target.copy_(values)
         else:
             portion = slice(shard.portion.start, shard.portion.stop)
             self.rest.write(portion, values.to(self.rest.dtype))
 
-    def take_edits(self) -> None:
+    def commit_edits(self) -> None:
         """The user wrote into the gathered parameters: keep it. Masters change only where the rounded value did,
         so untouched parameters lose no bits."""
         if self.gives_back:
@@ -184,7 +184,7 @@ class Flat:
                 values = torch.where(edited, mine.to(master.dtype), master)
                 shard.master.write(slice(0, shard.portion.numel), values)
 
-    def exact(self) -> torch.Tensor:
+    def exact_values(self) -> torch.Tensor:
         """This rank's region, or shard if it is frozen, at the precision it is kept in, on the device."""
         if not self.state_shards:
             return self.rest.read(slice(0, self.rest.numel)).to(self.full.device)

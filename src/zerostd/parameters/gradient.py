@@ -17,7 +17,7 @@ from zerostd.monitoring import Ledger
 from zerostd.parameters.host_gradient import HostGradient, HostGradientCopy
 from zerostd.policy import Kind
 from zerostd.sharding import Layout
-from zerostd.tiers import Done, Transfer, synchronize
+from zerostd.tiers import Done, Transfer
 from zerostd.tiers.host import Host
 
 __all__ = ["Gradient", "vector_norm"]
@@ -87,7 +87,7 @@ class Gradient:
         if self.sum is None:
             self.sum = self._allocate_rest(torch.promote_types(self.dtype, torch.float32))
             if self.rest is not None:
-                self.settled()
+                self.wait_landed()
                 self.sum.copy_(self.rest)
                 if self.host is not None:
                     self.host.free(self.rest)
@@ -131,7 +131,7 @@ class Gradient:
             return False
         total = self.use_sum()
         if not all(keep):
-            self.settled()
+            self.wait_landed()
         for piece in self.layout.pieces(self.region):
             if not keep[piece.index]:
                 total[piece.offset : piece.offset + piece.numel].zero_()
@@ -195,7 +195,7 @@ class Gradient:
 
     def close(self) -> None:
         """Give all memory back; nothing that rests here is wanted any more."""
-        self.settled()
+        self.wait_landed()
         held = [self.sum if self.sum is not None else self.rest] if self.whole is None or self.sum is not None else []
         for tensor in (tensor for tensor in held if tensor is not None):
             if self.host is not None:
@@ -228,7 +228,7 @@ class Gradient:
         """The norm of the region, or of a part of it: fp32, on the device."""
         if part is None and self.keeper is not None and self.keeper.norm is not None and order == 2.0:
             return self.keeper.norm
-        gradient = self.settled() if part is None else self.settled()[part]
+        gradient = self.wait_landed() if part is None else self.wait_landed()[part]
         return vector_norm(gradient, order).to(self.device)
 
     def send_host_copy(self) -> None:
@@ -262,10 +262,10 @@ class Gradient:
         else:
             self.keeper.bring(self.current[region], target)
 
-    def settled(self) -> torch.Tensor:
+    def wait_landed(self) -> torch.Tensor:
         """The gradient where it rests, when it is there: holds the host if it rests there."""
         if self.keeper is not None:
-            synchronize(self.keeper.kept)
+            self.keeper.kept.synchronize()
         return self.current
 
     def _allocate_rest(self, dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import nn
 
@@ -15,19 +14,7 @@ from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.flat import Flat
 from zerostd.tiers import Done, Transfer
 
-__all__ = ["Group", "GroupState", "Waitable"]
-
-
-class Waitable(Protocol):
-    """Something in flight."""
-
-    def wait(self) -> None: ...
-
-
-class Update(Waitable, Protocol):
-    """An update that goes on after the step has returned."""
-
-    def is_done(self) -> bool: ...
+__all__ = ["Group", "GroupState"]
 
 
 class GroupState(enum.Enum):
@@ -48,8 +35,8 @@ class Group:
     modules: tuple[nn.Module, ...]  # whose forward needs it, in registration order; the last one ends its use
     flats: tuple[Flat, ...]
     state: GroupState
-    pending: list[Waitable]  # gathers in flight, one per flat
-    updates: list[Update]  # of its parameters, still going on; the next gather waits for them
+    pending: list[Transfer]  # gathers in flight, one per flat
+    updates: list[Transfer]  # of its parameters, still going on; the next gather waits for them
     borrowed: dict[str, Group]  # groups whose parameters this one's modules read, learnt as it happens
 
     def __init__(self, blueprint: Blueprint, index: int, flats: Sequence[Flat]) -> None:
@@ -67,7 +54,7 @@ class Group:
             None  # forwards whose inputs get gradients and have not yet; None: no sign
         )
         self.num_pins = 0  # users who hold it gathered
-        self.kept: Transfer = Done()  # somebody reads its masters and states: until then they must stay as they are
+        self.pending_save: Transfer = Done()  # a save reads masters and states; they must not change before
 
     @property
     def trainable(self) -> list[Flat]:

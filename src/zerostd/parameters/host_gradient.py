@@ -14,7 +14,7 @@ import torch
 
 from zerostd.monitoring import Ledger
 from zerostd.policy import Kind, Tier
-from zerostd.tiers import Done, Streams, Transfer, record_event, synchronize
+from zerostd.tiers import Done, Streams, Transfer, record_event
 from zerostd.tiers.debug import DEBUG
 from zerostd.tiers.host import Host
 
@@ -56,12 +56,12 @@ class HostGradientCopy:
         with self.streams.gradients.after(record_event(gradient.device)), within:
             for part, copy in zip(self.parts, self.copies, strict=True):
                 copy.copy_(gradient[part], non_blocking=True)
-            self.arrived = self.streams.gradients.mark()
+            self.arrived = self.streams.gradients.record_event()
         self.is_current = True
 
     def close(self) -> None:
         """Give the host's memory back."""
-        synchronize(self.arrived)
+        self.arrived.synchronize()
         for copy in self.copies:
             self.host.free(copy)
         self.copies = []
@@ -120,7 +120,7 @@ class HostGradient:
             within = self.ledger.events.within("transfer", "gradients", "", rest.nbytes, way=UP, device=device)
             with self.streams.gradients.after(record_event(device)), within:  # in `up` it would hold up parameters
                 buffer.copy_(rest, non_blocking=True)
-                mark = self.streams.gradients.mark()
+                mark = self.streams.gradients.record_event()
             mark.wait()
         return buffer
 
@@ -131,7 +131,7 @@ class HostGradient:
         with self.streams.gradients.after(record_event(buffer.device)), within:
             rest.copy_(buffer, non_blocking=True)
             DEBUG.poison(buffer)
-            self.kept = self.staging.free[self._slot] = self.streams.gradients.mark()
+            self.kept = self.staging.free[self._slot] = self.streams.gradients.record_event()
 
     def bring(self, part: torch.Tensor, target: torch.Tensor) -> None:
         """Bring a part of what rests up, as it is, and convert it there: a copy that does both holds the host."""
@@ -141,7 +141,7 @@ class HostGradient:
         within = self.ledger.events.within("transfer", "gradients", "", part.nbytes, way=UP, device=buffer.device)
         with self.streams.gradients.after(staging.free[slot]), within:
             buffer.copy_(part, non_blocking=True)
-            mark = self.streams.gradients.mark()
+            mark = self.streams.gradients.record_event()
         mark.wait()
         target.copy_(buffer)
         staging.free[slot] = record_event(buffer.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zerostd.communication import Wires
 from zerostd.optimizers import from_disk, routes, streamed
 from zerostd.optimizers.tiles import tile_numel
 from zerostd.parameters import host_gradient
@@ -15,7 +16,7 @@ from zerostd.policy import Kind, Route, Tier
 from zerostd.preparing.homes import FlatPlan, Rules, demand
 from zerostd.scheduling import reducing
 from zerostd.sharding import Portion
-from zerostd.tiers import uploading
+from zerostd.tiers import Uploader
 
 __all__ = ["host_buffers", "largest_on_disk", "predict"]
 
@@ -43,7 +44,7 @@ def host_buffers(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
     longest = max((p.numel for p in _portions(plans) if p.tier is Tier.DISK), default=0)
     widths = [4, *(dtype.itemsize for dtype in rules.states.values())]
     slots = from_disk.NUM_SLOTS * tile_numel(from_disk.TILE_NUMEL, longest) * sum(widths)
-    return slots + uploading.NUM_BUFFERS * largest_on_disk(plans, rules)
+    return slots + Uploader.buffer_bytes(largest_on_disk(plans, rules))
 
 
 def largest_on_disk(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
@@ -81,7 +82,7 @@ def _wires(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
         plan.layout.numel * plan.gradient_dtype(rules).itemsize for group in plans for plan in group if plan.is_trained
     ]
     largest = max(sizes, default=0)
-    receive = largest // (rules.size if rules.has_own_memory else 1)
+    receive = Wires.buffer_bytes(largest, rules.size, has_streams=rules.has_own_memory)
     return receive + (reducing.NUM_STAGING * largest if rules.shards(Kind.GRADIENTS) else 0)
 
 

@@ -7,6 +7,7 @@ at a time -> hooks
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +22,11 @@ from zerostd.monitoring import Ledger
 from zerostd.optimizers.early import Early
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.routes import Routes
+from zerostd.optimizers.states import put_states
+from zerostd.optimizers.update import Updater
 from zerostd.parameters import Group, GroupState
 from zerostd.parameters.blueprints import ROOT, Blueprint, Member, describe_groups, find_blueprints
-from zerostd.parameters.checking import describe_model, optimizer_options
+from zerostd.parameters.checking import describe_model, describe_optimizer, optimizer_options
 from zerostd.parameters.deferred import draw_seeds, is_deferred, make_real
 from zerostd.parameters.host_gradient import Staging
 from zerostd.policy import Budget, Kind, Tier, parse_bytes
@@ -41,11 +44,11 @@ from zerostd.tiers.disk import Disk
 from zerostd.tiers.host import Host
 from zerostd.tiers.limits import check_disk, check_host
 
-__all__ = ["begin_early", "build", "device_of", "make_routes", "open_disk"]
+__all__ = ["attach_optimizer", "begin_early", "build", "device_of", "make_routes", "open_disk"]
 
 
-def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, lines: list[str]) -> Runtime:
-    """Everything but the optimizer. `lines` is what must be equal on all ranks beside the settings."""
+def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> Runtime:
+    """Build everything but the optimizer, which `attach_optimizer` adds."""
     options = optimizer_options(model, optimizer)
     blueprints = find_blueprints(model, options, settings.precision, settings.globs)
     device = device_of(model)
@@ -55,8 +58,8 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
     world = World.discover(device)
     control = Control(world)
     try:
-        lines = [*settings.describe(), *lines, *describe_model(model, options), *describe_groups(blueprints)]
-        control.check_equal("models or options", lines)
+        lines = [*settings.describe(), *describe_optimizer(optimizer), *describe_model(model, options)]
+        control.check_equal("models or options", [*lines, *describe_groups(blueprints)])
         settings = decide(settings, blueprints, control, has_optimizer=optimizer is not None)
         check_world(settings, world)
         rules = rules_for(settings, world, homes_of(settings.plan, blueprints))
@@ -197,6 +200,28 @@ def _place_buffers(model: nn.Module, device: torch.device, seed: int) -> None:
                 module._buffers[short] = make_real(f"{name}.{short}", buffer, seed=seed, device=device)
             elif buffer is not None and buffer.device != device:
                 module._buffers[short] = buffer.to(device)
+
+
+def attach_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
+    """Return the optimizer that updates the runtime's groups as `inner` would; states that it has are taken over."""
+    settings = runtime.settings
+    earlier: dict[Any, dict[str, Any]] = {parameter: dict(states) for parameter, states in inner.state.items()}
+    inner.state.clear()
+    routes = make_routes(runtime, inner)
+    updater = Updater(inner, runtime.groups, runtime.world.device, runtime.ledger, routes, settings.states)
+    if earlier:
+        put_states(updater, earlier)
+    optimizer = ZeroOptimizer(
+        updater,
+        runtime.gradients,
+        runtime,
+        runtime.world,
+        max_grad_norm=settings.max_grad_norm,
+        loss_scale=runtime.loss_scale,
+    )
+    runtime.optimizer = optimizer
+    begin_early(runtime, optimizer)
+    return optimizer
 
 
 def make_routes(runtime: Runtime, inner: torch.optim.Optimizer) -> Routes | None:

@@ -52,7 +52,7 @@ def _make_flat(plan: FlatPlan, rules: Rules, resources: Resources, value_of: Val
     is_sharded = rules.shards(Kind.PARAMETERS)
     rest: TierTensor | None = None
     if is_sharded or plan.parameters is not Tier.DEVICE:
-        rest = allocator.column(plan.owner, plan.parameters, Kind.PARAMETERS, plan.rest_numel(rules), plan.dtype)
+        rest = allocator.allocate(plan.owner, plan.parameters, Kind.PARAMETERS, plan.rest_numel(rules), plan.dtype)
     flat.settle(rules.rank, rest, is_sharded=is_sharded)
     if plan.is_trained:
         flat.gradient = _make_gradient(plan, rules, resources)
@@ -84,7 +84,7 @@ def _make_shard(plan: FlatPlan, portion: Portion, rules: Rules, allocator: TierA
     states = plan.columns(portion, rules)
 
     def column(dtype: torch.dtype) -> TierTensor:
-        return allocator.column(plan.owner, portion.tier, Kind.OPTIMIZER_STATES, portion.numel, dtype)
+        return allocator.allocate(plan.owner, portion.tier, Kind.OPTIMIZER_STATES, portion.numel, dtype)
 
     shares = plan.shares_master(portion, rules)
     columns = {} if shares else {MASTER: column(plan.master_dtype)}

@@ -15,7 +15,7 @@ import torch
 from zerostd.parameters.blueprints import Blueprint, Member
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, shards
 from zerostd.sharding import Layout, Portion, assign_tiers, cut_by_shares, cut_portions, make_layout
-from zerostd.tiers.tier_tensor import padded
+from zerostd.tiers.pages import padded
 
 __all__ = ["FlatPlan", "Rules", "demand", "demand_of", "plan_flats"]
 
@@ -94,56 +94,61 @@ class FlatPlan:
         return {name: self.master_dtype if dtype == torch.float32 else dtype for name, dtype in rules.states.items()}
 
 
-def plan_flats(found: Sequence[Blueprint], rules: Rules) -> list[list[FlatPlan]]:
-    """Plans of the flats of every group."""
-    sorts: list[list[tuple[Member, ...]]] = []
-    for blueprint in found:
-        by_sort: dict[tuple[torch.dtype, bool], list[Member]] = {}
-        for member in blueprint.members:
-            by_sort.setdefault((member.dtype, member.options is not None), []).append(member)
-        sorts.append([tuple(members) for members in by_sort.values()])
-    members = [one for group in sorts for one in group]
-    layouts = [_lay_out(one, rules) for one in members]
-    regions = [_region(layout, rules) for _, layout in layouts]
-    trained = [one[0].options is not None for one in members]
-    sizes = [layout.numel * one[0].dtype.itemsize for one, (_, layout) in zip(members, layouts, strict=True)]
-    numels = [r.stop - r.start if is_trained else 0 for r, is_trained in zip(regions, trained, strict=True)]
+def plan_flats(blueprints: Sequence[Blueprint], rules: Rules) -> list[list[FlatPlan]]:
+    """Return the plans of the flats of every group, in the groups' order."""
+    flats = [(blueprint.name, *flat) for blueprint in blueprints for flat in _lay_out(blueprint, rules)]
+    layouts = [layout for _, _, layout in flats]
+    regions = [_region(layout, rules) for layout in layouts]
+    trained = [members[0].options is not None for _, members, _ in flats]
+    sizes = [layout.numel * members[0].dtype.itemsize for _, members, layout in flats]
+    numels = [_numel(region) if is_trained else 0 for region, is_trained in zip(regions, trained, strict=True)]
     if rules.homes is None:
-        parameters = assign_tiers(sizes, rules.placement.shares(Kind.PARAMETERS))
-        gradients = assign_tiers(numels, rules.placement.shares(Kind.GRADIENTS))
-        portions = cut_portions(numels, rules.placement.shares(Kind.OPTIMIZER_STATES), cpu_share=rules.cpu_share)
+        placement = rules.placement
+        parameters = assign_tiers(sizes, placement.shares(Kind.PARAMETERS))
+        gradients = assign_tiers(numels, placement.shares(Kind.GRADIENTS))
+        portions = cut_portions(numels, placement.shares(Kind.OPTIMIZER_STATES), cpu_share=rules.cpu_share)
     else:
-        homes = [rules.homes[one.name] for one, flats in zip(found, sorts, strict=True) for _ in flats]
-        parameters, gradients = [home.parameters for home in homes], [home.gradients for home in homes]
+        homes = [rules.homes[name] for name, _, _ in flats]
+        parameters = [home.parameters for home in homes]
+        gradients = [home.gradients for home in homes]
         portions = [cut_by_shares(numel, home.states) for numel, home in zip(numels, homes, strict=True)]
-    parameters, gradients = (  # there is no arena of no bytes: what has no elements is on the device
-        [tier if size else Tier.DEVICE for tier, size in zip(tiers, sizes, strict=True)]
-        for tiers in (parameters, gradients)
-    )
-    plans = [
-        FlatPlan(ordered, layout, region, is_trained, *rest)
-        for (ordered, layout), region, is_trained, *rest in zip(
-            layouts, regions, trained, parameters, gradients, portions, strict=True
+    plans: dict[str, list[FlatPlan]] = {blueprint.name: [] for blueprint in blueprints}
+    for index, (name, members, layout) in enumerate(flats):
+        is_empty = sizes[index] == 0  # there is no arena of no bytes: what has no elements is on the device
+        plan = FlatPlan(
+            members=members,
+            layout=layout,
+            region=regions[index],
+            is_trained=trained[index],
+            parameters=Tier.DEVICE if is_empty else parameters[index],
+            gradients=Tier.DEVICE if is_empty else gradients[index],
+            portions=tuple(portions[index]),
         )
-    ]
-    lengths, start = [len(group) for group in sorts], 0
-    grouped = []
-    for length in lengths:
-        grouped.append(plans[start : start + length])
-        start += length
-    return grouped
+        plans[name].append(plan)
+    return list(plans.values())
 
 
-def _lay_out(members: tuple[Member, ...], rules: Rules) -> tuple[tuple[Member, ...], Layout]:
-    ordered = sorted(members, key=lambda member: -1 if member.options is None else member.options)
-    itemsize = members[0].dtype.itemsize
-    layout = make_layout([(m.name, tuple(m.parameter.shape)) for m in ordered], rules.size, itemsize)
-    by_name = {member.name: member for member in ordered}
-    return tuple(by_name[interval.name] for interval in layout.intervals), layout
+def _lay_out(blueprint: Blueprint, rules: Rules) -> list[tuple[tuple[Member, ...], Layout]]:
+    """The flats of a group: parameters of one dtype that train, or are frozen, together, in their layout's order."""
+    by_sort: dict[tuple[torch.dtype, bool], list[Member]] = {}
+    for member in blueprint.members:
+        by_sort.setdefault((member.dtype, member.options is not None), []).append(member)
+    flats = []
+    for (dtype, _), members in by_sort.items():
+        members.sort(key=lambda member: -1 if member.options is None else member.options)
+        shapes = [(member.name, tuple(member.parameter.shape)) for member in members]
+        layout = make_layout(shapes, rules.size, dtype.itemsize)
+        by_name = {member.name: member for member in members}
+        flats.append((tuple(by_name[interval.name] for interval in layout.intervals), layout))
+    return flats
 
 
 def _region(layout: Layout, rules: Rules) -> slice:
     return layout.shard(rules.rank) if rules.shards(Kind.OPTIMIZER_STATES) else slice(0, layout.numel)
+
+
+def _numel(region: slice) -> int:
+    return int(region.stop - region.start)
 
 
 def demand(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> Counter[tuple[Tier, Kind]]:
@@ -160,7 +165,8 @@ def demand_of(plan: FlatPlan, rules: Rules) -> Counter[tuple[Tier, Kind]]:
     need[plan.parameters, Kind.PARAMETERS] += _taken(plan.parameters, plan.rest_numel(rules) * plan.dtype.itemsize)
     if not plan.is_trained:
         return need
-    numel, dtype = plan.region.stop - plan.region.start, plan.gradient_dtype(rules)
+    numel = _numel(plan.region)
+    dtype = plan.gradient_dtype(rules)
     itemsize = max(4, dtype.itemsize) if rules.sums_gradients else dtype.itemsize
     keeps_whole = rules.size > 1 and not rules.shards(Kind.GRADIENTS)
     if not keeps_whole or rules.sums_gradients:

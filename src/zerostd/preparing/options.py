@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,10 +14,9 @@ from zerostd.engine.settings import Settings
 from zerostd.errors import NotSupportedError, PrepareError
 from zerostd.optimizers.elementwise import check_elementwise, find_states
 from zerostd.parameters.checking import check_model, check_optimizer
-from zerostd.planning import Plan
 from zerostd.planning.costs import NUM_BUSY_THREADS
 from zerostd.planning.plan import PLANNED
-from zerostd.policy import Budget, Homes, Kind, Placement, Precision, Stage, Tier, Way, parse_bytes
+from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, Way, parse_bytes
 from zerostd.preparing.homes import Rules
 from zerostd.sharding import default_cpu_share
 from zerostd.tiers.limits import check_disk, check_host
@@ -26,24 +24,18 @@ from zerostd.tiers.limits import check_disk, check_host
 __all__ = [
     "check_budget",
     "check_placement",
+    "check_settings",
     "check_world",
-    "make_settings",
     "num_threads",
     "rules_for",
     "ways_for",
 ]
 
 
-def make_settings(model: nn.Module, optimizer: torch.optim.Optimizer | None, **told: Any) -> Settings:
-    """The options, checked before anything is looked at, with what is known of the optimizer."""
-    plan = told.get("plan")
-    if plan is not None and not isinstance(plan, Plan):
-        told["plan"] = plan = Plan.load(plan)
-    if plan is not None and (told["stage"] is not None or told["placement"] is not None):
+def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Settings:
+    """Refuse options that cannot be honoured, and return them with the states that the optimizer keeps."""
+    if settings.plan is not None and (settings.stage is not None or settings.placement is not None):
         raise PrepareError("plan= says what stage= and placement= would: leave them out, or the plan")
-    stage = None if told["stage"] is None else Stage.parse(told["stage"])
-    checked = {"stage": stage, "precision": Precision.parse(told["precision"]), "budget": told["budget"] or Budget()}
-    settings = Settings(**{"placement": None, **told, **checked})
     _check_numbers(settings.accumulate, settings.max_grad_norm)
     check_model(model)
     if optimizer is not None:

@@ -1,5 +1,8 @@
-"""From a model and what the user left open to a plan: what is free, what everything would take, and if it does not fit
-on the device, what the machine can do and the planner's answer. All ranks get the same plan.
+"""From a model and the options that the user left open to a plan.
+
+`decide` is called by prepare, `plan_for` by `zerostd.plan`, `PlanSearch.revise` while training goes on. If everything
+fits on the device, nothing is measured. Otherwise the planner proposes placements, their bytes are counted by the code
+that will allocate them, and the shortest step that fits is taken. All ranks get the same plan.
 """
 
 from __future__ import annotations
@@ -31,46 +34,47 @@ from zerostd.preparing.homes import plan_flats
 from zerostd.preparing.options import check_placement, rules_for
 from zerostd.scheduling.gathering import PREFETCH_DEPTH
 
-__all__ = ["decide", "find_limits", "homes_of", "plan_for", "propose", "revise", "sizes_of"]
+__all__ = ["PlanSearch", "decide", "find_limits", "homes_of", "plan_for", "sizes_of"]
 
 MOST_TRIES = 12
-MOST_INSIDE = 3  # plans that fit, of which the shortest is taken
-NEARLY = 0.002  # of a limit: so little over it needs no other plan, only a little room
-WORTH_A_DISK = 0.02  # of all bytes and of a step: less is not worth the buffers and threads of a disk
+MOST_FITTING = 3  # placements that fit, of which the one with the shortest step is taken
+NEARLY = 0.002  # of a limit: a placement that is over by less needs a little room, not another answer
+WORTH_A_DISK = 0.02  # of all bytes, and of a step: less is not worth the buffers and threads of a disk
+ROUNDING = 1.002  # the linear program keeps to its limits only this exactly
 
 log = logging.getLogger("zerostd")
 
 Bytes = Mapping[Tier, Mapping[Kind, int]]
 
 
-def decide(settings: Settings, found: Sequence[Blueprint], control: Control, *, has_optimizer: bool) -> Settings:
-    """The settings with stage, placement and plan filled in. All ranks call it together."""
+def decide(settings: Settings, blueprints: Sequence[Blueprint], control: Control, *, has_optimizer: bool) -> Settings:
+    """Return the settings with stage, placement and plan filled in. All ranks call it together."""
     world = control.world
     if settings.plan is None and settings.placement is not None:
         return replace(settings, stage=Stage.PARAMETERS if settings.stage is None else settings.stage)
     if settings.plan is None:
-        limits = find_limits(replace(settings.budget, disk_path=None), world, _held(found, world), control)
-        profile = profile_of(found, settings)
-        plan = fitting(settings, found, world, limits)
+        search = PlanSearch(settings, blueprints, world, has_optimizer=has_optimizer)
+        held = _held(blueprints, world)
+        plan = search.all_on_device(find_limits(replace(settings.budget, disk_path=None), world, held, control))
         if plan is None:
-            limits = find_limits(settings.budget, world, _held(found, world), control)
+            limits = find_limits(settings.budget, world, held, control)
             machine = load_or_measure(world.device, disk_path=settings.budget.disk_path)
-            plan = propose(settings, found, world, limits, profile, machine, has_optimizer=has_optimizer)
+            plan = search.propose(limits, profile_of(blueprints, settings), machine)
         plan = Plan.from_json(control.collect(plan.to_json())[0])
         if world.rank == 0:
             log.info("%s", plan.explain())
-        return settings.obeying(plan, sizes_of(found))
+        return settings.obeying(plan, sizes_of(blueprints))
     if settings.plan.world_size != world.size:
         raise PrepareError(
             f"the plan is for {settings.plan.world_size} rank(s), and this is one of {world.size}: plan again for that"
         )
-    obeying = settings.obeying(settings.plan, sizes_of(found))
+    obeying = settings.obeying(settings.plan, sizes_of(blueprints))
     check_placement(obeying, obeying.decided[1], has_optimizer=has_optimizer)
     return obeying
 
 
 def plan_for(
-    found: Sequence[Blueprint],
+    blueprints: Sequence[Blueprint],
     settings: Settings,
     world: World,
     profile: ModelProfile | None,
@@ -78,24 +82,24 @@ def plan_for(
     *,
     has_optimizer: bool,
 ) -> Plan:
-    """A plan for a world that need not be here. Without a profile the batch is not known."""
+    """Return a plan for a world that need not be here. Without a profile the batch is not known."""
     free = dict(machine.free) if machine is not None else None
-    held = _held(found, world) if machine is None else 0
+    held = _held(blueprints, world) if machine is None else 0
     limits = find_limits(settings.budget, world, held, free=free, knows_activations=profile is not None)
+    search = PlanSearch(settings, blueprints, world, has_optimizer=has_optimizer)
     if machine is None:
-        plan = fitting(settings, found, world, limits) if profile is None else None
+        plan = search.all_on_device(limits) if profile is None else None
         if plan is not None:
             return plan
         machine = load_or_measure(world.device, disk_path=settings.budget.disk_path)
-    profile = profile or profile_of(found, settings)
-    return propose(settings, found, world, limits, profile, machine, has_optimizer=has_optimizer)
+    return search.propose(limits, profile or profile_of(blueprints, settings), machine)
 
 
-def homes_of(plan: Plan | None, found: Sequence[Blueprint]) -> dict[str, Homes] | None:
-    """By name of group; None without a plan."""
+def homes_of(plan: Plan | None, blueprints: Sequence[Blueprint]) -> dict[str, Homes] | None:
+    """Return the homes by name of group; None without a plan."""
     if plan is None:
         return None
-    return {one.name: plan.homes_of(one.name) if one.members else Homes() for one in found}
+    return {group.name: plan.homes_of(group.name) if group.members else Homes() for group in blueprints}
 
 
 def find_limits(
@@ -107,8 +111,8 @@ def find_limits(
     free: Mapping[str, int] | None = None,
     knows_activations: bool = False,
 ) -> dict[Tier, int]:
-    """Bytes that each rank may use of each tier: the budget's, or what is free less a margin, on the rank that has
-    least. `held` bytes of the device are the model's own already; `free` is given for another machine."""
+    """Return the bytes that each rank may use of each tier: the budget's, or what is free less a margin, on the rank
+    that has least. `held` bytes of the device are the model's own already; `free` is given for another machine."""
     if free is None:
         free = free_bytes(world.device, budget.disk_path)
     limits = limits_for(
@@ -122,124 +126,184 @@ def find_limits(
     )
     if control is None:
         return limits
-    everywhere: list[dict[Tier, int]] = control.collect(limits)
-    return {tier: min(one[tier] for one in everywhere) for tier in limits}
+    by_rank: list[dict[Tier, int]] = control.collect(limits)
+    return {tier: min(limits[tier] for limits in by_rank) for tier in limits}
 
 
-def fitting(settings: Settings, found: Sequence[Blueprint], world: World, limits: Mapping[Tier, int]) -> Plan | None:
-    """The plan with everything on the device, at the first stage at which it fits; None if at none."""
-    for stage in stages_of(settings.stage, world.size):
-        trial = replace(settings, stage=stage, placement=Placement())
-        rules = rules_for(trial, world)
-        counted = predict(plan_flats(found, rules), rules, prefetch_depth=PREFETCH_DEPTH)
-        if sum(counted.get(Tier.DEVICE, {}).values()) <= limits[Tier.DEVICE]:
-            homes = {one.name: Homes() for one in found}
-            note = "Everything fits on the device, so nothing has to move."
-            return Plan(homes, stage, world.size, predicted=Prediction(bytes=counted), limits=limits, notes=(note,))
-    return None
+class PlanSearch:
+    """Finds plans for one model in one world."""
 
+    def __init__(
+        self, settings: Settings, blueprints: Sequence[Blueprint], world: World, *, has_optimizer: bool = True
+    ) -> None:
+        self.settings = settings
+        self.blueprints = blueprints
+        self.world = world
+        self.has_optimizer = has_optimizer
 
-def propose(
-    settings: Settings,
-    found: Sequence[Blueprint],
-    world: World,
-    limits: Mapping[Tier, int],
-    profile: ModelProfile,
-    machine: MachineProfile,
-    *,
-    has_optimizer: bool = True,
-) -> Plan:
-    """The planner's answer, inside the limits by exact account."""
-    plans, refused = [], []
-    for stage in stages_of(settings.stage, world.size):
-        task = _task(settings, world, limits, profile, machine, stage, has_optimizer=has_optimizer)
+    def all_on_device(self, limits: Mapping[Tier, int]) -> Plan | None:
+        """Return the plan with everything on the device, at the first stage at which it fits; None if at none."""
+        for stage in stages_of(self.settings.stage, self.world.size):
+            rules = rules_for(replace(self.settings, stage=stage, placement=Placement()), self.world)
+            counted = predict(plan_flats(self.blueprints, rules), rules, prefetch_depth=PREFETCH_DEPTH)
+            if sum(counted.get(Tier.DEVICE, {}).values()) <= limits[Tier.DEVICE]:
+                homes = {group.name: Homes() for group in self.blueprints}
+                note = "Everything fits on the device, so nothing has to move."
+                prediction = Prediction(bytes=counted)
+                return Plan(homes, stage, self.world.size, predicted=prediction, limits=limits, notes=(note,))
+        return None
+
+    def propose(self, limits: Mapping[Tier, int], profile: ModelProfile, machine: MachineProfile) -> Plan:
+        """Return the plan with the shortest step inside the limits, over all stages that are open."""
+        plans: list[Plan] = []
+        refused: list[PrepareError] = []
+        for stage in stages_of(self.settings.stage, self.world.size):
+            request = self._request(limits, profile, machine, stage)
+            try:
+                plan = self._best(request)
+            except PrepareError as error:
+                refused.append(error)
+                continue
+            plans.append(plan)
+            if self._may_speculate(profile) and plan.predicted.total(Tier.HOST):
+                plans += self._speculative(request, plan)
+        if not plans:
+            raise refused[-1]
+        best = min(plans, key=_seconds)
+        without_s = min(_seconds(plan) for plan in plans if not plan.speculate)
+        notes = [*(str(error) for error in refused), *if_most_are_clipped(best, without_s)]
+        return replace(best, notes=(*best.notes, *notes))
+
+    def revise(self, limits: Mapping[Tier, int], machine: MachineProfile, seen: ObservedStep) -> tuple[Plan, Plan]:
+        """Return the present plan with its cost as steps were observed, and the best one with parameters where they
+        are. The first may not fit into the limits; raises PrepareError if nothing does."""
+        plan = self.settings.plan
+        assert plan is not None
+        homes = homes_of(plan, self.blueprints) or {}
+        request = self._request(limits, profile_of(self.blueprints, self.settings), machine, self.settings.decided[0])
+        request = replace(
+            request,
+            accumulate=self.settings.accumulate or seen.num_passes,
+            rests={name: home.parameters for name, home in homes.items()},
+            speculates=plan.speculate,
+        )
+        planned = plan.predicted.bytes.get(Tier.DEVICE, {}).get(Kind.ACTIVATIONS)
+        if seen.activation_bytes is None and planned is not None:  # nobody can see them, but they were counted on
+            seen = replace(seen, activation_bytes=planned)
+        request = refit(request, homes, seen)
+        now = evaluate(replace(request, fixed=_fixed_bytes(request)), homes)
+        counted = self._count(request, homes, model_state(now))
+        best = replace(self._best(request), activations=plan.activations)
+        return plan_from(now, homes, counted), best
+
+    def _request(
+        self, limits: Mapping[Tier, int], profile: ModelProfile, machine: MachineProfile, stage: Stage
+    ) -> PlanRequest:
+        settings = self.settings
+        placed = {Kind.PARAMETERS}
+        if self.has_optimizer:
+            placed |= {Kind.GRADIENTS, Kind.OPTIMIZER_STATES}
+        return PlanRequest(
+            model=profile,
+            machine=machine,
+            limits=limits,
+            stage=stage,
+            world_size=self.world.size,
+            accumulate=settings.accumulate or 1,
+            waits_for_norm=settings.max_grad_norm is not None
+            or settings.accumulate is None
+            or settings.precision.scales_loss,
+            num_threads=threads_of(machine, self.world.local_size),
+            can_place=frozenset(placed),
+            activations=frozenset() if profile.recomputed else frozenset(WAYS),  # a model that recomputes is left alone
+        )
+
+    def _may_speculate(self, profile: ModelProfile) -> bool:
+        settings = self.settings
+        knows = settings.accumulate is not None and settings.max_grad_norm is not None
+        return knows and not settings.precision.scales_loss and (profile.samples or profile.forward_s) is not None
+
+    def _speculative(self, request: PlanRequest, without: Plan) -> list[Plan]:
+        """Return the plan that speculates, if it is worth its memory."""
         try:
-            plans.append(_inside(task, settings, found, world))
-        except PrepareError as error:
-            refused.append(error)
-            continue
-        if _may_speculate(settings, profile) and plans[-1].predicted.total(Tier.HOST):
-            plans += _speculating(replace(task, speculates=True), settings, found, world, plans[-1])
-    if not plans:
-        raise refused[-1]
-    best = min(plans, key=_seconds)
-    without_s = min(_seconds(plan) for plan in plans if not plan.speculate)
-    told = [*(str(error) for error in refused), *if_most_are_clipped(best, without_s)]
-    return replace(best, notes=(*best.notes, *told))
+            plan = self._best(replace(request, speculates=True))
+        except PrepareError:
+            return []
+        is_worth = (plan.predicted.step_s or 0.0) < (1.0 - WORTH_SPECULATING) * (without.predicted.step_s or 0.0)
+        return [plan] if is_worth else []
 
+    def _best(self, request: PlanRequest) -> Plan:
+        """Return the best plan that fits by exact account, without a disk that would hold next to nothing."""
+        plan = self._search(request)
+        on_disk = plan.predicted.total(Tier.DISK)
+        if not 0 < on_disk < WORTH_A_DISK * sum(plan.predicted.total(tier) for tier in Tier):
+            return plan
+        limits: dict[Tier, int] = {tier: size for tier, size in request.limits.items() if tier is not Tier.DISK}
+        with contextlib.suppress(PrepareError):
+            without = replace(self._search(replace(request, limits=limits)), limits=request.limits)
+            if (without.predicted.step_s or 0.0) <= (1 + WORTH_A_DISK) * (plan.predicted.step_s or 0.0):
+                return without
+        return plan
 
-def _task(
-    settings: Settings,
-    world: World,
-    limits: Mapping[Tier, int],
-    profile: ModelProfile,
-    machine: MachineProfile,
-    stage: Stage,
-    *,
-    has_optimizer: bool,
-) -> PlanRequest:
-    places = {Kind.PARAMETERS} | ({Kind.GRADIENTS, Kind.OPTIMIZER_STATES} if has_optimizer else set())
-    return PlanRequest(
-        model=profile,
-        machine=machine,
-        limits=limits,
-        stage=stage,
-        world_size=world.size,
-        accumulate=settings.accumulate or 1,
-        waits_for_norm=settings.max_grad_norm is not None
-        or settings.accumulate is None
-        or settings.precision.scales_loss,
-        num_threads=threads_of(machine, world.local_size),
-        can_place=frozenset(places),
-        activations=frozenset() if profile.recomputed else frozenset(WAYS),  # one that recomputes itself is left alone
-    )
+    def _search(self, request: PlanRequest) -> Plan:
+        """Plan, count exactly, and plan again with that much less room until it fits. Bytes that the program does not
+        know, such as buffers, depend on its answer; so first only the states of that answer are placed again. If they
+        then cost time, another answer may be better: a few more are tried."""
+        least = _fixed_bytes(request)
+        fixed = dict(least)
+        over: dict[Tier, int] = {}
+        fitting: list[tuple[Solution, Bytes]] = []
+        for attempt in range(MOST_TRIES):
+            try:
+                answer = solve(replace(request, fixed=fixed))
+            except PrepareError:
+                if fitting:
+                    break
+                if attempt == 0 or attempt > MOST_TRIES // 2:
+                    raise
+                fixed = {tier: (size + least.get(tier, 0)) // 2 for tier, size in fixed.items()}  # may need less
+                continue
+            solution: Solution | None = answer
+            for _ in range(2):
+                assert solution is not None
+                assumed = model_state(solution)
+                counted = self._count(request, homes_by_group(solution), assumed)
+                unknown = _unknown_bytes(counted, assumed, solution.request.fixed)
+                over = {tier: sum(counted.get(tier, {}).values()) - request.limits.get(tier, 0) for tier in Tier}
+                if all(size <= 0 for size in over.values()):
+                    fitting.append((solution, counted))
+                    break
+                earlier = solution.request.fixed
+                solution = place_states(solution, {tier: max(earlier.get(tier, 0), unknown[tier]) for tier in Tier})
+                if solution is None:
+                    break
+            if fitting and (len(fitting) >= MOST_FITTING or fitting[-1][0].cost_s <= answer.cost_s * (1 + SLACK)):
+                break
+            for tier in Tier:
+                is_near = (
+                    over[tier] < NEARLY * request.limits.get(tier, 0) or attempt > 1
+                )  # answers differ by that much
+                nearly = attempt * over[tier] if over[tier] > 0 and is_near else 0
+                fixed[tier] = max(fixed.get(tier, 0), unknown[tier]) + nearly
+        if fitting:
+            best, counted = min(fitting, key=lambda pair: pair[0].cost_s)
+            return plan_from(best, homes_by_group(best), counted, _notes(request))
+        beyond = {tier.value: size for tier, size in over.items()}
+        raise PrepareError(
+            f"no placement was found whose bytes stay inside the limits: the last one is {beyond} bytes over. Give the "
+            "tier that is over more, with Budget(...)"
+        )
 
-
-def revise(
-    settings: Settings,
-    found: Sequence[Blueprint],
-    world: World,
-    limits: Mapping[Tier, int],
-    machine: MachineProfile,
-    seen: ObservedStep,
-) -> tuple[Plan, Plan]:
-    """The plan that is obeyed now with what it costs as steps were seen, and the best one with parameters where they
-    are. The first may not fit into the limits; raises PrepareError if nothing does."""
-    plan, (stage, _) = settings.plan, settings.decided
-    assert plan is not None
-    homes = homes_of(plan, found) or {}
-    task = _task(settings, world, limits, profile_of(found, settings), machine, stage, has_optimizer=True)
-    task = replace(
-        task,
-        accumulate=settings.accumulate or seen.num_passes,
-        rests={name: one.parameters for name, one in homes.items()},
-        speculates=plan.speculate,
-    )
-    planned = plan.predicted.bytes.get(Tier.DEVICE, {}).get(Kind.ACTIVATIONS)
-    if seen.activation_bytes is None and planned is not None:  # nobody can see them, but they were counted on
-        seen = replace(seen, activation_bytes=planned)
-    task = refit(task, homes, seen)
-    now = evaluate(replace(task, fixed=_beside(task)), homes)
-    counted = _account(task, settings, found, world, homes, model_state(now))
-    best = replace(_inside(task, settings, found, world), activations=plan.activations)
-    return plan_from(now, homes, counted), best
-
-
-def _may_speculate(settings: Settings, profile: ModelProfile) -> bool:
-    knows = settings.accumulate is not None and settings.max_grad_norm is not None
-    return knows and not settings.precision.scales_loss and (profile.samples or profile.forward_s) is not None
-
-
-def _speculating(
-    task: PlanRequest, settings: Settings, found: Sequence[Blueprint], world: World, without: Plan
-) -> list[Plan]:
-    """A plan that does, if it is worth its memory."""
-    try:
-        plan = _inside(task, settings, found, world)
-    except PrepareError:
-        return []
-    is_worth = (plan.predicted.step_s or 0.0) < (1.0 - WORTH_SPECULATING) * (without.predicted.step_s or 0.0)
-    return [plan] if is_worth else []
+    def _count(self, request: PlanRequest, homes: Mapping[str, Homes], assumed: Bytes) -> Bytes:
+        """Return the exact bytes of given homes, with the activations that were assumed."""
+        given = {group.name: homes.get(group.name, Homes()) for group in self.blueprints}
+        plan = Plan(given, request.stage, request.world_size, speculate=request.speculates)
+        rules = rules_for(self.settings.obeying(plan, sizes_of(self.blueprints)), self.world, given)
+        counted = predict(plan_flats(self.blueprints, rules), rules, prefetch_depth=PREFETCH_DEPTH)
+        for tier in Tier:
+            if activations := assumed.get(tier, {}).get(Kind.ACTIVATIONS, 0):
+                counted.setdefault(tier, {})[Kind.ACTIVATIONS] = activations
+        return counted
 
 
 def _seconds(plan: Plan) -> float:
@@ -247,100 +311,27 @@ def _seconds(plan: Plan) -> float:
     return plan.predicted.step_s or max(plan.predicted.busy.values(), default=0.0)
 
 
-def _inside(task: PlanRequest, settings: Settings, found: Sequence[Blueprint], world: World) -> Plan:
-    """The best plan that fits by exact account. A disk for next to nothing is left out, if it fits without."""
-    plan = _closing_in(task, settings, found, world)
-    on_disk, everything = plan.predicted.total(Tier.DISK), sum(plan.predicted.total(tier) for tier in Tier)
-    if 0 < on_disk < WORTH_A_DISK * everything:
-        without: dict[Tier, int] = {tier: limit for tier, limit in task.limits.items() if tier is not Tier.DISK}
-        with contextlib.suppress(PrepareError):
-            other = replace(_closing_in(replace(task, limits=without), settings, found, world), limits=task.limits)
-            if (other.predicted.step_s or 0.0) <= (1 + WORTH_A_DISK) * (plan.predicted.step_s or 0.0):
-                return other
-    return plan
-
-
-def _closing_in(task: PlanRequest, settings: Settings, found: Sequence[Blueprint], world: World) -> Plan:
-    """Plan, count exactly, and plan again with that much less until it fits. What is beside the program's own bytes,
-    such as buffers, depends on the answer; so first only the states of that answer are placed again. If they then cost
-    time, another answer may be better: a few more are looked at."""
-    fixed, totals = _beside(task), dict[Tier, int]()
-    least, inside = dict(fixed), list[tuple[Solution, Bytes]]()
-    for tries in range(MOST_TRIES):
-        try:
-            first = solve(replace(task, fixed=fixed))
-        except PrepareError:
-            if inside:
-                break
-            if tries == 0 or tries > MOST_TRIES // 2:
-                raise
-            fixed = {tier: (size + least.get(tier, 0)) // 2 for tier, size in fixed.items()}  # another may need less
-            continue
-        solution: Solution | None = first
-        for _ in range(2):
-            assert solution is not None
-            homes = homes_by_group(solution)
-            assumed = model_state(solution)
-            counted = _account(task, settings, found, world, homes, assumed)
-            totals = {tier: sum(counted.get(tier, {}).values()) for tier in Tier}
-            before = solution.request.fixed
-            beside = {tier: totals[tier] - sum(assumed.get(tier, {}).values()) + before.get(tier, 0) for tier in Tier}
-            if all(totals[tier] <= task.limits.get(tier, 0) for tier in Tier):
-                inside.append((solution, counted))
-                break
-            solution = place_states(
-                solution, {tier: max(before.get(tier, 0), int(1.002 * size) + 1) for tier, size in beside.items()}
-            )
-            if solution is None:
-                break
-        if inside and (len(inside) >= MOST_INSIDE or inside[-1][0].cost_s <= first.cost_s * (1 + SLACK)):
-            break
-        for tier in Tier:  # what the program does not know of, as far as it was seen
-            over, limit = totals[tier] - task.limits.get(tier, 0), task.limits.get(tier, 0)
-            is_near = over < NEARLY * limit or tries > 1  # each answer is another one, and off by others or by more
-            nearly = tries * over if over > 0 and is_near else 0
-            fixed[tier] = max(fixed.get(tier, 0), int(1.002 * beside[tier]) + 1) + nearly
-    if inside:
-        best, counted = min(inside, key=lambda one: one[0].cost_s)
-        return plan_from(best, homes_by_group(best), counted, _notes(task))
-    beyond = {tier.value: size - task.limits.get(tier, 0) for tier, size in totals.items()}
-    raise PrepareError(
-        f"no placement was found whose bytes stay inside the limits: the last one is {beyond} bytes over. Give the "
-        "tier that is over more, with Budget(...)"
-    )
-
-
-def _beside(task: PlanRequest) -> dict[Tier, int]:
+def _fixed_bytes(request: PlanRequest) -> dict[Tier, int]:
     """Bytes that are there whatever is placed where: activations, if there is no choice about them."""
-    return {Tier.DEVICE: 0 if task.chooses else task.model.activations()}
+    return {Tier.DEVICE: 0 if request.chooses else request.model.activations()}
 
 
-def _account(
-    task: PlanRequest,
-    settings: Settings,
-    found: Sequence[Blueprint],
-    world: World,
-    homes: Mapping[str, Homes],
-    assumed: Bytes,
-) -> Bytes:
-    """Exact bytes of given homes, with the activations that were assumed."""
-    given = {one.name: homes.get(one.name, Homes()) for one in found}
-    plan = Plan(given, task.stage, task.world_size, speculate=task.speculates)
-    rules = rules_for(settings.obeying(plan, sizes_of(found)), world, given)
-    counted = predict(plan_flats(found, rules), rules, prefetch_depth=PREFETCH_DEPTH)
+def _unknown_bytes(counted: Bytes, assumed: Bytes, fixed: Mapping[Tier, int]) -> dict[Tier, int]:
+    """Bytes of each tier that the program did not know of, with those it was told of, rounded up."""
+    unknown = {}
     for tier in Tier:
-        if activations := assumed.get(tier, {}).get(Kind.ACTIVATIONS, 0):
-            counted.setdefault(tier, {})[Kind.ACTIVATIONS] = activations
-    return counted
+        beside = sum(counted.get(tier, {}).values()) - sum(assumed.get(tier, {}).values())
+        unknown[tier] = int(ROUNDING * (beside + fixed.get(tier, 0))) + 1
+    return unknown
 
 
-def _notes(task: PlanRequest) -> list[str]:
+def _notes(request: PlanRequest) -> list[str]:
     notes = []
-    if task.model.samples is None and task.model.forward_s is None:
+    if request.model.samples is None and request.model.forward_s is None:
         notes.append("The batch is not known, so time to compute is not in the plan and activations are not either.")
-    if Tier.DISK not in task.limits:
+    if Tier.DISK not in request.limits:
         notes.append("The disk is not used: name a directory with Budget(disk_path=...) to let it be.")
-    if task.waits_for_norm and task.accumulate == 1 and not task.speculates:
+    if request.waits_for_norm and request.accumulate == 1 and not request.speculates:
         notes.append(
             "Updates wait for the end of backward: gradients are clipped or scaled, or prepare was not told with "
             "accumulate= how many passes make a step."
@@ -348,28 +339,28 @@ def _notes(task: PlanRequest) -> list[str]:
     return notes
 
 
-def profile_of(found: Sequence[Blueprint], settings: Settings) -> ModelProfile:
-    """What is known of a model that has not been tried."""
-    members = [member for one in found for member in one.members]
+def profile_of(blueprints: Sequence[Blueprint], settings: Settings) -> ModelProfile:
+    """Return what is known of a model that has not been tried."""
+    members = [member for group in blueprints for member in group.members]
     groups = []
-    for one in found:
-        trained = sum(member.parameter.numel() for member in one.members if member.options is not None)
-        frozen = sum(member.parameter.numel() for member in one.members) - trained
-        groups.append(GroupProfile(one.name, trained, frozen))
+    for group in blueprints:
+        trained = sum(member.parameter.numel() for member in group.members if member.options is not None)
+        frozen = sum(member.parameter.numel() for member in group.members) - trained
+        groups.append(GroupProfile(group.name, trained, frozen))
     widths: dict[str, Any] = state_widths(members, settings.precision, settings.states)
     return ModelProfile("model", tuple(groups), **widths)
 
 
-def sizes_of(found: Sequence[Blueprint]) -> dict[str, float]:
-    """Trained parameters by name of group."""
+def sizes_of(blueprints: Sequence[Blueprint]) -> dict[str, float]:
+    """Return the number of trained parameters by name of group."""
     return {
-        one.name: float(sum(member.parameter.numel() for member in one.members if member.options is not None))
-        for one in found
-        if one.members
+        group.name: float(sum(member.parameter.numel() for member in group.members if member.options is not None))
+        for group in blueprints
+        if group.members
     }
 
 
-def _held(found: Sequence[Blueprint], world: World) -> int:
+def _held(blueprints: Sequence[Blueprint], world: World) -> int:
     """Bytes of parameters that are on the device already."""
-    on_device = [m.parameter for one in found for m in one.members if m.parameter.device == world.device]
-    return sum(parameter.numel() * parameter.element_size() for parameter in on_device)
+    parameters = [member.parameter for group in blueprints for member in group.members]
+    return sum(p.numel() * p.element_size() for p in parameters if p.device == world.device)

@@ -25,9 +25,8 @@ from torch import nn
 from zerostd.engine.runtime import Runtime, runtime_of
 from zerostd.errors import MisuseError
 from zerostd.measuring.identity import machine_name, versions
-from zerostd.monitoring.events import HOST, Clock, Span
-from zerostd.monitoring.leaks import Leaks
-from zerostd.monitoring.stamps import Stamp
+from zerostd.monitoring.events import HOST, Span
+from zerostd.monitoring.timestamps import Timestamp
 from zerostd.parameters.observing import StepObserver
 
 __all__ = ["EVERY", "FORMAT", "Number", "Recording", "record"]
@@ -72,7 +71,7 @@ class Number:
 
     def __init__(self, value: Any) -> None:
         self._value = value
-        self._arrived: Stamp | None = None
+        self._arrived: Timestamp | None = None
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise MisuseError(f"a number to record has the shape {tuple(value.shape)}: give one value a step")
@@ -80,7 +79,7 @@ class Number:
             if value.device.type != "cpu":
                 host = torch.empty((), dtype=value.dtype, pin_memory=True)
                 self._value = host.copy_(value, non_blocking=True)
-                self._arrived = Stamp(value.device)
+                self._arrived = Timestamp(value.device)
             else:
                 self._value = value.clone()
 
@@ -98,8 +97,8 @@ class _Step:
     """One step whose line is still to be written."""
 
     number: int
-    begun: Stamp
-    ended: Stamp
+    begun: Timestamp
+    ended: Timestamp
     numbers: dict[str, Number] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     has_events: bool = False
@@ -129,10 +128,11 @@ class Recording(StepObserver):
             _write_run(runtime, path)
         self._file = (path / f"rank-{runtime.world.rank}.jsonl").open("w", encoding="utf-8")
         runtime.observers.append(self)
-        self._clock = Clock(self._device)
-        self._begun = Stamp(self._device)
+        self._zero = Timestamp.of_idle(self._device)
+        self._begun = Timestamp(self._device)
         self._plan = runtime.settings.plan
-        runtime.ledger.leaks = self._leaks = Leaks(runtime.backward.passes.num_steps + 1)
+        self._leaks = runtime.ledger.leaks
+        self._leaks.start(runtime.backward.passes.num_steps + 1)
         self._choose(runtime.backward.passes.num_steps)
 
     def __enter__(self) -> Self:
@@ -155,14 +155,14 @@ class Recording(StepObserver):
         if self._file is None:
             return
         self._runtime.ledger.events.choose(-1, is_on=False)
-        self._runtime.ledger.leaks = None
+        self._leaks.stop()
         self._runtime.observers.remove(self)
         self._runtime.finish_updates()
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         self._sort(self._runtime.ledger.events.take())
         self._write(last=True)
-        self._line({"kind": "end", "time": self._clock.seconds(Stamp(self._device))})
+        self._line({"kind": "end", "time": Timestamp(self._device).after(self._zero)})
         self._file.close()
         self._file = None
 
@@ -170,7 +170,7 @@ class Recording(StepObserver):
 
     def after_step(self) -> None:
         """A step was taken: what there is of it is kept, and what has been done of earlier ones is written."""
-        now, events = Stamp(self._device), self._runtime.ledger.events
+        now, events = Timestamp(self._device), self._runtime.ledger.events
         step = _Step(self._runtime.backward.passes.num_steps, self._begun, now, has_events=events.is_on)
         optimizer = self._runtime.optimizer
         if optimizer is not None and optimizer.grad_norm is not None:
@@ -181,7 +181,7 @@ class Recording(StepObserver):
         self._look_for_leaks(step.number)
         if self._runtime.settings.plan is not self._plan:
             self._plan = self._runtime.settings.plan
-            self._leaks.forget(step.number + 1)
+            self._leaks.start(step.number + 1)
             self._revised(step.number)
         self._begun = now
         self._choose(step.number)
@@ -218,7 +218,7 @@ class Recording(StepObserver):
         self._file.flush()
 
     def _lines(self, step: _Step) -> Iterator[dict[str, Any]]:
-        seconds = self._clock.seconds
+        seconds = self._seconds
         numbers = {name: number.get() for name, number in step.numbers.items()}
         known = {name: numbers.pop(name, None) for name in ("loss", "samples", "tokens", "grad_norm", "lr")}
         yield {
@@ -249,9 +249,12 @@ class Recording(StepObserver):
         yield {"kind": "waiting", "step": step.number, "seconds": waiting}
         yield {"kind": "busy", "step": step.number, "seconds": {k: min(most, _covered(v)) for k, v in lanes.items()}}
 
+    def _seconds(self, moment: Timestamp) -> float:
+        return moment.after(self._zero)
+
     def _memory(self, step: int) -> None:
         memory = self._runtime.ledger.memory()
-        line: dict[str, Any] = {"kind": "memory", "step": step, "time": _moment(self._clock.seconds(Stamp(HOST)))}
+        line: dict[str, Any] = {"kind": "memory", "step": step, "time": _moment(Timestamp(HOST).after(self._zero))}
         line |= {"bytes": memory.now, "peak": memory.peak}
         if self._device.type != "cpu":
             line["allocated"] = torch.accelerator.memory_allocated(self._device)

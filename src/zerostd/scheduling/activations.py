@@ -188,7 +188,7 @@ class Activations:
             self._left.clear()
         self._left[like] = sum(parcel.num_bytes for parcel in bundle.parcels if parcel.num_users == 1)
         if bundle.parcels:
-            self._gatherer.wires.ledger.owner = group.name
+            self._gatherer.wires.ledger.work_on(group.name)
             self._carrier.send(bundle)
             self._last = weakref.ref(bundle)
 
@@ -235,10 +235,10 @@ class Activations:
             if saved.version is not None and version_of(saved.tensor) != saved.version:
                 raise _changed(saved.tensor.shape)
             return saved.tensor
-        watch = self._gatherer.watch
-        doing = watch.mark(LoopPhase.WAITING, "activations")
+        timer = self._gatherer.timer
+        doing = timer.mark(LoopPhase.WAITING, "activations")
         self._carrier.want(saved.bundle)
-        watch.mark(doing)
+        timer.mark(doing)
         if saved.parcel.is_spoilt():
             raise _changed(saved.view.size)
         return saved.parcel.show(saved.view)

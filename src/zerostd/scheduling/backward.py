@@ -81,7 +81,7 @@ class Backward:
         for observer in self.observers:
             observer.before_backward()
         self.is_running = True
-        self.gatherer.watch.mark(LoopPhase.BACKWARD)
+        self.gatherer.timer.mark(LoopPhase.BACKWARD)
         at_end_of_backward(self.end)
         self.control.begin_backward()
         self.gatherer.begin(Phase.BACKWARD)
@@ -95,7 +95,7 @@ class Backward:
         self.reducer.settle()
         self.gatherer.release_all()
         self._pass, self.is_running = Pass(), False
-        self.gatherer.watch.mark(LoopPhase.OUTSIDE)
+        self.gatherer.timer.mark(LoopPhase.OUTSIDE)
 
     def arrived(self, slot: Slot, parameter: nn.Parameter) -> None:
         """Autograd has put a gradient into `parameter.grad`, or added one to its handle."""
@@ -168,7 +168,7 @@ class Backward:
         self._used.update(slot.parameter for slot in arrived)
         complete = self._pass.complete
         self._pass, self.is_running = Pass(), False
-        self.gatherer.watch.mark(LoopPhase.OUTSIDE)
+        self.gatherer.timer.mark(LoopPhase.OUTSIDE)
         self.passes.count()
         if self.control.world.size > 1:
             if not self.is_syncing:

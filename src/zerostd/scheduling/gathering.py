@@ -11,12 +11,11 @@ from __future__ import annotations
 import enum
 
 from zerostd.communication import Control, Wires
-from zerostd.communication.wires import Pending
 from zerostd.errors import MisuseError
 from zerostd.monitoring.events import Span
 from zerostd.monitoring.loop_timer import LoopPhase, LoopTimer
 from zerostd.parameters import Flat, Group, GroupState
-from zerostd.tiers import Uploader
+from zerostd.tiers import Transfer, Uploader
 
 __all__ = ["PREFETCH_DEPTH", "Gatherer", "Phase"]
 
@@ -38,13 +37,13 @@ class Gatherer:
     sequence: list[str]  # groups whose gather was started since ranks last compared notes
     prefetch_depth: int  # groups started ahead; 0 gathers only on demand
 
-    def __init__(self, groups: tuple[Group, ...], wires: Wires, control: Control, inbound: Uploader) -> None:
+    def __init__(self, groups: tuple[Group, ...], wires: Wires, control: Control, uploader: Uploader) -> None:
         self.groups = groups
         self.wires = wires
-        self.inbound = inbound
+        self.uploader = uploader
         self.control = control
         self.events = wires.ledger.events
-        self.watch = LoopTimer(wires.world.device, self.events)
+        self.timer = LoopTimer(wires.world.device, self.events)
         self.prefetch_depth = PREFETCH_DEPTH
         self.sequence = []
         self._num_trained = sum(len(flat.parameters) for group in groups for flat in group.trainable)
@@ -56,7 +55,7 @@ class Gatherer:
         """Return when `group` is gathered; those expected next are on their way then."""
         if not self._learn(group, phase) and group.state is GroupState.RELEASED and self.wires.world.size > 1:
             self.control.confirm(group.name, self._num_trained)
-        self.watch.at(group.name)
+        self.timer.at(group.name)
         for needed in (group, *group.borrowed.values()):
             self.start(needed)
             self.finish(needed)
@@ -73,7 +72,7 @@ class Gatherer:
             return
         self.complete(group)
         self.sequence.append(group.name)
-        self.wires.ledger.owner = group.name
+        self.wires.ledger.work_on(group.name)
         if self.events.is_on and self.wires.world.size > 1:
             size, device = sum(flat.full.nbytes for flat in group.flats), self.wires.world.device
             self._gathers[group] = self.events.begin("gather", "wire", group.name, size, device=device)
@@ -82,16 +81,16 @@ class Gatherer:
                 group.pending.append(self._start(flat, group.name))
         group.state = GroupState.GATHERING
 
-    def _start(self, flat: Flat, name: str) -> Pending:
+    def _start(self, flat: Flat, name: str) -> Transfer:
         """From where it rests to the device, from there to all ranks."""
         flat.open()
         rank = self.wires.world.rank
         if self.wires.world.size == 1:
-            return self.inbound.bring(flat.rest, flat.full, name)
+            return self.uploader.upload(flat.rest, flat.full, name)
         mine = flat.rest.tensor if flat.is_sharded else flat.full[flat.layout.shard(rank)]
         if mine is None or mine.device != flat.full.device:
             mine = flat.place(rank)
-            self.inbound.bring(flat.rest, mine, name).wait()
+            self.uploader.upload(flat.rest, mine, name).wait()
         return self.wires.gather(flat.full, mine)
 
     def _would_block(self, group: Group) -> bool:
@@ -103,18 +102,18 @@ class Gatherer:
         """Return when the group's parameters are updated."""
         if not group.updates:
             return
-        doing = self.watch.mark(LoopPhase.WAITING, "updates")
+        doing = self.timer.mark(LoopPhase.WAITING, "updates")
         for update in group.updates:
             update.wait()
         group.updates.clear()
-        self.watch.mark(doing)
+        self.timer.mark(doing)
 
     def finish(self, group: Group) -> None:
         """Wait for a gather that was started; nothing to do for a gathered group."""
         if group.state is not GroupState.GATHERING:
             return
         self.complete(group)
-        doing = self.watch.mark(LoopPhase.WAITING, "parameters")
+        doing = self.timer.mark(LoopPhase.WAITING, "parameters")
         with self.control.explain(f"the gather of group {group.name!r}"):
             for pending in group.pending:
                 pending.wait()
@@ -123,14 +122,14 @@ class Gatherer:
         for flat in group.flats:
             flat.show()
         group.state = GroupState.GATHERED
-        self.watch.mark(doing)
+        self.timer.mark(doing)
 
     def release(self, group: Group) -> None:
         """Give a sharded group's memory back; one that rests gathered or that someone holds stays."""
         if not group.gives_back or group.num_pins or group.state is GroupState.RELEASED:
             return
         self.finish(group)
-        self.wires.ledger.owner = group.name
+        self.wires.ledger.work_on(group.name)
         if self.events.is_on:
             size, device = sum(flat.full.nbytes for flat in group.flats), self.wires.world.device
             self.events.end(self.events.begin("release", "compute", group.name, size, device=device), device)

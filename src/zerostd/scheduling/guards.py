@@ -133,7 +133,7 @@ class Guards:
             value = state_dict.get(prefix + short)
             if parameter is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 flat, index = self._places[parameter][1:]
-                flat.take_master(index, value)
+                flat.set_master(index, value)
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         self._depth -= 1
@@ -144,5 +144,5 @@ class Guards:
     def _commit(self, name: str) -> None:
         group = self._loading.pop(name)
         for flat in group.flats:
-            flat.take_edits()
+            flat.commit_edits()
         self.gatherer.release(group)

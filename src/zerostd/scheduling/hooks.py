@@ -125,7 +125,7 @@ class Hooks:
         self.backward.abandon()
         if not self.backward.is_running:
             self.rules.before(module)
-            self.gatherer.watch.mark(LoopPhase.FORWARD if torch.is_grad_enabled() else LoopPhase.OUTSIDE)
+            self.gatherer.timer.mark(LoopPhase.FORWARD if torch.is_grad_enabled() else LoopPhase.OUTSIDE)
             self.activations.begin()
             self.gatherer.begin(Phase.FORWARD)
         cast = self.rules.on_input
@@ -149,7 +149,7 @@ class Hooks:
         self._active.clear()
         if not self.backward.is_running:
             self.gatherer.release_all()
-            self.gatherer.watch.mark(LoopPhase.OUTSIDE)
+            self.gatherer.timer.mark(LoopPhase.OUTSIDE)
         if output is None:
             return None
         if self.rules.on_output is not None:

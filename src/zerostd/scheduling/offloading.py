@@ -21,9 +21,9 @@ import torch
 
 from zerostd.compat import version_of
 from zerostd.policy import Kind, Tier
+from zerostd.tiers.allocator import TierAllocator
 from zerostd.tiers.pool import Pool, PoolBlock
-from zerostd.tiers.streams import Streams, record_event, synchronize
-from zerostd.tiers.tier_tensor import TierAllocator
+from zerostd.tiers.streams import Streams, record_event
 from zerostd.tiers.transfer import AllOf, Done, QueuedTransfer, Transfer
 from zerostd.tiers.worker import Worker
 
@@ -303,19 +303,19 @@ class ActivationOffloader:
 
         def job() -> None:
             self._wait_for_staging()
-            synchronize(ready)
+            ready.synchronize()
             way = (Tier.DEVICE.value, Tier.HOST.value)
             span = events.within("transfer", "down", bundle.name, size, way=way, device=device, step=step)
             with self._lanes.down.after(up), span:
                 for source, room in zip(sources, staging, strict=True):
-                    assert room.column.tensor is not None
-                    room.column.tensor.copy_(source, non_blocking=True)
-                relay.mark = self._lanes.down.mark()
+                    assert room.memory.tensor is not None
+                    room.memory.tensor.copy_(source, non_blocking=True)
+                relay.event = self._lanes.down.record_event()
             if is_disk:
-                synchronize(relay.mark)
+                relay.event.synchronize()
                 for parcel, room, passing in zip(parcels, rooms, staging, strict=True):
-                    assert passing.column.tensor is not None
-                    parcel.written = room.column.start_write(0, passing.column.tensor)
+                    assert passing.memory.tensor is not None
+                    parcel.written = room.memory.start_write(0, passing.memory.tensor)
                 self._passing.append((AllOf(*(parcel.written for parcel in parcels)), staging))
 
         relay.work = self._worker.submit(job, ready=ready)
@@ -333,16 +333,16 @@ class ActivationOffloader:
             self._wait_for_staging()
             if is_disk:
                 _read(parcels, rooms, staging)
-            synchronize(ready)
+            ready.synchronize()
             way = (Tier.HOST.value, Tier.DEVICE.value)
             span = events.within("transfer", "up", bundle.name, size, way=way, device=device, step=step)
             with self._lanes.up.after(*sent), span:
                 for place, room in zip(places, staging, strict=True):
-                    assert room.column.tensor is not None
-                    place.copy_(room.column.tensor, non_blocking=True)
-                relay.mark = self._last_up = self._lanes.up.mark()
+                    assert room.memory.tensor is not None
+                    place.copy_(room.memory.tensor, non_blocking=True)
+                relay.event = self._last_up = self._lanes.up.record_event()
             if is_disk:
-                self._passing.append((relay.mark, staging))
+                self._passing.append((relay.event, staging))
 
         relay.work = self._worker.submit(job, ready=ready)
         return relay
@@ -351,7 +351,7 @@ class ActivationOffloader:
         """On the worker: staging goes back when what passes through it has; it is in use for two bundles at most."""
         while len(self._passing) >= NUM_BUNDLES:
             transfer, _ = self._passing.popleft()
-            synchronize(transfer)
+            transfer.synchronize()
 
     def _slice(self, parcel: SavedStorage) -> int:
         size = 1 if self.peers is None else self.peers.size
@@ -367,7 +367,7 @@ class ActivationOffloader:
     def _worker(self) -> Worker:
         if self._made is None:
             self._made = Worker("the carrier of activations", self._stores.device)
-            self._stores.stop_users.append(self._made.stop)
+            self._stores.before_close(self._made.stop)
         return self._made
 
 
@@ -390,7 +390,7 @@ def _read(parcels: Sequence[SavedStorage], rooms: Sequence[PoolBlock], staging: 
         parcel.written.wait()
     transfers = []
     for room, passing in zip(rooms, staging, strict=True):
-        assert passing.column.tensor is not None
-        transfers.append(room.column.start_read(0, passing.column.tensor))
+        assert passing.memory.tensor is not None
+        transfers.append(room.memory.start_read(0, passing.memory.tensor))
     for transfer in transfers:
         transfer.wait()

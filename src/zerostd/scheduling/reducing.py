@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zerostd.communication import Control, Pending, Wires
+from zerostd.communication import Control, Wires
 from zerostd.monitoring import Ledger
 from zerostd.monitoring.events import Span
 from zerostd.parameters import Flat, Gradient, GradientHandle, Group
 from zerostd.policy import Kind
+from zerostd.tiers import Transfer
 
 __all__ = ["Arrivals", "Reducer", "Slot"]
 
@@ -82,9 +83,9 @@ class Reducer:
         self.control = control
         self.ledger = ledger
         self._staging: list[torch.Tensor] = []
-        self._staged: list[Pending | None] = [None] * NUM_STAGING
+        self._staged: list[Transfer | None] = [None] * NUM_STAGING
         self._turn = 0
-        self._in_flight: list[tuple[str, Pending, Callable[[], None] | None]] = []
+        self._in_flight: list[tuple[str, Transfer, Callable[[], None] | None]] = []
         self._spans: list[Span | None] = []  # of those, while events are recorded
         self._landed: list[Group] = []  # sent in the last pass of a step, and not told to have landed
 

@@ -1,8 +1,7 @@
 """Debug mode, from the environment variable ZEROSTD_DEBUG: words separated by commas.
 
-poison   memory that is given back or will be used again is filled with NaN first, so that whoever reads it too late
-         shows it in the loss
-serial   every update is waited for before step() returns, and none begins inside backward
+poison   fill memory that is given back or will be used again with NaN, so that a late read shows in the loss
+serial   wait for every update before step() returns, and begin none inside backward
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ VARIABLE = "ZEROSTD_DEBUG"
 
 @dataclass
 class Debug:
-    """What is switched on."""
+    """The debug modes that are on."""
 
     poisons: bool = False
     is_serial: bool = False
 
     @classmethod
     def from_environment(cls) -> Debug:
-        """As the variable says; an unknown word is an error."""
+        """Read the variable; raise PrepareError for an unknown word."""
         words = [word.strip() for word in os.environ.get(VARIABLE, "").split(",") if word.strip()]
         for word in words:
             if word not in ("poison", "serial"):
@@ -38,7 +37,7 @@ class Debug:
         return cls("poison" in words, "serial" in words)
 
     def poison(self, tensor: torch.Tensor) -> None:
-        """Make stale reads of `tensor` visible, on the current stream."""
+        """Overwrite `tensor` in the current stream, so that stale reads of it are seen; only if poison is on."""
         if self.poisons and tensor.is_floating_point():
             tensor.fill_(float("nan"))
         elif self.poisons:

@@ -1,12 +1,9 @@
 """Host memory: page-aligned, touched, zero-filled and, where there is a GPU, registered with its driver.
 
-Host memory is addressable: whoever holds the tensor reads and writes it, so this tier has two verbs, allocate and free,
-where the disk has read and write as well.
-
-Every tensor lies in a private anonymous mapping of its own, for the caching allocators of torch round sizes up to
-powers of two and never give back. The tensor, and every view of it, keeps the mapping alive: there is no explicit
-unmap, which would leave views that point nowhere. `free` gives the pages back to the system at once all the same
-(MADV_DONTNEED); a view that outlives it reads zeros instead of crashing, and the addresses go with the last view.
+Every tensor lies in a private anonymous mapping of its own, because torch's caching allocators round sizes up to powers
+of two and never give back. The tensor, and every view of it, keeps the mapping alive: there is no explicit unmap, which
+would leave views that point nowhere. `free` still gives the pages back to the system at once (MADV_DONTNEED); a view
+that outlives it reads zeros instead of crashing, and the addresses go with the last view.
 """
 
 from __future__ import annotations
@@ -15,10 +12,8 @@ import contextlib
 import ctypes
 import mmap
 import os
-import resource
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
@@ -27,7 +22,7 @@ from zerostd.monitoring.ledger import Ledger
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.limits import check_host
 
-__all__ = ["Host", "pss"]
+__all__ = ["Host"]
 
 TOUCH_BYTES = 64 * 2**20  # one thread's share of the first touch
 
@@ -43,7 +38,7 @@ class Host:
         self._mappings: dict[int, tuple[_Mapping, int, Kind]] = {}  # by address: memory, bytes, kind
 
     def allocate(self, num_bytes: int, kind: Kind) -> torch.Tensor:
-        """A uint8 tensor of `num_bytes` zeros that starts on a page, its pages present; PrepareError if too large."""
+        """Return `num_bytes` zeros (uint8) that start on a page, all pages present; raise PrepareError if too large."""
         if num_bytes < 0:
             raise StorageError(f"cannot allocate {num_bytes} bytes of host memory; ask for 0 or more")
         check_host(num_bytes, kind.value)
@@ -65,14 +60,14 @@ class Host:
         return tensor[:num_bytes]
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Give back the memory of `tensor`, which came from `allocate` (a view of it will do).
+        """Give back the memory of `tensor`, which is or views what `allocate` returned.
 
         No copy from or to it may be waiting on a thread of the host; copies of the device are waited for.
         """
         address = tensor.untyped_storage().data_ptr()
         if address not in self._mappings:
             raise StorageError(
-                f"{tensor.numel() * tensor.element_size()} bytes at {address:#x} are not memory of this Host, or were "
+                f"{tensor.nbytes} bytes at {address:#x} are not memory of this Host, or were "
                 "freed before; free what allocate returned, once"
             )
         self._release(address)
@@ -90,12 +85,12 @@ class Host:
 
 
 class _Mapping(mmap.mmap):
-    """Anonymous memory that tells the CUDA driver before it goes, also when nobody called `free`."""
+    """Anonymous memory that leaves the CUDA driver before it goes, also when nobody called `free`."""
 
     registered: tuple[int, torch.device, int] | None = None  # address, device, process
 
     def advise(self, name: str) -> None:
-        """Pass the kernel a hint by its name; nothing happens where the kernel does not know it."""
+        """Give the kernel a hint by its name; do nothing where the kernel does not know it."""
         if hasattr(mmap, name):
             with contextlib.suppress(OSError):
                 self.madvise(getattr(mmap, name))
@@ -134,18 +129,8 @@ class _Mapping(mmap.mmap):
             self.unregister()
 
 
-def pss() -> int:
-    """Bytes of memory this process holds, shared pages in proportion (PSS); its peak where the system does not say."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 def _touch(address: int, num_bytes: int, num_threads: int) -> None:
-    """Make the pages present, each thread a slice at a time; memset leaves the interpreter's lock."""
+    """Make the pages present, each thread a slice at a time; memset releases the GIL."""
     starts = range(0, num_bytes, TOUCH_BYTES)
 
     def touch(start: int) -> None:

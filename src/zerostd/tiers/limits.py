@@ -1,4 +1,4 @@
-"""How much there is: free host memory, free bytes of a file system, and the refusal of what does not fit.
+"""Limits: how much host memory and disk space is free, and the refusal of what does not fit.
 
 Nothing here allocates. Every source of a number can be passed in, so that each rule is tested by itself.
 """
@@ -34,7 +34,7 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", 
 
 @dataclass(frozen=True)
 class CgroupMemory:
-    """The memory limit of one control group, and what of it is in use, page cache that can go left out."""
+    """The memory limit of one control group and how much is in use, without page cache that can be dropped."""
 
     path: str
     limit: int
@@ -47,17 +47,17 @@ class CgroupMemory:
 
 
 def cgroup_memory(membership: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> CgroupMemory | None:
-    """The tightest memory limit over this process, its own cgroup's or an ancestor's; None if there is none."""
+    """Return the tightest memory limit over this process, its own cgroup's or an ancestor's; None if there is none."""
     try:
         lines = Path(membership).read_text().splitlines()
     except OSError:
         return None
-    found = [group for line in lines for group in _limits_of(line, Path(root))]
-    return min(found, key=lambda group: group.free, default=None)
+    groups = [group for line in lines for group in _limits_of(line, Path(root))]
+    return min(groups, key=lambda group: group.free, default=None)
 
 
 def available_memory(meminfo: str = "/proc/meminfo") -> int:
-    """Bytes the system can hand out, page cache counted as free; all memory there is where the system does not say."""
+    """Return the bytes the system can hand out, page cache counted as free; all memory if the system does not say."""
     with contextlib.suppress(OSError):
         for line in Path(meminfo).read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -66,27 +66,28 @@ def available_memory(meminfo: str = "/proc/meminfo") -> int:
 
 
 def free_host(available: int | None = None, cgroup: CgroupMemory | None = None) -> int:
-    """Bytes of host memory that can be allocated now: what the system has available, or the cgroup if that is less."""
+    """Return the bytes of host memory that can be allocated now: the system's, or the cgroup's if that is less."""
     available = available_memory() if available is None else available
     cgroup = cgroup or cgroup_memory()
     return available if cgroup is None else min(available, cgroup.free)
 
 
 def memlock_limit() -> int | None:
-    """Bytes this process may lock (ulimit -l), None without limit. For reports: registering needs none of it."""
+    """Return the bytes this process may lock (ulimit -l), None without limit. Registering needs none of it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def free_disk(path: str) -> int:
-    """Bytes that an ordinary user may still write to the file system of `path`; no end if it does not say its size."""
+    """Return the bytes a user may still write to the file system of `path`; UNLIMITED if it does not say its size."""
     stats = os.statvfs(path)
     return stats.f_bavail * stats.f_frsize if stats.f_blocks else UNLIMITED
 
 
 def check_host(num_bytes: int, what: str, limit: int | None = None) -> None:
     """Refuse `num_bytes` of host memory for `what` if they are not free, or over `limit`: what the budget leaves."""
-    available, cgroup = available_memory(), cgroup_memory()
+    available = available_memory()
+    cgroup = cgroup_memory()
     free = free_host(available, cgroup)
     if limit is not None and num_bytes > limit and limit <= free:
         raise PrepareError(
@@ -122,23 +123,25 @@ def check_disk(num_bytes: int, path: str, limit: int | None = None) -> None:
 
 
 def _limits_of(line: str, root: Path) -> Iterator[CgroupMemory]:
-    """The limits that one line of /proc/self/cgroup leads to: of its cgroup and of every one above.
+    """Yield the limits that one line of /proc/self/cgroup leads to: of its cgroup and of every one above.
 
     Inside a container the path may be the host's, which is not there; the walk up then ends at the container's own.
     """
     _, controllers, path = line.split(":", 2)
     if controllers and "memory" not in controllers.split(","):
         return
-    names, mounts = (V1, [root / "memory"]) if controllers else (V2, [root, root / "unified"])
+    names = V1 if controllers else V2
+    mounts = [root / "memory"] if controllers else [root, root / "unified"]
     here = PurePosixPath("/", path)
     for group in (here, *here.parents):
         for mount in mounts:
-            if (memory := _read_group(mount / str(group).lstrip("/"), *names)) is not None:
+            memory = _read_group(mount / str(group).lstrip("/"), *names)
+            if memory is not None:
                 yield memory
 
 
 def _read_group(folder: Path, limit_file: str, used_file: str, reclaimable: tuple[str, ...]) -> CgroupMemory | None:
-    """The limit that lies in `folder`, None if none is set or nothing can be read."""
+    """Return the limit of the cgroup in `folder`, None if none is set or nothing can be read."""
     try:
         limit_text = (folder / limit_file).read_text().strip()
         used = int((folder / used_file).read_text())
@@ -147,9 +150,8 @@ def _read_group(folder: Path, limit_file: str, used_file: str, reclaimable: tupl
         return None
     if limit_text == "max" or int(limit_text) >= UNLIMITED:
         return None
-    return CgroupMemory(
-        str(folder), int(limit_text), max(0, used - sum(int(rows.get(name, 0)) for name in reclaimable))
-    )
+    cached = sum(int(rows.get(name, 0)) for name in reclaimable)
+    return CgroupMemory(str(folder), int(limit_text), max(0, used - cached))
 
 
 def _size(num_bytes: int) -> str:

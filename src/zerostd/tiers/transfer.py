@@ -1,52 +1,75 @@
-"""Transfers: bytes on their way from one tier to another, and how to wait for them."""
+"""Transfers: work in flight that fills or reads memory, and the three ways to ask for its end.
+
+Whoever starts a copy, a read of the disk, a collective or an update gets a `Transfer`. `wait` is for the loop: it puts
+the current stream behind the transfer and holds the host only where there is no stream. `synchronize` is for threads
+and for code that reads the memory on the host.
+"""
 
 from __future__ import annotations
 
 import threading
 import warnings
-from typing import Protocol, runtime_checkable
+from abc import ABC, abstractmethod
 
 from zerostd.errors import StorageError, ZerostdError
 
 __all__ = ["AllOf", "Done", "QueuedTransfer", "Transfer", "Work"]
 
 
-@runtime_checkable
-class Transfer(Protocol):
-    """Bytes on their way. Until it is done the target holds anything and the source must stay as it is."""
+class Transfer(ABC):
+    """Bytes on their way. Until they arrive the target holds anything and the source must stay as it is."""
 
+    @abstractmethod
     def wait(self) -> None:
-        """Return when the bytes can be used; raise what went wrong. Calling it again is free."""
+        """Return when the current stream can use the bytes; raise what went wrong. Calling it again is free."""
 
+    @abstractmethod
     def is_done(self) -> bool:
-        """Whether `wait` would return, or raise, without blocking."""
+        """Return whether `wait` would return, or raise, without holding the host."""
+
+    def synchronize(self) -> None:
+        """Hold the host until the bytes have arrived. Differs from `wait` only for events of a stream."""
+        self.wait()
+
+    def has_arrived(self) -> bool:
+        """Return whether the bytes have arrived. Differs from `is_done` only for events of a stream."""
+        return self.is_done()
 
 
 class Done(Transfer):
     """A transfer that was over before it began."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def is_done(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
 
 class AllOf(Transfer):
-    """Transfers that are over when all of them are."""
+    """Several transfers as one."""
 
     def __init__(self, *parts: Transfer) -> None:
         self.parts = parts
 
     def wait(self) -> None:
-        """For one after the other."""
+        """Wait for one after the other."""
         for part in self.parts:
             part.wait()
 
     def is_done(self) -> bool:
-        """Whether none would block."""
+        """Return whether all are done."""
         return all(part.is_done() for part in self.parts)
+
+    def synchronize(self) -> None:
+        """Hold the host until all have arrived."""
+        for part in self.parts:
+            part.synchronize()
+
+    def has_arrived(self) -> bool:
+        """Return whether all have arrived."""
+        return all(part.has_arrived() for part in self.parts)
 
 
 class Work(Transfer):
@@ -57,17 +80,17 @@ class Work(Transfer):
 
     def __init__(self, num_parts: int = 1) -> None:
         self._error: BaseException | None = None
-        self._was_told = False  # whether anybody saw the error
+        self._is_reported = False  # whether anybody saw the error
         self._parts_left = num_parts
         self._lock = threading.Lock()
         self._done = threading.Event()
 
     def finish(self) -> None:
-        """One part has ended well."""
+        """End one part well."""
         self._end(None)
 
     def fail(self, error: BaseException) -> None:
-        """One part has failed; the first error is the one `wait` raises."""
+        """End one part with an error; `wait` raises the first one."""
         self._end(error)
 
     def wait(self) -> None:
@@ -76,13 +99,13 @@ class Work(Transfer):
         error = self._error
         if error is None:
             return
-        self._was_told = True
+        self._is_reported = True
         if isinstance(error, ZerostdError):  # a new one each time: a raised error collects tracebacks
             raise type(error)(*error.args) from error.__cause__ or error
         raise StorageError(f"the work behind a transfer failed: {error!r}") from error
 
     def is_done(self) -> bool:
-        """Whether all parts have ended."""
+        """Return whether all parts have ended."""
         return self._done.is_set()
 
     def _end(self, error: BaseException | None) -> None:
@@ -93,23 +116,23 @@ class Work(Transfer):
                 self._done.set()
 
     def __del__(self) -> None:
-        if self._error is not None and not self._was_told:
+        if self._error is not None and not self._is_reported:
             warnings.warn(f"a transfer failed and nobody waited for it: {self._error}", RuntimeWarning, stacklevel=2)
 
 
 class QueuedTransfer(Transfer):
-    """A thread's work that ends by putting something into a lane."""
+    """Work of a thread that ends by putting a copy into a stream."""
 
     def __init__(self) -> None:
         self.work: Work | None = None
-        self.mark: Transfer = Done()
+        self.event: Transfer = Done()  # behind the copy; recorded by the thread
 
     def wait(self) -> None:
-        """Hold the host until the thread is done, then the current stream until the lane is."""
+        """Hold the host until the thread is done, then put the current stream behind the copy."""
         assert self.work is not None
         self.work.wait()
-        self.mark.wait()
+        self.event.wait()
 
     def is_done(self) -> bool:
-        """Whether the thread is done."""
+        """Return whether the thread is done."""
         return self.work is not None and self.work.is_done()

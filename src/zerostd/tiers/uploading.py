@@ -1,21 +1,21 @@
-"""The way of a resting column to the device: at once from the device, over a lane from the host, and from the disk by
-way of a few buffers of host memory.
+"""Uploads: the way of a tier tensor to the device, from the disk through a few buffers of host memory.
 
-The place that a column goes to may still be read by work that the device has not come to, and the loop runs far ahead
-of the device. Put into the lane at once, the copy would hold up everything behind it, updates above all. So a thread
-puts it in when the device is there.
+Work that the device has not come to may still read the target, and the loop runs far ahead of the device. Put into the
+stream at once, the copy would hold up everything behind it, updates above all. So a thread puts it in when the device
+is there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
 
 import torch
 
 from zerostd.policy import Kind, Tier
+from zerostd.tiers.allocator import TierAllocator
 from zerostd.tiers.debug import DEBUG
-from zerostd.tiers.streams import Streams, record_event, synchronize
-from zerostd.tiers.tier_tensor import TierAllocator, TierTensor
+from zerostd.tiers.streams import Streams, record_event
+from zerostd.tiers.tier_tensor import TierTensor
 from zerostd.tiers.transfer import Done, QueuedTransfer, Transfer
 from zerostd.tiers.worker import Worker
 
@@ -24,71 +24,72 @@ __all__ = ["Uploader"]
 NUM_BUFFERS = 2
 
 
-@dataclass
-class _Buffer:
-    memory: torch.Tensor
-    free: Transfer = field(default_factory=Done)
-
-
 class Uploader:
-    """Brings columns to the device. `largest_on_disk` is the longest one that rests there, in bytes."""
+    """Uploads tensors to the device. `largest_on_disk` is the longest one that is kept there, in bytes."""
 
-    def __init__(self, stores: TierAllocator, streams: Streams, *, largest_on_disk: int) -> None:
-        self._stores = stores
-        self._lanes = streams
-        self._turn = 0
-        self._buffers: list[_Buffer] = []
-        self._made: Worker | None = None
-        if largest_on_disk:
-            for _ in range(NUM_BUFFERS):
-                self._buffers.append(_Buffer(stores.host.allocate(largest_on_disk, Kind.BUFFERS)))
+    def __init__(self, allocator: TierAllocator, streams: Streams, *, largest_on_disk: int) -> None:
+        self._allocator = allocator
+        self._streams = streams
+        self._lazy_worker: Worker | None = None
+        num_buffers = NUM_BUFFERS if largest_on_disk else 0
+        self._buffers = [allocator.host.allocate(largest_on_disk, Kind.BUFFERS) for _ in range(num_buffers)]
+        self._buffer_events: list[Transfer] = [Done() for _ in self._buffers]  # when each may be filled again
+        self._turns = itertools.cycle(range(num_buffers))
 
-    def bring(self, column: TierTensor, place: torch.Tensor, name: str = "") -> Transfer:
-        """Start filling `place`, which is on the device and free for what is in the current stream now. Events call it
-        by its name."""
-        if column.tensor is not None:
-            if column.tensor.data_ptr() == place.data_ptr():
+    @staticmethod
+    def buffer_bytes(largest_on_disk: int) -> int:
+        """Return the bytes of host memory that an uploader takes."""
+        return NUM_BUFFERS * largest_on_disk
+
+    def upload(self, source: TierTensor, target: torch.Tensor, name: str = "") -> Transfer:
+        """Start filling `target`, which is on the device and free behind what is in the current stream now.
+
+        Events show the upload as one of the group `name`.
+        """
+        if source.tensor is not None:
+            if source.tensor.data_ptr() == target.data_ptr():
                 return Done()
-            if column.tier is Tier.DEVICE or place.device.type == "cpu":
-                place.copy_(column.tensor)
+            if source.tier is Tier.DEVICE or target.device.type == "cpu":
+                target.copy_(source.tensor)
                 return Done()
-        ready, relay, events = record_event(place.device), QueuedTransfer(), self._stores.ledger.events
-        buffer = self._next_buffer() if column.tensor is None else None
+        ready = record_event(target.device)
+        transfer = QueuedTransfer()
+        turn = next(self._turns) if source.tensor is None else None
 
-        def job() -> None:
-            source = column.tensor if buffer is None else _read(column, buffer)
-            assert source is not None
-            synchronize(ready)
-            way = (column.tier.value, Tier.DEVICE.value)
-            with (
-                self._lanes.up.after(),
-                events.within("transfer", "up", name, place.nbytes, way=way, device=place.device),
-            ):
-                place.copy_(source, non_blocking=True)
-                relay.mark = self._lanes.up.mark()
-            if buffer is not None:
-                buffer.free = relay.mark
-                if place.device.type == "cpu":
-                    DEBUG.poison(buffer.memory)
+        def copy() -> None:
+            values = source.tensor if turn is None else self._read(source, turn)
+            assert values is not None
+            ready.synchronize()
+            transfer.event = self._copy(values, target, source.tier, name)
+            if turn is not None:
+                self._buffer_events[turn] = transfer.event
+                if target.device.type == "cpu":
+                    DEBUG.poison(self._buffers[turn])
 
-        relay.work = self._worker.submit(job, ready=ready)
-        return relay
+        transfer.work = self._worker.submit(copy, ready=ready)
+        return transfer
 
     @property
     def _worker(self) -> Worker:
-        if self._made is None:
-            self._made = Worker("the carrier of parameters to the device", self._stores.device)
-            self._stores.stop_users.append(self._made.stop)
-        return self._made
+        if self._lazy_worker is None:
+            self._lazy_worker = Worker("the upload of parameters to the device", self._allocator.device)
+            self._allocator.before_close(self._lazy_worker.stop)
+        return self._lazy_worker
 
-    def _next_buffer(self) -> _Buffer:
-        self._turn = (self._turn + 1) % NUM_BUFFERS
-        return self._buffers[self._turn]
+    def _read(self, source: TierTensor, turn: int) -> torch.Tensor:
+        """Read a tensor from disk into a buffer, when that is free."""
+        self._buffer_events[turn].synchronize()
+        memory = self._buffers[turn][: source.numel * source.dtype.itemsize]
+        source.start_read(0, memory).wait()
+        return memory.view(source.dtype)
 
-
-def _read(column: TierTensor, buffer: _Buffer) -> torch.Tensor:
-    """The column in the buffer's memory, when that is free."""
-    synchronize(buffer.free)
-    memory = buffer.memory[: column.numel * column.dtype.itemsize]
-    column.start_read(0, memory).wait()
-    return memory.view(column.dtype)
+    def _copy(self, values: torch.Tensor, target: torch.Tensor, tier: Tier, name: str) -> Transfer:
+        """Put the copy into the stream up; return the event behind it."""
+        events = self._allocator.ledger.events
+        way = (tier.value, Tier.DEVICE.value)
+        with (
+            self._streams.up.after(),
+            events.within("transfer", "up", name, target.nbytes, way=way, device=target.device),
+        ):
+            target.copy_(values, non_blocking=True)
+            return self._streams.up.record_event()

@@ -1,8 +1,8 @@
 """A worker: one thread that does jobs beside everything else.
 
-Of the jobs that wait, it takes one whose input has arrived, and of those the one that is needed first; if none has, the
-one given first. So what is needed soonest overtakes, but never holds up what could be done meanwhile. Jobs of the same
-place keep their order. A job may have several parts, in order: between two of them another job may overtake.
+Of the jobs that wait, it takes those whose input has arrived, and of these the one that is needed first; if no input
+has arrived, the job submitted first. So what is needed soonest overtakes, but never holds up what could be done
+meanwhile. Jobs of the same place keep their order. A job may have several parts, between which another may overtake.
 
 A job that fails stops the worker: what follows would build on what is not there. The failed job's `wait` raises its
 error, and so does everything asked of the worker from then on.
@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 import torch
 
 from zerostd.errors import StorageError, ZerostdError
-from zerostd.tiers.streams import has_arrived
 from zerostd.tiers.transfer import Done, Transfer, Work
 
 __all__ = ["Worker"]
@@ -30,52 +29,91 @@ __all__ = ["Worker"]
 @dataclass(eq=False)
 class _Job:
     parts: deque[Callable[[], None]]  # still to do
-    place: int  # in the order in which they are needed
+    place: int  # in the order in which jobs are needed
     ready: Transfer  # its input
     work: Work = field(default_factory=Work)
 
 
-@dataclass(eq=False)
-class _Jobs:
-    """What a worker and its thread share. The thread holds no reference to the worker, so that it can end with it."""
+class _Queue:
+    """The jobs of a worker, and what its thread does. It does not know the worker, so the thread can end with it."""
 
-    name: str
-    waiting: list[_Job] = field(default_factory=list)  # as they were given
-    condition: threading.Condition = field(default_factory=threading.Condition)
-    is_busy: bool = False
-    is_over: bool = False
-    error: BaseException | None = None  # of the first job that failed
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.jobs: list[_Job] = []  # in the order in which they were submitted
+        self.condition = threading.Condition()
+        self.is_busy = False
+        self.is_closed = False
+        self.error: BaseException | None = None  # of the first job that failed
 
-    def take(self) -> _Job:
-        """The next job, whose first part is done next; the lock is held, and there is one."""
-        arrived = [job for job in self.waiting if has_arrived(job.ready)]
-        job = min(arrived, key=lambda job: job.place) if arrived else self.waiting[0]
-        if len(job.parts) == 1 or self.error is not None:
-            self.waiting.remove(job)
-        return job
+    def serve(self, device: torch.device) -> None:
+        """Do jobs until the queue is closed."""
+        if device.type != "cpu" and device.index is not None:
+            torch.accelerator.set_device_index(device.index)
+        torch.set_grad_enabled(False)
+        while True:
+            with self.condition:
+                self.is_busy = False
+                self.condition.notify_all()
+                self.condition.wait_for(lambda: self.jobs or self.is_closed)
+                if self.is_closed:
+                    return
+                job = self._next()
+                self.is_busy = True
+            self._do_part(job)
+            del job
 
-    def end(self) -> None:
-        """Let the thread go when it has done what it does."""
+    def close(self) -> None:
+        """Let the thread end when it has done what it is doing."""
         with self.condition:
-            self.is_over = True
+            self.is_closed = True
             self.condition.notify_all()
 
     def stop(self) -> None:
-        """Return when the job that runs is done; those that wait are dropped, and no other will be taken."""
-        self.end()
+        """Close, drop the jobs that wait, and return when the one that runs is done."""
+        self.close()
         with self.condition:
-            self.waiting.clear()
+            self.jobs.clear()
             self.condition.wait_for(lambda: not self.is_busy)
+
+    def _next(self) -> _Job:
+        """Return the job whose next part is done now; the lock is held, and there is one."""
+        arrived = [job for job in self.jobs if job.ready.has_arrived()]
+        job = min(arrived, key=lambda job: job.place) if arrived else self.jobs[0]
+        if len(job.parts) == 1 or self.error is not None:
+            self.jobs.remove(job)
+        return job
+
+    def _do_part(self, job: _Job) -> None:
+        if self.error is None:
+            try:
+                job.parts.popleft()()
+            except BaseException as error:
+                self.error = _without_frames(error)
+                with self.condition, contextlib.suppress(ValueError):  # its other parts are not to be done
+                    self.jobs.remove(job)
+        if self.error is not None:
+            job.work.fail(self._explained(self.error))
+        elif not job.parts:
+            job.work.finish()
+
+    def _explained(self, error: BaseException) -> BaseException:
+        if isinstance(error, ZerostdError):
+            return error
+        explained = StorageError(f"{self.name} failed: {type(error).__name__}: {error}")
+        explained.__cause__ = error
+        return explained
 
 
 class Worker:
-    """Does jobs in the background. Ends with the object."""
+    """Does jobs in the background. Its thread ends with the object, or with `stop`."""
+
+    stop: Callable[[], None]  # may outlive the worker, which it does not refer to
 
     def __init__(self, name: str, device: torch.device) -> None:
-        self._jobs = _Jobs(name)
-        threading.Thread(target=_serve, args=(self._jobs, device), daemon=True, name=name).start()
-        weakref.finalize(self, self._jobs.end)
-        self.stop: Callable[[], None] = self._jobs.stop  # holds no reference to the worker
+        self._queue = _Queue(name)
+        self.stop = self._queue.stop
+        threading.Thread(target=self._queue.serve, args=(device,), daemon=True, name=name).start()
+        weakref.finalize(self, self._queue.close)
 
     def submit(self, run: Callable[[], None], place: int = 0, ready: Transfer | None = None) -> Work:
         """Do `run`, for which `ready` should have arrived. Its Work is done when it has returned."""
@@ -84,69 +122,32 @@ class Worker:
     def submit_parts(self, parts: Iterable[Callable[[], None]], place: int = 0, ready: Transfer | None = None) -> Work:
         """Do one part after the other, at least one. The Work is done when the last has returned."""
         self.check()
-        if self._jobs.is_over:
-            raise StorageError(f"{self._jobs.name} has ended: its model was released")
+        if self._queue.is_closed:
+            raise StorageError(f"{self._queue.name} has ended: its model was released")
         job = _Job(deque(parts), place, ready or Done())
-        with self._jobs.condition:
-            self._jobs.waiting.append(job)
-            self._jobs.condition.notify_all()
+        with self._queue.condition:
+            self._queue.jobs.append(job)
+            self._queue.condition.notify_all()
         return job.work
 
     def check(self) -> None:
         """Raise if a job has failed."""
-        error = self._jobs.error
+        error = self._queue.error
         if error is not None:
             raise StorageError(
-                f"{self._jobs.name} stopped: {type(error).__name__}: {error}. What it was doing is not complete, so "
+                f"{self._queue.name} stopped: {type(error).__name__}: {error}. What it was doing is not complete, so "
                 "this model's states cannot be used any more: load the last checkpoint into a new one"
             ) from error
 
     def drain(self) -> None:
         """Return when all jobs so far are done; raise if one failed."""
-        with self._jobs.condition:
-            self._jobs.condition.wait_for(lambda: not self._jobs.waiting and not self._jobs.is_busy)
+        with self._queue.condition:
+            self._queue.condition.wait_for(lambda: not self._queue.jobs and not self._queue.is_busy)
         self.check()
 
 
-def _serve(jobs: _Jobs, device: torch.device) -> None:
-    if device.type != "cpu" and device.index is not None:
-        torch.accelerator.set_device_index(device.index)
-    torch.set_grad_enabled(False)
-    while True:
-        with jobs.condition:
-            jobs.is_busy = False
-            jobs.condition.notify_all()
-            jobs.condition.wait_for(lambda: jobs.waiting or jobs.is_over)
-            if jobs.is_over:
-                return
-            job = jobs.take()
-            jobs.is_busy = True
-        _do(job, jobs)
-        del job
-
-
-def _do(job: _Job, jobs: _Jobs) -> None:
-    if jobs.error is None:
-        try:
-            job.parts.popleft()()
-        except BaseException as error:
-            jobs.error = _without_frames(error)
-            with jobs.condition, contextlib.suppress(ValueError):  # its other parts are not to be done
-                jobs.waiting.remove(job)
-    if jobs.error is not None:
-        job.work.fail(jobs.error if isinstance(jobs.error, ZerostdError) else _explained(jobs.name, jobs.error))
-    elif not job.parts:
-        job.work.finish()
-
-
-def _explained(name: str, error: BaseException) -> StorageError:
-    explained = StorageError(f"{name} failed: {type(error).__name__}: {error}")
-    explained.__cause__ = error
-    return explained
-
-
 def _without_frames(error: BaseException) -> BaseException:
-    """The traceback as text: the thread keeps the error, and frames would let it keep the model."""
+    """Turn the traceback into text: the thread keeps the error, and frames would let it keep the model."""
     cause: BaseException | None = error
     while cause is not None:
         if cause.__traceback__ is not None:

@@ -25,7 +25,7 @@ from zerostd.checkpointing.storage.sinks import Sink, view_of
 from zerostd.checkpointing.storage.values import DTYPES, dtype_name
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
-from zerostd.tiers.tier_tensor import PAGE
+from zerostd.tiers.pages import PAGE
 
 __all__ = ["Reader", "Source", "Writable", "Written", "reason", "write_file"]
 

@@ -11,7 +11,7 @@ import torch
 from zerostd.checkpointing.storage.manifest import TensorEntry
 from zerostd.checkpointing.storage.reading import Checkpoint
 from zerostd.tiers import Done, TierTensor, Transfer
-from zerostd.tiers.tier_tensor import PAGE, aligned
+from zerostd.tiers.pages import PAGE, aligned
 
 __all__ = ["Target", "fill_columns"]
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import torch
 
-from zerostd.tiers.tier_tensor import PAGE, aligned
+from zerostd.tiers.pages import PAGE, aligned
 
 __all__ = ["Sink", "view_of"]
 

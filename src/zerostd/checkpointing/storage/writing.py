@@ -26,10 +26,10 @@ from zerostd.checkpointing.storage.values import dtype_name
 from zerostd.communication import Control
 from zerostd.errors import CheckpointError
 from zerostd.parameters.observing import StepObserver
-from zerostd.parameters.records import Record
+from zerostd.parameters.saved_intervals import SavedInterval
 from zerostd.policy import Tier
 from zerostd.tiers import Done, Stream, Transfer, Work, record_event
-from zerostd.tiers.tier_tensor import PAGE, aligned
+from zerostd.tiers.pages import PAGE, aligned
 
 __all__ = ["Facts", "Saving"]
 
@@ -74,7 +74,7 @@ class _Aside:
         self._stream, self._ready = Stream(device), record_event(device)
         self._scratch = threading.local()  # a block of memory for each thread
 
-    def reader(self, record: Record) -> Callable[[int, int], torch.Tensor]:
+    def reader(self, record: SavedInterval) -> Callable[[int, int], torch.Tensor]:
         """Of a part of the record, in host memory; what a thread read from disk is there until it reads again."""
         if record.column.tier is Tier.DISK:
             return lambda low, high: record.read(low, high, self._memory())
@@ -99,7 +99,7 @@ class Saving(StepObserver):
     go on meanwhile. Made by all ranks together."""
 
     def __init__(
-        self, target: Path, records: Sequence[Record], facts: Facts, control: Control, *, keep: int | None = None
+        self, target: Path, records: Sequence[SavedInterval], facts: Facts, control: Control, *, keep: int | None = None
     ) -> None:
         self.target = target
         self.error: CheckpointError | None = None  # what became of it, if it failed
@@ -148,7 +148,7 @@ class Saving(StepObserver):
         if self.error is not None:
             raise CheckpointError(str(self.error)) from self.error
 
-    def _write(self, folder: Path, records: Sequence[Record]) -> None:
+    def _write(self, folder: Path, records: Sequence[SavedInterval]) -> None:
         try:
             self._done = _write_mine(folder, records, self._control, self._kept, self._aside)
         except CheckpointError as error:
@@ -166,7 +166,7 @@ class Saving(StepObserver):
         """All ranks have written, or failed."""
         facts, end = self._facts, "the end of zerostd.save()"
         try:
-            brought = self._control.bring((self._done, facts.random, facts.singles, self._failed), end)
+            brought = self._control.collect_on_first((self._done, facts.random, facts.singles, self._failed), end)
         except BaseException:
             self._drop()
             raise
@@ -186,7 +186,7 @@ class Saving(StepObserver):
 
 
 def _write_mine(
-    folder: Path, records: Sequence[Record], control: Control, kept: Mapping[str, Work], aside: _Aside
+    folder: Path, records: Sequence[SavedInterval], control: Control, kept: Mapping[str, Work], aside: _Aside
 ) -> tuple[list[_Piece], str, int]:
     world = control.world
     name = f"rank-{world.rank:05d}-of-{world.size:05d}.safetensors"
