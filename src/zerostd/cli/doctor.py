@@ -22,7 +22,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from zerostd.cli.tables import show
+from zerostd.cli.printing import show
 from zerostd.communication.trial import try_group
 from zerostd.errors import PrepareError
 from zerostd.kernels import native
@@ -165,30 +165,23 @@ def _host() -> Findings:
     text = f"{size_text(free)} free, the system has {size_text(available_memory())}"
     if group is not None:
         text += f", the cgroup's limit is {size_text(group.limit)}"
-    if free < LEAST_HOST:
-        yield Finding("host memory", "warning", text, "end other programs, or raise the container's memory limit")
-    else:
-        yield Finding("host memory", "ok", text)
+    remedy = "end other programs, or raise the container's memory limit"
+    yield _warned("host memory", text, remedy, is_good=free >= LEAST_HOST)
     yield _pinned(memlock_limit(), free)
     if not os.path.isdir("/dev/shm"):
         yield Finding("shared memory", "warning", "no /dev/shm", "mount it: data loaders with workers need it")
         return
     shared = free_disk("/dev/shm")
-    if shared < LEAST_SHARED:
-        remedy = "`--shm-size 8g` for a container: data loaders with workers need it"
-        yield Finding("shared memory", "warning", f"{size_text(shared)} free in /dev/shm", remedy)
-    else:
-        yield Finding("shared memory", "ok", f"{size_text(shared)} free in /dev/shm")
+    remedy = "`--shm-size 8g` for a container: data loaders with workers need it"
+    yield _warned("shared memory", f"{size_text(shared)} free in /dev/shm", remedy, is_good=shared >= LEAST_SHARED)
 
 
 def _pinned(limit: int | None, free: int) -> Finding:
     text = "no limit" if limit is None else f"limit {size_text(limit)}, {size_text(free)} of host memory free"
     if choose_device(None).type == "cpu":
         return Finding("pinned memory", "ok", f"{text}; not needed without an accelerator")
-    if limit is None or limit >= free:
-        return Finding("pinned memory", "ok", text)
     remedy = "if pinning fails: `ulimit -l unlimited`, or `--ulimit memlock=-1` for a container"
-    return Finding("pinned memory", "warning", text, remedy)
+    return _warned("pinned memory", text, remedy, is_good=limit is None or limit >= free)
 
 
 def _disk(path: str) -> Findings:
@@ -207,10 +200,8 @@ def _disk(path: str) -> Findings:
     else:
         yield Finding("disk, O_DIRECT", "ok", "yes")
     text = f"{rates.read / 1e9:.2g} GB/s read, {rates.write / 1e9:.2g} GB/s written"
-    if min(rates.read, rates.write) < SLOW_DISK:
-        yield Finding("disk, speed", "warning", text, "name a faster drive for states that rest on disk")
-    else:
-        yield Finding("disk, speed", "ok", text)
+    is_fast = min(rates.read, rates.write) >= SLOW_DISK
+    yield _warned("disk, speed", text, "name a faster drive for states that are kept on disk", is_good=is_fast)
 
 
 def _group() -> Findings:
@@ -243,6 +234,10 @@ def _extras() -> Findings:
     yield Finding("extras", "ok", text.removeprefix("; "))
 
 
+def _warned(name: str, text: str, remedy: str, *, is_good: bool) -> Finding:
+    return Finding(name, "ok", text) if is_good else Finding(name, "warning", text, remedy)
+
+
 def _line(error: BaseException) -> str:
-    """What it says, as one line."""
+    """Return what an error says, as one line."""
     return " ".join(str(error).split())[:300]

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from zerostd.cli.tables import machine_table, show, write
+from zerostd.cli.printing import machine_table, show, write
 from zerostd.measuring import load_or_measure
 from zerostd.planning import MachineProfile
 from zerostd.tiers.limits import check_disk

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from zerostd import api
 from zerostd.cli.measure import measured
+from zerostd.cli.printing import parameters_text, rows_json, scaling_table, show, state_rows, state_table, write
 from zerostd.cli.sources import SEQUENCE, Source, parse_budget, parse_counts, parse_ways
-from zerostd.cli.tables import count_text, rows_json, scaling_table, show, state_rows, state_table, write
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_profile
 from zerostd.planning import MachineProfile, Plan
@@ -176,7 +176,7 @@ def _plan_one(source: Source, options: TrainingOptions, cluster: Path | None, wo
     machine = _machine(cluster, options.budget.disk_path)
     with _status("planning"):
         plan = plan_on(model, machine, options)
-    return f"{model.name}: {count_text(model.numel)} on {machine.name}", plan
+    return f"{model.name}: {parameters_text(model.numel)} on {machine.name}", plan
 
 
 def _plan_module(source: Source, options: TrainingOptions, cluster: Path | None, world: int | None) -> tuple[str, Plan]:
@@ -203,7 +203,7 @@ def _plan_module(source: Source, options: TrainingOptions, cluster: Path | None,
     where = "this machine" if machine is None else machine.name
     if plan.world_size > 1 and plan.predicted.step_s is not None and not (machine is not None and machine.wires):
         plan = replace(plan, notes=(*plan.notes, NO_WIRES))
-    return f"{type(model).__name__}: {count_text(numel)} on {where}", plan
+    return f"{type(model).__name__}: {parameters_text(numel)} on {where}", plan
 
 
 def _show_scaling(
@@ -226,7 +226,7 @@ def _show_scaling(
         typer.echo(rows_json(rows, sequence), nl=False)
         return
     show(
-        f"{model.name}: {count_text(model.numel)} on {machine.name}; predicted, not measured",
+        f"{model.name}: {parameters_text(model.numel)} on {machine.name}; predicted, not measured",
         scaling_table(rows, sequence),
     )
     for row in rows:
