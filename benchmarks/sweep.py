@@ -339,14 +339,14 @@ def train(job: Job, model: Any, optimizer: Any, batches: Sequence[Sequence[Batch
     synchronize()
     step_s = (time.perf_counter() - begin) / job.steps
     times = elapsed(marks)[job.warm :]
-    early = optimizer.early
+    early = optimizer.backward_updates
     return {
         "step_s": step_s,
         "median_s": median(times),
         "times": times,
         "losses": [loss.item() for loss in losses],
         "norms": [norm.item() for norm in norms],
-        "trials": [early.num_tried, early.num_kept] if early is not None and early.is_on_trial else None,
+        "trials": [early.num_speculated, early.num_committed] if early is not None and early.is_speculative else None,
     }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 
 import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from zerostd import compat
@@ -72,6 +74,15 @@ def test_no_dynamo_functions_are_called_not_traced():
     assert seen == [False]
 
 
+def test_the_default_store_is_that_of_the_process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        compat.default_store().set("key", "value")
+        assert compat.default_store().get("key") == b"value"
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_running_profiler_is_seen():
     assert not compat.is_profiling()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
@@ -107,3 +118,58 @@ def test_schedulers_know_of_steps_that_were_noted():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler.step()
+
+
+def test_step_hooks_move_from_one_optimizer_to_another() -> None:
+    calls: list[str] = []
+    source, target = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]) for _ in range(2))
+    source.register_step_pre_hook(lambda *_: calls.append("before"))
+    source.register_step_post_hook(lambda *_: calls.append("after"))
+    compat.move_step_hooks(source, target)
+    source.step()
+    assert calls == []
+    target.step()
+    assert calls == ["before", "after"]
+    compat.move_step_hooks(target)
+    target.step()
+    assert len(calls) == 2
+
+
+def test_views_know_their_base():
+    x = torch.zeros(4)
+    assert compat.base_of(x) is None and compat.base_of(x[1:]) is x
+
+
+def test_negated_views_show_the_other_sign_of_the_same_memory():
+    x = torch.ones(2)
+    view = compat.negated(x)
+    x.add_(1)
+    assert view.is_neg() and view.tolist() == [-2, -2]
+
+
+def test_arguments_say_which_one_is_written():
+    add_, zeros = torch.ops.aten.add_.Tensor, torch.ops.aten.zeros.default
+    written = [a.name for a in compat.arguments_of(add_) if a.alias_info and a.alias_info.is_write]
+    assert written == ["self"] and "device" in [a.name for a in compat.arguments_of(zeros)]
+
+
+def test_no_dispatch_mode_is_active_inside():
+    with FakeTensorMode():
+        with compat.no_modes():
+            assert type(torch.empty(1)) is torch.Tensor
+        assert type(torch.empty(1)) is FakeTensor
+
+
+def test_trunc_normal_is_replaced_inside_and_put_back():
+    seen = []
+
+    def note(plain, tensor, *args, **kwargs):
+        seen.append(tensor)
+        return plain(tensor, *args, **kwargs)
+
+    x = torch.zeros(100)
+    with compat.replaced_trunc_normal(note):
+        torch.nn.init.trunc_normal_(x, std=1.0, a=-0.5, b=0.5)
+    assert len(seen) == 1 and seen[0] is x and 0 < x.abs().max() <= 0.5
+    torch.nn.init.trunc_normal_(x)
+    assert len(seen) == 1

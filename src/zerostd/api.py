@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostd.checkpointing.full_state import full_values
-from zerostd.checkpointing.importing import load_ordinary
+from zerostd.checkpointing.importing import import_model
 from zerostd.checkpointing.loading import load_checkpoint
+from zerostd.checkpointing.model_parts import full_values
 from zerostd.checkpointing.saving import save_checkpoint
 from zerostd.checkpointing.storage import Saving
 from zerostd.checkpointing.storage import latest as newest
-from zerostd.checkpointing.storage.ordinary import is_ordinary
+from zerostd.checkpointing.storage.model_files import is_model
 from zerostd.communication import World
 from zerostd.engine.runtime import Runtime, owner_of, runtime_of
 from zerostd.engine.settings import Settings
@@ -198,15 +198,14 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     inside = set(module.parameters())
     groups = [g for g in runtime.groups if any(p in inside for flat in g.flats for p in flat.parameters)]
     released = [group for group in groups if group.state is GroupState.RELEASED]
+    pins = contextlib.ExitStack()
     for group in groups:
-        runtime.gatherer.start(group)
-        runtime.gatherer.finish(group)
-        group.num_pins += 1
+        runtime.gatherer.gather(group)
+        pins.enter_context(group.pinned())
     try:
         yield module
     finally:
-        for group in groups:
-            group.num_pins -= 1
+        pins.close()
         if write:
             runtime.finish_updates()  # masters must be home before they are changed
             for group in groups:
@@ -241,7 +240,7 @@ def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, A
     """
     runtime = runtime_of(model, "full_state_dict")
     if runtime.optimizer is not None:
-        runtime.optimizer.check_whole("full_state_dict()")
+        runtime.optimizer.check_consistent("full_state_dict()")
     keep = rank is None or rank == runtime.world.rank
     values: dict[torch.Tensor, torch.Tensor] = {}
     for group in runtime.groups:
@@ -319,8 +318,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
             model is loaded in part, which the error says: load again.
     """
     runtime, prepared = runtime_of(model, "load"), _prepared(optimizer, "load")
-    if is_ordinary(Path(path)):
-        return load_ordinary(runtime, prepared, Path(path))
+    if is_model(Path(path)):
+        return import_model(runtime, prepared, Path(path))
     return load_checkpoint(runtime, prepared, Path(path))
 
 

@@ -5,22 +5,33 @@ They differ between torch releases and may move; nothing else in the library tou
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
+    "arguments_of",
     "at_end_of_backward",
+    "base_of",
     "calls_of",
+    "default_store",
     "foreach_add_",
     "foreach_copy_",
     "has_saved_tensor_hooks",
     "in_backward",
     "is_profiling",
+    "move_step_hooks",
+    "negated",
     "no_dynamo",
+    "no_modes",
     "note_step",
+    "persistent_buffers",
+    "replaced_trunc_normal",
     "version_of",
 ]
 
@@ -55,6 +66,11 @@ def foreach_add_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> No
     torch._foreach_add_(targets, sources)
 
 
+def default_store() -> Any:
+    """Return the key-value store of the default process group."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 def is_profiling() -> bool:
     """Whether torch's profiler is running."""
     return bool(torch._C._autograd._profiler_enabled())
@@ -71,11 +87,61 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def move_step_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer | None = None) -> None:
+    """Leave an optimizer without hooks around its step; `target` gets them."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if target is not None:
+            setattr(target, name, getattr(source, name))
+        setattr(source, name, OrderedDict())
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor, or another one with the same memory, was changed in place."""
     return int(tensor._version)
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that this one is a view of, as autograd knows it; None if it is no view."""
+    return tensor._base
+
+
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor that shows its values with the other sign, as `tensor.conj().imag` does."""
+    return torch._neg_view(tensor)
+
+
+def arguments_of(operator: Any) -> list[Any]:
+    """Return the arguments of an operator: their names, and in `alias_info` whether it writes to them."""
+    return list(operator._schema.arguments)
+
+
+def no_modes() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which no dispatch mode is active."""
+    return _disable_current_modes()
+
+
+@contextlib.contextmanager
+def replaced_trunc_normal(function: Callable[..., Any]) -> Iterator[None]:
+    """Let `torch.nn.init.trunc_normal_` call `function(plain, tensor, ...)` inside, where `plain` is torch's own."""
+    init: Any = torch.nn.init
+    plain = init._no_grad_trunc_normal_
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return function(plain, *args, **kwargs)
+
+    init._no_grad_trunc_normal_ = replaced
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = plain
+
+
 def has_saved_tensor_hooks() -> bool:
     """Whether somebody packs what autograd saves now; checkpointing does."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a module's own state_dict has, by name; not those of its children."""
+    skipped = module._non_persistent_buffers_set
+    return {name: buffer for name, buffer in module._buffers.items() if buffer is not None and name not in skipped}

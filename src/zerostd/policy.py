@@ -79,7 +79,10 @@ class Route(enum.StrEnum):
 
 
 class Way(enum.StrEnum):
-    """What becomes of a group's activations between forward and backward. A recomputed group keeps its inputs only."""
+    """What becomes of a group's activations between forward and backward. A recomputed group keeps its inputs only.
+
+    Plans and the command line say "keep" for DEVICE: `Way("keep")` reads it, `in_plan` writes it.
+    """
 
     DEVICE = "device"
     RECOMPUTE = "recompute"
@@ -87,6 +90,15 @@ class Way(enum.StrEnum):
     RECOMPUTE_HOST = "recompute+host"  # from inputs that rest on the host
     DISK = "disk"
     RECOMPUTE_DISK = "recompute+disk"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Way | None:
+        return cls.DEVICE if value == "keep" else None
+
+    @property
+    def in_plan(self) -> str:
+        """Its word in plans and on the command line."""
+        return "keep" if self is Way.DEVICE else self.value
 
     @property
     def recomputes(self) -> bool:

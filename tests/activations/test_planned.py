@@ -39,7 +39,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tenso
         model(torch.randn(ROWS, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model.state_dict() if not hasattr(optimizer, "early") else zerostd.full_state_dict(model)
+    return model.state_dict() if not hasattr(optimizer, "backward_updates") else zerostd.full_state_dict(model)
 
 
 @pytest.fixture(scope="module")

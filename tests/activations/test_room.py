@@ -74,8 +74,8 @@ def activations_of(model: nn.Module) -> Activations:
     return runtime_of(model, "test").hooks.activations
 
 
-def carrier_of(model: nn.Module) -> ActivationOffloader:
-    return activations_of(model)._carrier
+def offloader_of(model: nn.Module) -> ActivationOffloader:
+    return activations_of(model)._offloader
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:
@@ -100,18 +100,18 @@ def assert_as_plain(model: Chain, optimizer: torch.optim.Optimizer, loop: Loop, 
     loop(other, torch.optim.AdamW(other.parameters(), 1e-3))
     state = zerostd.full_state_dict(model)
     assert all(torch.equal(state[name], value) for name, value in other.state_dict().items())
-    carrier_of(model)._worker.drain()
-    assert carrier_of(model).pool(Tier.HOST).used == 0 and not has_saved_tensor_hooks()
+    offloader_of(model).copies.worker.drain()
+    assert offloader_of(model).copies.pool(Tier.HOST).used == 0 and not has_saved_tensor_hooks()
 
 
-def leaving(carrier: ActivationOffloader) -> list[str]:
+def leaving(offloader: ActivationOffloader) -> list[str]:
     """Names of those on their way out whose bytes are on the device."""
-    bundles = [ref() for ref in carrier._leaving]
-    return [bundle.name for bundle in bundles if bundle is not None and bundle.is_here]
+    groups = [ref() for ref in offloader._leaving]
+    return [group.name for group in groups if group is not None and group.is_here]
 
 
-def bytes_back(carrier: ActivationOffloader) -> int:
-    return sum(parcel.num_bytes for bundle in carrier._wanted for parcel in bundle.parcels)
+def bytes_back(offloader: ActivationOffloader) -> int:
+    return sum(storage.num_bytes for group in offloader._wanted for storage in group.storages)
 
 
 # -- forward --
@@ -119,9 +119,9 @@ def bytes_back(carrier: ActivationOffloader) -> int:
 
 def test_what_leaves_may_stay_until_others_need_the_room() -> None:
     model, optimizer = prepared(FIRST)
-    carrier, seen = carrier_of(model), list[int]()
+    offloader, seen = offloader_of(model), list[int]()
     for block in model:
-        block.register_forward_hook(lambda *_: seen.append(len(leaving(carrier))))
+        block.register_forward_hook(lambda *_: seen.append(len(leaving(offloader))))
     train(model, optimizer, 1)
     assert seen == [1, 2, 2, 2, 2, 2, 2, 2]  # nothing is known yet
     assert list(activations_of(model)._left.values()) == [left_by(2)]
@@ -135,12 +135,12 @@ UNEVEN = (8, 2, 2, 8, 2, 2, 8, 2)  # all of them are like one of the first four
 
 
 def test_bytes_count_not_groups() -> None:
-    """As much as is still going to be kept, or two bundles, in the end less."""
+    """As much as is still going to be kept, or the activations of two groups, in the end less."""
     model, optimizer = prepared(FIRST, UNEVEN)
-    carrier, seen = carrier_of(model), list[list[str]]()
+    offloader, seen = offloader_of(model), list[list[str]]()
     train(model, optimizer, 1)
     for block in model:
-        block.register_forward_hook(lambda *_: seen.append(leaving(carrier)))
+        block.register_forward_hook(lambda *_: seen.append(leaving(offloader)))
     train(model, optimizer, 1)
     to_come = sum(left_by(times) for times in UNEVEN[4:])
     for index, here in enumerate(seen):
@@ -156,15 +156,15 @@ def test_bytes_count_not_groups() -> None:
 
 
 def test_groups_like_none_that_sends_make_no_room() -> None:
-    """Nobody knows what they keep, so there are two bundles at most, and none when the last of them has run."""
+    """Nobody knows what they keep, so there are two groups at most, and none when the last of them has run."""
     model, optimizer = prepared(FIRST, (2, 2, 2, 2, 3, 3, 3, 3))
-    carrier, seen = carrier_of(model), list[int]()
+    offloader, seen = offloader_of(model), list[int]()
     train(model, optimizer, 1)
     for block in model:
-        block.register_forward_hook(lambda *_: seen.append(len(leaving(carrier))))
+        block.register_forward_hook(lambda *_: seen.append(len(leaving(offloader))))
     train(model, optimizer, 1)
     assert seen == [1, 2, 2, 2, 2, 1, 1, 0]
-    assert carrier._staying.num_bytes == 0 and carrier._staying.num_groups == 4
+    assert sum(offloader._staying) == 0 and len(offloader._staying) == 4
 
 
 def test_groups_alike_with_shorter_outputs_are_not_alike() -> None:
@@ -180,19 +180,19 @@ def test_groups_alike_with_shorter_outputs_are_not_alike() -> None:
         model, torch.optim.AdamW(model.parameters(), 1e-3), placement=Placement(activations=FIRST), groups=["*"]
     )
     train(model, optimizer, 2)
-    assert carrier_of(model)._staying.num_bytes == 2 * left_by(2)
-    assert carrier_of(model)._staying.num_groups == 4
+    assert sum(offloader_of(model)._staying) == 2 * left_by(2)
+    assert len(offloader_of(model)._staying) == 4
 
 
 def test_other_lengths_are_counted_as_they_are() -> None:
     model, optimizer = prepared(FIRST)
-    carrier = carrier_of(model)
+    offloader = offloader_of(model)
     for rows in (ROWS, 2 * ROWS, ROWS):
         model(torch.ones(rows, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert carrier._staying.num_bytes == 4 * left_by(2) * rows // ROWS
-        assert leaving(carrier) == [] or carrier._staying_before.num_groups == 0
+        assert sum(offloader._staying) == 4 * left_by(2) * rows // ROWS
+        assert leaving(offloader) == []
 
 
 @pytest.mark.parametrize("ways", [{"[0-3]": "host", "[4-7]": "recompute"}, {"[0-3]": "host", "[45]": "recompute"}])
@@ -200,9 +200,9 @@ def test_recomputed_groups_count_with_their_inputs(ways: dict[str, str]) -> None
     model, optimizer = prepared(ways)
     train(model, optimizer, 1)
     recomputed = sum(way == "recompute" for way in activations_of(model)._ways.values())
-    assert carrier_of(model)._staying.num_bytes == recomputed * INPUT + (4 - recomputed) * left_by(2)
+    assert sum(offloader_of(model)._staying) == recomputed * INPUT + (4 - recomputed) * left_by(2)
     loss = loss_of(model, 1)
-    assert leaving(carrier_of(model)) == []
+    assert leaving(offloader_of(model)) == []
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -216,12 +216,12 @@ def test_a_pass_without_gradients_teaches_nothing() -> None:
         loss_of(model, 0)
     assert not activations_of(model)._left
     train(model, optimizer, 1)
-    known = carrier_of(model)._staying
-    assert known.num_bytes == 4 * left_by(2)
+    known = offloader_of(model)._staying
+    assert sum(known) == 4 * left_by(2)
     with torch.no_grad():
         loss_of(model, 0)
     loss_of(model, 0).backward()
-    assert carrier_of(model)._staying_before is known
+    assert offloader_of(model)._staying_before is known
 
 
 def test_groups_that_keep_theirs_run_without_hooks() -> None:
@@ -249,7 +249,7 @@ def test_lengths_that_vary_for_ever_are_not_remembered_for_ever(monkeypatch: pyt
         model(torch.ones(ROWS + more, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert carrier_of(model)._staying.num_bytes > 4 * left_by(2) * 0.99
+        assert sum(offloader_of(model)._staying) > 4 * left_by(2) * 0.99
         assert len(activations_of(model)._left) <= 3
 
 
@@ -258,11 +258,11 @@ def test_lengths_that_vary_for_ever_are_not_remembered_for_ever(monkeypatch: pyt
 
 def watch_backward(model: Chain, seen: dict[str, list[str]], room: dict[str, tuple[int, int]]) -> None:
     """Notes by block, as its backward begins, what was brought back and how much, and how much was free."""
-    carrier = carrier_of(model)
+    offloader = offloader_of(model)
 
     def note(name: str, grad: Tensor) -> None:
-        seen[name] = [bundle.name for bundle in carrier._wanted]
-        room[name] = (bytes_back(carrier), carrier._freed)
+        seen[name] = [group.name for group in offloader._wanted]
+        room[name] = (bytes_back(offloader), offloader._freed)
 
     def hook(name: str, block: nn.Module, args: Any, output: Tensor) -> None:
         if output.requires_grad:
@@ -272,7 +272,7 @@ def watch_backward(model: Chain, seen: dict[str, list[str]], room: dict[str, tup
         block.register_forward_hook(functools.partial(hook, name))
 
 
-def test_bundles_come_back_into_what_backward_has_freed() -> None:
+def test_activations_come_back_into_what_backward_has_freed() -> None:
     model, optimizer = prepared(FIRST)
     seen, room = dict[str, list[str]](), dict[str, tuple[int, int]]()
     watch_backward(model, seen, room)
@@ -283,11 +283,11 @@ def test_bundles_come_back_into_what_backward_has_freed() -> None:
         assert [seen[name] for name in "7654"] == [[], ["3"], ["3", "2"], ["3", "2", "1"]]
         assert [seen[name] for name in "3210"] == [["3", "2", "1"], ["3", "2", "1"], ["2", "1", "0"], ["1", "0"]]
         assert all(there <= free for there, free in room.values())
-        assert carrier_of(model)._wanted == [] and carrier_of(model)._freed == 0
+        assert offloader_of(model)._wanted == [] and offloader_of(model)._freed == 0
 
 
 @pytest.mark.parametrize("ways", [FIRST, {"[0135]": "host"}, {"[0-6]": "host"}, {"[24]": "host", "3": "disk"}])
-def test_never_more_than_is_free_and_two_bundles(ways: dict[str, str]) -> None:
+def test_never_more_than_is_free_and_two_groups(ways: dict[str, str]) -> None:
     model, optimizer = prepared(ways, UNLIKE)
     seen, room = dict[str, list[str]](), dict[str, tuple[int, int]]()
     watch_backward(model, seen, room)
@@ -297,11 +297,11 @@ def test_never_more_than_is_free_and_two_bundles(ways: dict[str, str]) -> None:
         assert len(room) == 8 and all(there <= free + two for there, free in room.values())
 
 
-def test_each_bundle_comes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_group_comes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     brought = list[str]()
     bring = ActivationOffloader._bring
     monkeypatch.setattr(
-        ActivationOffloader, "_bring", lambda self, bundle: (brought.append(bundle.name), bring(self, bundle))
+        ActivationOffloader, "_bring", lambda self, group: (brought.append(group.name), bring(self, group))
     )
     for times in (ALIKE, UNLIKE):
         model, optimizer = prepared(FIRST, times)
@@ -319,10 +319,10 @@ def test_what_was_brought_and_not_wanted_is_let_go_of() -> None:
     loss = loss_of(model, 0)
     handle.remove()
     (asked,) = torch.autograd.grad(loss, middle, retain_graph=True)  # comes to none that was sent
-    carrier = carrier_of(model)
-    assert carrier._wanted == [] and carrier._freed == 0 and leaving(carrier) == []
+    offloader = offloader_of(model)
+    assert offloader._wanted == [] and offloader._freed == 0 and leaving(offloader) == []
     loss.backward()
-    assert asked.abs().sum() > 0 and carrier._wanted == []
+    assert asked.abs().sum() > 0 and offloader._wanted == []
     optimizer.step()
     optimizer.zero_grad()
 
@@ -352,8 +352,8 @@ def test_groups_that_run_twice(way: str) -> None:
     model.rounds = 2
     assert_as_plain(model, optimizer, train, UNLIKE)
     if way == "first":
-        assert carrier_of(model)._staying.num_groups == 8
-        assert carrier_of(model)._staying.num_bytes == 2 * left_by(2)  # one of them is like one that sends
+        assert len(offloader_of(model)._staying) == 8
+        assert sum(offloader_of(model)._staying) == 2 * left_by(2)  # one of them is like one that sends
 
 
 @pytest.mark.parametrize("way", ["first", "between", "disk"])
@@ -382,11 +382,11 @@ def test_a_forward_that_fails_teaches_nothing_and_leaves_nothing(broken: int) ->
     with pytest.raises(ValueError, match="broken"):
         loss_of(model, 0)
     assert not has_saved_tensor_hooks()
-    assert carrier_of(model)._staying.num_groups == max(0, broken - 4)
+    assert len(offloader_of(model)._staying) == max(0, broken - 4)
     model[broken].fails = False
     gc.collect()
     assert_as_plain(model, optimizer, train)
-    assert carrier_of(model)._staying.num_bytes == 4 * left_by(2)
+    assert sum(offloader_of(model)._staying) == 4 * left_by(2)
 
 
 def test_groups_inside_checkpointing_count_nothing() -> None:
@@ -402,16 +402,16 @@ def test_groups_inside_checkpointing_count_nothing() -> None:
         model, torch.optim.AdamW(model.parameters(), 1e-3), placement=Placement(activations=FIRST), groups=["*"]
     )
     assert_as_plain(model, optimizer, train)
-    assert carrier_of(model)._staying.num_bytes == 2 * left_by(2)
+    assert sum(offloader_of(model)._staying) == 2 * left_by(2)
 
 
 def test_a_graph_that_is_dropped_is_freed() -> None:
     model, optimizer = prepared(FIRST)
     train(model, optimizer, 2)
     loss = loss_of(model, 0)
-    pool = carrier_of(model).pool(Tier.HOST)
+    pool = offloader_of(model).copies.pool(Tier.HOST)
     assert pool.used > 0
     del loss
     gc.collect()
-    carrier_of(model)._worker.drain()
+    offloader_of(model).copies.worker.drain()
     assert pool.used == 0

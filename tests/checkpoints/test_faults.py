@@ -27,7 +27,7 @@ from checkpoints.runs import Job, Run, compared, unlike
 from support.agreement import agree
 from support.processes import TESTS, doing
 from zerostd import CheckpointError
-from zerostd.checkpointing.storage import sinks
+from zerostd.checkpointing.storage import direct_writer
 from zerostd.checkpointing.storage.manifest import BLOCK
 
 pytestmark = pytest.mark.timeout(90)  # some of these could hang
@@ -204,7 +204,7 @@ def test_any_call_of_the_system_fails(call: str, trained: Run, tmp_path: Path, m
         return true(*arguments, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(sinks, "START_EVERY", 1)
+        patched.setattr(direct_writer, "START_EVERY", 1)
         patched.setattr(module, call, failing)
         trained.save(tmp_path / "whole")
         times = 100 - left
@@ -219,6 +219,8 @@ def test_any_call_of_the_system_fails(call: str, trained: Run, tmp_path: Path, m
                 # what was complete before the error stays: only the last sync, of the directory beside, comes later
                 is_last = call in ("fsync", "open") and number == times
                 assert os.listdir(tmp_path) == (["whole"] if is_last else []), f"{call} number {number}"
+            else:  # the directory above is there, whatever mkdir says of it
+                assert (call, number) == ("mkdir", 1), f"{call} number {number} failed, and nobody noticed"
     shutil.rmtree(tmp_path / "whole", ignore_errors=True)
     works(trained, tmp_path)
 
@@ -485,7 +487,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "huge length": (lambda d: d["files"].update({SHARD: {"bytes": 1 << 61}}), "should have 2305843009213693952"),
     "huge shape": (lambda d: first(d).update(shape=[1 << 61]), "elements"),
     "huge part": (lambda d: first(d)["parts"][0].update(stop=1 << 59), "checksums in a part"),
-    "negative": (lambda d: first(d)["parts"][0].update(start=-4), r"part \[-4"),
+    "negative": (lambda d: first(d)["parts"][0].update(start=-4), "start.*>= 0"),
     "overlap": (lambda d: first(d)["parts"].insert(0, {**first(d)["parts"][0], "key": "x"}), "parts that overlap"),
     "gap": (lambda d: first(d)["parts"][0].update(start=1), "a gap at 0"),
     "one place twice": (lambda d: first(d)["parts"][0].update(key=first(d, "state")["parts"][0]["key"]), "two parts"),
@@ -514,10 +516,10 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda d: d["optimizer"]["singles"].update(x={"step": {"$tensor": 0}}),
         "where no tensor can be",
     ),
-    "generator": (lambda d: d["random"]["0"].update(python=[3, [1, 2], None]), "a random state that is none"),
+    "generator": (lambda d: d["random"]["0"].update(python=[3, [1, 2], None]), "invalid random state"),
     "another generator": (
         lambda d: d["random"]["0"].update(numpy={"$tuple": ["MT19937"]}),
-        "random state that is none",
+        "invalid random state",
     ),
     "extra": (lambda d: d.update(extra={"$tensor": 7}), "no tensor 7 of extra"),
 }

@@ -105,5 +105,5 @@ def test_a_manifest_that_says_it_wrongly(tmp_path: Path) -> None:
     zerostd.save(tmp_path / "some", model, optimizer, frozen=False)
     (path,) = (tmp_path / "some").glob("*.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "frozen": "no"}))
-    with pytest.raises(CheckpointError, match="'frozen' is 'no'"):
+    with pytest.raises(CheckpointError, match="frozen is 'no'"):
         zerostd.load(tmp_path / "some", model, optimizer)

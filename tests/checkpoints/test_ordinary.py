@@ -23,7 +23,7 @@ from support.compare import assert_bitwise
 from support.processes import doing
 from support.side_by_side import seeded
 from zerostd import Budget, CheckpointError, MisuseError
-from zerostd.checkpointing.storage.ordinary import OrdinaryModel
+from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader
 
 MIB = 2**20
 State = dict[str, Tensor]
@@ -329,21 +329,21 @@ def test_wrong_on_one_rank_is_an_error_on_all(ranks: Any, tmp_path: Path) -> Non
 
 def breaks_off(rank: int, path: str, folder: str) -> str:
     model, _ = prepared(seeded(Odd), folder, 3, "host", None)
-    read, count = OrdinaryModel.read, 0
+    read, count = SafetensorsReader.read, 0
 
-    def some(self: OrdinaryModel, *args: Any) -> Tensor:
+    def failing_read(self: SafetensorsReader, *args: Any) -> None:
         nonlocal count
         count += 1
         if rank == 1 and count > 3:
             raise CheckpointError("the file ends here")
-        return read(self, *args)
+        read(self, *args)
 
-    OrdinaryModel.read = some  # type: ignore[method-assign]
+    SafetensorsReader.read = failing_read  # type: ignore[method-assign]
     try:
         with pytest.raises(CheckpointError) as raised:
             zerostd.load(path, model)
     finally:
-        OrdinaryModel.read = read  # type: ignore[method-assign]
+        SafetensorsReader.read = read  # type: ignore[method-assign]
     zerostd.load(path, model)
     assert_bitwise(zerostd.full_state_dict(model), state_of())
     zerostd.release(model)

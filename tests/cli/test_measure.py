@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from zerostd.cli import measure as verb
 from zerostd.cli.main import app
 from zerostd.measuring import TrialSizes, load_or_measure, load_profile
+from zerostd.monitoring import progress
 from zerostd.planning import Link, MachineProfile, Wire
 
 MIB = 2**20
@@ -75,7 +76,7 @@ def test_plan_uses_what_was_measured(tmp_path: Path) -> None:
 
 def test_bar_on_a_terminal_says_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Console(file=io.StringIO(), force_terminal=True)
-    monkeypatch.setattr(verb, "_console", lambda: terminal)
+    monkeypatch.setattr(progress, "Console", lambda stderr: terminal)
     assert measure("--json").stdout.startswith("{")
     assert "updates on the processor" in terminal.file.getvalue()
 

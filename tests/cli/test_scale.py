@@ -14,13 +14,14 @@ import zerostd
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_profile
 from zerostd.measuring.model import profile_model
+from zerostd.parameters import staging
 from zerostd.planning import MachineProfile
 from zerostd.planning import cluster as clusters
 from zerostd.planning.cluster import TrainingOptions, limits_of, plan_on, scaling, sent_bytes, state_bytes
 from zerostd.planning.costs import FOR_LIBRARIES
 from zerostd.planning.described import from_numbers
 from zerostd.policy import Budget, Kind, Stage, Tier
-from zerostd.scheduling import gathering, reducing
+from zerostd.scheduling import gathering
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +54,7 @@ def test_state_and_bytes_sent_by_stage(size: int) -> None:
 
 def test_numbers_that_others_have_too_are_the_same() -> None:
     assert clusters.NUM_GATHERED == gathering.PREFETCH_DEPTH + 2
-    assert clusters.NUM_STAGING == reducing.NUM_STAGING
+    assert clusters.NUM_STAGING == staging.NUM_STAGING
 
 
 # -- limits --

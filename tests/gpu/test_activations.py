@@ -106,7 +106,7 @@ def test_beside_states_and_parameters_on_the_host(way: str) -> None:
     assert all(torch.equal(state[name], value) for name, value in other.items())
 
 
-def test_offloaded_inputs_leave_two_bundles(kept: Any) -> None:
+def test_offloaded_inputs_leave_two_groups(kept: Any) -> None:
     _, _, recomputed, _ = train("recompute")
     _, _, offloaded, _ = train("recompute+host")
     saved = recomputed - offloaded
@@ -158,4 +158,4 @@ def test_lengths_that_vary_do_not_fragment() -> None:
     allocated = torch.cuda.max_memory_allocated()
     assert torch.cuda.memory_reserved() < 1.25 * most
     assert torch.cuda.memory_reserved() < 1.5 * allocated + 2**28, (torch.cuda.memory_reserved(), allocated)
-    assert runtime_of(model, "test").hooks.activations._carrier.pool(Tier.HOST).used == 0
+    assert runtime_of(model, "test").hooks.activations._offloader.copies.pool(Tier.HOST).used == 0

@@ -20,7 +20,7 @@ import zerostd
 from support.compare import assert_bitwise, assert_close_states, worst_error
 from support.memory import pss
 from zerostd import Budget, Placement
-from zerostd.optimizers import from_disk, on_cpu, routes
+from zerostd.optimizers import cpu_updater, disk_updater, streamed_updater
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.debug import DEBUG
 
@@ -131,9 +131,9 @@ def after(placement: Placement, path: Any = None, *, steps: int = 10, device: st
 @pytest.fixture(autouse=True)
 def short_tiles(monkeypatch):
     """A block has 525 thousand elements: several tiles on every route."""
-    monkeypatch.setattr(routes, "TILE_NUMEL", 1 << 17)
-    monkeypatch.setattr(on_cpu, "TILE_NUMEL", 1 << 17)
-    monkeypatch.setattr(from_disk, "TILE_NUMEL", 1 << 17)
+    monkeypatch.setattr(streamed_updater, "TILE_NUMEL", 1 << 17)
+    monkeypatch.setattr(cpu_updater, "TILE_NUMEL", 1 << 17)
+    monkeypatch.setattr(disk_updater, "TILE_NUMEL", 1 << 17)
 
 
 @contextlib.contextmanager
@@ -223,7 +223,7 @@ def test_speculation_is_bitwise_the_same(cpu_share):
     del options["steps"]
     model, optimizer = prepared(Placement(optimizer_states="host", cpu_share=cpu_share, speculate=True), **options)
     train(model, optimizer, steps)
-    assert optimizer.early.num_tried >= optimizer.early.num_kept > 0
+    assert optimizer.backward_updates.num_speculated >= optimizer.backward_updates.num_committed > 0
     assert_bitwise(zerostd.full_state_dict(model), expected)
 
 
@@ -358,7 +358,7 @@ def test_host_memory_is_pinned():
     train(model, optimizer, 1)
     for group in model.__dict__["_zerostd"].groups:
         for flat in group.flats:
-            columns = [*flat.state_shards[0].columns.values(), flat.rest]
+            columns = [*flat.state_shards[0].tensors.values(), flat.rest]
             assert len(columns) == 4 and all(column.tensor.is_pinned() for column in columns)
             assert flat.gradient.current.is_pinned()
     column = flat.rest.tensor
@@ -394,7 +394,7 @@ def test_out_of_memory_in_the_first_step_changes_nothing():
     model, optimizer, x = large(Placement())
     model(x).square().mean().backward()
     torch.cuda.synchronize()
-    masters = [shard.read_master().clone() for flat in optimizer._updater.runs for shard in flat.state_shards]
+    masters = [shard.read_master().clone() for flat in optimizer.updater.spans for shard in flat.state_shards]
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 64 * MIB) / total)
@@ -405,12 +405,12 @@ def test_out_of_memory_in_the_first_step_changes_nothing():
         torch.cuda.set_per_process_memory_fraction(1.0)
     text = str(caught.value)
     assert all(word in text for word in ("zerostd held", "device", "parameters", "gradients", "MiB", "Placement"))
-    now = [shard.read_master() for flat in optimizer._updater.runs for shard in flat.state_shards]
+    now = [shard.read_master() for flat in optimizer.updater.spans for shard in flat.state_shards]
     assert all(torch.equal(a, b) for a, b in zip(masters, now, strict=True))
     assert not optimizer.inner.state
     optimizer.step()
     assert optimizer.inner.state
-    changed = [shard.read_master() for flat in optimizer._updater.runs for shard in flat.state_shards]
+    changed = [shard.read_master() for flat in optimizer.updater.spans for shard in flat.state_shards]
     assert not any(torch.equal(a, b) for a, b in zip(masters, changed, strict=True))
     optimizer.zero_grad()
     step_large(model, optimizer, x)

@@ -49,6 +49,13 @@ class Source:
         return f"{self.path.relative_to(ROOT).as_posix()}:{line}"
 
 
+def sample(text: str) -> Source:
+    """A file that is not there, to try a check on."""
+    source = Source(PACKAGE / "sample.py")
+    source.text = text
+    return source
+
+
 def _definitions(node: ast.AST, above: str) -> Iterator[tuple[str, ast.ClassDef | Function]]:
     for child in ast.iter_child_nodes(node):
         path = above

@@ -14,7 +14,7 @@ from house.limits import (
     MOST_PRIVATE_NAMES,
     MOST_REACHES,
 )
-from house.sources import SOURCES, Function, Source, hold, hold_everywhere
+from house.sources import SOURCES, Function, Source, hold, hold_everywhere, sample
 
 # "room/file.py: target": why a function may be set there on an object of somebody else's.
 LATE_FUNCTIONS: dict[str, str] = {
@@ -23,10 +23,10 @@ LATE_FUNCTIONS: dict[str, str] = {
     "integrations/keras.py: model.__dict__['save_weights']": "the user's model: a method of it knows about shards",
     "integrations/lightning.py: plugin.clip_grad_by_norm": "Lightning's plugin, which clips by torch's own functions",
     "integrations/lightning.py: plugin.clip_grad_by_value": "Lightning's plugin, which clips by torch's own functions",
-    "parameters/deferred.py: init._no_grad_trunc_normal_": "torch's own, for as long as `empty_init` is on",
+    "compat.py: init._no_grad_trunc_normal_": "torch's own, for as long as `empty_init` is on",
     "scheduling/guards.py: module.__dict__['_apply']": "the user's module: `.to()` and the like are refused",
     "scheduling/guards.py: module.__dict__[GUARD]": "the user's module: a copy of it is refused",
-    "scheduling/recomputing.py: self.module.forward": "the user's module: its forward is what is recomputed",
+    "scheduling/recomputing.py: module.forward": "the user's module: its forward is what is recomputed",
 }
 
 # Private names of torch that may stand outside compat.py, with the reason.
@@ -67,11 +67,8 @@ def test_one_assignment_a_line() -> None:
     """Two values that change places, and one value that is taken apart, are no two assignments."""
 
     def packed(source: Source) -> Iterator[str]:
-        for node in source.nodes:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple | ast.List):
-                for target in node.targets:
-                    if isinstance(target, ast.Tuple | ast.List) and _texts(target) != _texts(node.value):
-                        yield f"{source.at(node.lineno)}: {ast.unparse(node)}"
+        for line, text in _packed(source):
+            yield f"{source.at(line)}: {text}"
 
     hold_everywhere(packed, MOST_PACKED_ASSIGNMENTS)
 
@@ -113,23 +110,89 @@ def test_private_names_of_ours_stay_in_their_file() -> None:
     hold_everywhere(reaches, MOST_REACHES)
 
 
+LATE = """
+def stop(): ...
+class Loop:
+    def __init__(self, on_begin, on_end):
+        self.on_begin = on_begin
+        self.on_end = on_end or stop
+        self.on_step: Callable[[], None] | None = None
+        self.on_stop = lambda: None
+        self.count = 0
+    def begin(self, stop):
+        self.stop = stop
+        self.again = self.begin
+def wire(loop):
+    loop.on_begin = stop
+    loop.on_end = functools.partial(stop, 1)
+    loop.__dict__["on_step"] = loop.begin
+    loop.on_step = loop
+    loop.count = loop.count + 1
+"""
+PACKED = """
+a, b = b, a
+a, b = f()
+a, b = 1, 2
+(a, b), c = f(), 2
+x.a, y[0] = [1, 2]
+"""
+HIDDEN = """
+def reads(**more):
+    return more["step"], more.get("way")
+def passes(**more):
+    return reads(**more)
+def splats(x):
+    options = {"x": x}
+    more = dict(x=x)
+    more.pop("x")
+    return reads(**options), reads(**more)
+"""
+PRIVATE_USES = """
+from torch.utils._pytree import tree_map
+from torch._dynamo import disable
+from zerostd.tiers import _nothing
+class Own:
+    def __init__(self, tensor):
+        self._version = tensor._version_of_torch
+        self.size = torch._C._of_torch() + sys._getframe().f_lineno
+"""
+
+
+def test_checks_find_what_they_are_for() -> None:
+    """All of these lists may be empty for the library one day; the checks have to see something all the same."""
+    assert [line for line, _, _ in _late_functions(sample(LATE))] == [7, 8, 12, 14, 15, 16, 17]
+    assert [line for line, _ in _packed(sample(PACKED))] == [4, 5, 6]
+    functions = [node for _, node in sample(HIDDEN).definitions if isinstance(node, Function)]
+    assert [sorted({*_read_by_name(node), *_only_splatted(node)}) for node in functions] == [
+        ["more.get('way')", "more['step']"],
+        [],
+        ["**options"],
+    ]
+    assert [name for _, name in _private_names(sample(PRIVATE_USES)) if not _is_excepted(name)] == [
+        "torch._dynamo.disable",
+        "tensor._version_of_torch",
+        "torch._C._of_torch",
+        "torch._C",
+    ]
+
+
 def _late_functions(source: Source) -> Iterator[tuple[int, str, str]]:
     """(line, target, value) of the functions that are set on another object, or on one's own after it was made."""
     functions = _plain_functions(source)
+    methods = ONLY_METHODS | _only_methods([source])
+    callables = CALLABLES | _callables([source])
     for node, within in _assignments(source.tree, None):
-        plain = functions - _parameters(within)
+        given = _parameters(within)
         for target, value in _pairs(node):
             if not _is_on_an_object(target):
                 continue
-            is_own = (
-                isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in OURS
-            )
-            is_callable = isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith("Callable")
-            is_empty = isinstance(value, ast.Constant) and value.value is None
-            if is_own and within is not None and within.name == "__init__":
-                late = _is_function(value, plain, methods=False) or (is_callable and is_empty)
+            if not _is_own(target):
+                late = _is_function(value, functions - given, methods) or _attribute(target) in callables
+            elif within is None or within.name != "__init__":
+                late = _is_function(value, functions - given, methods)
             else:
-                late = _is_function(value, plain, methods=True)
+                is_empty = isinstance(value, ast.Constant) and _attribute(target) in callables
+                late = not _names(value) & given - set(OURS) and (is_empty or _is_function(value, functions, set()))
             if late:
                 yield node.lineno, ast.unparse(target), ast.unparse(value)
 
@@ -164,7 +227,20 @@ def _is_on_an_object(target: ast.expr) -> bool:
     return False
 
 
-def _is_function(value: ast.expr, functions: set[str], methods: bool) -> bool:
+def _is_own(target: ast.expr) -> bool:
+    """`self.x` itself, not an attribute of it."""
+    return isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in OURS
+
+
+def _attribute(target: ast.expr) -> str | None:
+    return target.attr if isinstance(target, ast.Attribute) else None
+
+
+def _names(value: ast.expr) -> set[str]:
+    return {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+
+
+def _is_function(value: ast.expr, functions: set[str], methods: set[str]) -> bool:
     """A lambda, a function of the file, a method of ours that is not called, a part of one, or a choice of these."""
     match value:
         case ast.Lambda():
@@ -172,7 +248,7 @@ def _is_function(value: ast.expr, functions: set[str], methods: bool) -> bool:
         case ast.Name(id=name):
             return name in functions
         case ast.Attribute(attr=name):
-            return methods and name in ONLY_METHODS
+            return name in methods
         case ast.Call(func=function, args=[ast.Name() | ast.Attribute() | ast.Lambda(), *_]):
             return ast.unparse(function).split(".")[-1] in ("partial", "no_dynamo", "MethodType", "wraps")
         case ast.BoolOp(values=values):
@@ -186,6 +262,15 @@ def _plain_functions(source: Source) -> set[str]:
     """Functions that are no methods: a bare name of one is the function."""
     methods = {method for node in source.nodes if isinstance(node, ast.ClassDef) for method in node.body}
     return {node.name for node in source.nodes if isinstance(node, Function) and node not in methods}
+
+
+def _packed(source: Source) -> Iterator[tuple[int, str]]:
+    """(line, text) of assignments of several values to as many targets, but for those that change places."""
+    for node in source.nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple | ast.List):
+            for target in node.targets:
+                if isinstance(target, ast.Tuple | ast.List) and _texts(target) != _texts(node.value):
+                    yield node.lineno, ast.unparse(node)
 
 
 def _texts(node: ast.Tuple | ast.List) -> set[str]:
@@ -272,11 +357,11 @@ def _defined_privately(source: Source) -> set[str]:
 OUR_PRIVATE_NAMES = {name for source in SOURCES for name in _defined_privately(source)} - PRIVATE_NAMES.keys()
 
 
-def _only_methods() -> set[str]:
-    """Names that are methods of our classes and nothing else anywhere: no field, property or attribute."""
+def _only_methods(sources: list[Source]) -> set[str]:
+    """Names that are methods of classes and nothing else in these files: no field, property or attribute."""
     methods: set[str] = set()
     others: set[str] = set()
-    for source in SOURCES:
+    for source in sources:
         for node in source.nodes:
             match node:
                 case ast.ClassDef(body=body):
@@ -293,4 +378,33 @@ def _only_methods() -> set[str]:
     return methods - others
 
 
-ONLY_METHODS = _only_methods()
+ONLY_METHODS = _only_methods(SOURCES)
+
+
+def _callables(sources: list[Source]) -> set[str]:
+    """Attributes that some class annotates as a callable, by an alias too, and no other as something else."""
+    aliases = {
+        target.id
+        for source in sources
+        for node in source.tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Callable[")
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    is_callable = re.compile(rf"(?:{'|'.join(['Callable', *sorted(aliases)])})\b")
+    callables: set[str] = set()
+    others: set[str] = set()
+    for source in sources:
+        for node in source.nodes:
+            match node:
+                case ast.AnnAssign(target=ast.Attribute(attr=name)):
+                    (callables if is_callable.match(ast.unparse(node.annotation)) else others).add(name)
+                case ast.ClassDef(body=body):
+                    for field in body:
+                        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                            is_one = is_callable.match(ast.unparse(field.annotation))
+                            (callables if is_one else others).add(field.target.id)
+    return callables - others
+
+
+CALLABLES = _callables(SOURCES)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 
-import pytest
-
 import zerostd
+from house.sources import hold
 
 PUBLIC_NAMES = [
     "Budget",
@@ -47,8 +46,12 @@ def test_exported_names_are_these() -> None:
     assert sorted(zerostd.__all__) == sorted(PUBLIC_NAMES)
 
 
-@pytest.mark.parametrize("name", PUBLIC_NAMES)
-def test_public_name_has_a_docstring(name: str) -> None:
+def test_public_names_have_docstrings() -> None:
+    hold(f"zerostd.{name} says nothing about itself" for name in PUBLIC_NAMES if not _has_docstring(name))
+
+
+def _has_docstring(name: str) -> bool:
+    """One of its own: not that of a base class, nor the signature that `dataclass` writes."""
     public = getattr(zerostd, name)
     own = vars(public).get("__doc__") if inspect.isclass(public) else public.__doc__
-    assert own and not own.startswith(f"{name}("), f"zerostd.{name} says nothing about itself"  # dataclass's own
+    return bool(own) and not own.startswith(f"{name}(")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zerostd.kernels import Adagrad, Adam, Rule, Sgd, Split, join, native, reference, split, update
-from zerostd.kernels.rules import Step
+from zerostd.kernels.rules import UpdateArguments
 
 SIZES = [0, 1, 15, 17, 1000, 100_003]
 HALVES = [torch.bfloat16, torch.float16]
@@ -87,7 +87,7 @@ def clones(arrays: list[Tensor]) -> list[Tensor]:
 
 def update_reference(rule, gradient, source, target=None, *, factor=1.0, weight=None) -> None:
     target = source if target is None else target
-    reference.update(Step(rule, gradient, factor, tuple(source), tuple(target), weight))
+    reference.update(UpdateArguments(rule, gradient, factor, tuple(source), tuple(target), weight))
 
 
 @each_make

@@ -6,6 +6,7 @@ import threading
 import time
 from itertools import pairwise
 
+import pytest
 import torch
 
 from zerostd.monitoring.events import HOST, NOTHING, Events
@@ -41,11 +42,8 @@ def test_a_span_lasts_as_long_as_its_block() -> None:
 
 def test_an_error_inside_ends_the_span_and_goes_on() -> None:
     events = recording()
-    try:
-        with events.within("update", "cpu"):
-            raise ValueError("inside")
-    except ValueError as error:
-        assert str(error) == "inside"
+    with pytest.raises(ValueError, match=r"^inside$"), events.within("update", "cpu"):
+        raise ValueError("inside")
     (span,) = events.take()
     assert span.ended is not None
 

@@ -22,7 +22,7 @@ from support.compare import assert_bitwise
 from support.models import MODELS, Case
 from support.side_by_side import data, seeded
 from zerostd import Placement
-from zerostd.optimizers import from_disk, on_cpu, routes
+from zerostd.optimizers import cpu_updater, disk_updater, streamed_updater
 from zerostd.sharding.portions import UNIT
 from zerostd.tiers.debug import DEBUG
 
@@ -173,14 +173,14 @@ class Trained:
     weights: dict[str, Tensor]
     states: dict[str, Any]  # the optimizer's state_dict
     norms: list[float] = field(default_factory=list)
-    num_tried: int = 0
-    num_kept: int = 0
+    num_speculated: int = 0
+    num_committed: int = 0
 
 
 @contextlib.contextmanager
 def short_tiles() -> Iterator[None]:
     """Updates off the device in several tiles. Nothing prepared inside may be used after it."""
-    modules, lengths = (from_disk, on_cpu, routes), (2 * UNIT, 3001, 2 * UNIT)
+    modules, lengths = (disk_updater, cpu_updater, streamed_updater), (2 * UNIT, 3001, 2 * UNIT)
     before = [module.TILE_NUMEL for module in modules]
     try:
         for module, length in zip(modules, lengths, strict=True):
@@ -226,10 +226,10 @@ def loss_of(job: Job, model: nn.Module, index: int, rank: int = 0) -> Tensor:
 
 def hold_up(optimizer: Any, seconds: float) -> None:
     """Keep the threads that update busy for a while: what is asked of them now is done later."""
-    found = optimizer._updater.routes
-    for route in (found.cpu, found.streamed, found.disk) if found is not None else ():
-        if route is not None:
-            route.worker.submit(lambda: time.sleep(seconds), place=-1)
+    offload = optimizer.updater.offload
+    for updater in (offload.cpu, offload.streamed, offload.disk) if offload is not None else ():
+        if updater is not None:
+            updater.worker.submit(lambda: time.sleep(seconds), place=-1)
 
 
 def run_steps(job: Job, model: Any, optimizer: Any, numbers: range, rank: int = 0) -> tuple[list[float], list[float]]:
@@ -264,8 +264,9 @@ def train(job: Job, placement: Placement | None, folder: Any, rank: int = 0) -> 
     losses, norms = losses + more[0], norms + more[1]
     assert not job.overflows or optimizer.loss_scale.num_skipped == 1, "one step should have overflowed"
     trained = Trained(losses, zerostd.full_state_dict(model), copy.deepcopy(optimizer.state_dict()), norms)
-    if optimizer.early is not None:
-        trained.num_tried, trained.num_kept = optimizer.early.num_tried, optimizer.early.num_kept
+    if optimizer.backward_updates is not None:
+        trained.num_speculated = optimizer.backward_updates.num_speculated
+        trained.num_committed = optimizer.backward_updates.num_committed
     zerostd.release(model)
     return trained
 

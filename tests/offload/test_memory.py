@@ -192,6 +192,7 @@ sys.path[:0] = [{tests!r}]
 import torch
 import zerostd
 from offload.test_memory import PLACES, Tower, adamw, data
+from zerostd.optimizers.streamed_updater import LANDING
 from zerostd.policy import Tier
 warnings.simplefilter("ignore", RuntimeWarning)
 torch.set_num_threads(1)
@@ -225,8 +226,8 @@ def booked(ledger, *tiers):
 def untouched(optimizer):
     """Room on the device for what comes from the host: here both are one, and nobody writes to it. Its pages are there
     only if somebody had them before."""
-    streamed = optimizer._updater.routes.streamed
-    return 0 if streamed is None else sum(slot.landing.nbytes for slot in streamed._slots)
+    streamed = optimizer.updater.offload.streamed
+    return 0 if streamed is None else sum(slot.memory[LANDING].nbytes for slot in streamed._slots)
 '''
 
 LARGE = """

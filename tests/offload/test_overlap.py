@@ -144,7 +144,7 @@ def after_backward(placement: Placement, folder: Any, **options: Any) -> tuple[A
 def test_updates_begin_inside_backward(name: str, tmp_path: Path) -> None:
     """The blocks are updated when backward ends, step() adds the rest and nothing twice."""
     model, optimizer, _ = after_backward(PLACEMENTS[name], tmp_path)
-    done = {group.name for group in optimizer.early._done}
+    done = {group.name for group in optimizer.backward_updates._done}
     assert done == {"blocks.0", "blocks.1"}
     optimizer.synchronize()
     before, after = on_device(Job(steps=1)).weights, on_device(Job(steps=2)).weights
@@ -156,7 +156,7 @@ def test_updates_begin_inside_backward(name: str, tmp_path: Path) -> None:
         assert not torch.equal(before[parameter], after[parameter]), f"{parameter} does not train"
     optimizer.step()
     assert_bitwise(zerostd.full_state_dict(model), after, "after step")
-    assert not optimizer.early._done
+    assert not optimizer.backward_updates._done
     zerostd.release(model)
 
 
@@ -168,10 +168,10 @@ def test_updates_wait_where_the_end_is_not_known(tmp_path: Path) -> None:
         {"accumulate": 1, "precision": "fp16"},
     ):
         model, optimizer = prepared(Job(**options), host, tmp_path)
-        assert optimizer.early is None, options
+        assert optimizer.backward_updates is None, options
         zerostd.release(model)
     model, optimizer = prepared(Job(accumulate=1), None, tmp_path)
-    assert optimizer.early is None
+    assert optimizer.backward_updates is None
     zerostd.release(model)
 
 
@@ -181,7 +181,7 @@ def test_of_several_passes_the_last_one_updates(tmp_path: Path) -> None:
     seen = []
     for number in range(6):
         loss_of(job, model, number).backward()
-        seen.append(len(optimizer.early._done))
+        seen.append(len(optimizer.backward_updates._done))
         if number % 3 == 2:
             optimizer.step()
             optimizer.zero_grad()
@@ -265,7 +265,7 @@ def test_a_backward_pass_that_fails_after_updates_began(call: str, speculates: b
     model, optimizer = prepared(job, replace(HALF, speculate=speculates), tmp_path)
     run_steps(job, model, optimizer, range(2))
     fail_half_way(job, model, 2)
-    assert [group.name for group in optimizer.early._done] == ["blocks.1"]
+    assert [group.name for group in optimizer.backward_updates._done] == ["blocks.1"]
     with pytest.raises(MisuseError, match="accumulate"):
         loss_of(job, model, 2).backward() if call == "backward" else getattr(optimizer, call)()
     zerostd.release(model)
@@ -320,7 +320,7 @@ def test_speculation_changes_no_bit(cpu_share: float, tmp_path: Path) -> None:
             with debugging(poisons=True):
                 trained = train(job, placement, tmp_path)
             assert_same(trained, reference, str(job))
-            tried, kept = trained.num_tried, trained.num_kept
+            tried, kept = trained.num_speculated, trained.num_committed
             if max_norm == BIG:
                 assert tried == kept == job.steps - 2, "two steps that do not clip, then it is tried every time"
             elif max_norm == SMALL:
@@ -336,7 +336,7 @@ def test_speculation_beside_states_that_have_no_second_copy(home: dict[str, floa
     job = Job(case="bumpy", accumulate=1, max_grad_norm=BETWEEN, steps=13, delay_s=0.005)
     trained = train(job, Placement(optimizer_states=home, cpu_share=0.5, speculate=True), tmp_path)
     assert_same(trained, on_device(job), str(home))
-    assert 0 < trained.num_kept < trained.num_tried
+    assert 0 < trained.num_committed < trained.num_speculated
 
 
 def test_speculation_saves_and_loads_what_was_kept(tmp_path: Path) -> None:
@@ -375,7 +375,9 @@ def speculate_on_ranks(rank: int, folder: str) -> list[str]:
             trained = train(job, placement, folder, rank)
             try:
                 assert_same(trained, train(job, None, folder, rank), f"rank {rank}, {job}")
-                assert stage in (1, 2) or 0 < trained.num_kept < trained.num_tried, f"stage {stage} did not speculate"
+                assert stage in (1, 2) or 0 < trained.num_committed < trained.num_speculated, (
+                    f"stage {stage} did not speculate"
+                )
             except AssertionError as error:
                 failures.append(str(error))
     return failures
@@ -533,7 +535,7 @@ def test_a_failed_update_is_heard_of(tmp_path: Path) -> None:
     job = Job(rules="own")
     model, optimizer = prepared(job, PLACEMENTS["states on host"], tmp_path)
     run_steps(job, model, optimizer, range(1))
-    optimizer._updater.routes.cpu.twin.optimizer.pace = "fast"
+    optimizer.updater.offload.cpu.clone.optimizer.pace = "fast"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of works that nobody waits for any more
         with pytest.raises(StorageError, match=r"TypeError"):

@@ -420,7 +420,7 @@ def test_in_a_world_of_one_every_stage_takes_every_placement(tmp_path: Path) -> 
 
 
 def test_homes_that_do_not_exist_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PrepareError):
+    with pytest.raises(PrepareError, match=r"gradients='disk'.*use 'host'"):
         prepared(Job(), Placement(gradients="disk"), tmp_path)
     with pytest.raises(PrepareError, match="not a way for activations"):
         Placement(activations="tape")

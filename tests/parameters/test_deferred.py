@@ -102,6 +102,7 @@ def test_buffers_are_real_and_as_in_plain_construction(build: Callable[[], nn.Mo
     with empty_init():
         module = build()
     random = {"parametrizations.weight.0._u", "parametrizations.weight.0._v"}
+    assert [name for name, _ in module.named_buffers()] == [name for name, _ in plain.named_buffers()]
     for name, buffer in module.named_buffers():
         assert not buffer.is_meta, name
         assert name in random or torch.equal(buffer, plain.get_buffer(name)), name

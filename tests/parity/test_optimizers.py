@@ -5,6 +5,8 @@ The mixture of experts has parameters without gradients in some steps, which an 
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from support.agreement import agree, disagreements
@@ -12,24 +14,30 @@ from support.models import MODELS
 from support.processes import doing
 from support.reference import OPTIMIZERS, Recipe, train_ddp, train_zerostd
 
+each_model = pytest.mark.parametrize("name", ["mlp", "experts"])
+each_stage = pytest.mark.parametrize("stage", [1, 3])
 
-def compare_optimizer(rank, optimizer, lr_factors):
-    failures = []
-    for name in ("mlp", "experts"):
-        case, recipe = MODELS[name], Recipe(optimizer=optimizer, lr_factors=lr_factors)
-        reference = train_ddp(case, recipe)
-        for stage in (1, 3):
-            doing(f"{name}, stage {stage}, {recipe}")
-            found = disagreements(case, recipe, train_zerostd(case, recipe, stage), reference)
-            failures += [f"{name}, stage {stage}, {recipe}: rank {rank}: {text}" for text in found]
-    return failures
+
+@functools.cache  # in each rank: the stages are compared with one reference
+def reference_of(name, recipe):
+    return train_ddp(MODELS[name], recipe)
+
+
+def compare(rank, name, recipe, stage):
+    doing(f"{name}, stage {stage}, {recipe}")
+    trained = train_zerostd(MODELS[name], recipe, stage)
+    return disagreements(MODELS[name], recipe, trained, reference_of(name, recipe))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizer_on_shards_trains_as_on_whole_parameters(ranks, optimizer):
-    agree(ranks(2, compare_optimizer, optimizer, ()))
+@each_model
+@each_stage
+def test_optimizer_on_shards_trains_as_on_whole_parameters(ranks, optimizer, name, stage):
+    agree(ranks(2, compare, name, Recipe(optimizer=optimizer), stage))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "user's own"])
-def test_learning_rate_scheduler_acts_on_the_prepared_optimizer(ranks, optimizer):
-    agree(ranks(2, compare_optimizer, optimizer, (1.0, 0.5, 2.0, 0.1)))
+@each_model
+@each_stage
+def test_learning_rate_scheduler_acts_on_the_prepared_optimizer(ranks, optimizer, name, stage):
+    agree(ranks(2, compare, name, Recipe(optimizer=optimizer, lr_factors=(1.0, 0.5, 2.0, 0.1)), stage))

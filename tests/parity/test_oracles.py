@@ -5,7 +5,7 @@ Nothing here uses zerostd: what the parity tests compare with must stand on its 
 
 from __future__ import annotations
 
-import itertools
+import functools
 import os
 import time
 from dataclasses import replace
@@ -14,32 +14,37 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.agreement import disagreements
+from support.agreement import agree, disagreements
 from support.compare import assert_bitwise, assert_close_states
 from support.models import EXPERTS, MODELS, REST_LENGTH, topics
 from support.processes import RankPool, doing, run_ranks
 from support.reference import OPTIMIZERS, Recipe, train_by_hand, train_ddp, train_plain
 
-RECIPES = [Recipe(accumulate=k, max_norm=clip) for k in (1, 3) for clip in (None, 0.3)]
+each_recipe = pytest.mark.parametrize(
+    "recipe",
+    [Recipe(accumulate=k, max_norm=clip) for k in (1, 3) for clip in (None, 0.3)],
+    ids=["one pass", "one pass, clipped", "three passes", "three passes, clipped"],
+)
 
 
 # -- references against each other --
 
 
-def references_apart(rank, name):
-    case, world_size = MODELS[name], dist.get_world_size()
-    for recipe in RECIPES:
-        doing(f"{name}, {recipe}")
-        ddp, by_hand = train_ddp(case, recipe), train_by_hand(case, recipe)
-        assert not disagreements(case, recipe, by_hand, ddp)
-        if not case.batch_norm:
-            assert_close_states(train_plain(case, recipe, of_world=world_size).state, ddp.state, 1e-5, "joined batch")
+def references_apart(rank, name, recipe):
+    case = MODELS[name]
+    doing(f"{name}, {recipe}")
+    ddp = train_ddp(case, recipe)
+    assert not disagreements(case, recipe, train_by_hand(case, recipe), ddp)
+    if not case.batch_norm:
+        joined = train_plain(case, recipe, of_world=dist.get_world_size())
+        assert_close_states(joined.state, ddp.state, 1e-5, "joined batch")
     return ddp.state
 
 
+@each_recipe
 @pytest.mark.parametrize("name", MODELS)
-def test_plain_torch_on_the_joined_batch_and_ddp_and_by_hand_are_the_same_training(ranks, name):
-    states = ranks(3, references_apart, name)
+def test_plain_torch_on_the_joined_batch_and_ddp_and_by_hand_are_the_same_training(ranks, name, recipe):
+    states = ranks(3, references_apart, name, recipe)
     parameters = dict(MODELS[name].make(0).named_parameters())
     for rank, state in enumerate(states[1:], start=1):
         assert_bitwise(
@@ -47,10 +52,10 @@ def test_plain_torch_on_the_joined_batch_and_ddp_and_by_hand_are_the_same_traini
         )
 
 
+@each_recipe
 @pytest.mark.parametrize("name", MODELS)
-def test_by_hand_in_fp32_on_one_rank_is_plain_torch(name):
-    for recipe in RECIPES:
-        assert_bitwise(train_by_hand(MODELS[name], recipe).state, train_plain(MODELS[name], recipe).state, str(recipe))
+def test_by_hand_in_fp32_on_one_rank_is_plain_torch(name, recipe):
+    assert_bitwise(train_by_hand(MODELS[name], recipe).state, train_plain(MODELS[name], recipe).state, str(recipe))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -65,28 +70,51 @@ def test_every_optimizer_decays_matrices_only_and_depends_on_its_schedule(optimi
 # -- the harness sees mistakes --
 
 
-def mistakes_seen(rank, name):
-    case = MODELS[name]
-    for precision, (accumulate, max_norm) in itertools.product(("fp32", "bf16"), ((1, 0.3), (3, None))):
-        recipe = Recipe(precision=precision, accumulate=accumulate, max_norm=max_norm)
-        doing(f"{name}, {recipe}")
-        reference = train_by_hand(case, recipe)
-        if recipe.precision == "bf16":
-            rounded = train_by_hand(case, recipe, reduce_dtype=torch.bfloat16)
-            assert not (found := disagreements(case, recipe, rounded, reference)), found
-        double = disagreements(case, recipe, train_by_hand(case, recipe, grad_factor=2.0), reference)
-        kind = "a gradient norm" if recipe.max_norm else "the way trained"
-        assert rank or any(text.startswith(kind) for text in double), double
-        if recipe.accumulate > 1:
-            missing = train_by_hand(case, replace(recipe, accumulate=1))
-            missing.losses = reference.losses
-            found = disagreements(case, recipe, missing, reference)
-            assert rank or any(text.startswith("the way trained") for text in found), found
+@functools.cache  # in each rank: every mistake is compared with one reference
+def reference_of(name, recipe):
+    return train_by_hand(MODELS[name], recipe)
 
 
+def rounded(rank, name, recipe):
+    trained = train_by_hand(MODELS[name], recipe, reduce_dtype=torch.bfloat16)
+    return disagreements(MODELS[name], recipe, trained, reference_of(name, recipe))
+
+
+def doubled(rank, name, recipe):
+    trained = train_by_hand(MODELS[name], recipe, grad_factor=2.0)
+    return disagreements(MODELS[name], recipe, trained, reference_of(name, recipe))
+
+
+def with_passes_missing(rank, name, recipe):
+    trained = train_by_hand(MODELS[name], replace(recipe, accumulate=1))
+    trained.losses = reference_of(name, recipe).losses
+    return disagreements(MODELS[name], recipe, trained, reference_of(name, recipe))
+
+
+each_precision = pytest.mark.parametrize("precision", ["fp32", "bf16"])
+each_pass = pytest.mark.parametrize(("accumulate", "max_norm"), [(1, 0.3), (3, None)], ids=["clipped", "three passes"])
+
+
+@each_pass
 @pytest.mark.parametrize("name", MODELS)
-def test_limits_pass_rounding_and_fail_a_wrong_gradient(ranks, name):
-    ranks(2, mistakes_seen, name)
+def test_limits_pass_gradients_rounded_to_bf16(ranks, name, accumulate, max_norm):
+    agree(ranks(2, rounded, name, Recipe(precision="bf16", accumulate=accumulate, max_norm=max_norm)))
+
+
+@each_pass
+@each_precision
+@pytest.mark.parametrize("name", MODELS)
+def test_limits_fail_a_gradient_of_twice_the_size(ranks, name, precision, accumulate, max_norm):
+    found = ranks(2, doubled, name, Recipe(precision=precision, accumulate=accumulate, max_norm=max_norm))[0]
+    kind = "a gradient norm" if max_norm else "the way trained"
+    assert any(text.startswith(kind) for text in found), found
+
+
+@each_precision
+@pytest.mark.parametrize("name", MODELS)
+def test_limits_fail_a_step_with_passes_missing(ranks, name, precision):
+    found = ranks(2, with_passes_missing, name, Recipe(precision=precision, accumulate=3))[0]
+    assert any(text.startswith("the way trained") for text in found), found
 
 
 # -- the mixture of experts does what it is for --

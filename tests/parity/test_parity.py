@@ -1,13 +1,14 @@
 """zerostd trains as plain torch on one rank and as DDP on several: every stage, precision, accumulation and clipping.
 
-One test per model and world size; inside it the ranks compute each reference once and compare all stages with it. The
-limits and their reasons are in `support/agreement.py`. In bf16 the reference is data parallel by hand, with fp32
-masters (`support/reference.py`), because DDP has none. On one and on two ranks every combination is trained; three and
-four, where most of the time goes into waiting for each other, share them with each other and with the other models.
+One training a test; the ranks keep each reference and compare all stages with it. The limits and their reasons are in
+`support/agreement.py`. In bf16 the reference is data parallel by hand, with fp32 masters (`support/reference.py`),
+because DDP has none. On one and on two ranks every combination is trained; three and four, where most of the time goes
+into waiting for each other, share them with each other and with the other models.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 
@@ -33,10 +34,11 @@ WAYS = [  # to accumulate, to clip
 ]
 
 
-def reference_of(case, recipe: Recipe) -> Trained:
+@functools.cache  # in each rank: all stages are compared with one reference
+def reference_of(name: str, recipe: Recipe, world_size: int) -> Trained:
     if recipe.precision != "fp32":
-        return train_by_hand(case, recipe)
-    return train_plain(case, recipe) if dist.get_world_size() == 1 else train_ddp(case, recipe)
+        return train_by_hand(MODELS[name], recipe)
+    return train_plain(MODELS[name], recipe) if world_size == 1 else train_ddp(MODELS[name], recipe)
 
 
 def groups_for(recipe: Recipe) -> dict[str, None]:
@@ -56,37 +58,32 @@ def jobs_for(name: str, world_size: int) -> dict[Recipe, tuple[int, ...]]:
     return jobs
 
 
-def compare_stages(rank, name):
-    """On every rank: the combinations that disagree with their reference, in words."""
-    case, failures = MODELS[name], []
-    for recipe, stages in jobs_for(name, dist.get_world_size()).items():
-        doing(f"{name}, reference, {recipe}")
-        reference = reference_of(case, recipe)
-        for stage in stages:
-            label = f"{name}, {dist.get_world_size()} ranks, stage {stage}, {recipe}"
-            doing(label)
-            clip_by = "calling" if recipe.accumulate == 1 else "declaring"
-            trained = train_zerostd(case, recipe, stage, clip_by=clip_by, **groups_for(recipe))
-            failures += [f"{label}: rank {rank}: {text}" for text in disagreements(case, recipe, trained, reference)]
-    return failures
+def compare(rank, name, recipe, stage, options):
+    """On every rank: what disagrees with the reference, in words."""
+    world_size = dist.get_world_size()
+    doing(f"{name}, reference, {recipe}")
+    reference = reference_of(name, recipe, world_size)
+    doing(f"{name}, {world_size} ranks, stage {stage}, {recipe}, {options}")
+    trained = train_zerostd(MODELS[name], recipe, stage, **options, **groups_for(recipe))
+    return disagreements(MODELS[name], recipe, trained, reference)
 
 
-def compare_ways(rank, precision):
-    """As above, for the ways in which a user can say how to accumulate and to clip."""
-    case, recipe, failures = MODELS["mlp"], Recipe(accumulate=3, max_norm=MAX_NORM, precision=precision), []
-    reference = reference_of(case, recipe)
-    for stage, (accumulate_by, clip_by) in itertools.product(STAGES, WAYS):
-        label = f"stage {stage}, accumulate by {accumulate_by}, clip by {clip_by}, {recipe}"
-        doing(label)
-        trained = train_zerostd(case, recipe, stage, accumulate_by=accumulate_by, clip_by=clip_by)
-        failures += [f"{label}: rank {rank}: {text}" for text in disagreements(case, recipe, trained, reference)]
-    return failures
+def label(recipe: Recipe) -> str:
+    return f"{recipe.precision}-{recipe.accumulate} passes-{'clipped' if recipe.max_norm else 'unclipped'}"
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_all_stages_train_as_the_reference(ranks, name, world_size):
-    agree(ranks(world_size, compare_stages, name, timeout=280))
+STAGE_CASES = [
+    pytest.param(world_size, name, recipe, stage, id=f"{world_size} ranks-{name}-{label(recipe)}-stage {stage}")
+    for world_size, name in itertools.product((1, 2, 3, 4), MODELS)
+    for recipe, stages in jobs_for(name, world_size).items()
+    for stage in stages
+]
+
+
+@pytest.mark.parametrize(("world_size", "name", "recipe", "stage"), STAGE_CASES)
+def test_every_stage_trains_as_the_reference(ranks, world_size, name, recipe, stage):
+    options = {"clip_by": "calling" if recipe.accumulate == 1 else "declaring"}
+    agree(ranks(world_size, compare, name, recipe, stage, options, timeout=280))
 
 
 def test_three_and_four_ranks_have_every_combination_between_them():
@@ -100,10 +97,16 @@ def test_three_and_four_ranks_have_every_combination_between_them():
     assert all(len(trained[job]) >= 2 for job in itertools.product(RECIPES, STAGES)), trained
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_every_way_to_accumulate_and_clip_trains_as_the_reference(ranks, precision, world_size):
-    agree(ranks(world_size, compare_ways, precision))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("accumulate_by", "clip_by"), WAYS)
+def test_every_way_to_accumulate_and_clip_trains_as_the_reference(
+    ranks, world_size, precision, stage, accumulate_by, clip_by
+):
+    recipe = Recipe(accumulate=3, max_norm=MAX_NORM, precision=precision)
+    options = {"accumulate_by": accumulate_by, "clip_by": clip_by}
+    agree(ranks(world_size, compare, "mlp", recipe, stage, options))
 
 
 @pytest.mark.parametrize("stage", STAGES)

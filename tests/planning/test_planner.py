@@ -466,7 +466,7 @@ def test_what_twice_the_samples_would_buy() -> None:
     assert 1.5 < gains[0] <= 2.0 and 1.0 <= gains[1] < 1.2
     kept = replace(model, samples=8, activation_bytes=model.trained)
     full = request_of(kept, {Tier.DEVICE: int(5.2 * model.trained), Tier.HOST: model.trained})
-    with pytest.raises(PrepareError):
+    with pytest.raises(PrepareError, match="is missing"):
         make_plan(full)
     little = {Tier.DEVICE: 17 * model.trained + 1000}
     plan = make_plan(request_of(kept, little, fixed={Tier.DEVICE: model.trained}))

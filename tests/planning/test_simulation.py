@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planning.by_hand import step_seconds, update_seconds
 from planning.machines import gpt, machines, models, plain, request_of
-from zerostd.optimizers import routes
+from zerostd.optimizers import streamed_updater
 from zerostd.planning import DiskRates, GroupProfile, Link, MachineProfile, ModelProfile, PlanRequest
 from zerostd.planning.costs import group_costs
 from zerostd.planning.demands import GroupShares
@@ -119,7 +119,7 @@ def test_parameters_come_behind_what_is_streamed() -> None:
     assert steps.now == pytest.approx(tiles + 2 * 10**8 / 50e9)
     steps.wait_for(0, "updates")
     assert steps.now == pytest.approx(10**9 * 12 / 50e9 + 2 * 10**8 / 50e9)
-    assert TILE == routes.TILE_NUMEL
+    assert TILE == streamed_updater.TILE_NUMEL
 
 
 def test_groups_that_keep_theirs_make_room_for_activations_that_leave() -> None:

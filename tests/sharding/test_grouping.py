@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from zerostd.errors import PrepareError
-from zerostd.sharding import Bounds, Node, find_groups
+from zerostd.sharding import Node, find_groups
 
-BOUNDS = Bounds(smallest=100, largest=1000)
+BOUNDS = {"smallest": 100, "largest": 1000}
 
 
 def block(name: str, size: int, key: str = "block") -> Node:
@@ -22,11 +22,11 @@ def gpt(num_blocks: int, size: int) -> Node:
 
 
 def test_each_block_is_a_group_and_a_small_neighbour_joins_a_large_layer():
-    assert find_groups(gpt(3, 200), bounds=BOUNDS) == [("tok", "pos"), ("blocks.0",), ("blocks.1",), ("blocks.2",)]
+    assert find_groups(gpt(3, 200), **BOUNDS) == [("tok", "pos"), ("blocks.0",), ("blocks.1",), ("blocks.2",)]
 
 
 def test_small_blocks_are_packed_with_their_neighbours_and_none_is_lost():
-    found = find_groups(gpt(7, 40), bounds=BOUNDS)
+    found = find_groups(gpt(7, 40), **BOUNDS)
     packs = [pack for pack in found if pack[0].startswith("blocks")]
     assert packs == [("blocks.0", "blocks.1", "blocks.2"), ("blocks.3", "blocks.4", "blocks.5", "blocks.6")]
 
@@ -34,11 +34,11 @@ def test_small_blocks_are_packed_with_their_neighbours_and_none_is_lost():
 def test_a_block_that_is_too_large_is_opened():
     big = block("blocks.0", 3000), block("blocks.1", 3000)
     root = Node("", 0, "gpt", (Node("blocks", 0, "list", big),))
-    assert find_groups(root, bounds=BOUNDS) == [("blocks.0.w",), ("blocks.1.w",)]
+    assert find_groups(root, **BOUNDS) == [("blocks.0.w",), ("blocks.1.w",)]
 
 
 def test_a_model_that_is_small_altogether_is_one_group_at_the_root():
-    assert find_groups(gpt(2, 5), bounds=Bounds(smallest=10_000, largest=10**9)) == []
+    assert find_groups(gpt(2, 5), smallest=10_000, largest=10**9) == []
 
 
 def test_globs_choose_modules_and_outer_ones_win():

@@ -49,3 +49,16 @@ def test_matrices_start_on_sixteen_bytes_although_an_odd_vector_comes_first():
 
 def test_layout_of_nothing_is_empty():
     assert make_layout([], 3, 4).numel == 0
+
+
+@given(shapes, st.data())
+def test_the_piece_of_one_parameter_is_the_one_among_all_pieces(shapes, data):
+    layout = make_layout([(f"p{i}", shape) for i, shape in enumerate(shapes)], 1, 4)
+    start = data.draw(st.integers(0, layout.numel))
+    region = slice(start, data.draw(st.integers(start, layout.numel)))
+    pieces = {piece.index: piece for piece in layout.pieces(region)}
+    for index, interval in enumerate(layout.intervals):
+        piece = layout.piece_of(index, region)
+        assert piece == pieces.get(index)
+        inside = range(max(interval.offset, region.start), min(interval.end, region.stop))
+        assert (piece.numel if piece is not None else 0) == len(inside)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import resource
 from pathlib import Path
 
 import psutil
 import pytest
 
 from zerostd.errors import PrepareError
+from zerostd.tiers import limits
 from zerostd.tiers.limits import (
     CgroupMemory,
     available_memory,
@@ -99,9 +101,10 @@ def test_available_memory(tmp_path):
     assert available_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.1)
 
 
-def test_memlock_is_a_number_or_none():
-    limit = memlock_limit()
-    assert limit is None or limit >= 0
+@pytest.mark.parametrize(("soft", "limit"), [(resource.RLIM_INFINITY, None), (65536, 65536), (0, 0)])
+def test_memlock_is_the_soft_limit_or_none(soft, limit, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, 2**40) if kind == resource.RLIMIT_MEMLOCK else None)
+    assert memlock_limit() == limit
 
 
 def test_host_refusal_has_the_numbers():
@@ -109,6 +112,17 @@ def test_host_refusal_has_the_numbers():
     wanted = 1000 * psutil.virtual_memory().total
     with pytest.raises(PrepareError, match=rf"states needs .*\({wanted} bytes\).*\d+ bytes\) are free .*more ranks"):
         check_host(wanted, "states")
+
+
+def test_all_that_is_free_may_be_used_and_no_byte_more(monkeypatch, tmp_path):
+    monkeypatch.setattr(limits, "free_host", lambda *_: 10_000)
+    monkeypatch.setattr(limits, "free_disk", lambda _: 10_000)
+    check_host(10_000, "states")
+    check_disk(10_000, str(tmp_path))
+    with pytest.raises(PrepareError, match=r"\(10000 bytes\) are free"):
+        check_host(10_001, "states")
+    with pytest.raises(PrepareError, match=r"\(10000 bytes\) free"):
+        check_disk(10_001, str(tmp_path))
 
 
 def test_host_budget_is_named_when_it_is_the_smaller():

@@ -1,5 +1,7 @@
-"""A prepared model to a checkpoint and back, at any number of ranks; `storage/` knows the files.
+"""Save a prepared model, load it on any number of ranks, stage and placement, and load ordinary models.
 
-saving.py     what a checkpoint is made of    loading.py     a checkpoint into a prepared model
-importing.py  an ordinary model's files       full_state.py  whole parameters, one flat at a time
+saving.py         prepared model -> checkpoint            loading.py    checkpoint -> prepared model
+model_parts.py    what of a model is saved, by name       importing.py  ordinary model files -> prepared model
+random_states.py  generators, saved and restored          two_phase.py  check on all ranks, then apply
+storage/          the files
 """

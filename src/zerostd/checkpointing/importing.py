@@ -1,141 +1,129 @@
-"""load of an ordinary model: files that know nothing of zerostd, to a prepared model of any ranks, stage and placement.
+"""Load an ordinary model, from files that know nothing of zerostd, into a prepared model.
 
-names, shapes, dtypes -> everything is checked, on all ranks -> each rank reads what rests on it, block by block
+names, shapes, dtypes -> everything is checked, on all ranks -> each rank reads what it keeps, block by block
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from zerostd.checkpointing.loading import IN_PART, agree, begin_load, value_places
-from zerostd.checkpointing.saving import buffers_of, flats_of
-from zerostd.checkpointing.storage.ordinary import OrdinaryModel
-from zerostd.checkpointing.storage.progress import Progress
+from zerostd.checkpointing.model_parts import buffers_of, flats_of, parameters_of, walk_buffers
+from zerostd.checkpointing.storage.model_files import TensorReader, open_model
+from zerostd.checkpointing.two_phase import load_in_two_phases, value_targets
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError
+from zerostd.monitoring.progress import ByteProgress
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.parameters import Flat
 
-__all__ = ["load_ordinary"]
+__all__ = ["import_model"]
 
-BLOCK = 4 << 20  # bytes that are read at a time
+BLOCK = 4 << 20  # bytes read at a time
 MOST_NAMED = 40  # in an error, of each kind; the log has all
 
 log = logging.getLogger("zerostd")
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """What of the files goes where: names in them, by names in the model."""
+@dataclass
+class _NameMatch:
+    """Which tensor of the files belongs to which of the model, and what is wrong with the rest."""
 
-    parameters: dict[str, str] = field(default_factory=dict)
+    readers: dict[str, TensorReader]  # of the files, by name of tensor
+    parameters: dict[str, str] = field(default_factory=dict)  # name in the files, by name in the model
     buffers: list[tuple[torch.Tensor, str]] = field(default_factory=list)
     conversions: Counter[tuple[torch.dtype, torch.dtype]] = field(default_factory=Counter)
+    missing: list[str] = field(default_factory=list)
+    unlike: list[str] = field(default_factory=list)
+
+    def find(self, names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
+        """Return the name under which the files have a tensor; None if they do not, or if it has no elements."""
+        present = [name for name in names if name in self.readers]
+        if not present and 0 not in shape:
+            others = f" (or {', '.join(map(repr, names[1:]))})" if len(names) > 1 else ""
+            self.missing.append(f"{names[0]!r}{others}")
+        for name in present:
+            stored = self.readers[name].tensors[name]
+            if tuple(stored.shape) != shape:
+                self.unlike.append(f"{name!r} has shape {tuple(stored.shape)} and {shape} in the model")
+            elif _kind(stored.dtype) != _kind(dtype):
+                self.unlike.append(f"{name!r} is {_dtype_text(stored.dtype)} and {_dtype_text(dtype)} in the model")
+        if not present or 0 in shape:
+            return None
+        stored_dtype = self.readers[present[0]].tensors[present[0]].dtype
+        if stored_dtype != dtype:
+            self.conversions[stored_dtype, dtype] += 1
+        return present[0]
 
 
 @torch.no_grad()
-def load_ordinary(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) -> None:
-    """All ranks call it. Nothing is changed unless everything fits on all ranks. States of an optimizer stay."""
-    begin_load(runtime, optimizer)
-    given: OrdinaryModel | None = None
-    cause: Exception | None = None
-    try:
-        try:
-            if optimizer is not None:
-                raise CheckpointError(
-                    f"{path} is an ordinary model, without states of an optimizer: leave the optimizer out of "
-                    "zerostd.load. Its masters take the new values, and its states begin with training"
-                )
-            given = OrdinaryModel(path)
-            fit = _fitted(runtime, given)
-        except Exception as error:
-            cause = error
-        agree(runtime, "zerostd.load()", cause, "Nothing was changed")
-        assert given is not None
-        try:
-            _apply(runtime, given, fit)
-        except Exception as error:
-            cause = error
-        agree(runtime, "the end of zerostd.load()", cause, IN_PART)
-    finally:
-        if given is not None:
-            given.close()
-    for group in runtime.update_order():
-        runtime.renew(group)
+def import_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) -> None:
+    """Load a model from ordinary files. All ranks call it. Nothing is changed unless everything fits on all ranks;
+    states of an optimizer stay."""
+
+    def check(files: ExitStack) -> _NameMatch:
+        if optimizer is not None:
+            raise CheckpointError(
+                f"{path} is an ordinary model, without states of an optimizer: leave the optimizer out of "
+                "zerostd.load. Its masters take the new values, and its states begin with training"
+            )
+        return _match_names(runtime, open_model(path, files))
+
+    match = load_in_two_phases(runtime, optimizer, check, lambda match: _apply(runtime, match))
     if runtime.world.rank == 0:
-        log.info("%s", _story(path, fit))
+        log.info("%s", _summary(path, match))
 
 
-def _fitted(runtime: Runtime, given: OrdinaryModel) -> _Fit:
-    """Where everything goes, or an error that lists what is missing, not expected, or of another shape or kind."""
-    fit = _Fit()
+def _match_names(runtime: Runtime, readers: dict[str, TensorReader]) -> _NameMatch:
+    """Return where everything goes. The error lists what is missing, not expected, or of another shape or kind."""
     names = _all_names(runtime.model)
-    missing: list[str] = []
-    odd: list[str] = []
-
-    def find(known: Iterable[str], shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
-        first, *others = known
-        there = [name for name in (first, *others) if name in given]
-        if not there and 0 not in shape:
-            missing.append(repr(first) + (f" (or {', '.join(map(repr, others))})" if others else ""))
-        for name in there:
-            place = given.place(name)
-            if place.shape != shape:
-                odd.append(f"{name!r} has shape {place.shape} and {shape} in the model")
-            elif _kind(place.dtype) != _kind(dtype):
-                odd.append(f"{name!r} is {_word(place.dtype)} and {_word(dtype)} in the model")
-        if not there or 0 in shape:
-            return None
-        if given.place(there[0]).dtype != dtype:
-            fit.conversions[given.place(there[0]).dtype, dtype] += 1
-        return there[0]
-
-    for flat in flats_of(runtime):
-        for parameter, interval in zip(flat.parameters, flat.layout.intervals, strict=True):
-            found = find(names[parameter], interval.shape, _kept_dtype(flat))
-            if found is not None:
-                fit.parameters[interval.name] = found
-    for _, buffer in buffers_of(runtime.model):
-        found = find(names[buffer], tuple(buffer.shape), buffer.dtype)
-        if found is not None:
-            fit.buffers.append((buffer, found))
-    known = {name for found in names.values() for name in found}
-    _refuse({"missing": missing, "not in the model": [repr(n) for n in given.names if n not in known], "unlike": odd})
-    return fit
+    match = _NameMatch(readers)
+    for flat, parameter, interval in parameters_of(runtime):
+        name = match.find(names[parameter], interval.shape, _stored_dtype(flat))
+        if name is not None:
+            match.parameters[interval.name] = name
+    for buffer in buffers_of(runtime.model).values():
+        name = match.find(names[buffer], tuple(buffer.shape), buffer.dtype)
+        if name is not None:
+            match.buffers.append((buffer, name))
+    known = {name for aliases in names.values() for name in aliases}
+    unknown = [repr(name) for name in readers if name not in known]
+    _refuse({"missing": match.missing, "not in the model": unknown, "unlike": match.unlike})
+    return match
 
 
 def _all_names(model: nn.Module) -> dict[torch.Tensor, list[str]]:
-    """Of parameters, and of buffers that a state_dict has."""
+    """Return the names of every parameter and persistent buffer."""
     names: dict[torch.Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                names.setdefault(buffer, []).append(f"{prefix}.{name}".lstrip("."))
+    for _, name, buffer in walk_buffers(model, all_names=True):
+        names.setdefault(buffer, []).append(name)
     return names
 
 
-def _refuse(problems: dict[str, list[str]]) -> None:
-    parts = []
-    for what, found in problems.items():
-        if len(found) > MOST_NAMED:
-            log.error("%s: %s", what, ", ".join(found))
-        more = f", and {len(found) - MOST_NAMED} more, which the log names" if len(found) > MOST_NAMED else ""
-        if found:
-            parts.append(f"{what}: {', '.join(found[:MOST_NAMED])}{more}")
-    if parts:
-        raise CheckpointError("the files do not fit the model. " + "; ".join(parts))
+def _refuse(problems: Mapping[str, Sequence[str]]) -> None:
+    """Raise if there are problems."""
+    sentences = []
+    for what, items in problems.items():
+        more = ""
+        if len(items) > MOST_NAMED:
+            log.error("%s: %s", what, ", ".join(items))
+            more = f", and {len(items) - MOST_NAMED} more, which the log names"
+        if items:
+            sentences.append(f"{what}: {', '.join(items[:MOST_NAMED])}{more}")
+    if sentences:
+        raise CheckpointError("the files do not fit the model. " + "; ".join(sentences))
 
 
-def _kept_dtype(flat: Flat) -> torch.dtype:
+def _stored_dtype(flat: Flat) -> torch.dtype:
     return flat.state_shards[0].master.dtype if flat.state_shards else flat.rest.dtype
 
 
@@ -145,46 +133,38 @@ def _kind(dtype: torch.dtype) -> str:
     return "bool" if dtype == torch.bool else "integer"
 
 
-def _apply(runtime: Runtime, given: OrdinaryModel, fit: _Fit) -> None:
-    """Everything fits: each rank takes what rests on it, from the masters to the parameters."""
-    runtime.gatherer.finish_all()
+def _apply(runtime: Runtime, match: _NameMatch) -> None:
+    """Read what this rank keeps, into the masters where there are any."""
     rank = runtime.world.rank
-    total = sum(flat.rest.numel * flat.rest.dtype.itemsize for flat in flats_of(runtime))
+    targets = [target for flat in flats_of(runtime) for target in value_targets(flat, rank)]
+    total = sum((part.stop - part.start) * tensor.dtype.itemsize for _, _, tensor, part in targets)
     memory = torch.empty(BLOCK, dtype=torch.uint8)
-    with Progress("loading", total, is_shown=rank == 0) as progress:
-        for flat in flats_of(runtime):
-            for name, low, high, offset in value_places(flat, rank):
-                source = fit.parameters[name]
-                step = BLOCK // given.place(source).dtype.itemsize
-                for start in range(low, high, step):
-                    values = given.read(source, start, min(high, start + step), memory)
-                    _put(flat, offset + start - low, values)
-                    progress.add(values.numel() * flat.rest.dtype.itemsize)
-    for buffer, name in fit.buffers:
-        buffer.copy_(given.read(name, 0, buffer.numel()).view(buffer.shape))
+    with ByteProgress("loading", total, is_shown=rank == 0) as progress:
+        for name, first, tensor, part in targets:
+            source = match.parameters[name]
+            reader = match.readers[source]
+            block = memory.view(reader.tensors[source].dtype)
+            for low in range(part.start, part.stop, block.numel()):
+                values = block[: part.stop - low]
+                reader.read(source, first + low - part.start, values)
+                tensor.write(slice(low, low + values.numel()), values.to(tensor.dtype))
+                progress.add(values.numel() * tensor.dtype.itemsize)
+    for flat in flats_of(runtime):
+        flat.round_masters()
+    for buffer, name in match.buffers:
+        values = torch.empty(buffer.shape, dtype=match.readers[name].tensors[name].dtype)
+        match.readers[name].read(name, 0, values.view(-1))
+        buffer.copy_(values)
 
 
-def _put(flat: Flat, offset: int, values: torch.Tensor) -> None:
-    """New values of a stretch of the region, or of what rests here of a frozen flat."""
-    values = values.to(_kept_dtype(flat))
-    stop = offset + values.numel()
-    for shard in flat.state_shards:
-        found = shard.overlap(offset, stop)
-        if found is not None:
-            shard.master.write(found[0], values[found[1]])
-    if not all(shard.holds_parameters for shard in flat.state_shards) or not flat.state_shards:
-        base = flat.region.start if flat.state_shards and not flat.gives_back else 0
-        flat.rest.write(slice(base + offset, base + stop), values.to(flat.rest.dtype))
-
-
-def _story(path: Path, fit: _Fit) -> str:
-    parts = [
-        f"{count} tensor{'s' if count > 1 else ''} from {_word(old)} to {_word(new)}"
-        for (old, new), count in fit.conversions.items()
+def _summary(path: Path, match: _NameMatch) -> str:
+    conversions = [
+        f"{count} tensor{'s' if count > 1 else ''} from {_dtype_text(old)} to {_dtype_text(new)}"
+        for (old, new), count in match.conversions.items()
     ]
-    how = "; ".join(parts) if parts else "nothing was converted"
-    return f"{len(fit.parameters) + len(fit.buffers)} tensors loaded from {path}: {how}"
+    how = "; ".join(conversions) or "nothing was converted"
+    return f"{len(match.parameters) + len(match.buffers)} tensors loaded from {path}: {how}"
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from zerostd.cli.printing import machine_table, show, write
 from zerostd.measuring import load_or_measure
+from zerostd.monitoring.progress import ProgressBar
 from zerostd.planning import MachineProfile
 from zerostd.tiers.limits import check_disk
 
@@ -46,37 +44,9 @@ def measured(disk_path: str | None = None, *, again: bool = False) -> MachinePro
     """The profile of this machine, with a bar on stderr while it is measured."""
     if disk_path is not None:
         check_disk(0, disk_path)  # before anything takes its time
-    with _bar() as tell:
-        return load_or_measure(disk_path=disk_path, on_progress=tell, again=again)
-
-
-@contextmanager
-def _bar() -> Iterator[_Bar]:
-    """A bar that appears when something is told, on a terminal and on the first rank."""
-    columns, console = (BarColumn(bar_width=30), TextColumn("{task.description}"), TimeElapsedColumn()), _console()
-    is_seen = console.is_terminal and _is_first()
-    bar = _Bar(Progress(*columns, console=console, transient=True, disable=not is_seen))
-    try:
-        yield bar
-    finally:
-        bar.progress.stop()
-
-
-class _Bar:
-    """What is measured now."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-
-    def __call__(self, what: str, done: float) -> None:
-        if not self.progress.task_ids:
-            self.progress.add_task(what, total=1.0)
-            self.progress.start()
-        self.progress.update(self.progress.task_ids[0], description=what, completed=done)
-
-
-def _console() -> Console:
-    return Console(stderr=True)
+    columns = (BarColumn(bar_width=30), TextColumn("{task.description}"), TimeElapsedColumn())
+    with ProgressBar(*columns, total=1.0, is_shown=_is_first()) as bar:
+        return load_or_measure(disk_path=disk_path, on_progress=lambda what, done: bar.update(done, what), again=again)
 
 
 def _is_first() -> bool:

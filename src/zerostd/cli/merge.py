@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from zerostd.checkpointing.storage.merging import merge_checkpoint
+from zerostd.checkpointing.storage import merging
 from zerostd.errors import StorageError
-from zerostd.policy import parse_bytes
 
 __all__ = ["merge"]
 
@@ -26,9 +26,9 @@ def merge(checkpoint: From, out: To, dtype: Dtype = None, max_shard_size: Most =
 
     On one process, without a GPU or the model, in little memory.
     """
-    paths = merge_checkpoint(checkpoint, out, dtype, parse_bytes(max_shard_size))
+    paths = merging.merge(checkpoint, out, dtype, max_shard_size)
     try:
-        sizes = {str(path): path.stat().st_size for path in paths}
+        sizes = {path: os.path.getsize(path) for path in paths}
     except OSError as error:
         raise StorageError(f"{out} was written and cannot be looked at: {error.strerror}") from error
     if as_json:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerostd.compat import default_store
 from zerostd.errors import PrepareError
 
 __all__ = ["Channels", "World", "thread_budget"]
@@ -36,7 +37,7 @@ class Channels:
     gather: dist.ProcessGroup
     reduce: dist.ProcessGroup
     control: dist.ProcessGroup  # gloo, on the CPU: reading its results costs no device synchronisation
-    store: Any  # the process group's own key-value store
+    store: Any  # the process group's own key-value store; None in a user's group
 
     def close(self) -> None:
         """End the groups and drop them: gloo closes its sockets and ends its threads with the last reference.
@@ -79,7 +80,7 @@ class World:
             gather=dist.new_group(backend=backend, timeout=limit),
             reduce=dist.new_group(backend=backend, timeout=limit),
             control=dist.new_group(backend="gloo", timeout=limit),
-            store=dist.distributed_c10d._get_default_store(),
+            store=default_store(),
         )
         return cls(dist.get_rank(), size, local_size, device, timeout_s, channels)
 

@@ -28,7 +28,7 @@ from zerostd.scheduling.backward import Backward
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.guards import Guards
 from zerostd.scheduling.hooks import Hooks, RootRules
-from zerostd.scheduling.reducing import Reducer, Slot
+from zerostd.scheduling.reducing import Reducer, TrainedParameter
 
 __all__ = ["Runtime", "owner_of", "runtime_of"]
 
@@ -65,10 +65,10 @@ class Runtime:
         self.late_optimizer = None
         self.loss_scale = LossScale() if settings.precision.scales_loss else None
         reducer = Reducer(self.wires, gatherer.control, self.ledger)
-        self.gradients = Gradients(self.groups, self.wires, self.loss_scale, reducer.settle)
+        self.gradients = Gradients(self.groups, self.wires, self.loss_scale, reducer.wait)
         self.observers = [self.gradients]
         self.backward = Backward(
-            self._slots(), gatherer, reducer, activations, self.observers, accumulate=settings.accumulate
+            self._trained(), gatherer, reducer, activations, self.observers, accumulate=settings.accumulate
         )
         casts = self._casts()
         rules = RootRules(self._on_input(casts), self._on_output(casts), self._before_forward)
@@ -101,15 +101,15 @@ class Runtime:
         """The book of bytes."""
         return self.wires.ledger
 
-    def _slots(self) -> list[Slot]:
-        slots = []
+    def _trained(self) -> list[TrainedParameter]:
+        trained = []
         for group in self.groups:
             for flat in group.trainable:
                 for index, (parameter, interval) in enumerate(zip(flat.parameters, flat.layout.intervals, strict=True)):
                     handle = GradientHandle(interval.name, parameter, self.gradients)
                     self.gradients.add(interval.name, flat, index)
-                    slots.append(Slot(group, flat, index, parameter, handle))
-        return slots
+                    trained.append(TrainedParameter(group, flat, index, parameter, handle))
+        return trained
 
     def install(self) -> None:
         """Enter the model's forward and backward."""
@@ -164,7 +164,7 @@ class Runtime:
 
     def settle(self) -> None:
         """Return when all gradients have landed."""
-        self.backward.settle()
+        self.backward.wait_gradients()
 
     def update_order(self) -> list[Group]:
         """Groups, those the next forward needs first in front."""
@@ -186,7 +186,7 @@ class Runtime:
         if self.optimizer is not None:
             self.optimizer.synchronize()
         for group in self.groups:
-            group.pending_save.wait()
+            group.wait_save()
 
     def check_step(self) -> None:
         """A step begins; raise if it would lose gradients."""
@@ -196,10 +196,10 @@ class Runtime:
                 "optimizer.step() after backward passes under zerostd.no_sync that no later pass has reduced: run "
                 "the last backward pass of a step outside no_sync"
             )
-        for slot in self.backward.slots:
-            if slot.parameter.grad is not None and slot.parameter.grad is not slot.handle:
+        for trained in self.backward.trained:
+            if trained.parameter.grad is not None and trained.parameter.grad is not trained.handle:
                 raise MisuseError(
-                    f"the gradient of {slot.handle.of!r} was replaced by a tensor: a prepared model keeps gradients "
+                    f"the gradient of {trained.handle.of!r} was replaced by a tensor: a prepared model keeps gradients "
                     "sharded, so what is assigned to p.grad would be ignored. Change the loss instead"
                 )
         self.guards.check_frozen()

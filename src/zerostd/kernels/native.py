@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zerostd.kernels.halves import Split
-from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Step
+from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, UpdateArguments
 
 LIBRARY = Path(__file__).with_name("libzerostd_native.so")
 ABI_VERSION = 4
@@ -112,7 +112,7 @@ def sum_slices(
     _written(out)
 
 
-def update(step: Step, num_threads: int) -> None:
+def update(step: UpdateArguments, num_threads: int) -> None:
     """See `zerostd.kernels.update`."""
     argument = StepArgument(
         gradient_dtype=DTYPES[step.gradient.dtype],

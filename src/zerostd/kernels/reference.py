@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zerostd.kernels.halves import Split, join, split
-from zerostd.kernels.rules import Adagrad, Adam, Sgd, Step
+from zerostd.kernels.rules import Adagrad, Adam, Sgd, UpdateArguments
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def sum_slices(
 
 
 @torch.no_grad()
-def update(step: Step) -> None:
+def update(step: UpdateArguments) -> None:
     """See `zerostd.kernels.update`."""
     gradient = step.gradient.to(torch.float32)
     if step.factor != 1:

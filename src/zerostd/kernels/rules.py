@@ -88,7 +88,7 @@ Rule = Adam | Sgd | Adagrad
 Arrays = Sequence[Tensor | Split]
 
 
-class Step(NamedTuple):
+class UpdateArguments(NamedTuple):
     """Checked arguments of `update`."""
 
     rule: Rule

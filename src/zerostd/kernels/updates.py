@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zerostd.kernels import native, reference
 from zerostd.kernels.halves import Split
-from zerostd.kernels.rules import Arrays, Rule, Step
+from zerostd.kernels.rules import Arrays, Rule, UpdateArguments
 
 
 def update(
@@ -38,7 +38,7 @@ def update(
     Raises:
         ValueError: The arguments do not fit each other; says which and how.
     """
-    step = Step(rule, gradient, factor, tuple(source), tuple(source if target is None else target), weight)
+    step = UpdateArguments(rule, gradient, factor, tuple(source), tuple(source if target is None else target), weight)
     _check(step, num_threads)
     if native.serves(*step.inputs, *step.outputs):
         native.update(step, num_threads)
@@ -46,7 +46,7 @@ def update(
         reference.update(step)
 
 
-def _check(step: Step, num_threads: int) -> None:
+def _check(step: UpdateArguments, num_threads: int) -> None:
     if num_threads < 1:
         raise ValueError(f"num_threads={num_threads}; at least 1 is needed")
     for name, arrays in (("source", step.source), ("target", step.target)):
@@ -80,7 +80,7 @@ def _check_array(name: str, array: Tensor | Split, *, may_split: bool) -> None:
         raise ValueError(f"{name} is {array.dtype}; masters and states are fp32")
 
 
-def _check_memory(step: Step) -> None:
+def _check_memory(step: UpdateArguments) -> None:
     """Refuse outputs that overlap another array; they may lie exactly on their own source, a weight on the gradient."""
     inputs = step.inputs
     outputs = step.outputs

@@ -1,7 +1,7 @@
 """Which optimizers may run on shards: those that treat each element by itself.
 
-A shard is a run of elements without the matrix it was cut from. The known ones that need whole tensors are refused by
-name with the reason; any other class, the user's own included, is tried on a few numbers: a tensor updated whole and
+A shard is a stretch of elements without the matrix it was cut from. Optimizers known to need whole tensors are refused
+by name with the reason. Any other class, the user's own included, is tried on a few numbers: a tensor updated whole and
 the same tensor updated in two pieces must come out equal.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zerostd.errors import PrepareError
-from zerostd.optimizers.arithmetic import another
+from zerostd.optimizers.arithmetic import clone_optimizer
 
 __all__ = ["check_elementwise", "find_states", "writes_options"]
 
@@ -41,7 +41,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
                 "as AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam or RAdam"
             )
     try:
-        whole, pieces = (_trial(optimizer, 0, pieces=pieces)[0] for pieces in (False, True))
+        whole, _, _ = _trial(optimizer, 0, pieces=False)
+        pieces, _, _ = _trial(optimizer, 0, pieces=True)
     except Exception as error:
         raise PrepareError(
             f"optimizer {name} failed on a trial update of a flat tensor, so it cannot run on shards: "
@@ -66,27 +67,28 @@ def writes_options(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def find_states(optimizer: torch.optim.Optimizer) -> dict[str, torch.dtype]:
-    """What the optimizer keeps for each element, by name, as two trial steps with each param_group's options show."""
-    found: dict[str, torch.dtype] = {}
+    """Return the dtypes of what the optimizer keeps for each element, by name, as two trial steps with each
+    param_group's options show."""
+    dtypes: dict[str, torch.dtype] = {}
     for index, group in enumerate(optimizer.param_groups):
         if not group["params"]:
             continue
         _, states, _ = _trial(optimizer, index, pieces=False)
         for name, value in states.items():
             if isinstance(value, torch.Tensor) and value.numel() == 24:
-                found[name] = value.dtype
-    return found
+                dtypes[name] = value.dtype
+    return dtypes
 
 
 def _trial(
     optimizer: torch.optim.Optimizer, index: int, *, pieces: bool
 ) -> tuple[torch.Tensor, dict[str, Any], dict[str, Any]]:
-    """Two steps of a copy of `optimizer` on 24 fixed numbers, as one 4x6 matrix or as flat pieces of 10 and 14: the
-    numbers afterwards, the states of the first tensor, and the param_group."""
+    """Take two steps of a clone of `optimizer` on 24 fixed numbers, as one 4x6 matrix or as flat pieces of 10 and 14.
+    Returns the numbers afterwards, the states of the first tensor, and the param_group."""
     numbers = torch.linspace(-1.0, 1.0, 24).sin()
     tensors = [numbers[:10].clone(), numbers[10:].clone()] if pieces else [numbers.reshape(4, 6).clone()]
     parameters = [nn.Parameter(tensor) for tensor in tensors]
-    trial = another(optimizer)
+    trial = clone_optimizer(optimizer)
     trial.state = defaultdict(dict)
     group: dict[str, Any] = {
         key: copy.deepcopy(value) for key, value in optimizer.param_groups[index].items() if key != "params"

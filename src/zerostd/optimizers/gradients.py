@@ -1,6 +1,6 @@
 """What can be asked of all gradients together: their norm, a common factor, whether they are finite.
 
-Norms are taken of what rests on this rank and summed over ranks; gradients that every rank holds whole (stage 0) are
+Norms are taken of what this rank keeps and summed over ranks; gradients that every rank holds whole (stage 0) are
 counted once. Factors wait until the update reads the gradient, unless someone touches one parameter's alone.
 """
 
@@ -35,7 +35,7 @@ class Gradients(StepObserver):
         self.loss_scale = loss_scale
         self.factor = 1.0
         self._wait = wait  # until all gradients have landed, before they are read
-        self.taken: str | None = None  # why gradients cannot be changed any more: the update has begun
+        self._locked: str | None = None  # why gradients cannot be changed any more
         self._places: dict[str, tuple[Flat, int]] = {}
         self._norms: dict[tuple[float, str], torch.Tensor] = {}  # by order and parameter, of the gradients as they are
 
@@ -44,67 +44,67 @@ class Gradients(StepObserver):
         self._norms.clear()
 
     def add(self, name: str, flat: Flat, index: int) -> None:
-        """Tell where a parameter's gradient rests."""
+        """Note where a parameter's gradient is kept."""
         self._places[name] = (flat, index)
 
-    def check_taken(self, call: str) -> None:
-        """Refuse to change gradients that an update is using already."""
-        if self.taken is not None:
+    def lock(self, reason: str) -> None:
+        """Refuse changes from now on: an update is using the gradients."""
+        self._locked = reason
+
+    def unlock(self) -> None:
+        """Allow changes again."""
+        self._locked = None
+
+    def check_unlocked(self, call: str) -> None:
+        """Raise if `call` would change gradients that an update is using already."""
+        if self._locked is not None:
             raise MisuseError(
-                f"{call} between backward and optimizer.step(), but {self.taken}: call step() first, pass "
+                f"{call} between backward and optimizer.step(), but {self._locked}: call step() first, pass "
                 "max_grad_norm= to prepare to clip, or leave accumulate= out to keep gradients until step()"
             )
 
     def total_norm(self, order: float = 2.0) -> torch.Tensor:
-        """The norm of all gradients as one vector, with `factor`; fp32, on the device."""
+        """Return the norm of all gradients as one vector, with `factor`; fp32, on the device."""
         self._wait()
-        device = self.wires.world.device
-        parts = [self._norm_of(flat, order) for group in self.groups for flat in group.trainable]
-        if math.isinf(order):
-            norm = torch.stack(parts).max() if parts else torch.zeros((), device=device)
-            norm = self._across(norm, order)
-        else:
-            total = torch.stack(parts).pow(order).sum() if parts else torch.zeros((), device=device)
-            norm = self._across(total, order).pow(1.0 / order)
-        return torch.mul(norm, self.factor)
+        norms = [self._norm_of(flat, order) for flat in self._flats]
+        stacked = torch.stack(norms) if norms else torch.zeros(1, device=self.wires.world.device)
+        total = stacked.max() if math.isinf(order) else stacked.pow(order).sum()
+        return torch.mul(self._across_ranks(total, order), self.factor)
 
     def _norm_of(self, flat: Flat, order: float) -> torch.Tensor:
         assert flat.gradient is not None
-        if not any(parameter.grad is not None for parameter in flat.parameters):
-            return torch.zeros((), device=self.wires.world.device)
         if all(parameter.grad is not None for parameter in flat.parameters):
             return flat.gradient.norm(order)
-        pieces = flat.layout.pieces(flat.region)
         norms = [
-            flat.gradient.norm(order, slice(piece.offset, piece.offset + piece.numel))
-            for piece in pieces
+            flat.gradient.norm(order, piece.place)
+            for piece in flat.layout.pieces(flat.region)
             if flat.parameters[piece.index].grad is not None
         ]
-        if not norms:
-            return torch.zeros((), device=self.wires.world.device)
-        return vector_norm(torch.stack(norms), order)
+        return vector_norm(torch.stack(norms), order) if norms else torch.zeros((), device=self.wires.world.device)
 
-    def _across(self, value: torch.Tensor, order: float) -> torch.Tensor:
-        """Sum (or maximum) over ranks, if each holds another part."""
-        if self._is_whole:
-            return value
-        return self.wires.largest(value) if math.isinf(order) else self.wires.sum(value)
+    def _across_ranks(self, value: torch.Tensor, order: float) -> torch.Tensor:
+        """Return norms over all ranks, from sums of powers (or from the maximum) on this one. Where each rank holds
+        all gradients, nothing is exchanged."""
+        is_sharded = any(flat.gradient is not None and flat.gradient.numel < flat.layout.numel for flat in self._flats)
+        if math.isinf(order):
+            return self.wires.largest(value) if is_sharded else value
+        return (self.wires.sum(value) if is_sharded else value).pow(1.0 / order)
 
     @property
-    def _is_whole(self) -> bool:
-        flats = [flat for group in self.groups for flat in group.trainable]
-        return all(flat.gradient is None or flat.gradient.numel == flat.layout.numel for flat in flats)
+    def _flats(self) -> list[Flat]:
+        return [flat for group in self.groups for flat in group.trainable]
 
     def clip(self, max_norm: float, order: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; returns the norm before. As in torch."""
+        """Scale all gradients so that their norm is at most `max_norm`, as torch does; returns the norm before."""
         norm = self.total_norm(order)
         self.factor = self.factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         return norm
 
     def take_factor(self) -> torch.Tensor | None:
-        """The factor for the update that comes now: fp32, one element long so that it lifts 16-bit gradients to fp32
-        while it is multiplied in. None for one."""
-        factor, self.factor = self.factor, 1.0
+        """Return the factor for the update that comes now, and begin anew with one. It is fp32 and one element long,
+        so that it lifts 16-bit gradients to fp32 while it is multiplied in; None for one."""
+        factor = self.factor
+        self.factor = 1.0
         self._norms.clear()
         if isinstance(factor, torch.Tensor):
             return factor.reshape(1)
@@ -113,7 +113,7 @@ class Gradients(StepObserver):
     # GradientOps: calls on p.grad
 
     def norm(self, handle: GradientHandle, order: float) -> torch.Tensor:
-        """One parameter's norm. The first call computes all of them with one exchange."""
+        """Return one parameter's norm. The first call computes all of them with one exchange."""
         self._wait()
         if (order, handle.of) not in self._norms:
             self._compute_norms(order)
@@ -125,19 +125,16 @@ class Gradients(StepObserver):
         parts = torch.zeros(len(names), device=self.wires.world.device)
         for row, name in enumerate(names):
             flat, index = self._places[name]
-            piece = next((p for p in flat.layout.pieces(flat.region) if p.index == index), None)
+            piece = flat.layout.piece_of(index, flat.region)
             if piece is not None and flat.parameters[index].grad is not None and flat.gradient is not None:
-                parts[row] = flat.gradient.norm(order, slice(piece.offset, piece.offset + piece.numel))
-        if math.isinf(order):
-            norms = self._across(parts, order)
-        else:
-            norms = self._across(parts.pow(order), order).pow(1.0 / order)
+                parts[row] = flat.gradient.norm(order, piece.place)
+        norms = self._across_ranks(parts if math.isinf(order) else parts.pow(order), order)
         self._norms = {(order, name): norms[row] for row, name in enumerate(names)}
 
     def scale(self, handle: GradientHandle, factor: torch.Tensor | float) -> None:
         """Multiply one parameter's gradient."""
         self._wait()
-        self.check_taken("a change of p.grad")
+        self.check_unlocked("a change of p.grad")
         self._norms.clear()
         flat, index = self._places[handle.of]
         assert flat.gradient is not None
@@ -147,10 +144,14 @@ class Gradients(StepObserver):
         flat.gradient.changed()
         if isinstance(factor, torch.Tensor):
             factor = factor.to(gradient.device)
-        for piece in flat.layout.pieces(flat.region):
-            if piece.index == index:
-                part = gradient[piece.offset : piece.offset + piece.numel]
-                part.zero_() if isinstance(factor, float) and factor == 0.0 else part.mul_(factor)  # 0 * inf is NaN
+        piece = flat.layout.piece_of(index, flat.region)
+        if piece is None:
+            return
+        part = gradient[piece.place]
+        if isinstance(factor, float) and factor == 0.0:
+            part.zero_()  # 0 * inf is NaN
+        else:
+            part.mul_(factor)
 
     def unscale(self, handles: Sequence[GradientHandle], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
         """torch.amp.GradScaler's check-and-unscale, over all ranks."""

@@ -26,7 +26,7 @@ class LateOptimizer:
     def __init__(self, make: Callable[[torch.optim.Optimizer], ZeroOptimizer], gradients: Gradients) -> None:
         self._make = make
         self._ours = {p for group in gradients.groups for flat in group.flats for p in flat.parameters}
-        self._adopted: ZeroOptimizer | None = None
+        self._prepared: ZeroOptimizer | None = None
         self._is_stepping = False
         self._hidden: list[dict[str, Any]] | None = None
         self._removables = [
@@ -38,28 +38,28 @@ class LateOptimizer:
         """Stop watching."""
         for removable in self._removables:
             removable.remove()
-        if self._adopted is not None:
+        if self._prepared is not None:
             for name in ("state_dict", "load_state_dict"):
-                self._adopted.inner.__dict__.pop(name, None)
+                self._prepared.inner.__dict__.pop(name, None)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if self._is_stepping or isinstance(optimizer, ZeroOptimizer):
             return None
         if not any(p in self._ours for group in optimizer.param_groups for p in group["params"]):
             return None
-        if self._adopted is None:
+        if self._prepared is None:
             self._check(optimizer)
-            self._adopted = self._make(optimizer)
-            optimizer.state_dict = self._adopted.state_dict  # type: ignore[method-assign]
-            optimizer.load_state_dict = self._adopted.load_state_dict  # type: ignore[method-assign]
-        elif self._adopted.inner is not optimizer:
+            self._prepared = self._make(optimizer)
+            optimizer.state_dict = self._prepared.state_dict  # type: ignore[method-assign]
+            optimizer.load_state_dict = self._prepared.load_state_dict  # type: ignore[method-assign]
+        elif self._prepared.inner is not optimizer:
             raise MisuseError(
                 "a second optimizer steps on the parameters of one prepared model: prepare the model with one "
                 "optimizer that has several param_groups"
             )
         self._is_stepping = True
         try:
-            loss = self._adopted.step(*args[1:], **kwargs)
+            loss = self._prepared.step(*args[1:], **kwargs)
         finally:
             self._is_stepping = False
         self._hidden = optimizer.param_groups
@@ -67,9 +67,10 @@ class LateOptimizer:
         return (optimizer,), ({"closure": lambda: loss} if args[1:] or kwargs else {})
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        is_ours = self._adopted is not None and self._adopted.inner is optimizer
+        is_ours = self._prepared is not None and self._prepared.inner is optimizer
         if is_ours and self._hidden is not None and not self._is_stepping:
-            optimizer.param_groups, self._hidden = self._hidden, None
+            optimizer.param_groups = self._hidden
+            self._hidden = None
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in self._ours]

@@ -5,7 +5,7 @@
 
 Updates of states off the device go on after step() has returned, and each group's next forward waits for its own.
 When prepare was told how many passes make a step and nothing has to be known of all gradients first, they begin inside
-the last backward pass (early.py).
+the last backward pass (backward_updates.py).
 
 `param_groups` are the user's own dicts with the user's own parameters, so schedulers and edits work as ever.
 """
@@ -13,7 +13,6 @@ the last backward pass (early.py).
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -21,16 +20,15 @@ import torch
 
 from zerostd.communication import World
 from zerostd.communication.world import thread_budget
-from zerostd.compat import note_step
+from zerostd.compat import move_step_hooks, note_step
 from zerostd.errors import MisuseError
 from zerostd.monitoring.ledger import explain_out_of_memory
-from zerostd.optimizers.arithmetic import Terms
-from zerostd.optimizers.early import Early
-from zerostd.optimizers.elementwise import writes_options
+from zerostd.optimizers.backward_updates import BackwardUpdates
 from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.scaling import LossScale
 from zerostd.optimizers.states import load_states, save_states
-from zerostd.optimizers.update import Updater
+from zerostd.optimizers.tasks import StepOptions
+from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Group
 from zerostd.tiers.debug import DEBUG
 
@@ -40,22 +38,25 @@ THREADED_FROM = 1_000_000  # elements: below, waking threads costs more than the
 
 
 class Schedule(Protocol):
-    """What the optimizer asks of the schedule; it never learns how groups move."""
+    """What the optimizer asks of the schedule; it never learns how groups move.
+
+    A step calls check_step, settle, then update_order, renew for each group it updates, and stepped at its end.
+    """
+
+    def check_step(self) -> None:
+        """Raise if a step now would lose gradients."""
 
     def settle(self) -> None:
         """Return when all gradients have landed."""
 
     def update_order(self) -> list[Group]:
-        """Groups, those the next forward needs first in front."""
+        """Return the groups, those the next forward needs first in front."""
 
     def renew(self, group: Group) -> None:
-        """The group's masters have changed."""
-
-    def check_step(self) -> None:
-        """Raise if a step now would lose gradients."""
+        """Note that the group's masters have changed."""
 
     def stepped(self) -> None:
-        """A step was taken, or skipped."""
+        """Note that a step was taken, or skipped."""
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -64,7 +65,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     inner: torch.optim.Optimizer
     max_grad_norm: float | None
     loss_scale: LossScale | None
-    counts_in_groups: bool  # a step changes param_groups, so it must be complete before they are read again
+    updater: Updater
+    backward_updates: BackwardUpdates | None  # None: updates wait for step()
     grad_norm: torch.Tensor | None  # of the last step that clipped or scaled, before clipping
 
     def __init__(
@@ -77,10 +79,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_grad_norm: float | None,
         loss_scale: LossScale | None,
     ) -> None:
-        self.early: Early | None = None
-        self._is_built = self._is_retired = False
+        self._is_built = False
+        self._is_retired = False
         self.inner = updater.inner
-        self._updater = updater
+        self.updater = updater
+        self.backward_updates = None
         self._gradients = gradients
         self._schedule = schedule
         self._world = world
@@ -90,11 +93,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
-        self.counts_in_groups = self.counts_in_groups_with(updater.routes)
         self._num_threads = thread_budget(world.local_size) if world.device.type == "cpu" else 1
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):  # once a step, not once a group
-            setattr(self, hooks, getattr(self.inner, hooks))
-            setattr(self.inner, hooks, OrderedDict())
+        move_step_hooks(self.inner, self)  # once a step, not once a group
         self._is_built = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -119,63 +119,75 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._schedule.check_step()
         self._schedule.settle()
         note_step(self.inner)
-        if self._updater.routes is not None:
-            self._updater.routes.check()
+        if self.updater.offload is not None:
+            self.updater.offload.check()
         if self._is_skipped():
             self._schedule.stepped()
             return loss
         factor = self._gradients.take_factor()
-        with self._threads(), explain_out_of_memory(self._updater.ledger):
-            self._updater.claim()
-            self._update(factor)
-        if DEBUG.is_serial or self.counts_in_groups:
+        with self._threads(), explain_out_of_memory(self.updater.ledger):
+            self.updater.check_memory()
+            options = self._update(factor)
+        if DEBUG.is_serial or self.updater.counts_in_groups:
             self.synchronize()
-        self._updater.keep_counters()
+        if options is not None:
+            self.updater.keep_counters(options)
         self._schedule.stepped()
         return loss
 
-    def counts_in_groups_with(self, routes: object | None) -> bool:
-        """Whether a step by these routes must be complete before param_groups are read again."""
-        return routes is not None and writes_options(self.inner)
+    def begin_backward_updates(self, *, knows_last_pass: bool, may_speculate: bool) -> BackwardUpdates | None:
+        """Let updates begin inside backward from now on, if it is known which is the last pass of a step and nothing
+        has to wait for step(). With clipping they are speculative. Returns what backward reports groups to; None if
+        all updates wait for step()."""
+        is_speculative = self.max_grad_norm is not None
+        waits_for_step = (
+            self.updater.offload is None
+            or self.updater.counts_in_groups
+            or self.loss_scale is not None
+            or (is_speculative and not may_speculate)
+            or DEBUG.is_serial
+        )
+        self.backward_updates = None
+        if knows_last_pass and not waits_for_step:
+            self.backward_updates = BackwardUpdates(
+                self.updater, self._gradients, self._schedule.renew, is_speculative=is_speculative
+            )
+        return self.backward_updates
 
-    def check_whole(self, call: str) -> None:
+    def check_consistent(self, call: str) -> None:
         """Refuse `call` on states of which an update has failed, or has done a part."""
-        if self._updater.routes is not None:
-            self._updater.routes.check()
-        self._gradients.check_taken(call)
+        if self.updater.offload is not None:
+            self.updater.offload.check()
+        self._gradients.check_unlocked(call)
 
     def synchronize(self) -> None:
-        """Return when every update so far is done, also those that go on after step(), and a save has read all it
+        """Wait until every update so far is done, also those that go on after step(), and a save has read all it
         needs. For timing; nothing else needs it."""
-        if self._updater.routes is not None:
-            self._updater.routes.drain()
+        if self.updater.offload is not None:
+            self.updater.offload.drain()
         for group in self._schedule.update_order():
-            group.pending_save.wait()
+            group.wait_save()
 
-    def _update(self, factor: torch.Tensor | None) -> None:
-        """Every group, those that the last backward has not updated already."""
+    def _update(self, factor: torch.Tensor | None) -> StepOptions | None:
+        """Update every group that the last backward has not updated already; returns the options, if there was one."""
         order = self._schedule.update_order()
-        updated = self.early.finish(factor, order) if self.early is not None else set()
+        updated = self.backward_updates.finish(factor, order) if self.backward_updates is not None else set()
         if len(updated) == len(order):
-            return
-        terms = self._updater.terms = self.terms(factor)
-        if self.early is not None and not updated:
-            self.early.learn(terms.on_host)
+            return None
+        options = self.updater.step_options(factor)
+        if self.backward_updates is not None and not updated:
+            self.backward_updates.watch(options)
         for group in order:
             if group not in updated:
-                self._updater.update(group, terms)
+                self.updater.update(group, options)
                 self._schedule.renew(group)
-
-    def terms(self, factor: torch.Tensor | None) -> Terms:
-        """What a step that begins now says to its updates."""
-        routes = self._updater.routes
-        return Terms(self._updater.options_now(), factor, routes.to_host(factor) if routes is not None else None)
+        return options
 
     @contextlib.contextmanager
     def _threads(self) -> Iterator[None]:
-        """All threads this rank may have, for an update on the CPU that is long enough to pay for waking them."""
+        """Use all threads this rank may have, for an update on the CPU that is long enough to pay for waking them."""
         before = torch.get_num_threads()
-        if self._num_threads <= before or self._updater.num_elements < THREADED_FROM:
+        if self._num_threads <= before or self.updater.num_elements < THREADED_FROM:
             yield
             return
         torch.set_num_threads(self._num_threads)
@@ -209,7 +221,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"clip_grad_norm_({max_norm}) on an optimizer prepared with max_grad_norm={self.max_grad_norm}, which "
                 "clips in step(): use one of the two"
             )
-        self._gradients.check_taken("clip_grad_norm_()")
+        self._gradients.check_unlocked("clip_grad_norm_()")
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         self.grad_norm = self._gradients.clip(max_norm * scale, norm_type) / scale
         return self.grad_norm
@@ -217,7 +229,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. With set_to_none=False they become zeros, as in torch."""
         self._schedule.settle()
-        self._gradients.check_taken("zero_grad()")
+        self._gradients.check_unlocked("zero_grad()")
         self._gradients.take_factor()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -227,22 +239,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     self._gradients.scale(parameter.grad, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's format. In a world of one it is what the inner optimizer would give; on several ranks each state
-        holds this rank's interval of it, and loads on the same rank of as many ranks."""
-        self.check_whole("state_dict()")
+        """Return torch's format. In a world of one it is what the inner optimizer would give; on several ranks each
+        state holds this rank's interval of it, and loads on the same rank of as many ranks."""
+        self.check_consistent("state_dict()")
         self.synchronize()
-        return save_states(self._updater, self._world, self.loss_scale)
+        return save_states(self.updater, self._world, self.loss_scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The counterpart of state_dict, checked before anything changes."""
-        self.check_whole("load_state_dict()")
+        """Load what state_dict returned; everything is checked before anything changes."""
+        self.check_consistent("load_state_dict()")
         self.synchronize()
-        load_states(self._updater, self._world, self.loss_scale, state_dict)
+        load_states(self.updater, self._world, self.loss_scale, state_dict)
         for group in self._schedule.update_order():
             self._schedule.renew(group)
 
     def retire(self) -> None:
-        """The model is an ordinary one again: there are no shards left to update."""
+        """Refuse further steps: the model is an ordinary one again, without shards to update."""
         self._is_retired = True
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ taken out again by the update. A step whose gradients overflowed on any rank is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -38,22 +38,10 @@ class LossScale:
             self.steps_since_overflow = 0
 
 
-class _ScaleGradient(torch.autograd.Function):
-    """Identity forward; the gradient is multiplied by a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0] * ctx.factor, None
-
-
 def scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """`tensor`, whose gradient will be `factor` times as large."""
+    """Return a view of `tensor` through which gradients flow back multiplied by `factor`."""
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
-    scaled: torch.Tensor = _ScaleGradient.apply(tensor, factor)  # type: ignore[no-untyped-call]
-    return scaled
+    view = tensor.view_as(tensor)
+    view.register_hook(partial(torch.mul, other=factor))
+    return view

@@ -1,4 +1,4 @@
-"""One parameter, one flat buffer, one group: holders of state, few verbs."""
+"""Parameters, flat buffers, gradients and groups: each owns its state and the verbs on it."""
 
 from zerostd.parameters.flat import Flat
 from zerostd.parameters.gradient import Gradient

@@ -41,7 +41,7 @@ class Blueprint:
 def find_blueprints(
     model: nn.Module, options: dict[nn.Parameter, int], precision: Precision, globs: Sequence[str] | None
 ) -> list[Blueprint]:
-    """Which parameters travel together. A parameter that several groups use belongs to the root."""
+    """Return a blueprint for each group. A parameter that several groups use belongs to the root."""
     node = _describe("", model, set())
     named = dict(model.named_modules())
     tops = find_groups(node, globs=globs)
@@ -60,16 +60,17 @@ def find_blueprints(
         home = next(iter(where)) if len(where) == 1 else -1
         member = Member(names[parameter], parameter, dtypes[parameter], options.get(parameter))
         members.setdefault(home, []).append(member)
-    found = [Blueprint(ROOT, (model,), tuple(members.get(-1, ())))]  # may be empty: it still borrows what forward reads
+    root = Blueprint(ROOT, (model,), tuple(members.get(-1, ())))  # may be empty: it still borrows what forward reads
+    blueprints = [root]
     for index, top in enumerate(tops):
         if index in members:
-            found.append(Blueprint(top[0], tuple(named[name] for name in top), tuple(members[index])))
-    return found
+            blueprints.append(Blueprint(top[0], tuple(named[name] for name in top), tuple(members[index])))
+    return blueprints
 
 
-def describe_groups(found: list[Blueprint]) -> list[str]:
-    """A line per group: what must be the same on all ranks."""
-    return [f"groups: {blueprint.name} with {len(blueprint.members)} parameters" for blueprint in found]
+def describe_groups(blueprints: list[Blueprint]) -> list[str]:
+    """Return a line per group: what must be the same on all ranks."""
+    return [f"groups: {blueprint.name} with {len(blueprint.members)} parameters" for blueprint in blueprints]
 
 
 def _is_inside(name: str, top: str) -> bool:
@@ -77,7 +78,7 @@ def _is_inside(name: str, top: str) -> bool:
 
 
 def _describe(name: str, module: nn.Module, seen: set[nn.Module | nn.Parameter]) -> Node:
-    """The module tree for grouping; what is shared is counted where it comes first."""
+    """Return the module tree for grouping; what is shared is counted where it comes first."""
     seen.add(module)
     own = [p for p in module._parameters.values() if p is not None and p not in seen]
     seen.update(own)
@@ -90,8 +91,8 @@ def _describe(name: str, module: nn.Module, seen: set[nn.Module | nn.Parameter])
 
 
 def _compute_dtype(module: nn.Module, parameter: nn.Parameter, precision: Precision) -> torch.dtype:
-    """16-bit runs leave batch-norm's sort alone: a module with floating-point buffers and only vectors for parameters
-    keeps running statistics, which need its own dtype, and computes with mixed inputs."""
+    """Return the dtype that a parameter computes in. 16-bit runs leave modules such as batch-norm alone: one with
+    floating-point buffers and only vectors for parameters keeps running statistics, which need their own dtype."""
     if precision.compute is None or not parameter.is_floating_point():
         return parameter.dtype
     keeps_statistics = any(b is not None and b.is_floating_point() for b in module._buffers.values())

@@ -51,7 +51,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def _check_shared_storage(parameters: list[tuple[str, nn.Parameter]]) -> None:
-    """Two Parameter objects over the same bytes would be updated twice."""
+    """Refuse two Parameter objects over the same bytes: they would be updated twice."""
     spans = []
     for name, parameter in parameters:
         if parameter.device.type != "meta" and parameter.numel():
@@ -90,7 +90,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizer_options(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[nn.Parameter, int]:
-    """The param_group of each parameter that will be updated. Without an optimizer yet: all that train, as group 0."""
+    """Return the param_group of each parameter that will be updated; without an optimizer, 0 for all that train."""
     if optimizer is None:
         return {parameter: 0 for parameter in model.parameters() if parameter.requires_grad}
     return {
@@ -102,7 +102,7 @@ def optimizer_options(model: nn.Module, optimizer: torch.optim.Optimizer | None)
 
 
 def describe_model(model: nn.Module, options: dict[nn.Parameter, int]) -> list[str]:
-    """A line per parameter and buffer: what must be the same on all ranks."""
+    """Return a line per parameter and buffer: what must be the same on all ranks."""
     lines = [
         f"{name} {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')} param_group {options.get(p)}"
         for name, p in model.named_parameters(remove_duplicate=False)
@@ -111,7 +111,7 @@ def describe_model(model: nn.Module, options: dict[nn.Parameter, int]) -> list[s
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> list[str]:
-    """A line per param_group: what must be the same on all ranks."""
+    """Return a line per param_group: what must be the same on all ranks."""
     if optimizer is None:
         return ["no optimizer yet"]
     return [

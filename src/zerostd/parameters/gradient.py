@@ -1,9 +1,9 @@
-"""Where the gradient of one flat buffer rests between backward and step, and in which form.
+"""The gradient of one flat buffer: where it rests between backward and step, and in which form.
 
-One backward pass a step: in the reduce dtype (2 bytes in bf16 runs). AllOf: summed in fp32. `region` is the slice
-of the flat buffer this rank updates; a rank that keeps gradients whole (stages 0 and 1) has a buffer for all of it and
-reduces in place, one that shards them fills a passing buffer and keeps its region only. Gradients rest on the device or
-in host memory (hosting.py).
+With one backward pass a step it rests in the reduce dtype (2 bytes in bf16 runs); with several it is summed in fp32.
+`region` is the slice of the flat buffer this rank updates. A rank that keeps gradients whole (stages 0 and 1) has a
+buffer for all of it and reduces in place; one that shards them fills a passing buffer and keeps its region only. The
+reducer calls the verbs of landing, the optimizer those of reading. Where host memory is involved: host_gradient.py.
 """
 
 from __future__ import annotations
@@ -13,54 +13,51 @@ from collections.abc import Sequence
 import torch
 
 from zerostd.compat import foreach_add_, foreach_copy_
-from zerostd.monitoring import Ledger
 from zerostd.parameters.host_gradient import HostGradient, HostGradientCopy
 from zerostd.policy import Kind
 from zerostd.sharding import Layout
-from zerostd.tiers import Done, Transfer
-from zerostd.tiers.host import Host
+from zerostd.tiers import Done, TierAllocator, Transfer
 
 __all__ = ["Gradient", "vector_norm"]
 
+Arrived = Sequence[torch.Tensor | None]  # what one pass brought, by parameter
+
 
 class Gradient:
-    """Holder of one flat gradient."""
+    """One flat gradient. It rests on the device, there with a host copy of parts, or on the host."""
 
     layout: Layout
     region: slice  # of the flat buffer, in elements
-    whole: torch.Tensor | None  # reduce dtype, the flat buffer's length; None where gradients are sharded
-    rest: torch.Tensor | None  # reduce dtype, the region's length; None while `sum` holds it
-    sum: torch.Tensor | None  # fp32 (fp64 of fp64), the region's length; there when a step is several backward passes
-    unsynced: torch.Tensor | None  # as `sum`, the flat buffer's length: passes under no_sync, not reduced yet
-    host: Host | None  # where `rest` and `sum` are, if not on the device
-    keeper: HostGradient | None  # how they get there, if the device has memory of its own
-    mirror: HostGradientCopy | None  # the host's copy of parts of a gradient on the device
+    dtype: torch.dtype  # of the reduce
+    whole: torch.Tensor | None  # `dtype`, the flat buffer's length, to reduce in place; None where they are sharded
 
     def __init__(
         self,
         layout: Layout,
         region: slice,
+        dtype: torch.dtype,
+        allocator: TierAllocator,
         *,
         keep_whole: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        ledger: Ledger,
+        host_gradient: HostGradient | None = None,
+        host_copy: HostGradientCopy | None = None,
     ) -> None:
         self.layout = layout
         self.region = region
         self.dtype = dtype
-        self.device = device
-        self.ledger = ledger
+        self._device = allocator.device
+        self._ledger = allocator.ledger
+        self._host_gradient = host_gradient
+        self._host_copy = host_copy
         self.whole = self._allocate(layout.numel, dtype) if keep_whole else None
-        self.rest = None
-        self.sum = None
-        self.unsynced = None
-        self.host = None
-        self.keeper = None
-        self.mirror = None
-        self.has_landed = [False] * len(layout.intervals)  # by parameter: a reduced gradient rests
-        self.is_unsynced = [False] * len(layout.intervals)  # by parameter: `unsynced` holds something of it
+        self._rest: torch.Tensor | None = None  # `dtype`, the region's length; None while `_sum` holds it
+        self._sum: torch.Tensor | None = None  # fp32 (fp64 of fp64), the region's length: several passes make a step
+        self._unsynced: torch.Tensor | None = None  # as `_sum`, the flat's length: passes under no_sync, not reduced
+        self._has_landed = [False] * len(layout.intervals)  # by parameter: a reduced gradient rests
+        self._is_unsynced = [False] * len(layout.intervals)  # by parameter: `_unsynced` holds something of it
         self._views: dict[int, list[torch.Tensor]] = {}
+
+    # Where it rests
 
     @property
     def numel(self) -> int:
@@ -68,224 +65,252 @@ class Gradient:
         return int(self.region.stop - self.region.start)
 
     @property
+    def is_summed(self) -> bool:
+        """Whether it rests as an fp32 sum."""
+        return self._sum is not None
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it rests in host memory."""
+        return self._host_gradient is not None
+
+    @property
+    def comes_up(self) -> bool:
+        """Whether it rests on the host and the device has memory of its own."""
+        return self._host_gradient is not None and self._host_gradient.comes_up
+
+    @property
+    def has_host_copy(self) -> bool:
+        """Whether it rests on the device and the CPU reads a copy of parts of it."""
+        return self._host_copy is not None
+
+    @property
     def rest_dtype(self) -> torch.dtype:
-        """What it rests in now."""
-        return self.dtype if self.sum is None else self.sum.dtype
+        """The dtype it rests in now."""
+        return self.dtype if self._sum is None else self._sum.dtype
 
     @property
     def current(self) -> torch.Tensor:
         """The reduced gradient of the region, in the form it rests in."""
-        if self.sum is not None:
-            return self.sum
-        if self.rest is None:
-            self.rest = self.whole[self.region] if self.whole is not None else self._allocate_rest(self.dtype)
-        self.ledger.gradient_form = f"{str(self.dtype).removeprefix('torch.')} (one backward pass a step)"
-        return self.rest
+        if self._sum is not None:
+            return self._sum
+        if self._rest is None:
+            self._rest = self.whole[self.region] if self.whole is not None else self._allocate_rest(self.dtype)
+        self._ledger.gradient_form = f"{str(self.dtype).removeprefix('torch.')} (one backward pass a step)"
+        return self._rest
 
     def use_sum(self) -> torch.Tensor:
-        """From now on rest as an fp32 sum; what rests already is carried over."""
-        if self.sum is None:
-            self.sum = self._allocate_rest(torch.promote_types(self.dtype, torch.float32))
-            if self.rest is not None:
-                self.wait_landed()
-                self.sum.copy_(self.rest)
-                if self.host is not None:
-                    self.host.free(self.rest)
-                elif self.whole is None:
-                    self.ledger.leave(Kind.GRADIENTS, self.rest.nbytes)
-                self.rest = None
+        """Rest as an fp32 sum from now on, and carry over what rests already."""
+        if self._sum is None:
+            self._sum = self._allocate_rest(torch.promote_types(self.dtype, torch.float32))
+            if self._rest is not None:
+                self.arrived.synchronize()
+                self._sum.copy_(self._rest)
+                self._free_rest(self._rest)
+                self._rest = None
                 self._views.clear()  # they would keep the old memory
-            self.ledger.gradient_form = "float32 (summed over several backward passes)"
-        return self.sum
+            self._ledger.gradient_form = "float32 (summed over several backward passes)"
+        return self._sum
 
-    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """One view per parameter into a buffer of the flat's length; kept, since buffers are few."""
-        found = self._views.get(buffer.data_ptr())
-        if found is None or found[0].dtype != buffer.dtype:
-            found = [buffer[i.offset : i.end].view(i.shape) for i in self.layout.intervals]
-            self._views[buffer.data_ptr()] = found
-        return found
+    def reserve(self) -> None:
+        """Take host memory and staging now: pinning memory in the middle of a step would hold it up."""
+        if self._host_gradient is not None:
+            self._host_gradient.reserve(self.current.nbytes)
 
-    def fill(self, buffer: torch.Tensor, arrived: Sequence[torch.Tensor | None], wanted: Sequence[bool]) -> None:
+    def close(self) -> None:
+        """Give all memory back; nothing that rests here is wanted any more."""
+        self.arrived.synchronize()
+        if self._sum is not None:
+            self._free(self._sum)
+        elif self._rest is not None:
+            self._free_rest(self._rest)
+        for tensor in (self.whole, self._unsynced):
+            if tensor is not None:
+                self._ledger.leave(Kind.GRADIENTS, tensor.nbytes)
+        if self._host_copy is not None:
+            self._host_copy.close()
+        self._rest = self._sum = self.whole = self._unsynced = None
+        self._views.clear()
+
+    def _allocate_rest(self, dtype: torch.dtype) -> torch.Tensor:
+        if self._host_gradient is not None:
+            return self._host_gradient.allocate(self.numel, dtype)
+        return self._allocate(self.numel, dtype)
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.zeros(numel, dtype=dtype, device=self._device)
+        self._ledger.enter(Kind.GRADIENTS, tensor.nbytes)
+        return tensor
+
+    def _free_rest(self, rest: torch.Tensor) -> None:
+        if self.whole is None:  # else it is a view of that
+            self._free(rest)
+
+    def _free(self, tensor: torch.Tensor) -> None:
+        if self._host_gradient is not None:
+            self._host_gradient.free(tensor)
+        else:
+            self._ledger.leave(Kind.GRADIENTS, tensor.nbytes)
+
+    # Landing, called by the reducer
+
+    def fill(self, buffer: torch.Tensor, arrived: Arrived, wanted: Sequence[bool]) -> None:
         """Write what this pass brought into `buffer`, with what earlier passes under no_sync left and is still wanted;
         parameters without a gradient count as zero."""
-        write(self.views(buffer), arrived)
+        _write(self._views_of(buffer), arrived)
         if self.layout.padding:
             buffer[self.layout.numel - self.layout.padding :].zero_()
-        if self.unsynced is not None:
-            for view, is_wanted in zip(self.views(self.unsynced), wanted, strict=True):
+        if self._unsynced is not None:
+            for view, is_wanted in zip(self._views_of(self._unsynced), wanted, strict=True):
                 if not is_wanted:
                     view.zero_()
-            buffer.add_(self.unsynced)
-            self.is_unsynced = [False] * len(self.is_unsynced)
-            self.ledger.leave(Kind.GRADIENTS, self.unsynced.nbytes)
-            self._views.pop(self.unsynced.data_ptr(), None)
-            self.unsynced = None
+            buffer.add_(self._unsynced)
+            self._is_unsynced = [False] * len(self._is_unsynced)
+            self._ledger.leave(Kind.GRADIENTS, self._unsynced.nbytes)
+            self._views.pop(self._unsynced.data_ptr(), None)
+            self._unsynced = None
 
     def prepare_landing(self, wanted: Sequence[bool]) -> bool:
         """Make ready for a pass to land; True if it must be added to what rests. `wanted` says by parameter whether
         the gradient of earlier passes is."""
-        keep = [is_wanted and has_landed for is_wanted, has_landed in zip(wanted, self.has_landed, strict=True)]
-        self.has_landed = [True] * len(keep)
+        keep = [is_wanted and has_landed for is_wanted, has_landed in zip(wanted, self._has_landed, strict=True)]
+        self._has_landed = [True] * len(keep)
         if not any(keep):
             return False
         total = self.use_sum()
         if not all(keep):
-            self.wait_landed()
+            self.arrived.synchronize()
         for piece in self.layout.pieces(self.region):
             if not keep[piece.index]:
                 total[piece.offset : piece.offset + piece.numel].zero_()
         return True
 
+    def open_landing(self, *, accumulate: bool) -> torch.Tensor:
+        """Return where a reduced gradient is to be written, or added, on the device."""
+        self.changed()
+        if self._host_gradient is None:
+            return self.current
+        return self._host_gradient.open_landing(self.current, accumulate=accumulate)
+
+    def close_landing(self, landed: torch.Tensor) -> None:
+        """Send what was written, as far as the current stream is concerned, to where it rests."""
+        if self._host_gradient is not None:
+            self._host_gradient.close_landing(landed, self.current)
+
     def fold(self, *, accumulate: bool) -> None:
         """Take what was reduced in place into the fp32 sum."""
-        assert self.sum is not None and self.whole is not None
+        assert self._sum is not None and self.whole is not None
         if accumulate:
-            self.sum.add_(self.whole)
+            self._sum.add_(self.whole)
         else:
-            self.sum.copy_(self.whole)
+            self._sum.copy_(self.whole)
 
-    def add_unsynced(self, arrived: Sequence[torch.Tensor | None], wanted: Sequence[bool]) -> None:
-        """Sum a pass locally, without reducing it."""
-        if self.unsynced is None:
-            self.unsynced = self._allocate(self.layout.numel, torch.promote_types(self.dtype, torch.float32))
-            self.unsynced.zero_()
-        views = self.views(self.unsynced)
-        for index, grad in enumerate(arrived):
-            if grad is not None:
-                if wanted[index] and self.is_unsynced[index]:
-                    views[index].add_(grad)
-                else:
-                    views[index].copy_(grad)
-                self.is_unsynced[index] = True
-                self.has_landed[index] = self.has_landed[index] and wanted[index]
-
-    def land_here(self, arrived: Sequence[torch.Tensor | None], *, accumulate: bool) -> None:
-        """In a world of one: straight to rest, no buffer between."""
+    def land_here(self, arrived: Arrived, *, accumulate: bool) -> None:
+        """Land without a reduce, in a world of one: straight to rest, no buffer between."""
         target = self.open_landing(accumulate=accumulate)
-        views = self.views(target)
+        views = self._views_of(target)
         if accumulate:
             pairs = [(view, grad) for view, grad in zip(views, arrived, strict=True) if grad is not None]
             if pairs:  # none: nothing of this flat was used in this pass
                 foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
         else:
-            write(views, arrived)
-            if self.layout.padding and self.keeper is not None:  # its norm is taken of the whole buffer
+            _write(views, arrived)
+            if self.layout.padding and self.comes_up:  # its norm is taken of the whole buffer
                 target[self.layout.numel - self.layout.padding :].zero_()
         self.close_landing(target)
 
-    def open_landing(self, *, accumulate: bool) -> torch.Tensor:
-        """Where a reduced gradient is to be written, or added, on the device."""
-        self.changed()
-        if self.keeper is None:
-            return self.current
-        return self.keeper.open(self.current, self.device, accumulate=accumulate)
+    def add_unsynced(self, arrived: Arrived, wanted: Sequence[bool]) -> None:
+        """Sum a pass locally, without reducing it."""
+        if self._unsynced is None:
+            self._unsynced = self._allocate(self.layout.numel, torch.promote_types(self.dtype, torch.float32))
+            self._unsynced.zero_()
+        views = self._views_of(self._unsynced)
+        for index, grad in enumerate(arrived):
+            if grad is not None:
+                if wanted[index] and self._is_unsynced[index]:
+                    views[index].add_(grad)
+                else:
+                    views[index].copy_(grad)
+                self._is_unsynced[index] = True
+                self._has_landed[index] = self._has_landed[index] and wanted[index]
 
-    def close_landing(self, landed: torch.Tensor) -> None:
-        """It was, as far as the current stream is concerned: send it where it rests."""
-        if self.keeper is not None:
-            self.keeper.close(landed, self.current)
+    def resume(self, index: int, *, has_landed: bool) -> None:
+        """Take the gradient of one parameter for one that has landed, or for one that is not there."""
+        self._has_landed[index] = has_landed
+        self.changed()
 
     def changed(self) -> None:
-        """What was derived from the gradient is so no more."""
-        if self.keeper is not None:
-            self.keeper.norm = None
-        if self.mirror is not None:
-            self.mirror.is_current = False
+        """Forget what was derived from the gradient: its norm, and the host's copy."""
+        if self._host_gradient is not None:
+            self._host_gradient.norm = None
+        if self._host_copy is not None:
+            self._host_copy.expire()
 
-    def close(self) -> None:
-        """Give all memory back; nothing that rests here is wanted any more."""
-        self.wait_landed()
-        held = [self.sum if self.sum is not None else self.rest] if self.whole is None or self.sum is not None else []
-        for tensor in (tensor for tensor in held if tensor is not None):
-            if self.host is not None:
-                self.host.free(tensor)
-            else:
-                self.ledger.leave(Kind.GRADIENTS, tensor.nbytes)
-        for tensor in (tensor for tensor in (self.whole, self.unsynced) if tensor is not None):
-            self.ledger.leave(Kind.GRADIENTS, tensor.nbytes)
-        if self.mirror is not None:
-            self.mirror.close()
-        self.rest = self.sum = self.whole = self.unsynced = None
-        self._views.clear()
+    def _views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return a view per parameter into a buffer of the flat's length; kept, since buffers are few."""
+        views = self._views.get(buffer.data_ptr())
+        if views is None or views[0].dtype != buffer.dtype:
+            views = [buffer[i.offset : i.end].view(i.shape) for i in self.layout.intervals]
+            self._views[buffer.data_ptr()] = views
+        return views
+
+    # Reading, called by the optimizer
 
     @property
     def arrived(self) -> Transfer:
-        """When it is where it rests."""
-        return Done() if self.keeper is None else self.keeper.kept
+        """The last transfer to where it rests."""
+        return Done() if self._host_gradient is None else self._host_gradient.arrived
 
-    @property
-    def comes_up(self) -> bool:
-        """Whether it rests on the host and the device has memory of its own."""
-        return self.keeper is not None
-
-    @property
-    def has_host_copy(self) -> bool:
-        """Whether it rests on the device and the CPU reads a copy of parts of it."""
-        return self.mirror is not None
+    def wait_landed(self) -> torch.Tensor:
+        """Return the gradient when it is where it rests. Holds the host if that is the host."""
+        self.arrived.synchronize()
+        return self.current
 
     def norm(self, order: float, part: slice | None = None) -> torch.Tensor:
-        """The norm of the region, or of a part of it: fp32, on the device."""
-        if part is None and self.keeper is not None and self.keeper.norm is not None and order == 2.0:
-            return self.keeper.norm
-        gradient = self.wait_landed() if part is None else self.wait_landed()[part]
-        return vector_norm(gradient, order).to(self.device)
+        """Return the norm of the region, or of a part of it: fp32, on the device."""
+        host = self._host_gradient
+        if part is None and host is not None and host.norm is not None and order == 2.0:
+            return host.norm
+        gradient = self.wait_landed()
+        return vector_norm(gradient if part is None else gradient[part], order).to(self._device)
 
     def send_host_copy(self) -> None:
         """Start copying down what the CPU will read."""
-        if self.mirror is not None:
-            self.mirror.send(self.current)
+        if self._host_copy is not None:
+            self._host_copy.send(self.current)
 
     def host_view(self, part: slice) -> tuple[torch.Tensor, Transfer]:
-        """A part of the region in host memory, and when it is there; starts its way down if it rests on the device."""
-        if self.mirror is None:
+        """Return a part of the region in host memory, and its transfer there, which is started if it was not."""
+        if self._host_copy is None:
             return self.current[part], self.arrived
         self.send_host_copy()
-        return self.mirror.copy_of(part), self.mirror.arrived
+        return self._host_copy.copy_of(part), self._host_copy.arrived
 
     def overwrite_host_copy(self, part: slice) -> torch.Tensor:
-        """The memory of `host_view(part)`, to be overwritten by whoever has read it."""
-        assert self.mirror is not None
-        self.mirror.is_overwritten = True
-        return self.mirror.copy_of(part)
+        """Return the memory of `host_view(part)`, to be overwritten by whoever has read it."""
+        assert self._host_copy is not None
+        return self._host_copy.overwrite(part)
 
     def drop_overwritten_copy(self) -> None:
-        """All updates of this gradient have been started: its host copy holds something else now."""
-        if self.mirror is not None and self.mirror.is_overwritten:
-            self.mirror.is_current = False
-            self.mirror.is_overwritten = False
+        """Expect no gradient in the host copy: all its updates have been started, and they overwrite it."""
+        if self._host_copy is not None:
+            self._host_copy.drop_overwritten()
 
     def copy_to(self, target: torch.Tensor, region: slice) -> None:
-        """A part of it on the device, in the dtype of `target`; the host does not wait."""
-        if self.keeper is None:
+        """Copy a part of it to `target` on the device, in the dtype of `target`; the host does not wait."""
+        if self._host_gradient is None:
             target.copy_(self.current[region])
         else:
-            self.keeper.bring(self.current[region], target)
-
-    def wait_landed(self) -> torch.Tensor:
-        """The gradient where it rests, when it is there: holds the host if it rests there."""
-        if self.keeper is not None:
-            self.keeper.kept.synchronize()
-        return self.current
-
-    def _allocate_rest(self, dtype: torch.dtype) -> torch.Tensor:
-        if self.host is not None:
-            return self.host.allocate(self.numel * dtype.itemsize, Kind.GRADIENTS).view(dtype)
-        return self._allocate(self.numel, dtype)
-
-    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.zeros(numel, dtype=dtype, device=self.device)
-        self.ledger.enter(Kind.GRADIENTS, tensor.nbytes)
-        return tensor
+            self._host_gradient.bring(self.current[region], target)
 
 
 def vector_norm(tensor: torch.Tensor, order: float) -> torch.Tensor:
-    """A norm in fp32, computed in fp32 or wider."""
+    """Return a norm in fp32, computed in fp32 or wider."""
     norm: torch.Tensor = torch.linalg.vector_norm(tensor, order, dtype=torch.promote_types(tensor.dtype, torch.float32))
     return norm.float()
 
 
-def write(views: list[torch.Tensor], arrived: Sequence[torch.Tensor | None]) -> None:
+def _write(views: list[torch.Tensor], arrived: Arrived) -> None:
     """Copy what arrived with one launch; zero the rest."""
     targets = [view for view, grad in zip(views, arrived, strict=True) if grad is not None]
     if targets:

@@ -1,18 +1,25 @@
-"""A group: the parameters that travel together. Scheduling, optimizers and checkpoints meet here.
+"""A group: parameters that are gathered, released, reduced and updated together.
 
-RELEASED --start--> GATHERING --finish--> GATHERED --release--> RELEASED
+A group owns its state. Hooks, the gatherer, the optimizer and checkpoints call its verbs and say when; how it is done
+is decided here. The states and the only moves between them:
+
+    RELEASED --start_gather--> GATHERING --wait_gather--> GATHERED --release--> RELEASED
+    GATHERED --expire--> RELEASED where ranks update slices of it, GATHERING where updates alone bring the new values
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from zerostd.communication import Wires
+from zerostd.monitoring.events import Span
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.flat import Flat
-from zerostd.tiers import Done, Transfer
+from zerostd.tiers import Done, Transfer, Uploader
 
 __all__ = ["Group", "GroupState"]
 
@@ -26,35 +33,42 @@ class GroupState(enum.Enum):
 
 
 class Group:
-    """Holder of one group's flat buffers and of what is pending on them."""
+    """The flat buffers of one group, and everything that is in flight for them."""
 
     blueprint: Blueprint  # what it was made from
-    name: str
-    index: int  # position among the groups, the same on every rank
-    place: int  # in the order in which forward needs groups, as far as known
-    modules: tuple[nn.Module, ...]  # whose forward needs it, in registration order; the last one ends its use
     flats: tuple[Flat, ...]
-    state: GroupState
-    pending: list[Transfer]  # gathers in flight, one per flat
-    updates: list[Transfer]  # of its parameters, still going on; the next gather waits for them
-    borrowed: dict[str, Group]  # groups whose parameters this one's modules read, learnt as it happens
 
-    def __init__(self, blueprint: Blueprint, index: int, flats: Sequence[Flat]) -> None:
+    def __init__(
+        self, blueprint: Blueprint, place: int, flats: Sequence[Flat], wires: Wires, uploader: Uploader
+    ) -> None:
         self.blueprint = blueprint
-        self.name = blueprint.name
-        self.index = self.place = index
-        self.modules = blueprint.modules
         self.flats = tuple(flats)
-        self.state = GroupState.GATHERED
-        self.pending = []
-        self.updates = []
-        self.borrowed = {}
-        self.in_backward = False  # its backward has begun and has not done with it
-        self.num_inputs_awaited: int | None = (
-            None  # forwards whose inputs get gradients and have not yet; None: no sign
-        )
-        self.num_pins = 0  # users who hold it gathered
-        self.pending_save: Transfer = Done()  # a save reads masters and states; they must not change before
+        self._wires = wires
+        self._uploader = uploader
+        self._state = GroupState.GATHERED
+        self._gathers: list[Transfer] = []  # one for each flat while GATHERING
+        self._span: Span | None = None  # of the gather in flight, while events are recorded
+        self._updates: list[Transfer] = []  # still going on; the next gather waits for them
+        self._pending_save: Transfer = Done()  # until then a checkpoint reads its masters and states
+        self._num_pins = 0
+        self._borrowed: dict[str, Group] = {}  # learnt as their parameters are read
+        self._place = place
+        self._in_backward = False
+        self._num_inputs_awaited: int | None = None  # None: no input of its forward gets a gradient
+        if self.gives_back:
+            self.release()
+
+    # What it is
+
+    @property
+    def name(self) -> str:
+        """The name of its first module."""
+        return self.blueprint.name
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Modules whose forward needs it, in registration order; the last one ends its use."""
+        return self.blueprint.modules
 
     @property
     def trainable(self) -> list[Flat]:
@@ -75,3 +89,177 @@ class Group:
     def is_in_slices(self) -> bool:
         """Whether ranks update different slices of it, so that an update must be gathered again."""
         return any(flat.region.stop - flat.region.start < flat.layout.numel for flat in self.trainable)
+
+    # Gather and release
+
+    @property
+    def state(self) -> GroupState:
+        """What it holds now."""
+        return self._state
+
+    @property
+    def has_gather(self) -> bool:
+        """Whether a gather is in flight."""
+        return bool(self._gathers)
+
+    def start_gather(self) -> None:
+        """Start filling the buffers of a released group, when its updates are done."""
+        assert self._state is GroupState.RELEASED, f"group {self.name!r} is {self._state.name}: it cannot be gathered"
+        self.wait_updates()
+        world = self._wires.world
+        ledger = self._wires.ledger
+        ledger.work_on(self.name)
+        if ledger.events.is_on and world.size > 1:
+            self._span = ledger.events.begin("gather", "wire", self.name, self._full_bytes, device=world.device)
+        self._gathers = [self._gather(flat) for flat in self.flats]
+        self._state = GroupState.GATHERING
+
+    def _gather(self, flat: Flat) -> Transfer:
+        """Bring this rank's part to the device, and from there to all ranks."""
+        flat.allocate()
+        world = self._wires.world
+        if world.size == 1:
+            return self._uploader.upload(flat.rest, flat.full, self.name)
+        mine = flat.rest.tensor if flat.is_sharded else flat.full[flat.layout.shard(world.rank)]
+        if mine is None or mine.device != flat.full.device:
+            mine = flat.own_part(world.rank)
+            self._uploader.upload(flat.rest, mine, self.name).wait()
+        return self._wires.gather(flat.full, mine)
+
+    def wait_gather(self) -> None:
+        """Wait until a gather has ended and its updates are done; parameters show their values from then on."""
+        assert self._state is GroupState.GATHERING, f"group {self.name!r} is {self._state.name}: nothing to wait for"
+        self.wait_updates()
+        for gather in self._gathers:
+            gather.wait()
+        self._gathers = []
+        self._wires.ledger.events.end(self._span, self._wires.world.device)
+        self._span = None
+        for flat in self.flats:
+            flat.show_values()
+        self._state = GroupState.GATHERED
+
+    def release(self) -> None:
+        """Give the memory of a gathered group back; its parameters show NaN."""
+        assert self._state is GroupState.GATHERED, f"group {self.name!r} is {self._state.name}: it cannot be released"
+        assert self.gives_back and not self._num_pins, f"group {self.name!r} has nothing to give back, or is held"
+        ledger = self._wires.ledger
+        ledger.work_on(self.name)
+        if ledger.events.is_on:
+            device = self._wires.world.device
+            span = ledger.events.begin("release", "compute", self.name, self._full_bytes, device=device)
+            ledger.events.end(span, device)
+        for flat in self.flats:
+            flat.show_nan()
+            flat.free()
+        self._state = GroupState.RELEASED
+
+    @property
+    def is_releasable(self) -> bool:
+        """Whether there is memory to give back that nobody holds."""
+        return self.gives_back and not self._num_pins and self._state is not GroupState.RELEASED
+
+    def expire(self) -> None:
+        """Let parameters show NaN until the values that an update is writing are here. For groups that stay on the
+        device: where ranks update slices of it, they have to be gathered; else waiting for the updates is enough."""
+        assert not self.gives_back and not self._gathers, f"group {self.name!r} is released instead, or is in flight"
+        for flat in self.flats:
+            flat.show_nan()
+        self._state = GroupState.RELEASED if self.is_in_slices else GroupState.GATHERING
+
+    @property
+    def _full_bytes(self) -> int:
+        return sum(flat.full.nbytes for flat in self.flats)
+
+    # Who holds it gathered
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a user holds it gathered."""
+        return self._num_pins > 0
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Hold a gathered group inside the context: nothing releases it."""
+        assert self._state is GroupState.GATHERED, f"group {self.name!r} is {self._state.name}: gather it first"
+        self._num_pins += 1
+        try:
+            yield
+        finally:
+            self._num_pins -= 1
+
+    # Updates, and checkpoints that read
+
+    @property
+    def updates(self) -> tuple[Transfer, ...]:
+        """Updates of its parameters that were started and not waited for."""
+        return tuple(self._updates)
+
+    def add_update(self, update: Transfer) -> None:
+        """Let the next gather wait for an update that was started."""
+        self._updates.append(update)
+
+    def wait_updates(self) -> None:
+        """Wait until its parameters are updated."""
+        for update in self._updates:
+            update.wait()
+        self._updates.clear()
+
+    def hold_for_save(self, save: Transfer) -> None:
+        """Let the next update wait: until then somebody reads the masters and states."""
+        self._pending_save = save
+
+    def wait_save(self) -> None:
+        """Wait until nobody reads the masters and states."""
+        self._pending_save.wait()
+
+    # Its part in forward and backward
+
+    @property
+    def place(self) -> int:
+        """Its place in the order in which forward needs groups, as far as known."""
+        return self._place
+
+    def move_to(self, place: int) -> None:
+        """Take another place in the order of forward."""
+        self._place = place
+
+    @property
+    def needed(self) -> tuple[Group, ...]:
+        """The groups its modules need: itself, and those whose parameters they read."""
+        return (self, *self._borrowed.values())
+
+    def borrow(self, group: Group) -> None:
+        """Need another group too from now on: a module of this one read a parameter of it."""
+        self._borrowed[group.name] = group
+
+    def await_inputs(self) -> None:
+        """Count a forward whose inputs will get gradients: when they have, backward has passed it."""
+        self._num_inputs_awaited = (self._num_inputs_awaited or 0) + 1
+
+    def inputs_arrived(self) -> None:
+        """Count the gradients of one forward's inputs as known."""
+        self._num_inputs_awaited = max(0, (self._num_inputs_awaited or 0) - 1)
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether backward has passed all its forwards. False where inputs get no gradient: there is no sign then."""
+        return self._num_inputs_awaited == 0
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether its backward has begun and still needs it."""
+        return self._in_backward
+
+    def begin_backward(self) -> None:
+        """Stay gathered until `end_backward`, whatever forward ends in between."""
+        self._in_backward = True
+
+    def end_backward(self) -> None:
+        """Backward needs it no more."""
+        self._in_backward = False
+
+    def end_pass(self) -> None:
+        """Forget what a pass has counted."""
+        self._in_backward = False
+        self._num_inputs_awaited = None

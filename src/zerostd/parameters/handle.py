@@ -1,4 +1,4 @@
-"""What users see as `p.grad` after a backward pass: a handle, since the gradient itself rests in its group.
+"""What users see as `p.grad` after a backward pass: a handle, since the gradient itself rests in its flat buffer.
 
 A handle has the parameter's shape, dtype and device and no memory. It keeps torch's own protocol: `p.grad is None`
 means that there is no gradient, setting it to None drops the gradient, and a backward pass into a parameter that still
@@ -52,15 +52,16 @@ class GradientHandle(torch.Tensor):
 
     @property
     def ops(self) -> GradientOps:
-        """Who carries out what is asked of it."""
+        """What carries out the calls that are made on it."""
         ops = self._ops()
         if ops is None:
-            raise MisuseError(f"the gradient of {self.of!r} went with its model, which was dropped")
+            raise MisuseError(f"the gradient of {self.of!r} is gone with its model; keep a reference to the model")
         return ops
 
     def take_incoming(self) -> torch.Tensor:
-        """The gradient that the running backward pass added."""
-        incoming, self.incoming = self.incoming, None
+        """Return, once, the gradient that the running backward pass added."""
+        incoming = self.incoming
+        self.incoming = None
         assert incoming is not None
         return incoming
 
@@ -86,9 +87,9 @@ class GradientHandle(torch.Tensor):
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             args[0][0].ops.unscale(args[0], args[1], args[2])
             return None
-        found = next((arg for arg in _flatten(args) if isinstance(arg, cls)), None)
+        first = next((arg for arg in _flatten(args) if isinstance(arg, cls)), None)
         raise MisuseError(
-            f"{func} on the gradient of {found.of if found is not None else 'a parameter'}: a prepared model keeps "
+            f"{func} on the gradient of {first.of if first is not None else 'a parameter'}: a prepared model keeps "
             "gradients sharded, so `p.grad` only stands for one. Clip with optimizer.clip_grad_norm_(max_norm), drop "
             "with optimizer.zero_grad(), update with the optimizer that zerostd.prepare returned"
         )

@@ -6,7 +6,7 @@ Checkpoints save these intervals; `optimizers/records.py` gives those of states 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -50,10 +50,10 @@ def tensor_interval(kind: str, of: str, tensor: torch.Tensor) -> SavedInterval:
     return SavedInterval(kind, of, tuple(tensor.shape), 0, flat.numel(), column, 0)
 
 
-def owned_pieces(flat: Flat, rank: int) -> Iterator[tuple[Piece, int, int]]:
+def owned_pieces(flat: Flat, rank: int, pieces: Iterable[Piece] | None = None) -> Iterator[tuple[Piece, int, int]]:
     """Yield the pieces of a trained flat's region that this rank saves, each with the part [low, high) it saves."""
     mine = flat.layout.shard(rank)
-    for piece in flat.layout.pieces(flat.region):
+    for piece in flat.layout.pieces(flat.region) if pieces is None else pieces:
         place = flat.region.start + piece.offset
         low = max(mine.start, place)
         high = min(mine.stop, place + piece.numel)

@@ -1,7 +1,7 @@
-"""What the optimizer keeps for one portion of a region: the master and the states, by name, at their home.
+"""What the optimizer keeps for one stretch of a region: the master and the states, by name, in one tier.
 
-Resident portions have the master only; their states are made by the user's optimizer. A spare set of columns is there
-where updates speculate: they are written beside the true ones and trade places with them when they turn out right.
+Resident shards have the master only; their states are made by the user's optimizer. Where updates speculate there is a
+spare set of tensors: an update is written to it, and it trades places with the true one when the update is committed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zerostd.policy import Route
+from zerostd.policy import Route, Tier
 from zerostd.sharding import Portion
 from zerostd.tiers import Done, TierTensor, Transfer
 
@@ -21,36 +21,54 @@ MASTER = "master"
 
 @dataclass(eq=False)
 class StateShard:
-    """Columns of one portion, each as long as it."""
+    """A stretch of a region with one tier and one route, and its tensors, each as long as the stretch."""
 
-    portion: Portion
-    columns: dict[str, TierTensor]
+    start: int  # elements of the region
+    stop: int
+    tier: Tier
+    route: Route
+    tensors: dict[str, TierTensor]
     spare: dict[str, TierTensor] = field(default_factory=dict)
     holds_parameters: bool = False  # the master is the parameter itself, not a copy at another precision or place
-    landed: Transfer = field(default_factory=Done)  # the last update's way home
+    landed: Transfer = field(default_factory=Done)  # when the last streamed update is back in `tier`
+
+    @property
+    def portion(self) -> Portion:
+        """The plan it was made from."""
+        return Portion(self.start, self.stop, self.tier, self.route)
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.stop - self.start
+
+    @property
+    def region(self) -> slice:
+        """Where it lies in the region."""
+        return slice(self.start, self.stop)
 
     @property
     def master(self) -> TierTensor:
         """fp32, or the parameters' own dtype if that is wider."""
-        return self.columns[MASTER]
+        return self.tensors[MASTER]
 
     @property
     def is_resident(self) -> bool:
         """Whether the user's optimizer updates it in place, on the device."""
-        return self.portion.route is Route.RESIDENT
+        return self.route is Route.RESIDENT
 
-    def adopt_spare(self) -> None:
-        """What was written beside becomes the truth."""
-        self.columns, self.spare = self.spare, self.columns
+    def commit_speculative(self) -> None:
+        """Make the spare tensors, which a speculative update has written, the true ones."""
+        self.tensors, self.spare = self.spare, self.tensors
 
     def overlap(self, start: int, stop: int) -> tuple[slice, slice] | None:
-        """The part of [start, stop) of the region that lies here: where here, and where in [start, stop)."""
-        low, high = max(start, self.portion.start), min(stop, self.portion.stop)
+        """Return the part of [start, stop) of the region that lies here: where here, and where in [start, stop)."""
+        low = max(start, self.start)
+        high = min(stop, self.stop)
         if low >= high:
             return None
-        base = self.portion.start
-        return slice(low - base, high - base), slice(low - start, high - start)
+        return slice(low - self.start, high - self.start), slice(low - start, high - start)
 
     def read_master(self) -> torch.Tensor:
-        """The whole master, in memory."""
-        return self.master.read(slice(0, self.portion.numel))
+        """Return the whole master, in memory."""
+        return self.master.read(slice(0, self.numel))

@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from zerostd.policy import Way
+
 __all__ = ["WAYS", "GroupProfile", "ModelProfile"]
 
-WAYS = ("keep", "recompute", "host")  # what can be done with the activations of a group until its backward
+WAYS = tuple(way.in_plan for way in (Way.DEVICE, Way.RECOMPUTE, Way.HOST))  # that plans choose among
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ FIELDS = (  # in the order in which they are written
     "predicted",
 )
 DOES = {"recompute": "recompute them in", "host": "send them to the host in", "keep": "keep them in"}
-PLANNED = {"keep": Way.DEVICE, "recompute": Way.RECOMPUTE, "host": Way.HOST}  # as the runtime calls them
 MOST_NAMED = 4  # stretches of groups
 WORDS = {
     "up": "the link to the device",
@@ -126,7 +125,7 @@ class Plan:
         if not sizes:
             return Placement(speculate=self.speculate)
         shares = {kind.value: _tidy(tiers) for kind, tiers in parts.items()}
-        ways = {name: PLANNED[self.activations_of(name) or "keep"].value for name in sizes}
+        ways = {name: Way(self.activations_of(name) or Way.DEVICE).value for name in sizes}
         activations: Any = ways if len(set(ways.values())) > 1 else next(iter(ways.values()))
         return Placement(
             **shares, activations=activations, cpu_share=by_cpu / off if off else None, speculate=self.speculate

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from zerostd.communication import Wires
-from zerostd.optimizers import from_disk, routes, streamed
-from zerostd.optimizers.tiles import tile_numel
-from zerostd.parameters import host_gradient
-from zerostd.policy import Kind, Route, Tier
+from zerostd.optimizers.offload_updater import OffloadUpdater
+from zerostd.optimizers.updater import Updater
+from zerostd.parameters.staging import NUM_STAGING
+from zerostd.parameters.state_shard import MASTER
+from zerostd.policy import Kind, Tier
 from zerostd.preparing.homes import FlatPlan, Rules, demand
-from zerostd.scheduling import reducing
 from zerostd.sharding import Portion
 from zerostd.tiers import Uploader
 
@@ -29,7 +31,7 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules, *, prefetch_depth
         _gathered(plans, rules, prefetch_depth)
         + _wires(plans, rules)
         + _scratch(plans, rules)
-        + _slots(plans, rules)
+        + _slots(plans, rules)[Tier.DEVICE]
         + _staging(plans, rules)
     )
     found: dict[Tier, dict[Kind, int]] = {}
@@ -41,10 +43,7 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules, *, prefetch_depth
 
 def host_buffers(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
     """Host memory that what rests on disk passes through."""
-    longest = max((p.numel for p in _portions(plans) if p.tier is Tier.DISK), default=0)
-    widths = [4, *(dtype.itemsize for dtype in rules.states.values())]
-    slots = from_disk.NUM_SLOTS * tile_numel(from_disk.TILE_NUMEL, longest) * sum(widths)
-    return slots + Uploader.buffer_bytes(largest_on_disk(plans, rules))
+    return _slots(plans, rules)[Tier.HOST] + Uploader.buffer_bytes(largest_on_disk(plans, rules))
 
 
 def largest_on_disk(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
@@ -83,33 +82,20 @@ def _wires(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
     ]
     largest = max(sizes, default=0)
     receive = Wires.buffer_bytes(largest, rules.size, has_streams=rules.has_own_memory)
-    return receive + (reducing.NUM_STAGING * largest if rules.shards(Kind.GRADIENTS) else 0)
+    return receive + (NUM_STAGING * largest if rules.shards(Kind.GRADIENTS) else 0)
 
 
 def _scratch(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
     """Gradients as an update on the device reads them."""
     trained = [plan for group in plans for plan in group if plan.is_trained]
-    comes_up = rules.has_own_memory  # gradients from the host
-    casts = any(
-        plan.gradient_dtype(rules).itemsize < 4 or (comes_up and plan.gradients is Tier.HOST) for plan in trained
-    )
-    if not casts:
-        return 0
+    gradients = [(plan.gradient_dtype(rules), rules.has_own_memory and plan.gradients is Tier.HOST) for plan in trained]
     resident = [sum(p.numel for plan in group for p in plan.portions if p.tier is Tier.DEVICE) for group in plans]
-    return 4 * max(resident, default=0)
+    return Updater.buffer_bytes(resident, gradients)
 
 
-def _slots(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
-    """Room on the device for states that pass through it."""
-    total = 0
-    for tier, most in ((Tier.HOST, routes.TILE_NUMEL), (Tier.DISK, from_disk.TILE_NUMEL)):
-        found = [p for p in _portions(plans) if p.tier is tier]
-        if not any(p.route is Route.STREAMED for p in found):
-            continue
-        longest = max(p.numel for p in found if tier is Tier.DISK or p.route is Route.STREAMED)
-        widths = [4, *(dtype.itemsize for dtype in rules.states.values()), 4, 4]  # master, states, gradient, landing
-        total += streamed.NUM_SLOTS * tile_numel(most, longest) * sum(widths)
-    return total
+def _slots(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, int]:
+    """Room for states that pass through the device, or come from disk, by the tier it is in."""
+    return OffloadUpdater.buffer_bytes(_portions(plans), {MASTER: torch.float32, **rules.states})
 
 
 def _staging(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
@@ -124,4 +110,4 @@ def _staging(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
         for plan in group
         if plan.is_trained and plan.gradients is Tier.HOST
     ]
-    return host_gradient.NUM_STAGING * max(sizes, default=0)
+    return NUM_STAGING * max(sizes, default=0)

@@ -19,32 +19,31 @@ from zerostd.engine.runtime import Runtime
 from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
 from zerostd.monitoring import Ledger
-from zerostd.optimizers.early import Early
+from zerostd.optimizers.offload_updater import OffloadUpdater
 from zerostd.optimizers.optimizer import ZeroOptimizer
-from zerostd.optimizers.routes import Routes
 from zerostd.optimizers.states import put_states
-from zerostd.optimizers.update import Updater
-from zerostd.parameters import Group, GroupState
+from zerostd.optimizers.updater import Updater
+from zerostd.parameters import Group
 from zerostd.parameters.blueprints import ROOT, Blueprint, Member, describe_groups, find_blueprints
 from zerostd.parameters.checking import describe_model, describe_optimizer, optimizer_options
 from zerostd.parameters.deferred import draw_seeds, is_deferred, make_real
-from zerostd.parameters.host_gradient import Staging
+from zerostd.parameters.staging import Staging
 from zerostd.policy import Budget, Kind, Tier, parse_bytes
 from zerostd.preparing.accounting import host_buffers, largest_on_disk
 from zerostd.preparing.groups import make_group
 from zerostd.preparing.homes import FlatPlan, Rules, demand, demand_of, plan_flats
 from zerostd.preparing.options import check_world, num_threads, rules_for, ways_for
 from zerostd.preparing.proposing import decide, homes_of
+from zerostd.scheduling.activation_copies import ActivationCopies
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.offloading import ActivationOffloader
 from zerostd.tiers import Streams, TierAllocator, Uploader
-from zerostd.tiers.debug import DEBUG
 from zerostd.tiers.disk import Disk
 from zerostd.tiers.host import Host
 from zerostd.tiers.limits import check_disk, check_host
 
-__all__ = ["attach_optimizer", "begin_early", "build", "device_of", "make_routes", "open_disk"]
+__all__ = ["attach_optimizer", "begin_backward_updates", "build", "device_of", "make_offload_updater", "open_disk"]
 
 
 def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> Runtime:
@@ -81,9 +80,9 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
     wires = Wires(world, ledger)
     original_dtypes = {parameter: parameter.dtype for parameter in model.parameters()}
     groups = _make_groups(model, blueprints, plans, rules, resources, control, wires)
-    gatherer = Gatherer(groups, wires, control, uploader)
-    offloader = ActivationOffloader(allocator, streams, _left_of(need, settings.budget, world), peers)
-    activations = Activations(model, gatherer, ways, offloader, peers)
+    gatherer = Gatherer(groups, wires, control)
+    copies = ActivationCopies(allocator, streams, _left_of(need, settings.budget, world))
+    activations = Activations(model, gatherer, ways, ActivationOffloader(copies, peers))
     runtime = Runtime(model, gatherer, activations, resources, settings=settings, original_dtypes=original_dtypes)
     runtime.install()
     return runtime
@@ -169,12 +168,8 @@ def _make_groups(
 
     groups = []
     for index, (blueprint, flats) in enumerate(zip(blueprints, plans, strict=True)):
-        group = make_group(blueprint, index, flats, rules, resources, value_of)
+        group = make_group(blueprint, index, flats, rules, resources, wires, value_of)
         groups.append(group)
-        if group.gives_back:
-            for flat in group.flats:
-                flat.hide()
-            group.state = GroupState.RELEASED
     _place_buffers(model, device, seed)
     return tuple(groups)
 
@@ -207,8 +202,8 @@ def attach_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOpti
     settings = runtime.settings
     earlier: dict[Any, dict[str, Any]] = {parameter: dict(states) for parameter, states in inner.state.items()}
     inner.state.clear()
-    routes = make_routes(runtime, inner)
-    updater = Updater(inner, runtime.groups, runtime.world.device, runtime.ledger, routes, settings.states)
+    offload = make_offload_updater(runtime, inner)
+    updater = Updater(inner, runtime.groups, runtime.world.device, runtime.ledger, offload, settings.states)
     if earlier:
         put_states(updater, earlier)
     optimizer = ZeroOptimizer(
@@ -220,32 +215,27 @@ def attach_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOpti
         loss_scale=runtime.loss_scale,
     )
     runtime.optimizer = optimizer
-    begin_early(runtime, optimizer)
+    begin_backward_updates(runtime, optimizer)
     return optimizer
 
 
-def make_routes(runtime: Runtime, inner: torch.optim.Optimizer) -> Routes | None:
-    """The routes to states off the device; None if there are none there."""
+def make_offload_updater(runtime: Runtime, inner: torch.optim.Optimizer) -> OffloadUpdater | None:
+    """Return what updates states off the device; None if there are none there."""
     if not any(group.is_updated_later for group in runtime.groups):
         return None
     resources = runtime.resources
-    return Routes(inner, runtime.groups, resources.allocator, resources.streams, num_threads=resources.num_threads)
+    return OffloadUpdater(
+        inner, runtime.groups, resources.allocator, resources.streams, num_threads=resources.num_threads
+    )
 
 
-def begin_early(runtime: Runtime, optimizer: ZeroOptimizer) -> None:
-    """Let updates begin inside backward, if it is known which is the last pass of a step and nothing else is waited
-    for."""
-    settings, (_, placement) = runtime.settings, runtime.settings.decided
-    updater = optimizer._updater
-    optimizer.early = None
-    runtime.backward.group_updates = None
-    optimizer.counts_in_groups = optimizer.counts_in_groups_with(updater.routes)
-    knows_the_end = updater.routes is not None and settings.accumulate is not None and runtime.loss_scale is None
-    waits = DEBUG.is_serial or optimizer.counts_in_groups
-    if knows_the_end and not waits and (settings.max_grad_norm is None or placement.speculate):
-        is_on_trial = settings.max_grad_norm is not None
-        optimizer.early = Early(updater, runtime.gradients, runtime, optimizer.terms, is_on_trial=is_on_trial)
-        runtime.backward.group_updates = optimizer.early
+def begin_backward_updates(runtime: Runtime, optimizer: ZeroOptimizer) -> None:
+    """Let updates begin inside backward, where the settings allow it."""
+    _, placement = runtime.settings.decided
+    knows_last_pass = runtime.settings.accumulate is not None
+    runtime.backward.group_updates = optimizer.begin_backward_updates(
+        knows_last_pass=knows_last_pass, may_speculate=placement.speculate
+    )
 
 
 def open_disk(budget: Budget, ledger: Ledger) -> Disk:

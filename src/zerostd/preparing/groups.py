@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from zerostd.communication import Wires
 from zerostd.engine.resources import Resources
 from zerostd.parameters.blueprints import Blueprint, Member
 from zerostd.parameters.flat import Flat
@@ -33,27 +34,27 @@ def make_group(
     plans: Sequence[FlatPlan],
     rules: Rules,
     resources: Resources,
+    wires: Wires,
     value_of: ValueOf,
 ) -> Group:
     """Flatten, take this rank's part, and let the rest go. `value_of` gives a parameter's first values."""
     flats = [_make_flat(plan, rules, resources, value_of) for plan in plans]
-    return Group(blueprint, index, flats)
+    return Group(blueprint, index, flats, wires, resources.uploader)
 
 
 def _make_flat(plan: FlatPlan, rules: Rules, resources: Resources, value_of: ValueOf) -> Flat:
     allocator = resources.allocator
     parameters = [member.parameter for member in plan.members]
-    flat = Flat(plan.layout, parameters, plan.dtype, allocator.device, allocator.ledger)
-    flat.region = plan.region
-    if plan.is_trained:
-        flat.state_shards = tuple(_make_shard(plan, portion, rules, allocator) for portion in plan.portions)
+    portions = plan.portions if plan.is_trained else ()
+    shards = [_make_shard(plan, portion, rules, allocator) for portion in portions]
+    flat = Flat(plan.layout, parameters, plan.dtype, allocator, region=plan.region, state_shards=shards)
     for position, member in enumerate(plan.members):
-        flat.take(position, value_of(member))
+        flat.adopt(position, value_of(member))
     is_sharded = rules.shards(Kind.PARAMETERS)
     rest: TierTensor | None = None
     if is_sharded or plan.parameters is not Tier.DEVICE:
         rest = allocator.allocate(plan.owner, plan.parameters, Kind.PARAMETERS, plan.rest_numel(rules), plan.dtype)
-    flat.settle(rules.rank, rest, is_sharded=is_sharded)
+    flat.keep(rules.rank, rest, is_sharded=is_sharded)
     if plan.is_trained:
         flat.gradient = _make_gradient(plan, rules, resources)
     return flat
@@ -76,7 +77,7 @@ def move_flat(flat: Flat, plan: FlatPlan, rules: Rules, resources: Resources) ->
     flat.share_masters()
     for shard in flat.state_shards:
         if not shard.holds_parameters:
-            shard.master.write(slice(0, shard.portion.numel), region[shard.portion.start : shard.portion.stop])
+            shard.master.write(slice(0, shard.numel), region[shard.region])
     flat.gradient = _make_gradient(plan, rules, resources)
 
 
@@ -92,30 +93,40 @@ def _make_shard(plan: FlatPlan, portion: Portion, rules: Rules, allocator: TierA
     spare: dict[str, TierTensor] = {}
     if rules.speculates and portion.tier is Tier.HOST:
         spare = {MASTER: column(plan.master_dtype)} | {name: column(dtype) for name, dtype in states.items()}
-    return StateShard(portion, columns, spare, holds_parameters=shares)
+    return StateShard(portion.start, portion.stop, portion.tier, portion.route, columns, spare, holds_parameters=shares)
 
 
 def _make_gradient(plan: FlatPlan, rules: Rules, resources: Resources) -> Gradient:
     allocator = resources.allocator
     dtype = plan.gradient_dtype(rules)
-    keep_whole = rules.size > 1 and not rules.shards(Kind.GRADIENTS)
     gradient = Gradient(
-        plan.layout, plan.region, keep_whole=keep_whole, dtype=dtype, device=allocator.device, ledger=allocator.ledger
+        plan.layout,
+        plan.region,
+        dtype,
+        allocator,
+        keep_whole=rules.size > 1 and not rules.shards(Kind.GRADIENTS),
+        host_gradient=_make_host_gradient(plan, rules, resources),
+        host_copy=_make_host_copy(plan, rules, resources),
     )
-    host = allocator.host
-    if plan.gradients is Tier.HOST:
-        gradient.host = host
-        if rules.has_own_memory:
-            gradient.keeper = HostGradient(resources.staging, resources.streams, allocator.ledger)
-    elif rules.has_own_memory:
-        parts = [slice(p.start, p.stop) for p in plan.portions if p.route is Route.CPU]
-        if parts:
-            rests_in = torch.promote_types(dtype, torch.float32) if rules.sums_gradients else dtype
-            gradient.mirror = HostGradientCopy(parts, rests_in, host, resources.streams)
     if rules.sums_gradients:
         gradient.use_sum()
-    if gradient.host is not None:
-        num_bytes = gradient.current.nbytes  # taken now: pinning in the middle of a step would hold it up
-        if gradient.keeper is not None:
-            resources.staging.reserve(num_bytes, allocator.device, allocator.ledger)
+    gradient.reserve()
     return gradient
+
+
+def _make_host_gradient(plan: FlatPlan, rules: Rules, resources: Resources) -> HostGradient | None:
+    if plan.gradients is not Tier.HOST:
+        return None
+    allocator = resources.allocator
+    staging = resources.staging if rules.has_own_memory else None
+    return HostGradient(allocator.host, resources.streams, allocator.ledger, staging)
+
+
+def _make_host_copy(plan: FlatPlan, rules: Rules, resources: Resources) -> HostGradientCopy | None:
+    """The host's copy of what the CPU reads, where the gradient rests on a device with memory of its own."""
+    parts = [slice(portion.start, portion.stop) for portion in plan.portions if portion.route is Route.CPU]
+    if plan.gradients is Tier.HOST or not rules.has_own_memory or not parts:
+        return None
+    dtype = plan.gradient_dtype(rules)
+    rests_in = torch.promote_types(dtype, torch.float32) if rules.sums_gradients else dtype
+    return HostGradientCopy(parts, rests_in, resources.allocator.host, resources.streams)

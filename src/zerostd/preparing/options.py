@@ -15,7 +15,6 @@ from zerostd.errors import NotSupportedError, PrepareError
 from zerostd.optimizers.elementwise import check_elementwise, find_states
 from zerostd.parameters.checking import check_model, check_optimizer
 from zerostd.planning.costs import NUM_BUSY_THREADS
-from zerostd.planning.plan import PLANNED
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, Way, parse_bytes
 from zerostd.preparing.homes import Rules
 from zerostd.sharding import default_cpu_share
@@ -138,7 +137,7 @@ def ways_for(settings: Settings, groups: Sequence[str]) -> dict[str, Way]:
     _, placement = settings.decided
     if settings.plan is None:
         return placement.ways(groups)
-    return {name: PLANNED[settings.plan.activations_of(name) or "keep"] for name in groups}
+    return {name: Way(settings.plan.activations_of(name) or Way.DEVICE) for name in groups}
 
 
 def num_threads(world: World) -> int:

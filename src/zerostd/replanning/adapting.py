@@ -115,7 +115,7 @@ class Adapter(StepObserver):
     def _is_moving(self) -> bool:
         """Whether anything is updated off the device."""
         optimizer = self.runtime.optimizer
-        return optimizer is not None and optimizer._updater.routes is not None
+        return optimizer is not None and optimizer.updater.offload is not None
 
     # Observing
 
@@ -127,8 +127,8 @@ class Adapter(StepObserver):
     def _busy(self) -> dict[str, float]:
         optimizer = self.runtime.optimizer
         assert optimizer is not None
-        routes = optimizer._updater.routes
-        return routes.busy() if routes is not None else {}
+        offload = optimizer.updater.offload
+        return offload.busy() if offload is not None else {}
 
     def _end_watching(self) -> None:
         assert self._watching is not None
@@ -227,7 +227,7 @@ class Adapter(StepObserver):
 
     def _revise(self, reason: str, report: RankReport) -> None:
         """Make the plan again, and obey it if that pays or must be."""
-        if any(slot.parameter.grad is not None for slot in self.runtime.backward.slots):
+        if any(trained.parameter.grad is not None for trained in self.runtime.backward.trained):
             return  # gradients are kept over the step: nothing can move
         world = self.runtime.world
         seen = self._seen_or_rough(report)  # before anything is measured, which takes memory too

@@ -8,11 +8,11 @@ import torch
 
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import MisuseError
-from zerostd.optimizers.states import carry_states
+from zerostd.optimizers.states import replace_states, take_states
 from zerostd.parameters import Flat
 from zerostd.planning import Plan
 from zerostd.policy import Tier
-from zerostd.preparing.building import begin_early, make_routes, open_disk
+from zerostd.preparing.building import begin_backward_updates, make_offload_updater, open_disk
 from zerostd.preparing.groups import move_flat
 from zerostd.preparing.homes import FlatPlan, plan_flats
 from zerostd.preparing.options import check_world, rules_for
@@ -28,7 +28,7 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
     optimizer = runtime.optimizer
     if optimizer is None:
         raise MisuseError("moving to another plan needs the optimizer: pass it to prepare")
-    if any(slot.parameter.grad is not None for slot in runtime.backward.slots) or runtime.backward.is_running:
+    if any(trained.parameter.grad is not None for trained in runtime.backward.trained) or runtime.backward.is_running:
         raise MisuseError("moving to another plan while there are gradients: do it after optimizer.zero_grad()")
     settings = runtime.settings.obeying(plan, sizes_of(runtime.blueprints))
     check_world(settings, runtime.world)
@@ -47,20 +47,22 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
                 f"on the {flat.rest.tier.value}: only states and gradients move while training goes on"
             )
     optimizer.synchronize()
-    runtime.gatherer.finish_all()
+    runtime.gatherer.wait_all()
     for group in runtime.groups:
-        group.updates.clear()
-    updater = optimizer._updater
-    if updater.routes is not None:
-        updater.routes.close()
+        group.wait_updates()
+    updater = optimizer.updater
+    if updater.offload is not None:
+        updater.offload.close()
     resources = runtime.resources
     if resources.allocator.disk is None and any(_is_on_disk(wanted) for _, _, wanted in changed):
         resources.allocator.disk = open_disk(settings.budget, runtime.ledger)
     for _, flat, wanted in sorted(changed, key=lambda one: _on_device(one[2]) - _on_device_now(one[1])):
-        carry_states(updater, flat, lambda flat=flat, wanted=wanted: move_flat(flat, wanted, rules, resources))  # type: ignore[misc]
+        states = take_states(updater, flat)
+        move_flat(flat, wanted, rules, resources)
+        replace_states(updater, flat, states)
     runtime.settings = settings
-    updater.moved(runtime.groups, make_routes(runtime, updater.inner))
-    begin_early(runtime, optimizer)
+    updater.moved(runtime.groups, make_offload_updater(runtime, updater.inner))
+    begin_backward_updates(runtime, optimizer)
     runtime.hooks.renew()
     runtime.backward.learn_again()
     return list(dict.fromkeys(group.name for group, _, _ in changed))
@@ -70,12 +72,12 @@ def _is_as(flat: Flat, wanted: FlatPlan, *, speculates: bool) -> bool:
     """Whether a flat is as a plan wants it."""
     if flat.gradient is None:
         return flat.rest.tier is wanted.parameters
-    on_host = flat.gradient.host is not None
+    on_host = flat.gradient.is_on_host
     return (
         flat.rest.tier is wanted.parameters
         and on_host == (wanted.gradients is Tier.HOST)
         and tuple(shard.portion for shard in flat.state_shards) == wanted.portions
-        and all(bool(shard.spare) == (speculates and shard.portion.tier is Tier.HOST) for shard in flat.state_shards)
+        and all(bool(shard.spare) == (speculates and shard.tier is Tier.HOST) for shard in flat.state_shards)
     )
 
 
@@ -88,4 +90,4 @@ def _on_device(plan: FlatPlan) -> int:
 
 
 def _on_device_now(flat: Flat) -> int:
-    return sum(shard.portion.numel for shard in flat.state_shards if shard.portion.tier is Tier.DEVICE)
+    return sum(shard.numel for shard in flat.state_shards if shard.tier is Tier.DEVICE)

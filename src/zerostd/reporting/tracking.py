@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from zerostd.engine.runtime import Runtime, runtime_of
+from zerostd.monitoring.progress import ProgressBar
 from zerostd.monitoring.texts import size_text
 from zerostd.reporting.recording import EVERY, PendingNumber, Recording, record
 
@@ -70,8 +70,7 @@ class Tracker(Generic[Batch]):
         self._shown: dict[str, float] = {}
         self._step_s: float | None = None
         self._rates = (0, 0)  # samples and tokens of a batch, as far as they can be seen
-        self._bar: Progress | None = None
-        self._task: Any = None
+        self._bar: ProgressBar | None = None
         self._last_line = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -108,7 +107,7 @@ class Tracker(Generic[Batch]):
     def close(self) -> None:
         """End the bar and the recording."""
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.close()
             self._bar = None
         if self.recording is not None:
             self.recording.close()
@@ -116,10 +115,9 @@ class Tracker(Generic[Batch]):
     def _start(self) -> None:
         if self._bar is not None or self._runtime.world.rank != 0 or not sys.stderr.isatty():
             return
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
-        self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
-        self._task = self._bar.add_task("training", total=self._total, numbers="")
-        self._bar.start()
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+        self._bar = ProgressBar(*columns, TimeRemainingColumn(), total=self._total, is_transient=False)
+        self._bar.update(0)
 
     def _passed(self, number: int, seconds: float) -> None:
         """Show that one more batch is done."""
@@ -130,7 +128,7 @@ class Tracker(Generic[Batch]):
         if self._runtime.world.rank != 0:
             return
         if self._bar is not None:
-            self._bar.update(self._task, completed=number, numbers=self._text())
+            self._bar.update(number, note=self._text())
         elif number == self._total or time.perf_counter() - self._last_line > LINE_EVERY_S:
             self._last_line = time.perf_counter()
             print(f"training {number}/{self._total or '?'} {self._text()}", file=sys.stderr, flush=True)

@@ -1,11 +1,11 @@
-"""Calls on a prepared module that would go wrong silently: done right, or refused with the remedy.
+"""Guards against calls on a prepared module that would go wrong silently: they are done right, or refused.
 
     .to(), .half(), .cuda()   fine while they change nothing; otherwise refused
-    state_dict()              right where parameters are gathered; refused where they are sharded
-    load_state_dict()         right everywhere: group by group, masters exact; every rank must call it
+    state_dict()              works where parameters are gathered; refused where they are sharded
+    load_state_dict()         works everywhere: group by group, masters exact; every rank must call it
     deepcopy, pickle          refused
 
-Everything is an attribute or a hook of the module itself and is taken off again by `remove`.
+Every guard is an attribute or a hook of the module itself, and `remove` takes it off again.
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ class Guards:
             return
         for parameter in module.parameters(recurse=False):
             group = self._places[parameter][0]
-            if group.gives_back and not group.num_pins:
+            if group.gives_back and not group.is_pinned:
                 raise MisuseError(
                     "state_dict() of a model whose parameters are sharded (stage 3) or off the device would hold NaN: "
                     "call zerostd.full_state_dict(model) on all ranks"
                 )
-            self.gatherer.finish(group)
+            self.gatherer.wait_gather(group)
 
     def _before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
@@ -126,8 +126,7 @@ class Guards:
             if self._loading[name].gives_back:
                 self._commit(name)
         for name, group in wanted.items():
-            self.gatherer.start(group)
-            self.gatherer.finish(group)
+            self.gatherer.gather(group)
             self._loading[name] = group
         for short, parameter in module._parameters.items():
             value = state_dict.get(prefix + short)

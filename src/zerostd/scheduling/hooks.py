@@ -1,8 +1,8 @@
 """Hooks on the user's modules: the only place where zerostd enters their forward and backward.
 
-The root takes and returns the dtype it had before, whatever it computes in; a group is gathered before its modules'
-forward and before their backward, released after. Parameters read by a module of another group are noticed as they
-are read. Every hook can be removed, and then nothing of zerostd is left on the module.
+The root takes and returns the dtype it had before, whatever it computes in. A group is gathered before its modules'
+forward and before their backward, and released after. A parameter that a module of another group reads is noticed as
+it is read. Every hook can be removed; then nothing of zerostd is left on the module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zerostd.monitoring.loop_timer import LoopPhase
 from zerostd.parameters import Group
 from zerostd.scheduling.activations import Activations, Passed
 from zerostd.scheduling.backward import Backward
-from zerostd.scheduling.gathering import Gatherer, Phase
+from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.tensors import map_tensors, tensors_in
 from zerostd.scheduling.watching import WatchedParameters
 
@@ -32,7 +32,7 @@ __all__ = ["Hooks", "RootRules"]
 
 @dataclasses.dataclass(frozen=True)
 class RootRules:
-    """What happens at the root's door, beside gathering."""
+    """What happens when the root is entered and left, beside gathering."""
 
     on_input: Callable[[torch.Tensor], torch.Tensor] | None  # applied to floating-point inputs
     on_output: Callable[[torch.Tensor], torch.Tensor] | None  # applied to floating-point outputs
@@ -65,13 +65,13 @@ class Hooks:
         self.renew()
         add(self.root.register_forward_pre_hook(no_dynamo(self._before_root), prepend=True, with_kwargs=True))
         add(self.root.register_forward_hook(no_dynamo(self._after_root), always_call=True))
-        for index, slot in enumerate(self.backward.slots):
+        for index, trained in enumerate(self.backward.trained):
             hook = functools.partial(_arrived, weakref.ref(self.backward), index)
-            add(slot.parameter.register_post_accumulate_grad_hook(hook))
+            add(trained.parameter.register_post_accumulate_grad_hook(hook))
 
     def renew(self) -> None:
         """Give hooks to groups, if they have none and something moves now. May be called inside the root's own hook,
-        so that one and what is called by it stay as they are."""
+        so the root's hooks stay as they are."""
         groups = self.gatherer.groups
         moves = any(g.gives_back or g.is_in_slices or g.is_updated_later for g in groups)
         if self._knows_groups or not (moves or self.activations.is_on):
@@ -106,20 +106,20 @@ class Hooks:
                 self._watched.append(module)
 
     def _read(self, group: Group, by_name: bool) -> None:
-        """A parameter of `group` is being read. One that rests gathered is completed; a sharded one that a running
-        forward reads by its name is gathered, and from then on whenever the group that reads it is."""
+        """See to it that a parameter of `group`, which is being read, shows its values. A group that rests gathered is
+        waited for. A sharded one is gathered if a running forward reads it by name, and from then on whenever the
+        group that reads it is."""
         if not group.gives_back:
-            self.gatherer.finish(group)
+            self.gatherer.wait_gather(group)
         elif by_name and self._active:
-            self._active[-1].borrowed[group.name] = group
-            self.gatherer.start(group)
-            self.gatherer.finish(group)
+            self._active[-1].borrow(group)
+            self.gatherer.gather(group)
 
     def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._depth and calls_of(module) < 2:  # a call that was interrupted: no hook was told of its end
+        if self._depth and calls_of(module) < 2:  # an earlier call was interrupted: no hook saw its end
             self._depth = 0
         self._depth += 1
-        if self._depth > 1:  # it calls itself: the door is behind us
+        if self._depth > 1:  # it calls itself: this is no new pass
             self._enter_root(args, kwargs)
             return None
         self.backward.abandon()
@@ -127,10 +127,11 @@ class Hooks:
             self.rules.before(module)
             self.gatherer.timer.mark(LoopPhase.FORWARD if torch.is_grad_enabled() else LoopPhase.OUTSIDE)
             self.activations.begin()
-            self.gatherer.begin(Phase.FORWARD)
+            self.gatherer.begin(LoopPhase.FORWARD)
         cast = self.rules.on_input
         if cast is not None:
-            args, kwargs = map_tensors(args, cast), map_tensors(kwargs, cast)
+            args = map_tensors(args, cast)
+            kwargs = map_tensors(kwargs, cast)
         self._enter_root(args, kwargs)
         return None if cast is None else (args, kwargs)
 
@@ -164,24 +165,24 @@ class Hooks:
         self.backward.begin()
 
     def _before_group(self, group: Group, module: nn.Module, args: Any, kwargs: Any) -> None:
-        phase = Phase.FORWARD
+        phase = LoopPhase.FORWARD
         if self.backward.is_running:
-            phase = Phase.BACKWARD
+            phase = LoopPhase.BACKWARD
             self._let_go(group)
         self._active.append(group)
         self.gatherer.need(group, phase)
         if (group.gives_back or group.is_updated_later) and torch.is_grad_enabled():
             inputs = [t for t in tensors_in((args, kwargs)) if t.grad_fn is not None]
             if inputs:
-                group.num_inputs_awaited = (group.num_inputs_awaited or 0) + 1
-                countdown = _Countdown(len(inputs), functools.partial(self._inputs_done, group))
+                group.await_inputs()
+                hook = _call_after(len(inputs), functools.partial(self._inputs_done, group))
                 for tensor in inputs:
-                    tensor.register_hook(countdown)
+                    tensor.register_hook(hook)
         self.activations.enter(group, module)
 
     def _inputs_done(self, group: Group) -> None:
-        """The gradients of all inputs of one forward are known: backward has passed it."""
-        group.num_inputs_awaited = max(0, (group.num_inputs_awaited or 0) - 1)
+        """Take note that the gradients of all inputs of one forward are known: backward has passed it."""
+        group.inputs_arrived()
         if self.backward.is_running:
             self.backward.done_with(group)
 
@@ -193,7 +194,7 @@ class Hooks:
                 tensor.register_hook(functools.partial(_passed_back, weakref.ref(self), passed))
         if group in self._active:
             del self._active[len(self._active) - 1 - self._active[::-1].index(group)]
-        moving = [moved for moved in (group, *group.borrowed.values()) if moved.gives_back]
+        moving = [needed for needed in group.needed if needed.gives_back]
         if not moving:
             return
         if torch.is_grad_enabled():
@@ -210,47 +211,47 @@ class Hooks:
 
     def _let_go(self, but: Group) -> None:
         """Release the group that was recomputed last, if its backward has not begun."""
-        group, self._recomputed = self._recomputed, None
+        group = self._recomputed
+        self._recomputed = None
         if group is not None and group is not but and not group.in_backward and group not in self._active:
             self.gatherer.release(group)
 
     def _before_backward(self, group: Group, grad: torch.Tensor) -> None:
         self.backward.begin()
-        for needed in (group, *group.borrowed.values()):
-            needed.in_backward = True
-        self.gatherer.need(group, Phase.BACKWARD)
+        for needed in group.needed:
+            needed.begin_backward()
+        self.gatherer.need(group, LoopPhase.BACKWARD)
 
 
 def _arrived(backward: weakref.ref[Backward], index: int, parameter: nn.Parameter) -> None:
-    """A parameter's hook. Python's collector does not see references that parameters hold in C++, so it holds none."""
-    found = backward()
-    if found is not None:
-        found.arrived(found.slots[index], parameter)
+    """Hook of a parameter. Python's collector does not see references that parameters hold in C++, so it holds none."""
+    alive = backward()
+    if alive is not None:
+        alive.arrived(alive.trained[index], parameter)
 
 
 def _passed_back(hooks: weakref.ref[Hooks], passed: Passed, grad: torch.Tensor) -> None:
-    """A hook of an output, which holds as little. A gradient that is asked for inside of forward tells nothing."""
-    found = hooks()
-    if found is not None and not found._depth:
-        found.activations.pass_back(passed)
+    """Hook of an output, which holds as little. A gradient that is asked for inside of forward tells nothing."""
+    alive = hooks()
+    if alive is not None and not alive._depth:
+        alive.activations.pass_back(passed)
 
 
-class _Countdown:
-    """Calls `done` when it was called `count` times. torch's own register_multi_grad_hook would do, but it holds the
-    graph that it waits for, which then is never freed if its backward does not run."""
+def _call_after(count: int, done: Callable[[], None]) -> Callable[[torch.Tensor], None]:
+    """Return a hook that calls `done` when it was called `count` times. torch's own register_multi_grad_hook would do,
+    but it holds the graph that it waits for, which then is never freed if its backward does not run."""
 
-    def __init__(self, count: int, done: Callable[[], None]) -> None:
-        self.count = count
-        self.done = done
+    def hook(grad: torch.Tensor) -> None:
+        nonlocal count
+        count -= 1
+        if count == 0:
+            done()
 
-    def __call__(self, grad: torch.Tensor) -> None:
-        self.count -= 1
-        if self.count == 0:
-            self.done()
+    return hook
 
 
 def _left_on(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Tensors that a forward left as attributes beside its output: an auxiliary loss has a backward of its own."""
+    """Yield tensors that a forward left as attributes beside its output: an auxiliary loss has its own backward."""
     for submodule in module.modules():
         for value in vars(submodule).values():
             if isinstance(value, torch.Tensor):

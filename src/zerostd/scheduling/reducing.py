@@ -18,17 +18,15 @@ from zerostd.communication import Control, Wires
 from zerostd.monitoring import Ledger
 from zerostd.monitoring.events import Span
 from zerostd.parameters import Flat, Gradient, GradientHandle, Group
-from zerostd.policy import Kind
+from zerostd.parameters.staging import Staging
 from zerostd.tiers import Transfer
 
-__all__ = ["Arrivals", "Reducer", "Slot"]
-
-NUM_STAGING = 2  # one is on the wire while the other fills
+__all__ = ["GroupGradients", "Reducer", "TrainedParameter"]
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
-    """One trainable parameter's address, and the handle its user sees."""
+class TrainedParameter:
+    """Where one trained parameter lies, and the handle its user sees as `p.grad`."""
 
     group: Group
     flat: Flat
@@ -37,40 +35,40 @@ class Slot:
     handle: GradientHandle
 
 
-class Arrivals:
-    """What one backward pass has brought for one group, so far."""
+class GroupGradients:
+    """The gradients that one backward pass has brought for one group, so far."""
+
+    grads: dict[Flat, list[torch.Tensor | None]]  # by parameter of the flat
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.grads: dict[Flat, list[torch.Tensor | None]] = {
-            flat: [None] * len(flat.parameters) for flat in group.trainable
-        }
+        self.grads = {flat: [None] * len(flat.parameters) for flat in group.trainable}
         self.arrived: set[nn.Parameter] = set()
-        self.added: set[nn.Parameter] = set()  # autograd added to a gradient that was still wanted
-        self.missing = sum(len(flat.parameters) for flat in group.trainable)
+        self.num_missing = sum(len(flat.parameters) for flat in group.trainable)
+        self._added: set[nn.Parameter] = set()  # autograd added to a gradient that was still wanted
 
-    def take(self, slot: Slot, grad: torch.Tensor, *, adds: bool) -> None:
-        """One parameter's gradient; a second one of the same pass is summed."""
-        row = self.grads[slot.flat]
-        earlier = row[slot.index]
+    def take(self, trained: TrainedParameter, grad: torch.Tensor, *, adds: bool) -> None:
+        """Take one parameter's gradient; a second one of the same pass is summed."""
+        row = self.grads[trained.flat]
+        earlier = row[trained.index]
         if earlier is not None:
-            row[slot.index] = earlier + grad
+            row[trained.index] = earlier + grad
             return
-        row[slot.index] = grad
-        self.arrived.add(slot.parameter)
-        self.missing -= 1
+        row[trained.index] = grad
+        self.arrived.add(trained.parameter)
+        self.num_missing -= 1
         if adds:
-            self.added.add(slot.parameter)
+            self._added.add(trained.parameter)
 
-    def let_go(self) -> None:
-        """The gradients were copied to where they go: autograd's own memory is free again."""
+    def drop(self) -> None:
+        """Free autograd's own memory: the gradients were copied to where they go."""
         for row in self.grads.values():
             row[:] = [None] * len(row)
 
     def wanted(self, flat: Flat) -> list[bool]:
-        """By parameter: whether the gradient of earlier passes is still wanted. Untouched ones show their handle."""
+        """Return by parameter whether the gradient of earlier passes is still wanted: those untouched show theirs."""
         return [
-            parameter in self.added if parameter in self.arrived else parameter.grad is not None
+            parameter in self._added if parameter in self.arrived else parameter.grad is not None
             for parameter in flat.parameters
         ]
 
@@ -81,101 +79,93 @@ class Reducer:
     def __init__(self, wires: Wires, control: Control, ledger: Ledger) -> None:
         self.wires = wires
         self.control = control
-        self.ledger = ledger
-        self._staging: list[torch.Tensor] = []
-        self._staged: list[Transfer | None] = [None] * NUM_STAGING
-        self._turn = 0
-        self._in_flight: list[tuple[str, Transfer, Callable[[], None] | None]] = []
-        self._spans: list[Span | None] = []  # of those, while events are recorded
-        self._landed: list[Group] = []  # sent in the last pass of a step, and not told to have landed
+        self._ledger = ledger
+        self._staging = Staging()
+        self._in_flight: list[tuple[str, Transfer, Callable[[], None] | None, Span | None]] = []
+        self._landing: list[Group] = []  # sent in the last pass of a step, and not yet returned as landed
 
     def reserve(self, groups: tuple[Group, ...]) -> None:
         """Allocate staging and receive buffers for the largest flat, before the first collective."""
-        if self.wires.world.size == 1:
+        world = self.wires.world
+        if world.size == 1:
             return
-        flats = [flat for group in groups for flat in group.trainable]
-        sizes = {flat: flat.layout.numel * flat.gradient.dtype.itemsize for flat in flats if flat.gradient}
-        self.wires.reserve(max(sizes.values(), default=0))
-        passing = max(
-            (size for flat, size in sizes.items() if flat.gradient and flat.gradient.whole is None), default=0
-        )
+        gradients = [flat.gradient for group in groups for flat in group.trainable if flat.gradient is not None]
+        self.wires.reserve(max(map(_full_bytes, gradients), default=0))
+        passing = max((_full_bytes(gradient) for gradient in gradients if gradient.whole is None), default=0)
         if passing:
-            for _ in range(NUM_STAGING):
-                self._staging.append(torch.empty(passing, dtype=torch.uint8, device=self.wires.world.device))
-                self.ledger.enter(Kind.BUFFERS, passing)
+            self._staging.reserve(passing, world.device, self._ledger)
 
-    def launch(self, arrivals: Arrivals, *, sync: bool, is_last: bool = False) -> list[Group]:
+    def begin(self) -> None:
+        """Begin a pass."""
+        self._landing = []
+
+    def launch(self, arrivals: GroupGradients, *, sync: bool, is_last: bool = False) -> list[Group]:
         """Start the way of one group's gradients to rest; without `sync`, only sum them up locally. In the last pass
-        of a step, what the processor will read goes on to the host. Returns the groups that have landed by now."""
-        landed = []
-        if self.wires.world.size > 1 and is_last and sync:
-            self.settle()  # what was sent before may go on from where it landed
-            landed, self._landed = self._landed, []
-        for flat in arrivals.group.trainable:
-            grads, wanted = arrivals.grads[flat], arrivals.wanted(flat)
+        of a step, what the CPU will read goes on to the host. Returns the groups that have landed by now."""
+        group = arrivals.group
+        is_alone = self.wires.world.size == 1
+        landed: list[Group] = []
+        if not is_alone and is_last and sync:
+            self.wait()  # what was sent before may go on from where it landed
+            landed = self._landing
+            self._landing = [group]
+        for flat in group.trainable:
+            grads = arrivals.grads[flat]
+            wanted = arrivals.wanted(flat)
             gradient = flat.gradient
             assert gradient is not None
-            if self.wires.world.size == 1:  # nothing to reduce, so nothing to put off
+            if is_alone:  # nothing to reduce, so nothing to put off
                 gradient.land_here(grads, accumulate=gradient.prepare_landing(wanted))
                 if is_last:
                     gradient.send_host_copy()
             elif not sync:
                 gradient.add_unsynced(grads, wanted)
             else:
-                with self.control.explain(f"the reduce of group {arrivals.group.name!r}"):
-                    self._send(arrivals.group.name, gradient, grads, wanted)
-        arrivals.let_go()
-        if self.wires.world.size == 1:
-            return [arrivals.group]
-        if is_last and sync:
-            self._landed.append(arrivals.group)
-        return landed
-
-    def begin(self) -> None:
-        """A pass begins."""
-        self._landed = []
+                with self.control.explain(f"the reduce of group {group.name!r}"):
+                    self._send(group.name, gradient, grads, wanted)
+        arrivals.drop()
+        return [group] if is_alone else landed
 
     def _send(self, name: str, gradient: Gradient, grads: list[torch.Tensor | None], wanted: list[bool]) -> None:
-        size, device = gradient.layout.numel * gradient.dtype.itemsize, self.wires.world.device
-        self._spans.append(self.ledger.events.begin("reduce", "wire", name, size, device=device))
+        device = self.wires.world.device
+        span = self._ledger.events.begin("reduce", "wire", name, _full_bytes(gradient), device=device)
         accumulate = gradient.prepare_landing(wanted)
-        if gradient.whole is None or gradient.numel < gradient.layout.numel:
-            buffer = gradient.whole
-            if buffer is None:
-                buffer = self._stage(gradient.layout.numel, gradient.dtype)
-            gradient.fill(buffer, grads, wanted)
-            if gradient.comes_up:
-                self.settle()  # one landing place on the device at a time
-            target = gradient.open_landing(accumulate=accumulate)
-            pending = self.wires.reduce(buffer, target, accumulate=accumulate)
-            if gradient.whole is None:
-                self._staged[self._turn] = pending
-            self._in_flight.append((name, pending, functools.partial(gradient.close_landing, target)))
-        else:
+        finish: Callable[[], None] | None
+        if gradient.whole is not None and gradient.numel == gradient.layout.numel:  # all ranks update all of it
             gradient.changed()
             gradient.fill(gradient.whole, grads, wanted)
-            pending = self.wires.reduce_everywhere(gradient.whole)
-            sums = gradient.current is gradient.sum
-            self._in_flight.append(
-                (name, pending, functools.partial(gradient.fold, accumulate=accumulate) if sums else None)
-            )
+            reduce = self.wires.reduce_everywhere(gradient.whole)
+            finish = functools.partial(gradient.fold, accumulate=accumulate) if gradient.is_summed else None
+        else:
+            number, buffer = self._stage(gradient) if gradient.whole is None else (None, gradient.whole)
+            gradient.fill(buffer, grads, wanted)
+            if gradient.comes_up:
+                self.wait()  # one landing place on the device at a time
+            target = gradient.open_landing(accumulate=accumulate)
+            reduce = self.wires.reduce(buffer, target, accumulate=accumulate)
+            finish = functools.partial(gradient.close_landing, target)
+            if number is not None:
+                self._staging.occupy(number, until=reduce)
+        self._in_flight.append((name, reduce, finish, span))
 
-    def _stage(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next staging buffer, once what it held has left."""
-        self._turn = (self._turn + 1) % NUM_STAGING
-        staged = self._staged[self._turn]
-        if staged is not None:
-            staged.wait()
-        return self._staging[self._turn][: numel * dtype.itemsize].view(dtype)
+    def _stage(self, gradient: Gradient) -> tuple[int, torch.Tensor]:
+        """Return the next staging buffer and its number, once what it held has left."""
+        number = self._staging.take_turn()
+        self._staging.free(number).wait()
+        return number, self._staging.buffer(number, gradient.layout.numel, gradient.dtype)
 
-    def settle(self) -> None:
-        """Return when every gradient sent has landed."""
-        for name, pending, finish in self._in_flight:
+    def wait(self) -> None:
+        """Wait until every gradient sent has landed."""
+        for name, reduce, finish, _ in self._in_flight:
             with self.control.explain(f"the reduce of group {name!r}"):
-                pending.wait()
+                reduce.wait()
             if finish is not None:
                 finish()
-        for span in self._spans:
-            self.ledger.events.end(span, self.wires.world.device)
+        for _, _, _, span in self._in_flight:
+            self._ledger.events.end(span, self.wires.world.device)
         self._in_flight.clear()
-        self._spans.clear()
+
+
+def _full_bytes(gradient: Gradient) -> int:
+    """Bytes of the whole flat buffer on the wire."""
+    return gradient.layout.numel * gradient.dtype.itemsize

@@ -14,7 +14,7 @@ __all__ = ["map_tensors", "tensors_in"]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors inside tuples, lists, dicts and attributes of objects, however deep."""
+    """Yield tensors inside tuples, lists, dicts and attributes of objects, however deep."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -29,13 +29,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_record(value: Any) -> bool:
-    """An object that carries values: a dataclass, or an instance of a user's class; not modules, types, functions."""
+    """Return whether an object carries values: a dataclass or a user's class, not a module, a type or a function."""
     plain = hasattr(value, "__dict__") and not callable(value) and not isinstance(value, (type, types.ModuleType))
     return plain and not isinstance(value, nn.Module)
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same structure with `function` applied to its floating-point tensors."""
+    """Return the same structure with `function` applied to its floating-point tensors."""
     if isinstance(value, torch.Tensor):
         return function(value) if value.is_floating_point() else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):

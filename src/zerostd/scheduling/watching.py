@@ -1,7 +1,7 @@
-"""Notice reads of parameters: a module may use a weight that belongs to another one, whose forward never runs.
+"""Notice reads of parameters: a module may use a weight of another module, whose forward never runs.
 
-`module.weight` looks into `module._parameters`. This dict of the same content tells the scheduler which group is being
-read, before the reader gets the parameter. It is put in place only where groups are gathered at all.
+`module.weight` looks into `module._parameters`. Hooks replace that dict by one of the same content, which reports the
+group of a parameter before the reader gets it. They do so only where groups are gathered at all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["WatchedParameters"]
 
 
 class WatchedParameters(dict[str, "nn.Parameter | None"]):
-    """A module's parameters; reading one tells its group."""
+    """A module's parameters. Reading one of a group that is not gathered calls `on_read`."""
 
     def __init__(
         self,
@@ -31,20 +31,20 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
-        self._tell(parameter, by_name=True)
+        self._report(parameter, by_name=True)
         return parameter
 
     def items(self) -> Any:
         for parameter in super().values():
-            self._tell(parameter, by_name=False)
+            self._report(parameter, by_name=False)
         return super().items()
 
     def values(self) -> Any:
         for parameter in super().values():
-            self._tell(parameter, by_name=False)
+            self._report(parameter, by_name=False)
         return super().values()
 
-    def _tell(self, parameter: nn.Parameter | None, *, by_name: bool) -> None:
+    def _report(self, parameter: nn.Parameter | None, *, by_name: bool) -> None:
         group = self._owners.get(parameter) if parameter is not None else None
         if group is not None and group.state is not GroupState.GATHERED:
             self._on_read(group, by_name)

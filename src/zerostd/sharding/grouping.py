@@ -12,21 +12,15 @@ import fnmatch
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from zerostd.errors import PrepareError
 
-__all__ = ["Bounds", "Node", "find_groups"]
+__all__ = ["Node", "find_groups"]
 
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Sizes of a group in bytes. Below `smallest` a transfer is all latency; above `largest` two gathered groups
-    would take more memory than sharding saves."""
-
-    smallest: int = 4 * MIB
-    largest: int = 2048 * MIB
+SMALLEST = 4 * MIB  # bytes of a group: a smaller transfer is all latency
+LARGEST = 2048 * MIB  # bytes of a group: two larger ones gathered would take more memory than sharding saves
 
 
 @dataclass(frozen=True)
@@ -38,26 +32,27 @@ class Node:
     key: object  # equal for modules of one sort
     children: tuple[Node, ...] = ()
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return self.own_bytes + sum(child.num_bytes for child in self.children)
 
     def walk(self) -> Iterable[Node]:
-        """This node and all below, in registration order."""
+        """Yield this node and all below it, in registration order."""
         yield self
         for child in self.children:
             yield from child.walk()
 
 
 def find_groups(
-    root: Node, *, globs: Sequence[str] | None = None, bounds: Bounds | None = None
+    root: Node, *, globs: Sequence[str] | None = None, smallest: int = SMALLEST, largest: int = LARGEST
 ) -> list[tuple[str, ...]]:
-    """Names of the modules of each group. With `globs`, each module that one of them matches is a group."""
+    """Return the names of the modules of each group. With `globs`, each module that one of them matches is a group;
+    otherwise groups are of `smallest` to `largest` bytes, as far as the structure allows."""
     if globs is not None:
         return [(name,) for name in _matched(root, globs)]
-    found: list[tuple[str, ...]] = []
-    _descend(root, bounds or Bounds(), found)
-    return found
+    groups: list[tuple[str, ...]] = []
+    _descend(root, smallest, largest, groups)
+    return groups
 
 
 def _matched(root: Node, globs: Sequence[str]) -> list[str]:
@@ -79,32 +74,36 @@ def _matched(root: Node, globs: Sequence[str]) -> list[str]:
     return matched
 
 
-def _descend(node: Node, bounds: Bounds, found: list[tuple[str, ...]]) -> None:
+def _descend(node: Node, smallest: int, largest: int, groups: list[tuple[str, ...]]) -> None:
     children = [child for child in node.children if child.num_bytes]
     repeats = Counter(child.key for child in children)
     run: list[Node] = []
     for child in children:
         is_block = repeats[child.key] > 1 or not child.children
-        if is_block and (child.num_bytes <= bounds.largest or not child.children):
+        if is_block and (child.num_bytes <= largest or not child.children):
             if run and run[-1].key != child.key:
-                _pack(run, bounds, found)
+                _pack(run, smallest, largest, groups)
                 run = []
             run.append(child)
         else:
-            _pack(run, bounds, found)
+            _pack(run, smallest, largest, groups)
             run = []
-            _descend(child, bounds, found)
-    _pack(run, bounds, found)
+            _descend(child, smallest, largest, groups)
+    _pack(run, smallest, largest, groups)
 
 
-def _pack(run: list[Node], bounds: Bounds, found: list[tuple[str, ...]]) -> None:
-    """Neighbouring blocks of one sort into groups of at least the smallest size; too little for one is left over."""
+def _pack(run: list[Node], smallest: int, largest: int, groups: list[tuple[str, ...]]) -> None:
+    """Pack neighbouring blocks of one sort into groups of at least `smallest` bytes. What is left over joins the last
+    group, or the root if it is too much or there is none."""
     packs: list[list[Node]] = [[]]
+    size = 0  # bytes of the last pack
     for block in run:
         packs[-1].append(block)
-        if sum(node.num_bytes for node in packs[-1]) >= bounds.smallest:
+        size += block.num_bytes
+        if size >= smallest:
             packs.append([])
+            size = 0
     left_over = packs.pop()
-    if left_over and packs and sum(node.num_bytes for node in packs[-1] + left_over) <= bounds.largest:
+    if left_over and packs and size + sum(node.num_bytes for node in packs[-1]) <= largest:
         packs[-1].extend(left_over)
-    found.extend(tuple(node.name for node in pack) for pack in packs)
+    groups.extend(tuple(node.name for node in pack) for pack in packs)

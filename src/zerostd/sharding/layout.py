@@ -34,8 +34,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter inside a region: elements [start, stop) of the parameter, lying at
-    `offset` of the region."""
+    """The part of one parameter inside a region: elements [start, stop) of the parameter, at `offset` of the region."""
 
     index: int  # of the parameter in its layout
     start: int
@@ -45,6 +44,11 @@ class Piece:
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+    @property
+    def place(self) -> slice:
+        """Where it lies in the region."""
+        return slice(self.offset, self.offset + self.numel)
 
 
 @dataclass(frozen=True)
@@ -65,26 +69,31 @@ class Layout:
         return self.numel - (self.intervals[-1].end if self.intervals else 0)
 
     def shard(self, rank: int) -> slice:
-        """The slice that `rank` owns."""
+        """Return the slice that `rank` owns."""
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
+    def piece_of(self, index: int, region: slice) -> Piece | None:
+        """Return the part of one parameter inside `region`; None if it has no elements there."""
+        interval = self.intervals[index]
+        low = max(interval.offset, region.start)
+        high = min(interval.end, region.stop)
+        if low >= high:
+            return None
+        return Piece(index, low - interval.offset, high - interval.offset, low - region.start)
+
     def pieces(self, region: slice) -> tuple[Piece, ...]:
-        """The parameters' parts inside `region`, in order; parameters without elements there are left out."""
-        found = []
-        for index, interval in enumerate(self.intervals):
-            low, high = max(interval.offset, region.start), min(interval.end, region.stop)
-            if low < high:
-                found.append(Piece(index, low - interval.offset, high - interval.offset, low - region.start))
-        return tuple(found)
+        """Return the parts of all parameters that have elements inside `region`, in order."""
+        pieces = (self.piece_of(index, region) for index in range(len(self.intervals)))
+        return tuple(piece for piece in pieces if piece is not None)
 
 
 def make_layout(parameters: Sequence[tuple[str, tuple[int, ...]]], num_shards: int, itemsize: int) -> Layout:
-    """Lay parameters out. Those whose length keeps the next one on a 16-byte boundary come first, in the order
-    given, so that matrices start aligned although nothing is padded between them; `itemsize` is bytes per element.
-    """
+    """Lay parameters of `itemsize` bytes per element out, without padding between them. Those whose length keeps the
+    next one on a 16-byte boundary come first, in the order given, so that matrices start aligned."""
     per_boundary = max(1, 16 // itemsize)
     ordered = sorted(parameters, key=lambda item: math.prod(item[1]) % per_boundary != 0)
-    intervals, offset = [], 0
+    intervals = []
+    offset = 0
     for name, shape in ordered:
         intervals.append(Interval(name, offset, tuple(shape)))
         offset = intervals[-1].end

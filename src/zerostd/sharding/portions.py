@@ -1,15 +1,16 @@
-"""Portions: which stretch of each region's optimizer states rests in which tier and is updated by which route.
+"""Portions: which stretch of each region's optimizer states is kept in which tier and updated by which route.
 
 In: the lengths of all regions in the order forward needs them, and shares. Out: for each region its portions, in
 order and without gaps. Tiers are filled from the front of the model, nearest first, so at most one region is cut
 where a tier ends: the groups that forward needs first, and whose gradients come last, keep their states on the device.
-Inside a region the processor takes the front and the device streams the rest, so that both work on every group.
+Inside a region the CPU takes the front and the device streams the rest, so that both work on every group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from zerostd.policy import Route, Tier
 
@@ -20,7 +21,7 @@ UNIT = 2048  # elements: portions start on a page in every dtype from 16 bits on
 # Chosen so that 14 threads beside a PCIe 5 x16 link take 0.55, the fastest of four shares measured, and with everything
 # on the host 0.75, the fastest of three (docs/log.md).
 BYTES_STREAMED = 12  # per element, each way
-NS_STREAMED = 0.29  # per element: 24 bytes over the link, both ways at once, while the processor updates too
+NS_STREAMED = 0.29  # per element: 24 bytes over the link, both ways at once, while the CPU updates too
 NS_CPU_THREAD = 3.3  # per element and thread, until memory is the limit
 NS_CPU_BEST = 0.23
 
@@ -40,12 +41,15 @@ class Portion:
 
 
 def cut_portions(numels: Sequence[int], shares: Mapping[Tier, float], *, cpu_share: float) -> list[tuple[Portion, ...]]:
-    """Portions of every region."""
-    ends, total, filled = [], sum(numels), 0.0
+    """Return the portions of every region. `cpu_share` is the CPU's part of what is kept off the device."""
+    total = sum(numels)
+    filled = 0.0
+    ends = []  # of each tier, counted over all regions
     for tier in Tier:
         filled += shares.get(tier, 0.0)
         ends.append((tier, total if filled > 1.0 - 1e-9 else _round(total * filled)))
-    found, base = [], 0
+    regions = []
+    base = 0
     for numel in numels:
         portions: list[Portion] = []
         start = 0
@@ -53,9 +57,9 @@ def cut_portions(numels: Sequence[int], shares: Mapping[Tier, float], *, cpu_sha
             stop = numel if end >= base + numel else min(numel, max(start, _round(end - base)))
             portions += _routes(start, stop, tier, cpu_share)
             start = stop
-        found.append(tuple(portions))
+        regions.append(tuple(portions))
         base += numel
-    return found
+    return regions
 
 
 def _routes(start: int, stop: int, tier: Tier, cpu_share: float) -> list[Portion]:
@@ -63,15 +67,16 @@ def _routes(start: int, stop: int, tier: Tier, cpu_share: float) -> list[Portion
         return []
     if tier is Tier.DEVICE:
         return [Portion(start, stop, tier, Route.RESIDENT)]
-    middle = stop if cpu_share == 1.0 else start + _round((stop - start) * cpu_share)
-    cuts = [(start, min(middle, stop), Route.CPU), (min(middle, stop), stop, Route.STREAMED)]
+    middle = stop if cpu_share == 1.0 else min(stop, start + _round((stop - start) * cpu_share))
+    cuts = [(start, middle, Route.CPU), (middle, stop, Route.STREAMED)]
     return [Portion(low, high, tier, route) for low, high, route in cuts if low < high]
 
 
 def cut_by_shares(numel: int, shares: Sequence[tuple[Tier, Route, float]]) -> tuple[Portion, ...]:
-    """Portions of one region in the order of its shares, which sum to one."""
+    """Return the portions of one region in the order of its shares, which sum to one."""
     portions: list[Portion] = []
-    filled, start = 0.0, 0
+    filled = 0.0
+    start = 0
     for index, (tier, route, share) in enumerate(shares):
         filled += share
         stop = numel if index == len(shares) - 1 else min(numel, max(start, _round(numel * filled)))
@@ -82,28 +87,25 @@ def cut_by_shares(numel: int, shares: Sequence[tuple[Tier, Route, float]]) -> tu
 
 
 def assign_tiers(sizes: Sequence[int], shares: Mapping[Tier, float]) -> list[Tier]:
-    """One tier for each whole thing of the given size: nearest tiers first, each cut at the nearest boundary."""
-    total, found, base = sum(sizes), [], 0
+    """Return one tier for each buffer of the given size, which cannot be cut: nearest tiers first, each filled up to
+    the nearest boundary."""
     tiers = [tier for tier in Tier if shares.get(tier, 0.0) > 0]
+    ends = [end * sum(sizes) for end in accumulate(shares[tier] for tier in tiers)]
+    chosen = []
+    base = 0
     for size in sizes:
-        middle, filled = base + size / 2, 0.0
-        chosen = tiers[-1]
-        for tier in tiers:
-            filled += shares[tier]
-            if middle <= filled * total:
-                chosen = tier
-                break
-        found.append(chosen)
+        middle = base + size / 2
+        chosen.append(next((tier for tier, end in zip(tiers, ends, strict=True) if middle <= end), tiers[-1]))
         base += size
-    return found
+    return chosen
 
 
 def default_cpu_share(
     num_threads: int, *, has_link: bool, parameters_off: float = 0.0, gradients_off: float = 0.0
 ) -> float:
-    """What the processor takes of the states off the device, so that it ends together with the link. The link also
-    carries the shares of parameters (up for forward and for backward) and of gradients that rest off the device.
-    Without a link (the device is the processor) the processor takes all."""
+    """Return the CPU's share of the states off the device, so that it ends together with the link. The link also
+    carries the shares of parameters (up for forward and for backward) and of gradients that are kept off the device.
+    Without a link (the device is the CPU) the CPU takes all."""
     if not has_link:
         return 1.0
     ns_byte = NS_STREAMED / BYTES_STREAMED

@@ -27,7 +27,7 @@ __all__ = ["Worker"]
 
 
 @dataclass(eq=False)
-class _Job:
+class _WorkerJob:
     parts: deque[Callable[[], None]]  # still to do
     place: int  # in the order in which jobs are needed
     ready: Transfer  # its input
@@ -39,7 +39,7 @@ class _Queue:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.jobs: list[_Job] = []  # in the order in which they were submitted
+        self.jobs: list[_WorkerJob] = []  # in the order in which they were submitted
         self.condition = threading.Condition()
         self.is_busy = False
         self.is_closed = False
@@ -75,7 +75,7 @@ class _Queue:
             self.jobs.clear()
             self.condition.wait_for(lambda: not self.is_busy)
 
-    def _next(self) -> _Job:
+    def _next(self) -> _WorkerJob:
         """Return the job whose next part is done now; the lock is held, and there is one."""
         arrived = [job for job in self.jobs if job.ready.has_arrived()]
         job = min(arrived, key=lambda job: job.place) if arrived else self.jobs[0]
@@ -83,7 +83,7 @@ class _Queue:
             self.jobs.remove(job)
         return job
 
-    def _do_part(self, job: _Job) -> None:
+    def _do_part(self, job: _WorkerJob) -> None:
         if self.error is None:
             try:
                 job.parts.popleft()()
@@ -124,7 +124,7 @@ class Worker:
         self.check()
         if self._queue.is_closed:
             raise StorageError(f"{self._queue.name} has ended: its model was released")
-        job = _Job(deque(parts), place, ready or Done())
+        job = _WorkerJob(deque(parts), place, ready or Done())
         with self._queue.condition:
             self._queue.jobs.append(job)
             self._queue.condition.notify_all()

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint as plain data, and every rule it must obey (docs/checkpoint-format.md).
 
-A manifest comes from a file that anybody may have written: nothing in it is believed before `Manifest.from_json` has
-seen all of it.
+A manifest comes from a file that anybody may have written. `Manifest.from_json` trusts nothing in it: msgspec refuses
+unknown fields and wrong types, and `_problems` refuses what types cannot express, such as parts with a gap.
 """
 
 from __future__ import annotations
@@ -9,272 +9,239 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any, Self
+from typing import Annotated, Any, NoReturn, Self
 
-from zerostd.checkpointing.storage.values import dtype_of
+import msgspec
+import torch
+from msgspec import Meta, Struct
+
+from zerostd.checkpointing.storage.dtypes import DTYPES
 from zerostd.errors import CheckpointError
+from zerostd.monitoring.decoding import convert
 
-__all__ = ["BLOCK", "Manifest", "Part", "TensorEntry", "num_blocks"]
+__all__ = [
+    "BLOCK",
+    "Count",
+    "FileEntry",
+    "Manifest",
+    "OptimizerEntry",
+    "OptimizerGroup",
+    "Shape",
+    "TensorEntry",
+    "TensorPart",
+]
 
-FORMAT, VERSION = "zerostd checkpoint", 1
-BLOCK = 4 << 20  # bytes of a part that have a checksum
+FORMAT = "zerostd checkpoint"
+VERSION = 1
+BLOCK = 4 << 20  # bytes of a part that share a checksum
 KINDS = ("parameter", "buffer", "state", "gradient", "random", "extra")
+MOST_ELEMENTS = 1 << 60
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-MOST_ELEMENTS, MOST_DIMENSIONS = 1 << 60, 64
+ABSENT_IF_DEFAULT = {"modules": {}, "passes": 0, "frozen": True}  # fields that are not written then
+
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Crc32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Finite = Annotated[float, Meta(gt=-1e300, lt=1e300)]
+Shape = Annotated[tuple[Count, ...], Meta(max_length=64)]
 
 
-@dataclass(frozen=True)
-class Part:
-    """Elements [start, stop) of a flattened tensor, in a file under a key."""
+class FileEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """One file of the checkpoint."""
 
-    start: int
-    stop: int
+    bytes: Count
+
+
+class TensorPart(Struct, frozen=True, forbid_unknown_fields=True):
+    """Elements [start, stop) of a flattened tensor, stored in a file under a key."""
+
+    start: Count
+    stop: Count
     file: str
     key: str
-    crc32: tuple[int, ...]  # of each BLOCK bytes
+    crc32: tuple[Crc32, ...]  # of each BLOCK bytes
 
 
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor, whole."""
+class TensorEntry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
+    """One tensor and the parts it is stored in."""
 
     kind: str
     of: str
     dtype: str
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    shape: Shape
+    parts: tuple[TensorPart, ...]
     state: str = ""
-    original: str = ""  # dtype before prepare, of a parameter
-    names: tuple[str, ...] = ()  # all names, of a parameter or buffer that has several
+    original: str = ""  # dtype of a parameter before prepare
+    names: tuple[str, ...] = ()  # of a parameter or buffer with several names: all of them
 
     @property
+    def identity(self) -> tuple[str, str, str]:
+        """Return what tells this tensor from all others."""
+        return self.kind, self.of, self.state
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Return the dtype it is stored in."""
+        return DTYPES[self.dtype]
+
+    @cached_property
     def numel(self) -> int:
-        """Elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def label(self) -> str:
-        """For errors."""
+        """Return how errors call it."""
         return f"{self.kind} {self.of!r}" + (f" ({self.state})" if self.state else "")
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """See the module's docstring."""
+class OptimizerGroup(Struct, frozen=True, forbid_unknown_fields=True):
+    """One of an optimizer's param_groups."""
+
+    options: dict[str, Any]
+    parameters: tuple[str, ...]
+
+
+class OptimizerEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """An optimizer without its long states, which are tensors."""
+
+    class_name: str = msgspec.field(name="class")
+    groups: tuple[OptimizerGroup, ...]
+    singles: dict[str, dict[str, Any]]  # states of one value, such as `step`, by parameter
+
+
+class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+    """Everything a checkpoint says about itself."""
 
     zerostd: str
-    saved: float
-    step: int
-    world_size: int
-    stage: int
-    files: Mapping[str, int]  # bytes, by name
+    saved: Finite  # seconds since 1970
+    step: Count
+    world_size: Count
+    stage: Count
+    files: dict[str, FileEntry]
     tensors: tuple[TensorEntry, ...]
-    optimizer: Mapping[str, Any] | None = None
-    loss_scale: Mapping[str, Any] | None = None
-    random: Mapping[str, Any] = field(default_factory=dict)  # by rank: generators that are not torch's
-    modules: Mapping[str, Any] = field(default_factory=dict)  # by name: what get_extra_state gave
-    passes: int = 0  # backward passes of a step that was not complete
+    optimizer: OptimizerEntry | None = None
+    loss_scale: dict[str, int | Finite] | None = None
+    random: dict[str, Any] = {}  # by rank: states of generators other than torch's
     extra: Any = None
-    frozen: bool = True  # parameters that did not train are there too
+    modules: dict[str, Any] = {}  # by name: what get_extra_state returned
+    passes: Count = 0  # backward passes done of an incomplete step
+    frozen: bool = True  # parameters that did not train are stored too
 
     @cached_property
-    def _by_name(self) -> dict[tuple[str, str, str], TensorEntry]:
-        return {(one.kind, one.of, one.state): one for one in self.tensors}
+    def _by_identity(self) -> dict[tuple[str, str, str], TensorEntry]:
+        return {entry.identity: entry for entry in self.tensors}
 
     @cached_property
     def _states(self) -> dict[str, list[TensorEntry]]:
-        found: dict[str, list[TensorEntry]] = {}
-        for one in self.of_kind("state"):
-            found.setdefault(one.of, []).append(one)
-        return found
+        states: dict[str, list[TensorEntry]] = {}
+        for entry in self.of_kind("state"):
+            states.setdefault(entry.of, []).append(entry)
+        return states
 
     def find(self, kind: str, of: str, state: str = "") -> TensorEntry | None:
-        """A tensor by what it is; None if there is none."""
-        return self._by_name.get((kind, of, state))
+        """Return the tensor with this identity, or None."""
+        return self._by_identity.get((kind, of, state))
 
     def states_of(self, parameter: str) -> list[TensorEntry]:
-        """The states of a parameter."""
+        """Return the states of a parameter."""
         return self._states.get(parameter, [])
 
     def of_kind(self, kind: str) -> list[TensorEntry]:
-        """All tensors of a kind."""
-        return [one for one in self.tensors if one.kind == kind]
+        """Return all tensors of a kind."""
+        return [entry for entry in self.tensors if entry.kind == kind]
 
     def to_json(self) -> str:
-        """As text that from_json takes."""
-        data: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-        data |= {name: getattr(self, name) for name in ("zerostd", "saved", "step", "world_size", "stage")}
-        data["files"] = {name: {"bytes": size} for name, size in self.files.items()}
-        data["tensors"] = [_without_empty(asdict(one)) for one in self.tensors]
-        data |= {name: getattr(self, name) for name in ("optimizer", "loss_scale", "random", "extra")}
-        data |= {name: getattr(self, name) for name in ("modules", "passes") if getattr(self, name)}
-        data |= {} if self.frozen else {"frozen": False}
+        """Return the text of manifest.json."""
+        data = {"format": FORMAT, "version": VERSION, **msgspec.to_builtins(self)}
+        for name, default in ABSENT_IF_DEFAULT.items():
+            if data[name] == default:
+                del data[name]
         return json.dumps(data, separators=(",", ":"), allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str) -> Self:
-        """The counterpart of to_json. `source` is the file's name, for errors."""
+        """Return the manifest that `to_json` wrote; errors name the file as `source`."""
+        what = f"{source} is not a checkpoint's manifest"
         try:
-            data = json.loads(text, parse_constant=_no_constant)
-            return cls(**_checked(data))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-            raise CheckpointError(f"{source} is not a checkpoint's manifest: {_words(error)}") from error
+            manifest = convert(_parse(text), cls, what=what, error=CheckpointError)
+        except CheckpointError:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{what}: {error}") from error
+        problem = next(_problems(manifest), None)
+        if problem is not None:
+            raise CheckpointError(f"{what}: {problem}")
+        return manifest
 
 
-def num_blocks(num_bytes: int) -> int:
-    """Checksums of a part of so many bytes."""
-    return -(-num_bytes // BLOCK)
+def _parse(text: str | bytes) -> dict[str, Any]:
+    """Return the fields after `format` and `version`, which are checked here: they say whether we know the others.
+
+    json, not msgspec: users' strings may have lone surrogates, which msgspec refuses.
+    """
+    data = json.loads(text, parse_constant=_refuse_constant)
+    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+        raise ValueError(f"its format is not {FORMAT!r}")
+    version = data.pop("version", None)
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise ValueError(f"version {version!r}, and this zerostd reads {VERSION}; use a newer zerostd")
+    return data
 
 
-def _without_empty(data: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in data.items() if value or key not in ("state", "original", "names")}
-
-
-def _words(error: Exception) -> str:
-    return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error) or type(error).__name__
-
-
-def _checked(data: Any) -> dict[str, Any]:
-    """The fields of a manifest, or an error that names the first one that is wrong."""
-    _expect(isinstance(data, dict) and data.get("format") == FORMAT, f"its format is not {FORMAT!r}")
-    version = data.get("version")
-    if not _is_count(version) or not 1 <= version <= VERSION:
-        raise CheckpointError(f"version {version!r}, and this zerostd reads {VERSION}; use a newer zerostd")
-    known = {"format", "version", "zerostd", "saved", "step", "world_size", "stage", "files", "tensors", "optimizer"}
-    _only(data, known | {"loss_scale", "random", "modules", "passes", "extra", "frozen"}, "a manifest")
-    _expect(isinstance(data["zerostd"], str), "'zerostd' is no text")
-    _expect(_is_number(data["saved"]), f"'saved' is {data['saved']!r}")
-    counts = {"passes": data.get("passes", 0), **{name: data[name] for name in ("step", "world_size", "stage")}}
-    for name, value in counts.items():
-        _expect(_is_count(value), f"{name!r} is {value!r}")
-    frozen = data.get("frozen", True)
-    _expect(isinstance(frozen, bool), f"'frozen' is {frozen!r}")
-    files = {name: one["bytes"] for name, one in data["files"].items()}
-    for name, size in files.items():
-        _expect(FILE_NAME.fullmatch(name) is not None, f"{name!r} is not a plain file name")
-        _expect(_is_count(size), f"file {name!r} has {size!r} bytes")
-    _expect(isinstance(data["tensors"], list), "'tensors' is no list")
-    tensors = tuple(_tensor(one, files) for one in data["tensors"])
-    _check_no_doubles(tensors)
-    _check_states(tensors)
-    has_gradients = any(one.kind == "gradient" for one in tensors)
-    _expect(counts["passes"] > 0 or not has_gradients, "gradients of a step that has not begun: 'passes' is 0")
-    if data.get("optimizer") is not None:
-        _check_optimizer(data["optimizer"])
-    scale = data.get("loss_scale")
-    if scale is not None:
-        _expect(isinstance(scale, dict) and all(map(_is_number, scale.values())), "'loss_scale' is not made of numbers")
-    dicts = {name: data.get(name, {}) for name in ("random", "modules")}
-    for name, value in dicts.items():
-        _expect(isinstance(value, dict), f"{name!r} is no dict")
-    found = {name: data[name] for name in ("zerostd", "saved")}
-    rest = {name: data.get(name) for name in ("optimizer", "loss_scale", "extra")}
-    return {**found, **counts, **rest, **dicts, "files": files, "tensors": tensors, "frozen": frozen}
-
-
-def _tensor(data: Any, files: Mapping[str, int]) -> TensorEntry:
-    _only(data, {"kind", "of", "dtype", "shape", "parts", "state", "original", "names"}, "a tensor")
-    _expect(data["kind"] in KINDS, f"a tensor's kind is {data['kind']!r}")
-    names, parts = data.get("names", []), data.get("parts", [])
-    _expect(isinstance(names, list) and isinstance(parts, list), f"names or parts of {data['of']!r} are no list")
-    for value in (data["of"], data.get("state", ""), data.get("original", ""), *names):
-        _expect(isinstance(value, str), f"{value!r} of a tensor is no text")
-    if data.get("original"):
-        dtype_of(data["original"])
-    shape = data["shape"]
-    is_shape = isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS and all(_is_count(size) for size in shape)
-    _expect(is_shape, f"shape {str(shape)[:80]} of {data['of']!r}")
-    entry = TensorEntry(
-        data["kind"],
-        data["of"],
-        data["dtype"],
-        tuple(shape),
-        tuple(_part(one, data["of"], files) for one in parts),
-        data.get("state", ""),
-        data.get("original", ""),
-        tuple(names),
-    )
-    _expect(entry.numel <= MOST_ELEMENTS, f"{entry.label} has {entry.numel} elements")
-    _check_parts(entry, dtype_of(entry.dtype).itemsize)
-    return entry
-
-
-def _part(data: Any, of: str, files: Mapping[str, int]) -> Part:
-    _only(data, {"start", "stop", "file", "key", "crc32"}, "a part")
-    start, stop, sums = data["start"], data["stop"], data["crc32"]
-    _expect(_is_count(start) and _is_count(stop) and start < stop, f"part [{start!r}, {stop!r}) of {of!r}")
-    _expect(data["file"] in files, f"a part of {of!r} is in {data['file']!r}, which is not among the files")
-    _expect(isinstance(data["key"], str), f"key {data['key']!r} of {of!r} is no text")
-    _expect(isinstance(sums, list) and all(_is_count(one) and one < 1 << 32 for one in sums), f"checksums of {of!r}")
-    return Part(start, stop, data["file"], data["key"], tuple(sums))
-
-
-def _check_parts(entry: TensorEntry, itemsize: int) -> None:
-    end = 0
-    for part in sorted(entry.parts, key=lambda part: part.start):
-        _expect(
-            part.start == end, f"{entry.label} has {'a gap' if part.start > end else 'parts that overlap'} at {end}"
-        )
-        end = part.stop
-        wanted = num_blocks((part.stop - part.start) * itemsize)
-        _expect(len(part.crc32) == wanted, f"{entry.label} has {len(part.crc32)} checksums in a part, not {wanted}")
-    _expect(end == entry.numel, f"{entry.label} ends at element {end} of {entry.numel}")
-
-
-def _check_no_doubles(tensors: Sequence[TensorEntry]) -> None:
-    seen: set[tuple[str, str, str]] = set()
-    keys: set[tuple[str, str]] = set()
-    for one in tensors:
-        _expect((one.kind, one.of, one.state) not in seen, f"{one.label} is there twice")
-        seen.add((one.kind, one.of, one.state))
-        for part in one.parts:
-            _expect((part.file, part.key) not in keys, f"two parts are {part.key!r} of {part.file}")
-            keys.add((part.file, part.key))
-
-
-def _check_states(tensors: Sequence[TensorEntry]) -> None:
-    """Each is as long as its parameter, and so is a gradient."""
-    shapes = {one.of: one.shape for one in tensors if one.kind == "parameter"}
-    for one in tensors:
-        _expect((one.kind == "state") == bool(one.state), f"{one.label} should be a state with a name")
-        if one.state or one.kind == "gradient":
-            _expect(shapes.get(one.of) == one.shape, f"{one.label} has shape {one.shape}, not that of its parameter")
-
-
-def _check_optimizer(data: Any) -> None:
-    _only(data, {"class", "groups", "singles"}, "an optimizer")
-    _expect(isinstance(data["class"], str), "the optimizer's class is no text")
-    _expect(isinstance(data["groups"], list), "the optimizer's groups are no list")
-    for group in data["groups"]:
-        _only(group, {"options", "parameters"}, "a group of the optimizer")
-        options, names = group["options"], group["parameters"]
-        _expect(isinstance(options, dict) and "params" not in options, "options of a group of the optimizer")
-        _expect(isinstance(names, list) and all(isinstance(name, str) for name in names), "parameters of a group")
-    singles = data["singles"]
-    _expect(isinstance(singles, dict) and all(isinstance(one, dict) for one in singles.values()), "single states")
-
-
-def _no_constant(text: str) -> Any:
+def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
-def _only(data: Any, known: set[str], what: str) -> None:
-    _expect(isinstance(data, dict), f"{what} is {str(data)[:40]!r}")
-    unknown = sorted(set(data) - known)
-    _expect(not unknown, f"{what} has no {unknown[:1]}")
+def _problems(manifest: Manifest) -> Iterator[str]:
+    """Yield what is wrong beyond types. Later checks rely on earlier ones, so only the first counts."""
+    identities: set[tuple[str, str, str]] = set()
+    places: set[tuple[str, str]] = set()
+    shapes = {entry.of: entry.shape for entry in manifest.of_kind("parameter")}
+    for name in manifest.files:
+        if FILE_NAME.fullmatch(name) is None:
+            yield f"{name!r} is not a plain file name"
+    for entry in manifest.tensors:
+        yield from _tensor_problems(entry, manifest.files)
+        if entry.identity in identities:
+            yield f"{entry.label} is there twice"
+        identities.add(entry.identity)
+        for part in entry.parts:
+            if (part.file, part.key) in places:
+                yield f"two parts are {part.key!r} of {part.file}"
+            places.add((part.file, part.key))
+        if entry.kind in ("state", "gradient") and shapes.get(entry.of) != entry.shape:
+            yield f"{entry.label} has shape {entry.shape}, not that of its parameter"
+        if entry.kind == "gradient" and not manifest.passes:
+            yield "gradients of a step that has not begun: 'passes' is 0"
+    if manifest.optimizer is not None and any("params" in group.options for group in manifest.optimizer.groups):
+        yield "the options of a group of the optimizer have 'params' among them"
 
 
-def _expect(is_so: bool, otherwise: str) -> None:
-    if not is_so:
-        raise CheckpointError(otherwise)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _tensor_problems(entry: TensorEntry, files: Mapping[str, FileEntry]) -> Iterator[str]:
+    """Yield what is wrong with one tensor: its parts must cover it, each in a file with a checksum for every block."""
+    if entry.kind not in KINDS:
+        yield f"the kind of {entry.of!r} is {entry.kind!r}, none of {', '.join(KINDS)}"
+    if (entry.kind == "state") != bool(entry.state):
+        yield f"{entry.label} should be a state with a name"
+    for name in (entry.dtype, entry.original or entry.dtype):
+        if name not in DTYPES:
+            yield f"{name!r} is not a dtype of a checkpoint"
+    if entry.numel > MOST_ELEMENTS:
+        yield f"{entry.label} has {entry.numel} elements"
+    for part in entry.parts:
+        if part.start >= part.stop:
+            yield f"part [{part.start}, {part.stop}) of {entry.label} is empty"
+        if part.file not in files:
+            yield f"a part of {entry.label} is in {part.file!r}, which is not among the files"
+    end = 0
+    for part in sorted(entry.parts, key=lambda part: part.start):
+        if part.start != end:
+            yield f"{entry.label} has {'a gap' if part.start > end else 'parts that overlap'} at {end}"
+        end = part.stop
+        wanted = -(-(part.stop - part.start) * entry.torch_dtype.itemsize // BLOCK)  # rounded up
+        if len(part.crc32) != wanted:
+            yield f"{entry.label} has {len(part.crc32)} checksums in a part, not {wanted}"
+    if end != entry.numel:
+        yield f"{entry.label} ends at element {end} of {entry.numel}"

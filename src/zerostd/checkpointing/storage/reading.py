@@ -1,138 +1,225 @@
-"""A checkpoint that is read in intervals, whatever the ranks that wrote it: each block is checked as it is read."""
+"""Read a checkpoint in intervals, whatever ranks wrote it. Every block is checked as it is read.
+
+In: tensors of the manifest, the intervals wanted, and where they go: memory, or tier tensors, those on disk too.
+`loading` calls it: first `verify` on everything it needs, then `fill_tiers`.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Self
 
 import torch
 
-from zerostd.checkpointing.storage.directory import check_headers, read_manifest
-from zerostd.checkpointing.storage.files import NUM_THREADS, Reader
-from zerostd.checkpointing.storage.manifest import BLOCK, Manifest, Part, TensorEntry
+from zerostd.checkpointing.storage.directory import read_manifest
+from zerostd.checkpointing.storage.manifest import BLOCK, Manifest, TensorEntry, TensorPart
+from zerostd.checkpointing.storage.safetensors_files import NUM_THREADS, SafetensorsReader, ordered_results
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
+from zerostd.tiers import Done, TierTensor, Transfer
+from zerostd.tiers.pages import PAGE, aligned
 
-__all__ = ["Checkpoint"]
+__all__ = ["BlockOfPart", "Checkpoint", "Target", "blocks_of"]
 
-J = TypeVar("J")
-T = TypeVar("T")
+DISK_WRITE = 16 << 20  # bytes written to a disk tier at a time
+NUM_BUFFERS = 3  # one is read, two are written
+
+Target = tuple[TensorEntry, int, TierTensor, slice]  # elements of the entry, from this one on, fill this part
+OnBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class _Block:
-    """One block of a part, and what of it is wanted."""
+class BlockOfPart:
+    """Elements [low, high) of a tensor that share a checksum."""
 
     entry: TensorEntry
-    part: Part
-    index: int  # of the block
-    low: int  # elements of the part
+    part: TensorPart
+    index: int  # of the block in the part
+    low: int
     high: int
 
 
 class Checkpoint:
-    """An open checkpoint: manifest and files, all checked but for the numbers themselves."""
+    """An open checkpoint. Manifest and headers are checked; the numbers are when they are read."""
 
     manifest: Manifest
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         self.manifest = read_manifest(folder)
-        self._readers: dict[str, Reader] = {}
+        self._readers: dict[str, SafetensorsReader] = {}
         self._scratch = threading.local()  # a block of memory for each thread
         self._pool = ThreadPoolExecutor(NUM_THREADS, "zerostd checkpoint")
         try:
-            check_headers(folder, self.manifest, self._readers.__setitem__)
+            for name in self.manifest.files:
+                self._readers[name] = SafetensorsReader(folder / name)
+            self._check_headers()
         except BaseException:
             self.close()
             raise
 
+    def _check_headers(self) -> None:
+        """Raise unless the headers of the files and the manifest say the same."""
+        unused = {(name, key) for name, reader in self._readers.items() for key in reader.tensors}
+        for entry in self.manifest.tensors:
+            for part in entry.parts:
+                reader = self._readers[part.file]
+                stored = reader.tensors.get(part.key)
+                if stored is None:
+                    raise CheckpointError(f"{reader.path} has no {part.key!r}, a part of {entry.label}")
+                numel = part.stop - part.start
+                if stored.dtype != entry.torch_dtype or stored.num_bytes != numel * stored.dtype.itemsize:
+                    raise CheckpointError(
+                        f"{reader.path}: {part.key!r} is {stored.shape} of {stored.dtype}, and the manifest says "
+                        f"{numel} of {entry.dtype} for {entry.label}"
+                    )
+                unused.discard((part.file, part.key))
+        if unused:
+            name, key = min(unused)
+            raise CheckpointError(f"{self._readers[name].path}: the manifest does not say what {key!r} is")
+
     def close(self) -> None:
-        """Let the files go."""
+        """Close the files."""
         self._pool.shutdown(cancel_futures=True)
         for reader in self._readers.values():
             reader.close()
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def verify(self, wanted: Iterable[tuple[TensorEntry, int, int]], on_bytes: Callable[[int], None]) -> None:
-        """Read the blocks of these intervals and check them. Raises CheckpointError for the first that is damaged."""
+    def verify(self, wanted: Iterable[tuple[TensorEntry, int, int]], on_bytes: OnBytes) -> None:
+        """Read the blocks of these intervals and check them. Raises CheckpointError for the first damaged one."""
 
-        def check(block: _Block) -> int:
+        def check(block: BlockOfPart) -> int:
             return self._read_block(block, self._scratch_for(block)).nbytes
 
-        blocks = (block for entry, low, high in wanted for block in _blocks(entry, low, high))
-        for num_bytes in self._in_order(check, blocks):
+        blocks = (block for entry, low, high in wanted for block in blocks_of(entry, low, high))
+        for num_bytes in ordered_results(self._pool, check, blocks):
             on_bytes(num_bytes)
 
-    def read(self, entry: TensorEntry, low: int, high: int) -> torch.Tensor:
-        """Elements [low, high) of a tensor, flattened, on the host."""
-        values = torch.empty(high - low, dtype=getattr(torch, entry.dtype))
-        self.fill([(entry, low, values)], lambda num_bytes: None)
-        return values
+    def read(self, entry: TensorEntry) -> torch.Tensor:
+        """Return a whole tensor, on the host."""
+        values = torch.empty(entry.numel, dtype=entry.torch_dtype)
+        self.fill([(entry, 0, values)], lambda num_bytes: None)
+        return values.view(entry.shape)
 
-    def fill(self, wanted: Iterable[tuple[TensorEntry, int, torch.Tensor]], on_bytes: Callable[[int], None]) -> None:
+    def fill(self, wanted: Iterable[tuple[TensorEntry, int, torch.Tensor]], on_bytes: OnBytes) -> None:
         """Read elements of tensors, each from a first one on, into flat memory of any dtype and device."""
 
         @torch.no_grad()
-        def put(job: tuple[_Block, int, torch.Tensor]) -> int:
+        def fill_from(job: tuple[BlockOfPart, int, torch.Tensor]) -> int:
             block, low, values = job
-            first, last = block.part.start + block.low, block.part.start + block.high
-            start, stop = max(low, first), min(low + values.numel(), last)
+            start = max(low, block.low)
+            stop = min(low + values.numel(), block.high)
             target = values[start - low : stop - low]
-            is_there = target.device.type == "cpu" and str(target.dtype) == f"torch.{block.entry.dtype}"
-            if is_there and (start, stop) == (first, last):
+            is_whole = (start, stop) == (block.low, block.high)
+            if is_whole and target.device.type == "cpu" and target.dtype == block.entry.torch_dtype:
                 return self._read_block(block, target).nbytes
-            numbers = self._read_block(block, self._scratch_for(block))[start - first : stop - first]
+            numbers = self._read_block(block, self._scratch_for(block))[start - block.low : stop - block.low]
             target.copy_(numbers)
             return numbers.nbytes
 
-        jobs = ((b, low, values) for entry, low, values in wanted for b in _blocks(entry, low, low + values.numel()))
-        for num_bytes in self._in_order(put, jobs):
+        jobs = (
+            (block, low, values)
+            for entry, low, values in wanted
+            for block in blocks_of(entry, low, low + values.numel())
+        )
+        for num_bytes in ordered_results(self._pool, fill_from, jobs):
             on_bytes(num_bytes)
 
-    def _scratch_for(self, block: _Block) -> torch.Tensor:
-        if not hasattr(self._scratch, "block"):
-            self._scratch.block = torch.empty(BLOCK, dtype=torch.uint8)
-        dtype: torch.dtype = getattr(torch, block.entry.dtype)
-        numbers: torch.Tensor = self._scratch.block.view(dtype)[: block.high - block.low]
+    def fill_tiers(self, targets: Sequence[Target], on_bytes: OnBytes) -> None:
+        """Read tensors into tier tensors, in whichever tier these are."""
+        in_memory = ((e, low, tensor.tensor[part]) for e, low, tensor, part in targets if tensor.tensor is not None)
+        self.fill(in_memory, on_bytes)
+        on_disk = [target for target in targets if target[2].tensor is None]
+        if on_disk:
+            self._fill_disk(on_disk, on_bytes)
+
+    def _fill_disk(self, targets: Sequence[Target], on_bytes: OnBytes) -> None:
+        """Write neighbours together, in long stretches: one is read while others are written."""
+        buffers = [aligned(DISK_WRITE) for _ in range(NUM_BUFFERS)]
+        writes: list[Transfer] = [Done() for _ in buffers]
+        for turn, (tensor, low, high, parts) in enumerate(_disk_stretches(targets)):
+            slot = turn % NUM_BUFFERS
+            writes[slot].wait()
+            values = buffers[slot].view(tensor.dtype)[: high - low]
+            self.fill(((entry, first, values[part]) for entry, first, part in parts), on_bytes)
+            per_page = PAGE // tensor.dtype.itemsize
+            if low % per_page == 0 and (high % per_page == 0 or high == tensor.numel):
+                writes[slot] = tensor.start_write(low, values)
+                continue
+            for write in writes:  # it shares a page with a neighbour, which must be on disk
+                write.wait()
+            tensor.write(slice(low, high), values)
+        for write in writes:
+            write.wait()
+
+    def _scratch_for(self, block: BlockOfPart) -> torch.Tensor:
+        if not hasattr(self._scratch, "memory"):
+            self._scratch.memory = torch.empty(BLOCK, dtype=torch.uint8)
+        numbers: torch.Tensor = self._scratch.memory.view(block.entry.torch_dtype)[: block.high - block.low]
         return numbers
 
-    def _read_block(self, block: _Block, target: torch.Tensor) -> torch.Tensor:
-        numbers = self._readers[block.part.file].read(block.part.key, block.low, block.high, target)
-        if crc32(numbers) != block.part.crc32[block.index]:
+    def _read_block(self, block: BlockOfPart, target: torch.Tensor) -> torch.Tensor:
+        self.read_unchecked(block, block.low, target)
+        self.check_sum(block, crc32(target))
+        return target
+
+    def read_unchecked(self, block: BlockOfPart, low: int, target: torch.Tensor) -> None:
+        """Fill `target` with the elements of a block from `low` on."""
+        self._readers[block.part.file].read(block.part.key, low - block.part.start, target)
+
+    def check_sum(self, block: BlockOfPart, crc: int) -> None:
+        """Raise CheckpointError if a block does not have this crc32."""
+        if crc != block.part.crc32[block.index]:
             raise CheckpointError(
-                f"{self.folder / block.part.file} is damaged: elements {block.part.start + block.low} to "
-                f"{block.part.start + block.high} of {block.entry.label} are not as written; use another checkpoint"
+                f"{self._readers[block.part.file].path} is damaged: elements {block.low} to {block.high} of "
+                f"{block.entry.label} are not as written; use another checkpoint"
             )
-        return numbers
-
-    def _in_order(self, work: Callable[[J], T], jobs: Iterable[J]) -> Iterator[T]:
-        """Results block by block, a few of them under way."""
-        waiting: deque[Future[T]] = deque()
-        for job in jobs:
-            waiting.append(self._pool.submit(work, job))
-            if len(waiting) > 2 * NUM_THREADS:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
 
 
-def _blocks(entry: TensorEntry, low: int, high: int) -> Iterator[_Block]:
-    """The whole blocks that [low, high) of a tensor lies in."""
-    step = BLOCK // getattr(torch, entry.dtype).itemsize
+def blocks_of(entry: TensorEntry, low: int, high: int) -> Iterator[BlockOfPart]:
+    """Yield the blocks that [low, high) of a tensor lies in."""
+    step = BLOCK // entry.torch_dtype.itemsize
     for part in entry.parts:
-        start, stop = max(low, part.start) - part.start, min(high, part.stop) - part.start
+        start = max(low, part.start) - part.start
+        stop = min(high, part.stop) - part.start
         if start >= stop:
             continue
         for index in range(start // step, -(-stop // step)):
-            yield _Block(entry, part, index, index * step, min(part.stop - part.start, (index + 1) * step))
+            begin = part.start + index * step
+            yield BlockOfPart(entry, part, index, begin, min(part.stop, begin + step))
+
+
+def _disk_stretches(
+    targets: Iterable[Target],
+) -> Iterator[tuple[TierTensor, int, int, list[tuple[TensorEntry, int, slice]]]]:
+    """Yield stretches of tier tensors, no longer than a buffer: the tensor, start and stop, and of each entry in it
+    the first element and the part of the stretch it fills."""
+    runs: list[list[Target]] = []
+    for target in targets:
+        last = runs[-1][-1] if runs else None
+        if last is not None and last[2] is target[2] and last[3].stop == target[3].start:
+            runs[-1].append(target)
+        else:
+            runs.append([target])
+    for run in runs:
+        tensor = run[0][2]
+        begin = run[0][3].start
+        end = run[-1][3].stop
+        step = DISK_WRITE // tensor.dtype.itemsize
+        for low, high in pairwise([begin, *range((begin // step + 1) * step, end, step), end]):
+            parts = []
+            for entry, first, _, part in run:
+                start = max(low, part.start)
+                stop = min(high, part.stop)
+                if start < stop:
+                    parts.append((entry, first + start - part.start, slice(start - low, stop - low)))
+            yield tensor, low, high, parts

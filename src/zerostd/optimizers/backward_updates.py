@@ -1,0 +1,142 @@
+"""Updates that begin inside the last backward pass of a step, group by group as their gradients land.
+
+Certain: nothing has to be known of all gradients first, so what is updated stays updated, and step() only checks that
+the options are still those it was updated with. Speculative: with clipping, the factor is known only after the last
+gradient. Steps that were not clipped tend to be followed by others: the update is made with factor one into the spare
+tensors of the states. If the norm agrees, they are committed; if not, step() updates once more from the untouched ones.
+Results are the same bits as without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zerostd.errors import MisuseError
+from zerostd.monitoring.ledger import explain_out_of_memory
+from zerostd.optimizers.gradients import Gradients
+from zerostd.optimizers.tasks import StepOptions, snapshot
+from zerostd.optimizers.updater import Scope, Updater
+from zerostd.parameters import Group
+
+__all__ = ["BackwardUpdates"]
+
+NUM_UNCLIPPED = 2  # steps in a row that did not clip before the next one speculates
+
+
+class BackwardUpdates:
+    """Starts updates inside backward for one prepared optimizer."""
+
+    is_speculative: bool  # whether what is updated may have to be done again
+    num_speculated: int  # steps
+    num_committed: int  # of those
+
+    def __init__(
+        self, updater: Updater, gradients: Gradients, renew: Callable[[Group], None], *, is_speculative: bool
+    ) -> None:
+        """`renew` is told of each group whose masters have changed."""
+        self.updater = updater
+        self.gradients = gradients
+        self._renew = renew
+        self.is_speculative = is_speculative
+        self.num_speculated = 0
+        self.num_committed = 0
+        self._options: StepOptions | None = None  # of the step that has begun
+        self._done: dict[Group, None] = {}
+        self._num_unclipped = 0
+        self._last: StepOptions | None = None  # of a step that did not speculate and has not been looked at
+
+    @torch.no_grad()
+    def start(self, group: Group) -> None:
+        """Update a group whose gradient has landed and whose parameters backward needs no more. Groups whose slices
+        ranks gather right after the update wait for step(), where all ranks go through them in one order."""
+        if group.is_in_slices and not group.gives_back:
+            return
+        if self._options is None:
+            if self.is_speculative and not self._is_confident():
+                return
+            self._options = self.updater.step_options(None)
+            self.gradients.lock(
+                "the update has begun inside backward, since prepare was told with accumulate= how many passes make a "
+                "step"
+            )
+        if group in self._done:
+            raise MisuseError(
+                f"a backward pass failed after the update of group {group.name!r} had begun inside it, and another one "
+                "would update it twice: load the last checkpoint into a new model, or leave accumulate out of prepare, "
+                "so that updates wait for optimizer.step()"
+            )
+        scope = Scope.SPECULATIVE if self.is_speculative else Scope.ALL
+        with explain_out_of_memory(self.updater.ledger):
+            self.updater.check_memory()
+            self.updater.update(group, self._options, scope, is_complete=True)
+        self._done[group] = None
+        self._renew(group)
+
+    def finish(self, factor: torch.Tensor | None, order: list[Group]) -> set[Group]:
+        """End the step: commit what was speculative if `factor` turned out to be one. Returns the groups that need
+        nothing more."""
+        options = self._options
+        if options is None:
+            return set()
+        self._check_options(options)
+        self._check_gradients()
+        done = self._done
+        self._options = None
+        self._done = {}
+        self.gradients.unlock()
+        if not self.is_speculative:
+            return set(done)
+        self.num_speculated += 1
+        self._learn(1.0 if factor is None else factor.item())
+        if not self._num_unclipped:
+            return set()
+        self.num_committed += 1
+        for group in order:
+            if group in done:
+                self.updater.commit_speculative(group)
+                self.updater.update(group, options, Scope.REST)
+                self._renew(group)
+        return set(done)
+
+    def watch(self, options: StepOptions) -> None:
+        """Learn from a step that did not speculate, as soon as its factor is known."""
+        self._last = options if options.host_factor is not None else None
+
+    def _is_confident(self) -> bool:
+        if self._last is not None:
+            self._learn(self._last.read_factor())
+            self._last = None
+        return self._num_unclipped >= NUM_UNCLIPPED
+
+    def _learn(self, factor: float) -> None:
+        self._num_unclipped = self._num_unclipped + 1 if factor == 1.0 else 0
+
+    def _check_options(self, options: StepOptions) -> None:
+        now = snapshot(self.updater.user_groups)
+        for index, (used, group) in enumerate(zip(options.param_groups, now, strict=True)):
+            for key, value in group.items():
+                if not _is_equal(used.get(key), value):
+                    raise MisuseError(
+                        f"param_groups[{index}][{key!r}] was changed from {used.get(key)!r} to {value!r} between "
+                        "backward and step, but the update began inside backward: change options after step(), as "
+                        "schedulers do, or leave accumulate out of prepare"
+                    )
+
+    def _check_gradients(self) -> None:
+        for flat in (flat for group in self._done for flat in group.trainable):
+            for parameter, interval in zip(flat.parameters, flat.layout.intervals, strict=True):
+                if parameter.grad is None:
+                    raise MisuseError(
+                        f"the gradient of {interval.name!r} is gone at step(), but its update began inside backward: "
+                        "it was dropped in between, or backward failed. Leave accumulate out of prepare, so that "
+                        "updates wait for step()"
+                    )
+
+
+def _is_equal(before: Any, now: Any) -> bool:
+    if isinstance(before, torch.Tensor) or isinstance(now, torch.Tensor):
+        return isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor) and torch.equal(before, now)
+    return bool(before == now)

@@ -1,0 +1,138 @@
+"""The gatherer: what it learns of the order of groups, and what it starts ahead."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduling.small_groups import Bench, Update
+from zerostd.communication import Control
+from zerostd.errors import MisuseError
+from zerostd.monitoring.loop_timer import LoopPhase
+from zerostd.parameters import Group, GroupState
+from zerostd.policy import Tier
+from zerostd.scheduling import Gatherer
+
+
+def made(names: str, bench: Bench | None = None) -> tuple[Gatherer, list[Group]]:
+    bench = bench or Bench()
+    groups = [bench.group(name) for name in names]
+    return Gatherer(tuple(groups), bench.wires, Control(bench.world)), groups
+
+
+def forward(gatherer: Gatherer, order: list[Group]) -> list[list[str]]:
+    """One pass; by group, which ones were on the device or on their way while it was needed."""
+    seen = []
+    gatherer.begin(LoopPhase.FORWARD)
+    for group in order:
+        gatherer.need(group, LoopPhase.FORWARD)
+        assert group.state is GroupState.GATHERED
+        seen.append([other.name for other in gatherer.groups if other.state is not GroupState.RELEASED])
+        gatherer.release(group)
+    gatherer.release_all()
+    return seen
+
+
+def states(groups: list[Group]) -> list[GroupState]:
+    return [group.state for group in groups]
+
+
+def test_the_first_pass_gathers_on_demand_and_the_second_one_ahead() -> None:
+    gatherer, groups = made("abc")
+    assert forward(gatherer, groups) == [["a"], ["b"], ["c"]]
+    assert forward(gatherer, groups) == [["a", "b"], ["b", "c"], ["c"]]
+    assert states(groups) == [GroupState.RELEASED] * 3
+
+
+def test_a_pass_begins_with_the_group_that_was_first_last_time() -> None:
+    gatherer, groups = made("ab")
+    gatherer.begin(LoopPhase.FORWARD)
+    assert states(groups) == [GroupState.RELEASED] * 2
+    forward(gatherer, [groups[1], groups[0]])
+    gatherer.begin(LoopPhase.FORWARD)
+    assert states(groups) == [GroupState.RELEASED, GroupState.GATHERING]
+
+
+def test_nothing_is_started_ahead_with_a_depth_of_zero() -> None:
+    gatherer, groups = made("abc")
+    gatherer.prefetch_depth = 0
+    forward(gatherer, groups)
+    assert forward(gatherer, groups) == [["a"], ["b"], ["c"]]
+
+
+def test_a_depth_of_two_starts_two_groups_ahead() -> None:
+    gatherer, groups = made("abcd")
+    gatherer.prefetch_depth = 2
+    forward(gatherer, groups)
+    assert forward(gatherer, groups)[0] == ["a", "b", "c"]
+
+
+def test_a_group_expected_wrongly_is_released_at_the_end_of_the_pass() -> None:
+    gatherer, groups = made("abc")
+    forward(gatherer, groups)
+    a, b, c = groups
+    assert forward(gatherer, [a, c]) == [["a", "b"], ["b", "c"]]
+    assert states(groups) == [GroupState.RELEASED] * 3
+    assert forward(gatherer, [a, c]) == [["a", "c"], ["c"]]  # learnt
+    assert gatherer.in_forward_order() == [a, c, b]
+
+
+def test_forward_and_backward_have_orders_of_their_own() -> None:
+    gatherer, groups = made("ab")
+    forward(gatherer, groups)
+    gatherer.begin(LoopPhase.BACKWARD)
+    assert states(groups) == [GroupState.RELEASED] * 2  # nothing is known of backward
+    for group in reversed(groups):
+        gatherer.need(group, LoopPhase.BACKWARD)
+    assert gatherer.in_forward_order() == groups
+
+
+def test_a_group_whose_update_is_not_done_is_not_started_ahead() -> None:
+    gatherer, groups = made("ab")
+    forward(gatherer, groups)
+    update = Update()
+    groups[1].add_update(update)
+    gatherer.need(groups[0], LoopPhase.FORWARD)
+    assert groups[1].state is GroupState.RELEASED and update.num_waits == 0
+    gatherer.need(groups[1], LoopPhase.FORWARD)
+    assert update.num_waits == 1
+
+
+def test_borrowed_groups_are_gathered_with_the_one_that_reads_them() -> None:
+    gatherer, groups = made("ab")
+    groups[0].borrow(groups[1])
+    gatherer.need(groups[0], LoopPhase.FORWARD)
+    assert states(groups) == [GroupState.GATHERED] * 2
+
+
+def test_every_gather_that_was_started_is_in_the_sequence_ranks_compare() -> None:
+    gatherer, groups = made("ab")
+    forward(gatherer, groups)
+    gatherer.gather(groups[0])
+    gatherer.gather(groups[0])  # it is: nothing to do
+    assert gatherer.sequence == ["a", "b", "a"]
+
+
+def test_a_pinned_group_stays_and_refuses_an_update() -> None:
+    gatherer, groups = made("a")
+    gatherer.gather(groups[0])
+    with groups[0].pinned():
+        gatherer.release(groups[0])
+        assert groups[0].state is GroupState.GATHERED
+        with pytest.raises(MisuseError, match="leave the context before the step"):
+            gatherer.renew(groups[0])
+    gatherer.renew(groups[0])
+    assert groups[0].state is GroupState.RELEASED
+
+
+def test_renewing_a_group_that_stays_on_the_device_waits_for_its_updates_at_the_next_use() -> None:
+    bench = Bench()
+    group = bench.group("a", rests_on=Tier.DEVICE)
+    gatherer = Gatherer((group,), bench.wires, Control(bench.world))
+    gatherer.renew(group)
+    assert group.state is GroupState.GATHERED  # nothing was updated
+    update = Update()
+    group.add_update(update)
+    gatherer.renew(group)
+    assert group.state is GroupState.GATHERING and update.num_waits == 0
+    gatherer.wait_all()
+    assert group.state is GroupState.GATHERED and update.num_waits == 1

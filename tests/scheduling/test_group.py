@@ -1,0 +1,142 @@
+"""A group by itself: its states, the moves that are refused, and what it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from scheduling.small_groups import SHAPE, Bench, Update, parameter_of, write
+from zerostd.parameters import Group, GroupState
+from zerostd.policy import Kind, Tier
+
+
+def gather(group: Group) -> None:
+    group.start_gather()
+    group.wait_gather()
+
+
+def test_released_group_holds_no_device_memory() -> None:
+    bench = Bench()
+    group = bench.group()
+    assert group.state is GroupState.RELEASED
+    assert group.flats[0].full.untyped_storage().nbytes() == 0 and bench.ledger.now[Tier.DEVICE, Kind.BUFFERS] == 0
+    assert parameter_of(group).shape == SHAPE and parameter_of(group).isnan().all()
+    gather(group)
+    assert bench.ledger.now[Tier.DEVICE, Kind.BUFFERS] == group.flats[0].full.nbytes
+    assert torch.equal(parameter_of(group), torch.ones(SHAPE))
+    group.release()
+    assert bench.ledger.now[Tier.DEVICE, Kind.BUFFERS] == 0 and parameter_of(group).isnan().all()
+
+
+def test_parameters_show_values_only_when_the_gather_was_waited_for() -> None:
+    group = Bench().group()
+    group.start_gather()
+    assert group.state is GroupState.GATHERING and group.has_gather and parameter_of(group).isnan().all()
+    group.wait_gather()
+    assert group.state is GroupState.GATHERED and not group.has_gather and not parameter_of(group).isnan().any()
+
+
+def pin(group: Group) -> None:
+    with group.pinned():
+        pass
+
+
+def release_while_pinned(group: Group) -> None:
+    with group.pinned():
+        group.release()
+
+
+REFUSED: list[tuple[GroupState, Callable[[Group], None]]] = [
+    (GroupState.RELEASED, Group.wait_gather),
+    (GroupState.RELEASED, Group.release),
+    (GroupState.RELEASED, pin),
+    (GroupState.GATHERING, Group.start_gather),
+    (GroupState.GATHERING, Group.release),
+    (GroupState.GATHERING, pin),
+    (GroupState.GATHERED, Group.start_gather),
+    (GroupState.GATHERED, Group.wait_gather),
+    (GroupState.GATHERED, Group.expire),
+    (GroupState.GATHERED, release_while_pinned),
+]
+
+
+@pytest.mark.parametrize(("state", "move"), REFUSED)
+def test_illegal_move_is_refused_and_changes_nothing(state: GroupState, move: Callable[[Group], None]) -> None:
+    group = Bench().group("blocks.3")
+    if state is not GroupState.RELEASED:
+        group.start_gather()
+    if state is GroupState.GATHERED:
+        group.wait_gather()
+    with pytest.raises(AssertionError, match=r"blocks\.3"):
+        move(group)
+    assert group.state is state and not group.is_pinned
+
+
+def test_group_that_rests_on_the_device_has_nothing_to_release() -> None:
+    group = Bench().group(rests_on=Tier.DEVICE)
+    assert group.state is GroupState.GATHERED and not group.is_releasable
+    with pytest.raises(AssertionError, match="nothing to give back"):
+        group.release()
+
+
+def test_gather_waits_for_updates_and_sees_their_values() -> None:
+    group = Bench().group()
+    update = Update(lambda: write(group, 7.0))
+    group.add_update(update)
+    group.start_gather()
+    assert update.num_waits == 1 and group.updates == ()
+    group.wait_gather()
+    assert torch.equal(parameter_of(group), torch.full(SHAPE, 7.0))
+
+
+def test_expired_group_shows_nan_until_its_update_is_done() -> None:
+    group = Bench().group(rests_on=Tier.DEVICE)
+    group.add_update(Update(lambda: write(group, 5.0)))
+    group.expire()
+    assert group.state is GroupState.GATHERING and not group.has_gather and parameter_of(group).isnan().all()
+    group.wait_gather()
+    assert torch.equal(parameter_of(group), torch.full(SHAPE, 5.0))
+
+
+def test_pins_nest_and_end_with_an_exception() -> None:
+    group = Bench().group()
+    gather(group)
+    with pytest.raises(ZeroDivisionError), group.pinned():
+        with group.pinned():
+            pass
+        assert group.is_pinned and not group.is_releasable
+        raise ZeroDivisionError
+    assert not group.is_pinned and group.is_releasable
+
+
+def test_group_waits_for_a_save_that_reads_it() -> None:
+    group = Bench().group()
+    group.wait_save()  # nobody reads
+    reader = Update()
+    group.hold_for_save(reader)
+    group.wait_save()
+    assert reader.num_waits == 1
+
+
+def test_backward_has_passed_when_the_inputs_of_every_forward_have_gradients() -> None:
+    group = Bench().group()
+    assert not group.is_passed  # no forward had inputs that get one: there is no sign
+    group.await_inputs()
+    group.await_inputs()
+    group.inputs_arrived()
+    assert not group.is_passed
+    group.inputs_arrived()
+    assert group.is_passed
+    group.begin_backward()
+    group.end_pass()
+    assert not group.is_passed and not group.in_backward
+
+
+def test_borrowed_groups_are_needed_once_each() -> None:
+    bench = Bench()
+    group, lender = bench.group("reader"), bench.group("lender")
+    group.borrow(lender)
+    group.borrow(lender)
+    assert group.needed == (group, lender) and lender.needed == (lender,)
