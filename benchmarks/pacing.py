@@ -12,8 +12,8 @@ from typing import Any
 
 import zerostd
 from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, PlanRequest
-from zerostd.planning.costs import loads, threads_of
-from zerostd.planning.demands import Shares
+from zerostd.planning.costs import group_costs, threads_of
+from zerostd.planning.demands import GroupShares
 from zerostd.planning.model import WAYS
 from zerostd.planning.simulation import simulate
 from zerostd.planning.solution import shares_of
@@ -56,11 +56,11 @@ def _step_s(record: Record, pace: float) -> float:
         activations=frozenset() if model.recomputed else frozenset(WAYS),
     )
     names = [group.name for group in model.groups]
-    found = loads(task)
+    found = group_costs(task)
     return simulate(task, found, [_shares(plan, names[load.members[0]]) for load in found]).step_s
 
 
-def _shares(plan: zerostd.Plan, group: str) -> Shares:
+def _shares(plan: zerostd.Plan, group: str) -> GroupShares:
     way = plan.activations_of(group)
     shares = shares_of(plan.homes_of(group))
     return replace(shares, **{DOES[way]: 1.0}) if way in DOES else shares

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from zerostd.cli.tables import state_rows
+from zerostd.cli.printing import state_rows
 from zerostd.measuring import load_profile
 from zerostd.planning import MachineProfile, ModelProfile
 from zerostd.planning.cluster import ScalingRow, TrainingOptions, scaling, sent_bytes

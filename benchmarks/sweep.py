@@ -45,8 +45,8 @@ from zerostd.parameters.blueprints import ROOT, Blueprint, find_blueprints
 from zerostd.parameters.checking import optimizer_options
 from zerostd.planning import PlanRequest
 from zerostd.planning.activations import activation_bytes
-from zerostd.planning.costs import loads, threads_of
-from zerostd.planning.demands import Shares
+from zerostd.planning.costs import group_costs, threads_of
+from zerostd.planning.demands import GroupShares
 from zerostd.policy import Way
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.building import device_of
@@ -290,10 +290,12 @@ def held_by(model: Record, placement: zerostd.Placement) -> int:
     groups = task.model.groups
     ways = placement.ways([group.name for group in groups if group.name != ROOT])
     shares = [
-        Shares(activations_recomputed=float(ways.get(group.name) is Way.RECOMPUTE)) if task.chooses else Shares()
+        GroupShares(activations_recomputed=float(ways.get(group.name) is Way.RECOMPUTE))
+        if task.chooses
+        else GroupShares()
         for group in groups
     ]
-    return int(activation_bytes(loads(task), shares)[0]) if task.chooses else task.model.activations()
+    return int(activation_bytes(group_costs(task), shares)[0]) if task.chooses else task.model.activations()
 
 
 @cache

@@ -12,8 +12,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from zerostd.cli import checks as room
-from zerostd.cli.checks import Status, examine
+from zerostd.cli import doctor
+from zerostd.cli.doctor import examine
 from zerostd.cli.main import app
 from zerostd.kernels import native
 from zerostd.measuring.timing import TrialSizes
@@ -37,7 +37,7 @@ NAMES = [
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process, and less of the disk."""
-    monkeypatch.setattr(room, "TRIAL", TrialSizes(disk=4 << 20, disk_seconds=0.05))
+    monkeypatch.setattr(doctor, "TRIAL", TrialSizes(disk=4 << 20, disk_seconds=0.05))
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -100,9 +100,9 @@ def test_disk_that_cannot_be_written_is_a_failure(path: str) -> None:
 
 
 def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(room, "free_host", lambda: 2**20)
+    monkeypatch.setattr(doctor, "free_host", lambda: 2**20)
     found = {finding.name: finding for finding in examine(str(tmp_path))}
-    assert found["host memory"].status is Status.WARNING and "memory limit" in found["host memory"].remedy
+    assert found["host memory"].status == "warning" and "memory limit" in found["host memory"].remedy
 
 
 def test_ranks_that_cannot_meet_are_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_what_breaks_a_check_does_not_end_the_others(monkeypatch: pytest.MonkeyP
     def broken() -> int:
         raise ZeroDivisionError("no number")
 
-    monkeypatch.setattr(room, "memlock_limit", broken)
+    monkeypatch.setattr(doctor, "memlock_limit", broken)
     result = run("--disk", tmp_path, "--json")
     found = findings(result)
     assert result.exit_code == 1 and found["host memory"]["value"] == "ZeroDivisionError: no number"

@@ -8,9 +8,9 @@ import pytest
 
 from docs.pages import ROOT
 from zerostd.planning import GroupProfile, Link, MachineProfile, ModelProfile, PlanRequest, Processor
-from zerostd.planning.costs import loads
-from zerostd.planning.linear import Outcome
-from zerostd.planning.program import GIGA, Program, quickest
+from zerostd.planning.costs import group_costs
+from zerostd.planning.linear import LinearSolution
+from zerostd.planning.program import GIGA, ScheduleProgram, quickest
 from zerostd.policy import Kind, Tier
 
 GB = 10**9
@@ -20,7 +20,7 @@ ROW = re.compile(
 )
 
 
-def solved(device_gb: int, *, clips: bool) -> tuple[Program, Outcome]:
+def solved(device_gb: int, *, clips: bool) -> tuple[ScheduleProgram, LinearSolution]:
     """The example in words, as the planner takes it."""
     machine = MachineProfile(
         name="by hand",
@@ -36,7 +36,7 @@ def solved(device_gb: int, *, clips: bool) -> tuple[Program, Outcome]:
     limits = {Tier.DEVICE: device_gb * GB, Tier.HOST: 100 * GB}
     kinds = frozenset({Kind.OPTIMIZER_STATES})
     task = PlanRequest(model, machine, limits, waits_for_norm=clips, can_place=kinds)
-    return quickest(task, loads(task))
+    return quickest(task, group_costs(task))
 
 
 @pytest.mark.parametrize("row", ROW.findall(PAGE), ids=lambda row: f"{row[0]} GB")

@@ -127,10 +127,10 @@ def test_a_group_that_no_home_fits_is_named_with_a_remedy() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "JSONDecodeError"),
-        ("[]", "plan cannot be read"),
+        ("{", "plan is not JSON"),
+        ("[]", "plan: it is [], and must be an object"),
         ("{}", "homes"),
-        ('{"homes": []}', "plan cannot be read"),
+        ('{"homes": []}', "plan: homes is [], and must be an object"),
         ('{"version": 7, "homes": {}}', "version 7, and this zerostd reads 1"),
         ('{"homes": {"*": {"weights": "host"}}}', "'weights'"),
         ('{"homes": {"*": {"parameters": "attic"}}}', "'attic'"),
@@ -139,9 +139,12 @@ def test_a_group_that_no_home_fits_is_named_with_a_remedy() -> None:
         ('{"homes": {"*": {"states": [["host", "cpu", 1.5], ["host", "cpu", -0.5]]}}}', ">= 0"),
         ('{"homes": {"*": {"states": [["host", "resident", 1.0]]}}}', "no route for the host"),
         ('{"homes": {"*": {"states": [["device", "cpu", 1.0]]}}}', "no route for the device"),
-        ('{"homes": {"*": {"states": [["host", "cpu"]]}}}', "plan cannot be read"),
+        (
+            '{"homes": {"*": {"states": [["host", "cpu"]]}}}',
+            "plan: homes.*.states[0]: Expected `array` of length 3, got 2",
+        ),
         ('{"homes": {"*": {"states": [["host", "by mail", 1.0]]}}}', "by mail"),
-        ('{"homes": {"*": {}}, "stage": 4}', "stage=4"),
+        ('{"homes": {"*": {}}, "stage": 4}', "stage: Invalid enum value 4"),
         ('{"homes": {"*": {}}, "world_size": "many"}', "many"),
         ('{"homes": {"*": {}}, "limits": {"cellar": 5}}', "cellar"),
         ('{"homes": {"*": {}}, "predicted": {"bytes": {"host": {"junk": 1}}}}', "junk"),
@@ -150,7 +153,7 @@ def test_a_group_that_no_home_fits_is_named_with_a_remedy() -> None:
             "activations of '*' are 'forget', and can be keep, recompute",
         ),
         ('{"homes": {"*": {}}, "activations": {"head": "disk"}}', "activations of 'head' are 'disk'"),
-        ('{"homes": {"*": {}}, "activations": ["keep"]}', "plan cannot be read"),
+        ('{"homes": {"*": {}}, "activations": ["keep"]}', "plan: activations is ['keep'], and must be an object"),
     ],
 )
 def test_a_plan_that_cannot_be_read_says_why(text: str, says: str) -> None:

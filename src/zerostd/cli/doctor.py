@@ -1,25 +1,65 @@
-"""`zerostd doctor`: whether this machine is as training needs it, and what to do where it is not."""
+"""`zerostd doctor`: whether this machine is as training needs it, and what to do where it is not.
+
+`examine` looks at versions, kernels, accelerator, memory, disk and process group. Each check yields findings with a
+status and a remedy; the command shows them as a table or as JSON.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
-from typing import Annotated
+import platform
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Annotated, Literal
 
+import torch
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from zerostd.cli.checks import Finding, Status, examine
-from zerostd.cli.tables import show
+from zerostd.cli.printing import show
+from zerostd.communication.rendezvous import try_group
+from zerostd.errors import PrepareError
+from zerostd.kernels import native
+from zerostd.measuring.disk import disk_rates
+from zerostd.measuring.identity import choose_device, free_bytes, versions
+from zerostd.measuring.timing import TrialSizes
+from zerostd.monitoring.texts import size_text
+from zerostd.tiers.limits import available_memory, cgroup_memory, check_disk, free_disk, free_host, memlock_limit
 
-__all__ = ["doctor"]
+__all__ = ["Finding", "doctor", "examine"]
 
-COLOURS = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILURE: "red"}
+GIB = 2**30
+LEAST_TORCH = (2, 11)
+INSTRUCTIONS = ("plain instructions", "AVX2", "AVX-512")
+EXTRAS = ("accelerate", "peft", "safetensors", "scikit-learn", "transformers")
+LEAST_HOST = 2 * GIB
+LEAST_SHARED = GIB // 4  # a container has 64 MiB unless it is told otherwise
+SLOW_DISK = 200e6  # bytes a second
+MEETING_S = 60.0
+TRIAL = TrialSizes(disk=64 << 20, disk_seconds=0.4)
+COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
 
 DiskPath = Annotated[str | None, typer.Option("--disk", metavar="PATH", help="The directory of a disk tier.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the findings as JSON, and nothing else.")]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at, and what to do about it."""
+
+    name: str
+    status: Literal["ok", "warning", "failure"]  # a warning: it works, slower or with less
+    value: str
+    remedy: str = ""
+
+
+Findings = Iterator[Finding]
 
 
 def doctor(disk: DiskPath = None, as_json: Json = False) -> None:
@@ -27,29 +67,177 @@ def doctor(disk: DiskPath = None, as_json: Json = False) -> None:
 
     The exit code is 0, or 1 if something does not work. Under torchrun all ranks meet, and the first one speaks.
     """
-    found = examine(disk)
-    is_healthy = all(finding.status is not Status.FAILURE for finding in found)
+    findings = examine(disk)
+    is_healthy = all(finding.status != "failure" for finding in findings)
     if os.environ.get("RANK", "0") == "0":
         if as_json:
             typer.echo(
-                json.dumps({"healthy": is_healthy, "findings": [asdict(finding) for finding in found]}, indent=2)
+                json.dumps({"healthy": is_healthy, "findings": [asdict(finding) for finding in findings]}, indent=2)
             )
         else:
-            show(_summary(found), _table(found))
+            show(_summary(findings), _table(findings))
     if not is_healthy:
         raise typer.Exit(1)
 
 
-def _summary(found: list[Finding]) -> str:
-    counts = {status: sum(finding.status is status for finding in found) for status in Status}
-    return f"{counts[Status.OK]} ok, {counts[Status.WARNING]} to look at, {counts[Status.FAILURE]} broken"
+def _summary(findings: list[Finding]) -> str:
+    counts = Counter(finding.status for finding in findings)
+    return f"{counts['ok']} ok, {counts['warning']} to look at, {counts['failure']} broken"
 
 
-def _table(found: list[Finding]) -> Table:
+def _table(findings: list[Finding]) -> Table:
     table = Table()
     for name in ("", "", "found", "remedy"):
         table.add_column(name, overflow="fold")
-    for finding in found:
-        status = f"[{COLOURS[finding.status]}]{finding.status.value}[/]"
+    for finding in findings:
+        status = f"[{COLOURS[finding.status]}]{finding.status}[/]"
         table.add_row(finding.name, status, escape(finding.value), escape(finding.remedy))
     return table
+
+
+def examine(disk_path: str | None = None) -> list[Finding]:
+    """Look at everything, in a few seconds. All ranks call it together, if there are several.
+
+    Args:
+        disk_path: The directory that a disk tier would use; None: the one for temporary files.
+    """
+    path = tempfile.gettempdir() if disk_path is None else disk_path
+    checks: dict[str, Callable[[], Findings]] = {
+        "versions": _versions,
+        "native kernels": _kernels,
+        "accelerator": _accelerator,
+        "host memory": _host,
+        "disk": lambda: _disk(path),
+        "process group": _group,
+        "extras": _extras,
+    }
+    findings: list[Finding] = []
+    for name, check in checks.items():
+        try:
+            findings += check()
+        except Exception as error:  # whatever is broken: the other findings are wanted all the more
+            findings.append(Finding(name, "failure", f"{type(error).__name__}: {_line(error)}", "see the message"))
+    return findings
+
+
+def _versions() -> Findings:
+    yield Finding("python", "ok", platform.python_version())
+    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2] if part.isdigit())
+    if release < LEAST_TORCH:
+        least = ".".join(map(str, LEAST_TORCH))
+        yield Finding("torch", "failure", str(torch.__version__), f"pip install 'torch>={least}'")
+    else:
+        yield Finding("torch", "ok", str(torch.__version__))
+
+
+def _kernels() -> Findings:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says what the finding says
+        library = native.load()
+    if library is None:
+        remedy = "install zerostd again with a C++ compiler at hand, or run `make native` in its sources"
+        yield Finding("native kernels", "warning", "not loaded: torch does their work, slower", remedy)
+        return
+    level = library.zs_limit_instructions(len(INSTRUCTIONS))
+    arm = platform.machine() in ("aarch64", "arm64")
+    yield Finding("native kernels", "ok", f"loaded, {'NEON' if arm else INSTRUCTIONS[level]}")
+
+
+def _accelerator() -> Findings:
+    device = choose_device(None)
+    if device.type == "cpu":
+        if os.path.exists("/dev/nvidia0"):
+            remedy = "install a torch for CUDA: this one has none, or the driver is older than it needs"
+            yield Finding("accelerator", "warning", "there is one, and torch does not see it", remedy)
+        else:
+            yield Finding("accelerator", "ok", "none: the CPU is the device")
+        return
+    module = torch.get_device_module(device)
+    name = str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
+    parts = [name, f"{size_text(free_bytes(device, None)['device'])} free"]
+    driver = versions(device).get("driver")
+    yield Finding("accelerator", "ok", ", ".join(parts + ([f"driver {driver}"] if driver else [])))
+
+
+def _host() -> Findings:
+    free = free_host()
+    group = cgroup_memory()
+    text = f"{size_text(free)} free, the system has {size_text(available_memory())}"
+    if group is not None:
+        text += f", the cgroup's limit is {size_text(group.limit)}"
+    remedy = "end other programs, or raise the container's memory limit"
+    yield _warned("host memory", text, remedy, is_good=free >= LEAST_HOST)
+    yield _pinned(memlock_limit(), free)
+    if not os.path.isdir("/dev/shm"):
+        yield Finding("shared memory", "warning", "no /dev/shm", "mount it: data loaders with workers need it")
+        return
+    shared = free_disk("/dev/shm")
+    remedy = "`--shm-size 8g` for a container: data loaders with workers need it"
+    yield _warned("shared memory", f"{size_text(shared)} free in /dev/shm", remedy, is_good=shared >= LEAST_SHARED)
+
+
+def _pinned(limit: int | None, free: int) -> Finding:
+    text = "no limit" if limit is None else f"limit {size_text(limit)}, {size_text(free)} of host memory free"
+    if choose_device(None).type == "cpu":
+        return Finding("pinned memory", "ok", f"{text}; not needed without an accelerator")
+    remedy = "if pinning fails: `ulimit -l unlimited`, or `--ulimit memlock=-1` for a container"
+    return _warned("pinned memory", text, remedy, is_good=limit is None or limit >= free)
+
+
+def _disk(path: str) -> Findings:
+    try:
+        check_disk(0, path)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            rates = disk_rates(path, TRIAL)
+    except PrepareError as error:
+        yield Finding("disk", "failure", _line(error), "name a directory that you may write to: --disk PATH")
+        return
+    yield Finding("disk", "ok", f"{size_text(free_disk(path))} free in {path}")
+    if any("O_DIRECT" in str(warning.message) for warning in caught):
+        remedy = "name a directory on a local drive: transfers go through the page cache here, and take host memory"
+        yield Finding("disk, O_DIRECT", "warning", "not on this file system", remedy)
+    else:
+        yield Finding("disk, O_DIRECT", "ok", "yes")
+    text = f"{rates.read / 1e9:.2g} GB/s read, {rates.write / 1e9:.2g} GB/s written"
+    is_fast = min(rates.read, rates.write) >= SLOW_DISK
+    yield _warned("disk, speed", text, "name a faster drive for states that are kept on disk", is_good=is_fast)
+
+
+def _group() -> Findings:
+    try:
+        met, backend, seconds = try_group(_own_device(), MEETING_S)
+    except (RuntimeError, ValueError, OSError) as error:
+        remedy = "name the network interface that ranks share: GLOO_SOCKET_IFNAME=eth0, NCCL_SOCKET_IFNAME=eth0"
+        yield Finding("process group", "failure", _line(error), remedy)
+        return
+    yield Finding("process group", "ok", f"{met} rank(s) met over {backend}, {seconds * 1e3:.2g} ms a collective")
+
+
+def _own_device() -> torch.device:
+    """The one that this rank would train on; alone, the CPU is enough to try."""
+    device = choose_device(None)
+    if device.type == "cpu" or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return torch.device("cpu")
+    return torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
+
+
+def _extras() -> Findings:
+    installed = []
+    missing = []
+    for name in EXTRAS:
+        try:
+            installed.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            missing.append(name)
+    text = ", ".join(installed) + (f"; not installed: {', '.join(missing)}" if missing else "")
+    yield Finding("extras", "ok", text.removeprefix("; "))
+
+
+def _warned(name: str, text: str, remedy: str, *, is_good: bool) -> Finding:
+    return Finding(name, "ok", text) if is_good else Finding(name, "warning", text, remedy)
+
+
+def _line(error: BaseException) -> str:
+    """Return what an error says, as one line."""
+    return " ".join(str(error).split())[:300]

@@ -1,4 +1,4 @@
-"""The program `zerostd`. What is refused is one line on stderr and exit code 2."""
+"""The program `zerostd`. A refused command prints one line on stderr and exits with code 2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["app"]
 
 
 class _Verbs(TyperGroup):
-    """Runs a verb; errors of ours have said everything, so no traceback."""
+    """Run a command; errors of zerostd say everything, so they come without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-from zerostd.cli.tables import machine_table, show, write
+from zerostd.cli.printing import machine_table, show, write
 from zerostd.measuring import load_or_measure
 from zerostd.monitoring.progress import ProgressBar
 from zerostd.planning import MachineProfile

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zerostd.cli.tables import write
+from zerostd.cli.printing import write
 from zerostd.errors import MisuseError
 from zerostd.reporting import page_of, read_run, report_json, report_of, trace_of, write_scalars
 
@@ -40,31 +40,31 @@ def report(
     if trace is not None and len(run_dirs) > 1:
         raise MisuseError(f"--trace {trace} is of one run, and {len(run_dirs)} are named: ask for one after the other")
     runs = [read_run(path, name) for path, name in zip(run_dirs, _names(run_dirs), strict=True)]
-    made = report_of(runs)
+    numbers = report_of(runs)
     if trace is not None:
         write(trace, trace_of(runs[0]))
     if tensorboard is not None:
         for run in runs:
             write_scalars(run, tensorboard)
     if output is not None or not as_json:
-        write(output or PAGE, page_of(made))
+        write(output or PAGE, page_of(numbers))
     if as_json:
-        typer.echo(report_json(made), nl=False)
+        typer.echo(report_json(numbers), nl=False)
         return
-    for line in _lines(made):
+    for line in _lines(numbers):
         typer.echo(line)
     typer.echo(f"Written: {', '.join(str(path) for path in (output or PAGE, trace, tensorboard) if path is not None)}")
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """The last part of each path, or all of it where that says too little."""
+    """Return the last part of each path, or all of it where that is not unique."""
     short = [path.resolve().name for path in paths]
     return [name if short.count(name) == 1 else str(path) for name, path in zip(short, paths, strict=True)]
 
 
-def _lines(made: dict[str, Any]) -> list[str]:
-    lines = [*made["notices"]]
-    for run in made["runs"]:
+def _lines(numbers: dict[str, Any]) -> list[str]:
+    lines = [*numbers["notices"]]
+    for run in numbers["runs"]:
         lines.append(f"{run['name']}: {run['speed']['steps']:,} steps, {run['lines']['read']:,} lines")
         lines += [f"  {notice}" for notice in run["notices"]]
     return lines

@@ -4,7 +4,7 @@ host and have them back.
 What a group leaves is linear in its shares. What it needs while it runs is not: a recomputed group keeps all of it for
 a moment, and what goes to the host leaves by way of buffers for two groups, however few groups do so. A linear program
 would let all groups do it by half to halve that. So it is asked several times, each time with other groups allowed and
-room for the largest of them: these are the activation_choices.
+room for the largest of them: these are the choices.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ActivationChoice:
 
     @property
     def changes(self) -> bool:
-        """Whether any_choice else than keeping them may be done."""
+        """Whether anything else than keeping them may be done."""
         return bool(self.recomputed.any() or self.sent.any())
 
 

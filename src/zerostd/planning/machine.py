@@ -1,27 +1,29 @@
-"""What a machine can do, as plain data: rates of its links and processors, and what is free of each tier.
+"""What a machine can do, as plain data: the rates of its links and cores, and what is free of each tier.
 
-Measured by `measuring`, or written by hand for a machine that is elsewhere: a profile is JSON both ways. Rates are in
-bytes or operations per second, times in seconds.
+A profile is measured by `measuring`, or written by hand for a machine that is elsewhere; it is JSON both ways. Rates
+are in bytes or operations per second, times in seconds.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Self
 
 from zerostd.errors import PrepareError
+from zerostd.monitoring.decoding import convert, decode
 
 __all__ = ["DiskRates", "Link", "MachineProfile", "Processor", "Wire"]
+
+REMEDY = "measure again with `zerostd measure`, or correct it"
 
 
 @dataclass(frozen=True)
 class Link:
-    """Between host and device."""
+    """The link between host and device."""
 
     up: float  # bytes/s, host to device, large pinned copies
     down: float  # bytes/s, device to host
@@ -38,7 +40,7 @@ class Processor:
     memory: float  # bytes/s of host memory when the processor updates and the link is busy both ways
 
     def ns(self, num_threads: int) -> float:
-        """Nanoseconds for one parameter with this many threads; between measured numbers by interpolation of rates."""
+        """Return nanoseconds for one parameter with this many threads; rates in between are interpolated."""
         known = sorted(self.update_ns.items())
         if num_threads <= known[0][0]:
             return known[0][1] * known[0][0] / max(1, num_threads)
@@ -49,14 +51,14 @@ class Processor:
         return known[-1][1]
 
     def at_pace(self, pace: float) -> Processor:
-        """The same with this part of its rates, while others use it too."""
+        """Return the same processor with this part of its rates, as when others use it too."""
         slower = {num_threads: ns / pace for num_threads, ns in self.update_ns.items()}
         return replace(self, update_ns=slower, memory=self.memory * pace)
 
 
 @dataclass(frozen=True)
 class DiskRates:
-    """One directory's file system."""
+    """The file system of one directory."""
 
     path: str
     read: float  # bytes/s alone
@@ -94,91 +96,59 @@ class MachineProfile:
 
     def __post_init__(self) -> None:
         """Refuse, by name, what no plan can be made of."""
-        for what, value in _numbers("", asdict(self)):
+        for name, value in _numbers("", asdict(self)):
             if not (math.isfinite(value) and value >= 0):
-                raise PrepareError(f"machine profile: {what} is {value!r}; rates, times and bytes are numbers >= 0")
+                raise PrepareError(f"machine profile: {name} is {value!r}; rates, times and bytes are numbers >= 0")
         for name, table in (("matrix", self.matrix), ("processor.update_ns", self.processor.update_ns)):
             if not table:
                 raise PrepareError(f"machine profile: {name} is {table!r}, and must have fields")
-        for what, value in self._rates():
+        for name, value in self._rates():
             if not isinstance(value, int | float) or not value > 0:
-                raise PrepareError(f"machine profile: {what} is {value!r}, and must be a number above 0")
+                raise PrepareError(f"machine profile: {name} is {value!r}, and must be a number above 0")
 
     def _rates(self) -> Iterator[tuple[str, Any]]:
-        """What time is divided by, by name."""
-        processor = self.processor
-        yield from (("processor.num_cores", processor.num_cores), ("processor.memory", processor.memory))
-        yield from ((f"processor.update_ns.{threads}", ns) for threads, ns in processor.update_ns.items())
-        yield from (("ranks_per_node", self.ranks_per_node), ("achieved", self.achieved))
-        yield from ((f"matrix.{dtype}", rate) for dtype, rate in self.matrix.items())
+        """Yield what time is divided by, with its name."""
+        yield "processor.num_cores", self.processor.num_cores
+        yield "processor.memory", self.processor.memory
+        yield "ranks_per_node", self.ranks_per_node
+        yield "achieved", self.achieved
+        for threads, ns in self.processor.update_ns.items():
+            yield f"processor.update_ns.{threads}", ns
+        for dtype, rate in self.matrix.items():
+            yield f"matrix.{dtype}", rate
         for name, rates in (("link", ("up", "down", "both")), ("disk", ("read", "write", "both"))):
-            if (part := getattr(self, name)) is not None:
+            part = getattr(self, name)
+            if part is not None:
                 yield from ((f"{name}.{rate}", getattr(part, rate)) for rate in rates)
         for index, wire in enumerate(self.wires):
-            yield from ((f"wires.{index}.ranks", wire.ranks), (f"wires.{index}.bandwidth", wire.bandwidth))
+            yield f"wires.{index}.ranks", wire.ranks
+            yield f"wires.{index}.bandwidth", wire.bandwidth
 
     def to_json(self) -> str:
-        """As text that from_json takes."""
+        """Return it as text that from_json takes."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str, source: str = "machine profile") -> Self:
-        """The counterpart of to_json; an error names the field that is missing, unknown or not what it must be."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PrepareError(f"{source} is not JSON ({error}); measure again with `zerostd measure`") from error
-        try:
-            made = dict(data)
-            made["processor"] = _make(Processor, data["processor"], "processor.")
-            made["link"] = None if data.get("link") is None else _make(Link, data["link"], "link.")
-            made["disk"] = None if data.get("disk") is None else _make(DiskRates, data["disk"], "disk.")
-            wires = _checked(data.get("wires", ()), list | tuple, "wires", "be a list")
-            made["wires"] = tuple(_make(Wire, wire, f"wires.{place}.") for place, wire in enumerate(wires))
-            profile: Self = _make(cls, made, "")
-            return profile
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PrepareError(f"{source}: {error}; measure again with `zerostd measure`, or correct it") from error
+        """Read what to_json wrote; an error names the field that is missing, unknown or not what it must be."""
+        data = decode(text, dict[str, Any], what=source, error=PrepareError, remedy=REMEDY)
+        return convert(_whole(data), cls, what=source, error=PrepareError, remedy=REMEDY, refuse_unknown=True)
 
 
-def _make(kind: type[Any], data: Mapping[str, Any], where: str) -> Any:
-    """One part of a profile. An error names the field that is unknown or of another type."""
-    known = {one.name: str(one.type) for one in fields(kind)}
-    made = {}
-    for name, value in _checked(data, Mapping, where.rstrip(".") or kind.__name__, "have fields").items():
-        if name not in known:
-            raise ValueError(f"{kind.__name__} has no field {name!r}")
-        table = re.fullmatch(r"Mapping\[(\w+), (\w+)\]", known[name])
-        if table is not None:
-            items = _checked(value, Mapping, where + name, "have fields").items()
-            if table[1] == "int" and not all(str(key).isdecimal() for key, _ in items):
-                raise ValueError(f"{where}{name} is {value!r}, and its fields must be whole numbers")
-            convert = int if table[1] == "int" else str
-            value = {convert(key): _one(one, table[2], f"{where}{name}.{key}") for key, one in items}
-        made[name] = _one(value, known[name], where + name)
-    return kind(**made)
+def _whole(value: Any) -> Any:
+    """Return JSON with integers in place of floats without a fraction: people write bytes as 80e9."""
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _one(value: Any, kind: str, where: str) -> Any:
-    """A value of a field of this type; of those that are not in here, any."""
-    if kind == "float":
-        return _checked(value, int | float, where, "be a number")
-    if kind == "int":
-        is_whole = isinstance(value, float) and value.is_integer()  # 80e9
-        return int(_checked(int(value) if is_whole else value, int, where, "be a whole number"))
-    return _checked(value, str, where, "be a text") if kind == "str" else value
-
-
-def _checked(value: Any, kind: Any, where: str, what: str) -> Any:
-    if isinstance(value, bool) or not isinstance(value, kind):
-        raise ValueError(f"{where} is {value!r}, and must {what}")
-    return value
-
-
-def _numbers(what: str, value: Any) -> list[tuple[str, float]]:
-    if isinstance(value, bool) or value is None or isinstance(value, str):
-        return []
-    if isinstance(value, int | float):
-        return [(what, float(value))]
-    items = value.items() if isinstance(value, Mapping) else enumerate(value)
-    return [found for key, part in items for found in _numbers(f"{what}.{key}".lstrip("."), part)]
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yield every number in a profile, with its name."""
+    if isinstance(value, Mapping | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, part in items:
+            yield from _numbers(f"{name}.{key}".lstrip("."), part)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield name, float(value)

@@ -6,12 +6,13 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from zerostd.errors import PrepareError
+from zerostd.monitoring.decoding import convert, decode
 from zerostd.monitoring.texts import size_text
 from zerostd.planning.model import WAYS
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, Way
@@ -20,9 +21,18 @@ __all__ = ["GIB", "Plan", "Prediction"]
 
 VERSION = 1
 GIB = 2**30
-PREDICTED = ("step_s", "compute_s", "clipped_s", "bytes", "busy", "prices")
-ABOUT = ("version", "stage", "world_size", "speculate", "adaptive", "limits", "notes", "predicted")
-FIELDS = (*ABOUT, "homes", "activations")
+REMEDY = "correct it, or plan again"
+FIELDS = (  # in the order in which they are written
+    "stage",
+    "world_size",
+    "speculate",
+    "adaptive",
+    "homes",
+    "activations",
+    "limits",
+    "notes",
+    "predicted",
+)
 DOES = {"recompute": "recompute them in", "host": "send them to the host in", "keep": "keep them in"}
 MOST_NAMED = 4  # stretches of groups
 WORDS = {
@@ -79,6 +89,11 @@ class Plan:
     notes: tuple[str, ...] = ()  # why it is as it is, and what was refused
     activations: Mapping[str, str] = field(default_factory=dict)  # keep, recompute or host; empty: as the model does
 
+    def __post_init__(self) -> None:
+        for name, way in self.activations.items():
+            if way not in WAYS:
+                raise PrepareError(f"activations of {name!r} are {way!r}, and can be {', '.join(WAYS)}")
+
     def homes_of(self, group: str) -> Homes:
         """Of one group, by its name or by the first glob that fits it."""
         homes: Homes | None = _by_name(self.homes, group)
@@ -116,67 +131,23 @@ class Plan:
             **shares, activations=activations, cpu_share=by_cpu / off if off else None, speculate=self.speculate
         )
 
-    # JSON
-
     def to_json(self) -> str:
-        """As text that from_json takes."""
-        data: dict[str, Any] = {
-            "version": VERSION,
-            "stage": self.stage.value,
-            "world_size": self.world_size,
-            "speculate": self.speculate,
-            "adaptive": self.adaptive,
-            "homes": {name: _homes_to_data(homes) for name, homes in self.homes.items()},
-            "activations": self.activations["*"] if list(self.activations) == ["*"] else dict(self.activations),
-            "limits": {tier.value: size for tier, size in self.limits.items()},
-            "notes": list(self.notes),
-            "predicted": {
-                "step_s": self.predicted.step_s,
-                "compute_s": self.predicted.compute_s,
-                "clipped_s": self.predicted.clipped_s,
-                "bytes": {
-                    tier.value: {kind.value: size for kind, size in kinds.items()}
-                    for tier, kinds in self.predicted.bytes.items()
-                },
-                "busy": dict(self.predicted.busy),
-                "prices": {tier.value: price for tier, price in self.predicted.prices.items()},
-            },
-        }
-        return json.dumps(data, indent=2) + "\n"
+        """Return it as text that from_json takes."""
+        data = asdict(self)
+        if list(self.activations) == ["*"]:
+            data["activations"] = self.activations["*"]
+        return json.dumps({"version": VERSION, **{name: data[name] for name in FIELDS}}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str, source: str = "plan") -> Self:
-        """The counterpart of to_json. Of a plan written by hand only `homes` must be there."""
-        try:
-            data = json.loads(text)
-            _check_known(data, FIELDS, "a plan")
-            _check_known(data.get("predicted", {}), PREDICTED, "a prediction")
-            if data.get("version", VERSION) != VERSION:
-                raise ValueError(f"version {data['version']!r}, and this zerostd reads {VERSION}")
-            predicted = data.get("predicted", {})
-            return cls(
-                homes={name: _homes_from_data(one) for name, one in data["homes"].items()},
-                stage=Stage.parse(data.get("stage", 3)),
-                world_size=int(data.get("world_size", 1)),
-                speculate=bool(data.get("speculate", False)),
-                adaptive=bool(data.get("adaptive", True)),
-                limits={Tier(name): int(size) for name, size in data.get("limits", {}).items()},
-                notes=tuple(data.get("notes", ())),
-                activations=_activations_from_data(data.get("activations", {})),
-                predicted=Prediction(
-                    step_s=predicted.get("step_s"),
-                    compute_s=predicted.get("compute_s"),
-                    clipped_s=predicted.get("clipped_s"),
-                    bytes={
-                        Tier(tier): {Kind(kind): int(size) for kind, size in kinds.items()}
-                        for tier, kinds in predicted.get("bytes", {}).items()
-                    },
-                    busy=predicted.get("busy", {}),
-                    prices={Tier(tier): price for tier, price in predicted.get("prices", {}).items()},
-                ),
-            )
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise PrepareError(f"{source} cannot be read: {type(error).__name__}: {error}; plan again") from error
+        """Read what to_json wrote. Of a plan written by hand only `homes` must be there."""
+        data = decode(text, dict[str, Any], what=source, error=PrepareError, remedy=REMEDY)
+        version = data.pop("version", VERSION)
+        if version != VERSION:
+            raise PrepareError(f"{source}: it has version {version!r}, and this zerostd reads {VERSION}; {REMEDY}")
+        if isinstance(data.get("activations"), str):
+            data["activations"] = {"*": data["activations"]}
+        return convert(data, cls, what=source, error=PrepareError, remedy=REMEDY, refuse_unknown=True)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file."""
@@ -203,39 +174,6 @@ def _tidy(tiers: Mapping[Tier, float]) -> str | dict[str, float]:
         return next(iter(kept)).value
     total = sum(kept.values())
     return {tier.value: share / total for tier, share in kept.items()}
-
-
-def _homes_to_data(homes: Homes) -> dict[str, Any]:
-    return {
-        "parameters": homes.parameters.value,
-        "gradients": homes.gradients.value,
-        "states": [[tier.value, route.value, share] for tier, route, share in homes.states],
-    }
-
-
-def _check_known(data: Mapping[str, Any], known: Sequence[str], what: str) -> None:
-    unknown = sorted(set(data) - set(known))
-    if unknown:
-        raise ValueError(f"{what} has no {unknown[0]!r}, but {', '.join(known)}")
-
-
-def _homes_from_data(data: Mapping[str, Any]) -> Homes:
-    _check_known(data, ("parameters", "gradients", "states"), "a group")
-    states = data.get("states", [["device", "resident", 1.0]])
-    return Homes(
-        Tier(data.get("parameters", "device")),
-        Tier(data.get("gradients", "device")),
-        tuple((Tier(tier), Route(route), float(share)) for tier, route, share in states),
-    )
-
-
-def _activations_from_data(data: str | Mapping[str, str]) -> dict[str, str]:
-    """One word for all groups, or words by name."""
-    found = {"*": data} if isinstance(data, str) else dict(data.items())
-    for name, way in found.items():
-        if way not in WAYS:
-            raise ValueError(f"activations of {name!r} are {way!r}, and can be {', '.join(WAYS)}")
-    return found
 
 
 def _by_name(found: Mapping[str, Any], group: str) -> Any:

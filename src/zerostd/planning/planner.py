@@ -35,7 +35,7 @@ DIGITS = 9  # of seconds: among placements that differ in less, the first is tak
 FEW = 1e-3  # of the bytes off the device: as good as none
 WORTH_TELLING = 0.15  # of a step: what recomputing must bring
 WORTH_CHANGING = 0.01  # of a step: what another answer must bring
-WORTH_MOVING = 0.1  # of a step: what a plan must bring to move any_choice where all fits on the device
+WORTH_MOVING = 0.1  # of a step: what a plan must bring to move anything where all fits on the device
 MOST_LOADS = 96  # groups that the program sees; neighbours of larger models are placed together
 
 

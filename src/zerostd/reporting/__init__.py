@@ -1,18 +1,18 @@
-"""What came of a run: from its directory to numbers, and from numbers to one page. docs/run-directory.md is the format.
+"""Runs: recorded in a directory (docs/run-directory.md) while they train, read back, and shown as one page.
 
-records.py     one line, checked               reading.py     a directory of them
-speeds.py      time, samples, losses           resources.py   busy, waiting, leaks
-memory.py      bytes over time, and peaks      timeline.py    one step, lane by lane
-plans.py       plans against what happened     thinning.py    fewer points where there are many
-report.py      all numbers as plain data       page.py        the same as HTML, in one file
-texts.py       numbers as people read them     tables.py      numbers in rows
-trace.py       events for Chrome and Perfetto  scalars.py     numbers for TensorBoard
+records.py     run.json and the lines, as types   thinning.py    fewer points where there are many
+recording.py   writes them while a model trains   report.py      all numbers as plain data
+tracking.py    a loop with progress, recorded     tables.py      the numbers in rows, as people read them
+reading.py     reads a directory of them          page.py        the same as HTML, in one file
+speeds.py      time, losses, busy and waiting     exporting.py   for Chrome, Perfetto and TensorBoard
+memory.py      bytes over time, peaks, leaks
+timeline.py    one step, lane by lane
+plans.py       plans against what was measured
 """
 
+from zerostd.reporting.exporting import trace_of, write_scalars
 from zerostd.reporting.page import page_of
 from zerostd.reporting.reading import Run, read_run
 from zerostd.reporting.report import report_json, report_of
-from zerostd.reporting.scalars import write_scalars
-from zerostd.reporting.trace import trace_of
 
 __all__ = ["Run", "page_of", "read_run", "report_json", "report_of", "trace_of", "write_scalars"]

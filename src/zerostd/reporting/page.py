@@ -16,8 +16,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from zerostd.reporting.tables import comparison, figures, tables_of
-from zerostd.reporting.texts import bytes_text, count_text, plain_text, seconds_text
+from zerostd.reporting.tables import bytes_text, comparison, count_text, figures, plain_text, seconds_text, tables_of
 
 __all__ = ["page_of"]
 
@@ -26,41 +25,29 @@ SCRIPTS = ("charts.js", "timeline.js", "page.js")
 
 
 def page_of(report: dict[str, Any]) -> str:
-    """A report as HTML."""
-    script = "\n".join(_file(name) for name in SCRIPTS)
+    """Return a report as HTML."""
     runs = report["runs"]
-    return (
-        _environment()
-        .get_template("page.html")
-        .render(
-            report=report,
-            title=_title(report),
-            comparison=comparison(report),
-            figures=[figures(report, index) for index in range(len(runs))],
-            tables=[tables_of(report, index) for index in range(len(runs))],
-            style=Markup(_file("style.css")),
-            script=Markup(f"\n{script}\n"),
-            script_hash=_hash(f"\n{script}\n"),
-            data=_embedded(report),
-        )
+    script = "\n" + "\n".join(_file(name) for name in SCRIPTS) + "\n"
+    template = _environment().get_template("page.html")
+    return template.render(
+        report=report,
+        title=runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs side by side",
+        comparison=comparison(report),
+        figures=[figures(report, index) for index in range(len(runs))],
+        tables=[tables_of(report, index) for index in range(len(runs))],
+        style=Markup(_file("style.css")),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        data=_embedded(report),
     )
 
 
-def _title(report: dict[str, Any]) -> str:
-    names = [run["name"] for run in report["runs"]]
-    return names[0] if len(names) == 1 else f"{len(names)} runs side by side"
-
-
 def _embedded(report: dict[str, Any]) -> Markup:
-    """JSON that cannot end its script element."""
+    """Return JSON that cannot end its script element."""
     text = json.dumps(report, allow_nan=False, separators=(",", ":"))
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
     return Markup(text)
-
-
-def _hash(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 @cache
@@ -70,12 +57,12 @@ def _file(name: str) -> str:
 
 @cache
 def _environment() -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    made.filters.update(seconds=seconds_text, bytes=bytes_text, count=count_text, plain=plain_text)
-    return made
+    environment.filters.update(seconds=seconds_text, bytes=bytes_text, count=count_text, plain=plain_text)
+    return environment

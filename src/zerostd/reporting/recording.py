@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+import msgspec
 import torch
 from torch import nn
 
@@ -28,12 +27,28 @@ from zerostd.measuring.identity import machine_name, versions
 from zerostd.monitoring.events import HOST, Span
 from zerostd.monitoring.timestamps import Timestamp
 from zerostd.parameters.observing import StepObserver
+from zerostd.reporting.reading import RANK_FILE
+from zerostd.reporting.records import (
+    FORMAT,
+    EndLine,
+    EventLine,
+    LeakLine,
+    Line,
+    MemoryLine,
+    Named,
+    PlanLine,
+    QualityLine,
+    RunInfo,
+    SecondsLine,
+    StepLine,
+)
+from zerostd.reporting.timeline import covered_seconds
 
-__all__ = ["EVERY", "FORMAT", "Number", "Recording", "record"]
+__all__ = ["EVERY", "PendingNumber", "Recording", "record"]
 
-FORMAT = 1
 EVERY = 20
 NUM_FIRST = 3  # a step of this number is recorded too: the first ones are not like the others
+DIGITS = 7  # of seconds, behind the point
 COMPUTES = ("forward", "backward", "step")
 
 log = logging.getLogger("zerostd")
@@ -56,17 +71,17 @@ def record(model: nn.Module, path: str | os.PathLike[str], *, every: int = EVERY
     if any(isinstance(observer, Recording) for observer in runtime.observers):
         raise MisuseError("this model is being recorded already: close that recording first")
     folder = Path(path)
-    taken = runtime.gatherer.control.collect(sorted(one.name for one in folder.glob("*") if _is_ours(one.name)))
+    taken = runtime.gatherer.control.collect(sorted(file.name for file in folder.glob("*") if _is_ours(file.name)))
     if any(taken):
         raise MisuseError(f"{folder} holds another run already ({taken[0] or taken[-1]}): name a new directory")
     return Recording(runtime, folder, every=every)
 
 
 def _is_ours(name: str) -> bool:
-    return name == "run.json" or (name.startswith("rank-") and name.endswith(".jsonl"))
+    return name == "run.json" or RANK_FILE.fullmatch(name) is not None
 
 
-class Number:
+class PendingNumber:
     """A number that may still be on the device."""
 
     def __init__(self, value: Any) -> None:
@@ -99,14 +114,16 @@ class _Step:
     number: int
     begun: Timestamp
     ended: Timestamp
-    numbers: dict[str, Number] = field(default_factory=dict)
+    numbers: dict[str, PendingNumber] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     has_events: bool = False
 
     def is_over(self) -> bool:
         """Whether the device has come past all of it."""
         stamps = [self.ended, *(span.ended for span in self.spans if span.ended is not None)]
-        return all(stamp.has_passed() for stamp in stamps) and all(one.is_there() for one in self.numbers.values())
+        return all(stamp.has_passed() for stamp in stamps) and all(
+            number.is_there() for number in self.numbers.values()
+        )
 
 
 class Recording(StepObserver):
@@ -125,7 +142,7 @@ class Recording(StepObserver):
         self.waited: float | None = None  # part of the last recorded step in which the loop waited
         path.mkdir(parents=True, exist_ok=True)
         if runtime.world.rank == 0:
-            _write_run(runtime, path)
+            _write_info(runtime, path)
         self._file = (path / f"rank-{runtime.world.rank}.jsonl").open("w", encoding="utf-8")
         runtime.observers.append(self)
         self._zero = Timestamp.of_idle(self._device)
@@ -148,7 +165,7 @@ class Recording(StepObserver):
             raise MisuseError("log() on a recording that was closed")
         if not self._steps:
             raise MisuseError("log() before the first optimizer.step(): the numbers belong to a step that was taken")
-        self._steps[-1].numbers |= {name: Number(value) for name, value in numbers.items() if value is not None}
+        self._steps[-1].numbers |= {name: PendingNumber(value) for name, value in numbers.items() if value is not None}
 
     def close(self) -> None:
         """Write what is left and stop. The run counts as complete then."""
@@ -160,161 +177,173 @@ class Recording(StepObserver):
         self._runtime.finish_updates()
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        self._sort(self._runtime.ledger.events.take())
-        self._write(last=True)
-        self._line({"kind": "end", "time": Timestamp(self._device).after(self._zero)})
+        self._assign(self._runtime.ledger.events.take())
+        self._write_steps(all_of_them=True)
+        self._write_line(EndLine(self._seconds(Timestamp(self._device))))
         self._file.close()
         self._file = None
 
     # Between steps
 
     def after_step(self) -> None:
-        """A step was taken: what there is of it is kept, and what has been done of earlier ones is written."""
-        now, events = Timestamp(self._device), self._runtime.ledger.events
+        """Keep what is known of the step that was taken, and write what the device has done of earlier ones."""
+        now = Timestamp(self._device)
+        events = self._runtime.ledger.events
         step = _Step(self._runtime.backward.passes.num_steps, self._begun, now, has_events=events.is_on)
         optimizer = self._runtime.optimizer
         if optimizer is not None and optimizer.grad_norm is not None:
-            step.numbers["grad_norm"] = Number(optimizer.grad_norm)
+            step.numbers["grad_norm"] = PendingNumber(optimizer.grad_norm)
         self._steps.append(step)
-        self._sort(events.take())
-        self._memory(step.number)
-        self._look_for_leaks(step.number)
-        if self._runtime.settings.plan is not self._plan:
-            self._plan = self._runtime.settings.plan
+        self._assign(events.take())
+        self._write_memory(step.number)
+        self._write_leaks(step.number)
+        plan = self._runtime.settings.plan
+        if plan is not self._plan:
+            self._plan = plan
             self._leaks.start(step.number + 1)
-            self._revised(step.number)
+            if plan is not None:
+                self._write_line(
+                    PlanLine(step.number, json.loads(plan.to_json()), plan.notes[-1] if plan.notes else "")
+                )
         self._begun = now
         self._choose(step.number)
-        self._write()
+        self._write_steps()
 
     def _choose(self, done: int) -> None:
-        """Whether events of the next step are taken."""
+        """Say whether events of the next step are taken."""
         events = self._runtime.ledger.events
         events.choose(done + 1, is_on=done + 1 == NUM_FIRST or (done + 1) % self.every == 0)
 
-    def _sort(self, spans: list[Span]) -> None:
-        """To the steps they began in: updates end in the next one. What is left of a step that was written is lost."""
+    def _assign(self, spans: list[Span]) -> None:
+        """Give spans to the steps they began in: updates end in the next one. Those of written steps are lost."""
         steps = {step.number: step for step in self._steps}
         newest = max(steps, default=0)
-        waiting, self._later = [*self._later, *spans], []
+        waiting = [*self._later, *spans]
+        self._later = [span for span in waiting if span.step > newest]
         for span in waiting:
             if span.step in steps:
                 steps[span.step].spans.append(span)
-            elif span.step > newest:
-                self._later.append(span)
 
-    def _write(self, *, last: bool = False) -> None:
-        """Lines of steps that the device has come past; the newest waits for its numbers, and one with events for
-        those that end in the step after it."""
+    def _write_steps(self, *, all_of_them: bool = False) -> None:
+        """Write the steps that the device has passed. The newest waits for its numbers, and one with events for those
+        that end in the step after it."""
         while self._steps:
-            step, is_newest = self._steps[0], len(self._steps) == 1
-            wait = len(self._steps) <= 2 and step.has_events
-            if not last and (is_newest or wait or not step.is_over()):
+            step = self._steps[0]
+            has_more_to_come = len(self._steps) <= (2 if step.has_events else 1)
+            if not all_of_them and (has_more_to_come or not step.is_over()):
                 break
             self._steps.pop(0)
-            for line in self._lines(step):
-                self._line(line)
+            self._write_step(step)
         assert self._file is not None
         self._file.flush()
 
-    def _lines(self, step: _Step) -> Iterator[dict[str, Any]]:
-        seconds = self._seconds
+    def _write_step(self, step: _Step) -> None:
+        start = self._moment(step.begun)
+        end = self._moment(step.ended)
         numbers = {name: number.get() for name, number in step.numbers.items()}
-        known = {name: numbers.pop(name, None) for name in ("loss", "samples", "tokens", "grad_norm", "lr")}
-        yield {
-            "kind": "step",
-            "step": step.number,
-            "start": _moment(seconds(step.begun)),
-            "end": _moment(seconds(step.ended)),
-            **known,
-        }
+        line = StepLine(
+            step.number,
+            start,
+            end,
+            loss=numbers.pop("loss", None),
+            samples=numbers.pop("samples", None),
+            tokens=numbers.pop("tokens", None),
+            grad_norm=numbers.pop("grad_norm", None),
+            lr=numbers.pop("lr", None),
+        )
+        self._write_line(line)
         for name, value in numbers.items():
-            yield {"kind": "quality", "step": step.number, "name": name, "value": value}
+            self._write_line(QualityLine(step.number, name, value))
         if not step.has_events:
             return
-        spans = [(span, seconds(span.begun), seconds(span.ended)) for span in step.spans if span.ended is not None]
-        for span, start, end in sorted(spans, key=lambda one: one[1]):
-            tier, to = span.way or (None, None)
-            event = {"kind": "event", "step": step.number, "name": span.name, "group": span.group, "lane": span.lane}
-            event |= {"tier": tier, "to": to, "bytes": span.num_bytes, "start": _moment(start), "end": _moment(end)}
-            yield event | ({"cause": span.cause} if span.cause else {})
-        waiting, lanes = dict.fromkeys(("updates", "parameters"), 0.0), dict[str, list[tuple[float, float]]]()
-        for span, start, end in spans:
+        spans = [
+            (span, self._seconds(span.begun), self._seconds(span.ended))
+            for span in step.spans
+            if span.ended is not None
+        ]
+        spans.sort(key=lambda item: item[1])
+        waiting = {"updates": 0.0, "parameters": 0.0}
+        busy: dict[str, list[tuple[float, float]]] = {}
+        for span, begun, ended in spans:
+            self._write_event(span, step.number, round(begun, DIGITS), round(ended, DIGITS))
             if span.name == "wait":
-                waiting[span.cause] = waiting.get(span.cause, 0.0) + end - start
-            elif span.lane != "compute" or span.name in COMPUTES:
-                lanes.setdefault("device" if span.lane == "compute" else span.lane, []).append((start, end))
-        most = _moment(seconds(step.ended)) - _moment(seconds(step.begun))  # no more than the line of the step says
+                waiting[span.cause] = waiting.get(span.cause, 0.0) + ended - begun
+            elif span.lane != "compute":
+                busy.setdefault(span.lane, []).append((begun, ended))
+            elif span.name in COMPUTES:
+                busy.setdefault("device", []).append((begun, ended))
+        most = end - start  # no more than the line of the step says
         self.waited = min(1.0, sum(waiting.values()) / max(most, 1e-9))
-        yield {"kind": "waiting", "step": step.number, "seconds": waiting}
-        yield {"kind": "busy", "step": step.number, "seconds": {k: min(most, _covered(v)) for k, v in lanes.items()}}
+        covered = {lane: min(most, covered_seconds(times)) for lane, times in busy.items()}
+        self._write_line(SecondsLine("waiting", step.number, waiting))
+        self._write_line(SecondsLine("busy", step.number, covered))
 
-    def _seconds(self, moment: Timestamp) -> float:
-        return moment.after(self._zero)
+    def _write_event(self, span: Span, step: int, start: float, end: float) -> None:
+        tier, to = span.way or (None, None)
+        line = EventLine(
+            step,
+            span.name,
+            span.lane,
+            start,
+            end,
+            group=span.group,
+            tier=tier,
+            to=to,
+            bytes=span.num_bytes,
+            cause=span.cause or None,
+        )
+        self._write_line(line)
 
-    def _memory(self, step: int) -> None:
+    def _write_memory(self, step: int) -> None:
         memory = self._runtime.ledger.memory()
-        line: dict[str, Any] = {"kind": "memory", "step": step, "time": _moment(Timestamp(HOST).after(self._zero))}
-        line |= {"bytes": memory.now, "peak": memory.peak}
+        line = MemoryLine(step, self._moment(Timestamp(HOST)), memory.now, memory.peak)
         if self._device.type != "cpu":
-            line["allocated"] = torch.accelerator.memory_allocated(self._device)
-            line["most_allocated"] = torch.accelerator.max_memory_allocated(self._device)
-            line["reserved"] = torch.accelerator.memory_reserved(self._device)
-        self._line(line)
+            line.allocated = torch.accelerator.memory_allocated(self._device)
+            line.most_allocated = torch.accelerator.max_memory_allocated(self._device)
+            line.reserved = torch.accelerator.memory_reserved(self._device)
+        self._write_line(line)
 
-    def _look_for_leaks(self, step: int) -> None:
+    def _write_leaks(self, step: int) -> None:
         for leak in self._leaks.after(step):
-            line = {"kind": "leak", "step": leak.step, "group": leak.group, "what": leak.kind.value}
-            self._line(line | {"tier": leak.tier.value, "bytes": leak.num_bytes, "where": leak.where})
+            self._write_line(
+                LeakLine(leak.step, leak.group, leak.kind.value, leak.tier.value, leak.num_bytes, leak.where)
+            )
             log.warning(
                 "%d bytes of %s of group %r on the %s were taken in step %d and are still there after the next: %s",
                 *(leak.num_bytes, leak.kind.value, leak.group, leak.tier.value, leak.step, leak.where),
             )
 
-    def _revised(self, step: int) -> None:
-        plan = self._plan
-        if plan is not None:
-            reason = plan.notes[-1] if plan.notes else ""
-            self._line({"kind": "plan", "step": step, "reason": reason, "plan": json.loads(plan.to_json())})
-
-    def _line(self, line: Mapping[str, Any]) -> None:
+    def _write_line(self, line: Line) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(line) + "\n")
+            self._file.write(json.dumps(msgspec.to_builtins(line)) + "\n")
+
+    def _seconds(self, moment: Timestamp) -> float:
+        return moment.after(self._zero)
+
+    def _moment(self, moment: Timestamp) -> float:
+        return round(self._seconds(moment), DIGITS)
 
 
-def _moment(seconds: float) -> float:
-    return round(seconds, 7)
-
-
-def _write_run(runtime: Runtime, path: Path) -> None:
-    """What the run is, once."""
-    settings, plan = runtime.settings, runtime.settings.plan
-    run = {
-        "format": FORMAT,
-        "zerostd": versions(runtime.world.device)["zerostd"],
-        "begun": datetime.now().isoformat(timespec="seconds"),
-        "world_size": runtime.world.size,
-        "command": " ".join(sys.argv),
-        "model": {"name": type(runtime.model).__name__, "parameters": _num_parameters(runtime)},
-        "machine": {"name": machine_name(runtime.world.device)},
-        "settings": {
+def _write_info(runtime: Runtime, path: Path) -> None:
+    """Write run.json: what the run is."""
+    settings = runtime.settings
+    info = RunInfo(
+        format=FORMAT,
+        zerostd=versions(runtime.world.device)["zerostd"],
+        begun=datetime.now().isoformat(timespec="seconds"),
+        world_size=runtime.world.size,
+        command=" ".join(sys.argv),
+        model=Named(type(runtime.model).__name__, _num_parameters(runtime)),
+        machine=Named(machine_name(runtime.world.device)),
+        settings={
             "stage": int(settings.decided[0]),
             "precision": settings.precision.name,
             "accumulate": settings.accumulate,
             "max_grad_norm": settings.max_grad_norm,
         },
-        "plan": None if plan is None else json.loads(plan.to_json()),
-    }
-    (path / "run.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-
-
-def _covered(parts: list[tuple[float, float]]) -> float:
-    """Seconds that lie in any of the parts."""
-    total, reached = 0.0, -math.inf
-    for start, end in sorted(parts):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+        plan=None if settings.plan is None else json.loads(settings.plan.to_json()),
+    )
+    (path / "run.json").write_text(json.dumps(msgspec.to_builtins(info), indent=1) + "\n", encoding="utf-8")
 
 
 def _num_parameters(runtime: Runtime) -> int:

@@ -1,55 +1,69 @@
-"""One line of a rank's file, checked. What is not as docs/run-directory.md says is a ValueError with the reason."""
+"""The format of run directories as types: what run.json and the lines of a rank's file hold.
+
+`recording` writes these types and `reading` returns them; docs/run-directory.md is the same in words. A null is the
+same as a field that is left out. Where something is wrong, StorageError names the place, the field and its value.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta, Struct
+
+from zerostd.errors import StorageError
+from zerostd.monitoring.decoding import convert
 from zerostd.policy import Kind, Tier
 
 __all__ = [
+    "FORMAT",
+    "KINDS",
     "Bytes",
-    "Ended",
-    "Event",
-    "Fields",
-    "Held",
-    "Leak",
-    "Quality",
-    "Record",
-    "Replanned",
-    "Seconds",
-    "Step",
-    "UnknownKind",
-    "parse_json",
+    "EndLine",
+    "EventLine",
+    "LeakLine",
+    "Line",
+    "MemoryLine",
+    "Named",
+    "PlanLine",
+    "QualityLine",
+    "RunInfo",
+    "SecondsLine",
+    "StepLine",
     "parse_line",
+    "parse_run_info",
     "tidy_text",
 ]
 
-MOST = 2**63  # above it no count and no number of bytes is meant
-LARGEST = 1e15  # seconds, samples and tokens; sums of them stay finite
-LONGEST_TEXT = 2000  # characters; what is longer is cut
+FORMAT = 1  # of run directories; docs/run-directory.md
+MOST_RANKS = 2**20
+LONGEST_TEXT = 2000  # characters; longer texts are cut
 
-Bytes = Mapping[Tier, Mapping[Kind, int]]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Amount = Annotated[float, Meta(ge=0, le=1e15)]  # seconds, samples, tokens; sums of them stay finite
+Moment = Annotated[float, Meta(ge=-1e15, le=1e15)]  # seconds since the run began; clocks may be a little ahead of it
+Name = Annotated[str, Meta(min_length=1)]
+TierName = Annotated[str, Meta(pattern=f"^({'|'.join(Tier)})$")]
+KindName = Annotated[str, Meta(pattern=f"^({'|'.join(Kind)})$")]
+Bytes = dict[TierName, dict[KindName, Count]]
 
 
-class UnknownKind(ValueError):
-    """A line that is whole, of a kind that this version does not know."""
+class Line(Struct, tag_field="kind"):
+    """One line of a rank's file. Numbers are of the rank that writes it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step of one rank."""
+class StepLine(Line, tag="step"):
+    """One step."""
 
-    step: int
-    start: float
-    end: float
-    loss: float | None  # may be nan or inf
-    samples: float | None  # of this rank
-    tokens: float | None
-    grad_norm: float | None
-    lr: float | None
+    step: Count
+    start: Moment
+    end: Moment
+    loss: float | None = None  # may be nan or inf
+    samples: Amount | None = None
+    tokens: Amount | None = None
+    grad_norm: float | None = None
+    lr: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -57,265 +71,162 @@ class Step:
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Bytes at one moment, and the most there were of each kind since the run, or its last plan, began."""
+class MemoryLine(Line, tag="memory"):
+    """Bytes at one moment, and the peak of each kind since the model was prepared."""
 
-    step: int
-    time: float
-    bytes: Bytes
-    peak: Bytes
-    allocated: int | None  # by the device's allocator
-    reserved: int | None
-    most_allocated: int | None  # until then
+    step: Count
+    time: Moment
+    bytes: Bytes = {}
+    peak: Bytes = {}
+    allocated: Count | None = None  # by the device's allocator
+    most_allocated: Count | None = None  # until then
+    reserved: Count | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class EventLine(Line, tag="event"):
     """Something that took from `start` to `end` on one lane."""
 
-    step: int
-    name: str
-    group: str
-    lane: str
-    tier: str
-    to: str
-    bytes: int
-    start: float
-    end: float
+    step: Count
+    name: Name
+    lane: Name
+    start: Moment
+    end: Moment
+    group: str = ""
+    tier: str | None = None  # a transfer goes from `tier` to `to`
+    to: str | None = None
+    bytes: Count = 0
+    cause: str | None = None  # of a wait
 
 
-@dataclass(frozen=True, slots=True)
-class Seconds:
-    """Seconds of one step by name: what the loop waited for, or what was busy."""
+class SecondsLine(Line, tag=False):
+    """Seconds of one step by name: by cause for which the loop waited, or by resource that was busy."""
 
-    kind: str  # "waiting" or "busy"
-    step: int
-    seconds: Mapping[str, float]
+    kind: Literal["waiting", "busy"]
+    step: Count
+    seconds: dict[str, Amount] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Quality:
+class QualityLine(Line, tag="quality"):
     """A number that says how good the model is."""
 
-    step: int
-    name: str
+    step: Count
+    name: Name
     value: float
 
 
-@dataclass(frozen=True, slots=True)
-class Leak:
+class LeakLine(Line, tag="leak"):
     """Bytes that should have been given back."""
 
-    step: int
-    group: str
-    what: str
-    bytes: int
-    where: str
+    step: Count
+    group: str = ""
+    what: str = ""
+    tier: str | None = None
+    bytes: Count = 0
+    where: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Replanned:
-    """Another plan, in force from this step on."""
+class PlanLine(Line, tag="plan"):
+    """A new plan, in force from this step on."""
 
-    step: int
-    reason: str
-    plan: Any
+    step: Count
+    plan: dict[str, Any]
+    reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class EndLine(Line, tag="end"):
     """The run ended by itself."""
 
-    time: float
+    time: Moment
 
 
-Record = Step | Held | Event | Seconds | Quality | Leak | Replanned | Ended
-
-
-@dataclass(frozen=True)
-class Fields:
-    """The fields of one object; a ValueError names the one that is wrong."""
-
-    data: Mapping[str, Any]
-
-    def number(self, name: str) -> float:
-        """A finite number, 0 or more."""
-        value = self.maybe(name)
-        if value is None or not 0 <= value <= LARGEST:  # nan is not
-            raise ValueError(f"{name} is {_short(self.data.get(name))}, and must be a number, 0 to {LARGEST:g}")
-        return value
-
-    def moment(self, name: str) -> float:
-        """A time; clocks of ranks and devices may be a little ahead of the run's beginning."""
-        value = self.maybe(name)
-        if value is None or not -LARGEST <= value <= LARGEST:  # nan is not
-            raise ValueError(f"{name} is {_short(self.data.get(name))}, and must be a time")
-        return value
-
-    def maybe(self, name: str) -> float | None:
-        """Any number, nan and inf too; None where it is null or missing."""
-        value = self.data.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or (isinstance(value, int) and value > MOST):
-            raise ValueError(f"{name} is {_short(value)}, and must be a number")
-        return float(value)
-
-    def count(self, name: str) -> float | None:
-        """A number, 0 or more; None where it is null or missing."""
-        return None if self.data.get(name) is None else self.number(name)
-
-    def whole(self, name: str, otherwise: int | None = None) -> int:
-        """A whole number, 0 or more; `otherwise` where it is null or missing."""
-        value = self.data.get(name)
-        if value is None and otherwise is not None:
-            return otherwise
-        return _whole(value, name)
-
-    def text(self, name: str) -> str:
-        """A text in one line; "" where it is null or missing."""
-        value = self.data.get(name)
-        if value is None:
-            return ""
-        if not isinstance(value, str):
-            raise ValueError(f"{name} is {_short(value)}, and must be a text")
-        return tidy_text(value)
-
-    def table(self, name: str) -> Mapping[str, Any]:
-        """An object; empty where it is null or missing."""
-        value = self.data.get(name)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise ValueError(f"{name} is {_short(value)}, and must be an object")
-        return value
-
-    def bytes(self, name: str) -> Bytes:
-        """Bytes by tier and kind."""
-        return {
-            _word(Tier, tier, name): {
-                _word(Kind, kind, name): _whole(size, f"{name}, {tier}, {kind}") for kind, size in row.items()
-            }
-            for tier, row in ((tier, Fields(self.table(name)).table(tier)) for tier in self.table(name))
-        }
-
-    def seconds(self, name: str) -> Mapping[str, float]:
-        """Seconds by name."""
-        table = Fields(self.table(name))
-        return {tidy_text(key): table.number(key) for key in table.data}
-
-    def span(self) -> tuple[float, float]:
-        """Start and end, in this order."""
-        start, end = self.moment("start"), self.moment("end")
-        if end < start:
-            raise ValueError(f"it ends at {end} and starts at {start}")
-        return start, end
-
-
-def parse_json(line: bytes) -> Any:
-    """A value from JSON; a ValueError in one line otherwise."""
-    try:
-        return json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is not UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON: {error.msg} at character {error.pos}") from error
-    except RecursionError as error:
-        raise ValueError("no JSON: nested too deeply") from error
-
-
-def parse_line(line: bytes) -> Record:
-    """A record; UnknownKind or another ValueError says what is wrong."""
-    data = parse_json(line)
-    if not isinstance(data, dict):
-        raise ValueError(f"it is {_short(data)}, and must be an object")
-    kind = data.get("kind")
-    if not isinstance(kind, str):
-        raise ValueError(f"kind is {_short(kind)}, and must be a text")
-    if kind not in KINDS:
-        raise UnknownKind(tidy_text(kind))
-    return KINDS[kind](Fields(data))
-
-
-def tidy_text(text: str) -> str:
-    """In one line, printable, and not endless."""
-    line = " ".join(text[: 2 * LONGEST_TEXT].split())
-    line = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in line)
-    return line if len(line) <= LONGEST_TEXT else line[: LONGEST_TEXT - 1] + "\N{HORIZONTAL ELLIPSIS}"
-
-
-def _step(fields: Fields) -> Step:
-    start, end = fields.span()
-    samples, tokens = fields.count("samples"), fields.count("tokens")
-    loss, norm, rate = (fields.maybe(name) for name in ("loss", "grad_norm", "lr"))
-    return Step(fields.whole("step"), start, end, loss, samples, tokens, norm, rate)
-
-
-def _held(fields: Fields) -> Held:
-    names = ("allocated", "reserved", "most_allocated")
-    sizes = (None if fields.data.get(name) is None else fields.whole(name) for name in names)
-    now, peak = fields.bytes("bytes"), fields.bytes("peak")
-    return Held(fields.whole("step"), fields.moment("time"), now, peak, *sizes)
-
-
-def _event(fields: Fields) -> Event:
-    name, group, lane, tier, to = (fields.text(field) for field in ("name", "group", "lane", "tier", "to"))
-    if not name or not lane:
-        raise ValueError("an event has no name or no lane")
-    return Event(fields.whole("step"), name, group, lane, tier, to, fields.whole("bytes", 0), *fields.span())
-
-
-def _seconds(fields: Fields) -> Seconds:
-    return Seconds(fields.data["kind"], fields.whole("step"), fields.seconds("seconds"))
-
-
-def _quality(fields: Fields) -> Quality:
-    value, name = fields.maybe("value"), fields.text("name")
-    if value is None or not name:
-        raise ValueError("a quality has no name or no value")
-    return Quality(fields.whole("step"), name, value)
-
-
-def _leak(fields: Fields) -> Leak:
-    group, what, where = (fields.text(field) for field in ("group", "what", "where"))
-    return Leak(fields.whole("step"), group, what, fields.whole("bytes", 0), where)
-
-
-def _replanned(fields: Fields) -> Replanned:
-    return Replanned(fields.whole("step"), fields.text("reason"), dict(fields.table("plan")))
-
-
-KINDS: dict[str, Callable[[Fields], Record]] = {
-    "step": _step,
-    "memory": _held,
-    "event": _event,
-    "waiting": _seconds,
-    "busy": _seconds,
-    "quality": _quality,
-    "leak": _leak,
-    "plan": _replanned,
-    "end": lambda fields: Ended(fields.moment("time")),
+KINDS: dict[str, type[Line]] = {
+    "step": StepLine,
+    "memory": MemoryLine,
+    "event": EventLine,
+    "waiting": SecondsLine,
+    "busy": SecondsLine,
+    "quality": QualityLine,
+    "leak": LeakLine,
+    "plan": PlanLine,
+    "end": EndLine,
 }
 
 
-def _whole(value: Any, name: str) -> int:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST:
-        raise ValueError(f"{name} is {_short(value)}, and must be a whole number, 0 or more")
-    return value
+class Named(Struct, frozen=True, omit_defaults=True):
+    """A model or a machine."""
+
+    name: str = ""
+    parameters: Count | None = None  # of a model
 
 
-def _word(words: type[Any], value: str, name: str) -> Any:
+class RunInfo(Struct, frozen=True, kw_only=True):
+    """What run.json holds. `plan` is checked by whoever reads it."""
+
+    format: int
+    zerostd: str = ""
+    begun: str = ""
+    world_size: Annotated[int, Meta(ge=1, le=MOST_RANKS)]
+    command: str = ""
+    model: Named = Named()
+    machine: Named = Named()
+    settings: dict[str, Any] = {}
+    plan: Any = None
+
+
+def parse_object(text: bytes, what: str, *, parse_float: Callable[[str], float] = float) -> dict[str, Any]:
+    """Return a JSON object with tidy texts and without the fields that are null; `what` names it in errors."""
     try:
-        return words(value)
-    except ValueError:
-        known = ", ".join(word.value for word in words)
-        raise ValueError(f"{name} has {_short(value)}, and can have {known}") from None
+        value = json.loads(text.decode("utf-8"), object_hook=_tidy_texts, parse_float=parse_float)
+    except UnicodeDecodeError as error:
+        raise StorageError(f"{what}: byte {error.start} is not UTF-8") from error
+    except ValueError as error:  # also an integer of thousands of digits
+        raise StorageError(f"{what} is not JSON ({error})") from error
+    except RecursionError as error:
+        raise StorageError(f"{what} is not JSON (nested too deeply)") from error
+    if not isinstance(value, dict):
+        raise StorageError(f"{what} is not a JSON object")
+    return {name: field for name, field in value.items() if field is not None}
 
 
-def _short(value: Any) -> str:
-    """A value as a message shows it."""
-    text = tidy_text(repr(value) if not isinstance(value, int) or abs(value) < MOST else "a number beyond 2^63")
-    return text if len(text) <= 40 else text[:37] + "..."
+def parse_line(text: bytes, what: str) -> Line | str:
+    """Return a line of a rank's file, or its kind if that is unknown to this version."""
+    fields = parse_object(text, what, parse_float=_int_or_float)
+    kind = fields.get("kind")
+    if not isinstance(kind, str):
+        raise StorageError(f"{what}: kind is {kind!r}, and must be a text")
+    if kind not in KINDS:
+        return kind
+    line = convert(fields, KINDS[kind], what=what, error=StorageError)
+    if isinstance(line, StepLine | EventLine) and line.end < line.start:
+        raise StorageError(f"{what}: it ends at {line.end} and starts at {line.start}")
+    return line
+
+
+def parse_run_info(text: bytes, what: str) -> RunInfo:
+    """Return what run.json holds; another format is refused."""
+    fields = parse_object(text, what)
+    number = fields.get("format")
+    if isinstance(number, int) and number > FORMAT:
+        raise StorageError(
+            f"{what} has format {number}, and this zerostd reads up to {FORMAT}; use the version that wrote it"
+        )
+    if number != FORMAT or isinstance(number, bool):
+        raise StorageError(f"{what}: format is {tidy_text(repr(number))}, and must be {FORMAT}; record the run again")
+    return convert(fields, RunInfo, what=what, error=StorageError, remedy="correct it")
+
+
+def tidy_text(text: str, longest: int = LONGEST_TEXT) -> str:
+    """Return a text as one printable line of at most `longest` characters."""
+    line = " ".join(text[: 2 * longest].split())
+    line = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in line)
+    return line if len(line) <= longest else line[: longest - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def _tidy_texts(fields: dict[str, Any]) -> dict[str, Any]:
+    return {tidy_text(name): tidy_text(value) if isinstance(value, str) else value for name, value in fields.items()}
+
+
+def _int_or_float(text: str) -> float:
+    """Return a number from JSON; some writers put counts down as 8.0."""
+    number = float(text)
+    return int(number) if number.is_integer() else number

@@ -1,17 +1,16 @@
-"""All that a page shows, as plain data: one object for each run, and what they have not in common."""
+"""All that a page shows, as plain data that JSON can hold: one object for each run, and how they differ."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zerostd.reporting.memory import MOST_RANKS, memory
+from zerostd.reporting.memory import MOST_LEAKS, MOST_RANKS, leaks, memory
 from zerostd.reporting.plans import plans
 from zerostd.reporting.reading import Run
-from zerostd.reporting.records import Held, Leak, Quality
-from zerostd.reporting.resources import MOST_LEAKS, by_rank, leaks, utilisation, waiting
-from zerostd.reporting.speeds import MOST_QUALITIES, losses, qualities, speed, steps_of
+from zerostd.reporting.records import MemoryLine, QualityLine, tidy_text
+from zerostd.reporting.speeds import MOST_QUALITIES, losses, qualities, ranks, speed, steps_of, utilisation, waiting
 from zerostd.reporting.thinning import MOST_POINTS
 from zerostd.reporting.timeline import timelines
 
@@ -21,34 +20,26 @@ FORMAT = 1  # of the report
 
 
 def report_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """The numbers of one or several runs, as JSON has them."""
+    """Return the numbers of one or several runs."""
     return {
         "format": FORMAT,
-        "notices": [notice for notice in (_differences(runs), _machines(runs)) if notice],
+        "notices": [*_different_models(runs), *_different_machines(runs)],
         "runs": [_numbers(run) for run in runs],
     }
 
 
 def report_json(report: dict[str, Any]) -> str:
-    """The same as text."""
+    """Return a report as JSON."""
     return json.dumps(report, indent=2, allow_nan=False) + "\n"
 
 
 def _numbers(run: Run) -> dict[str, Any]:
-    about, steps = run.about, steps_of(run)
+    steps = steps_of(run)
     planned, plan_notices = plans(run, steps)
-    made: dict[str, Any] = {
-        "name": about.name,
-        "about": {
-            "model": about.model,
-            "parameters": about.parameters,
-            "machine": about.machine,
-            "world_size": about.world_size,
-            "begun": about.begun,
-            "command": about.command,
-            "zerostd": about.zerostd,
-            "settings": dict(about.settings),
-        },
+    all_leaks = leaks(run)
+    numbers: dict[str, Any] = {
+        "name": run.name,
+        "about": _about(run),
         "is_partial": not all(log.has_ended for log in run.ranks),
         "lines": {
             "read": sum(log.num_lines - log.num_unreadable - log.is_torn for log in run.ranks),
@@ -61,61 +52,74 @@ def _numbers(run: Run) -> dict[str, Any]:
         "memory": memory(run),
         "utilisation": utilisation(run),
         "waiting": waiting(run),
-        "ranks": by_rank(run),
+        "ranks": ranks(run),
         "timeline": timelines(run, steps),
         "plans": planned,
-        "leaks": leaks(run),
+        "leaks": all_leaks[:MOST_LEAKS],
     }
-    made["notices"] = [*run.notices, *plan_notices, *_thinned(run, made)]
-    return made
+    numbers["notices"] = [*run.notices, *plan_notices, *_thinned(run, numbers, len(all_leaks))]
+    return numbers
 
 
-def _thinned(run: Run, made: dict[str, Any]) -> list[str]:
-    """What is drawn with less than there is."""
-    found = []
-    counts = [made["losses"]["count"], *(one["count"] for one in made["quality"])]
-    if max(counts) > MOST_POINTS:
-        found.append(f"Of {max(counts):,} points of a line, the lowest and the highest of each stretch are drawn.")
-    if any(
-        len(tier["times"]) < _lines_of(run, rank["rank"]) for rank in made["memory"]["ranks"] for tier in rank["tiers"]
-    ):
-        found.append(f"Of {made['memory']['lines']:,} moments of memory, the largest of each stretch are drawn.")
-    for step in made["timeline"]["steps"]:
+def _about(run: Run) -> dict[str, Any]:
+    info = run.info
+    return {
+        "model": info.model.name,
+        "parameters": info.model.parameters,
+        "machine": info.machine.name,
+        "world_size": info.world_size,
+        "begun": info.begun,
+        "command": info.command,
+        "zerostd": info.zerostd,
+        "settings": {name: _setting(value) for name, value in info.settings.items()},
+    }
+
+
+def _setting(value: Any) -> str | int | bool | None:
+    """Return whole numbers, true, false and null as they are, and everything else as a text."""
+    if value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) < 2**53):
+        return value
+    return tidy_text(value if isinstance(value, str) else repr(value))
+
+
+def _thinned(run: Run, numbers: dict[str, Any], num_leaks: int) -> Iterator[str]:
+    """Yield a notice for whatever is drawn with less than there is."""
+    loss = numbers["losses"]
+    num_points = max(series["count"] for series in (loss, *numbers["quality"]))
+    if num_points > MOST_POINTS:
+        yield f"Of {num_points:,} points of a line, the lowest and the highest of each stretch are drawn."
+    moments = {log.rank: len(log.of(MemoryLine)) for log in run.ranks}
+    drawn = [(rank["rank"], tier) for rank in numbers["memory"]["ranks"] for tier in rank["tiers"]]
+    if any(len(tier["times"]) < moments[rank] for rank, tier in drawn):
+        yield f"Of {numbers['memory']['lines']:,} moments of memory, the largest of each stretch are drawn."
+    for step in numbers["timeline"]["steps"]:
         if step["bars"] < step["events"]:
-            found.append(
+            yield (
                 f"Step {step['step']} has {step['events']:,} events, drawn as {step['bars']:,} bars: neighbours on a "
                 "lane are one."
             )
     if len(run.ranks) > MOST_RANKS:
-        found.append(f"Charts show {MOST_RANKS} of {len(run.ranks)} ranks; tables count all.")
-    names = {one.name for log in run.ranks for one in log.of(Quality)}
+        yield f"Charts show {MOST_RANKS} of {len(run.ranks)} ranks; tables count all."
+    names = {line.name for log in run.ranks for line in log.of(QualityLine)}
     if len(names) > MOST_QUALITIES:
-        found.append(f"Of {len(names)} qualities the first {MOST_QUALITIES} are shown.")
-    places = {(one.group, one.what, one.where) for log in run.ranks for one in log.of(Leak)}
-    if len(places) > MOST_LEAKS:
-        found.append(f"Of {len(places):,} leaks the {MOST_LEAKS} largest are shown.")
-    if made["losses"]["not_finite"]:
-        found.append(
-            f"The loss is not finite in {made['losses']['not_finite']:,} of {made['losses']['count']:,} steps."
-        )
-    return found
+        yield f"Of {len(names)} qualities the first {MOST_QUALITIES} are shown."
+    if num_leaks > MOST_LEAKS:
+        yield f"Of {num_leaks:,} leaks the {MOST_LEAKS} largest are shown."
+    if loss["not_finite"]:
+        yield f"The loss is not finite in {loss['not_finite']:,} of {loss['count']:,} steps."
 
 
-def _lines_of(run: Run, rank: int) -> int:
-    return next(len(log.of(Held)) for log in run.ranks if log.rank == rank)
+def _different_models(runs: Sequence[Run]) -> Iterator[str]:
+    models = dict.fromkeys(run.info.model for run in runs)
+    if len(models) > 1:
+        names = [
+            (model.name or "no name") + ("" if model.parameters is None else f" ({model.parameters:,} parameters)")
+            for model in models
+        ]
+        yield f"The runs are of different models: {', '.join(names[:8])}. Losses, bytes and speeds do not compare."
 
 
-def _differences(runs: Sequence[Run]) -> str:
-    """What runs side by side do not share."""
-    models = dict.fromkeys((run.about.model or "no name", run.about.parameters) for run in runs)
-    if len(models) < 2:
-        return ""
-    names = [name if size is None else f"{name} ({size:,} parameters)" for name, size in models]
-    return f"The runs are of different models: {', '.join(names[:8])}. Losses, bytes and speeds do not compare."
-
-
-def _machines(runs: Sequence[Run]) -> str:
-    machines = dict.fromkeys(run.about.machine for run in runs)
-    if len(machines) < 2:
-        return ""
-    return f"The runs are from different machines: {', '.join(name or 'no name' for name in list(machines)[:8])}."
+def _different_machines(runs: Sequence[Run]) -> Iterator[str]:
+    machines = dict.fromkeys(run.info.machine.name or "no name" for run in runs)
+    if len(machines) > 1:
+        yield f"The runs are from different machines: {', '.join(list(machines)[:8])}."

@@ -1,40 +1,58 @@
-"""How fast, and how good: step times, samples and tokens a second, losses, quality.
+"""Time and what it brought, step by step and rank by rank: step times, samples and tokens a second, losses, quality,
+what was busy and what the loop waited for.
 
 A step takes as long as its slowest rank. Its samples and tokens are those of all ranks, its loss is their mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from zerostd.reporting.reading import Run
-from zerostd.reporting.records import Quality, Step
+from zerostd.reporting.reading import RankLog, Run
+from zerostd.reporting.records import QualityLine, StepLine
 from zerostd.reporting.thinning import finite, thin_extremes
 
-__all__ = ["losses", "qualities", "speed", "step_seconds", "steps_of"]
+__all__ = [
+    "MOST_QUALITIES",
+    "Steps",
+    "losses",
+    "qualities",
+    "ranks",
+    "speed",
+    "step_seconds",
+    "steps_of",
+    "utilisation",
+    "waiting",
+]
 
+RESOURCES = ("device", "cpu", "up", "down", "disk", "wire")  # shown in this order, others after them
+CAUSES = ("updates", "parameters", "gradients")
+MOST_NAMES = 24  # of causes, of resources
 MOST_QUALITIES = 12  # names
 
+Steps = Mapping[int, Mapping[int, StepLine]]  # by number, then by rank
 
-def steps_of(run: Run) -> dict[int, dict[int, Step]]:
-    """Steps by number, then by rank."""
-    found: dict[int, dict[int, Step]] = {}
+
+def steps_of(run: Run) -> Steps:
+    """Return the steps by number, then by rank."""
+    steps: dict[int, dict[int, StepLine]] = {}
     for log in run.ranks:
-        for step in log.of(Step):
-            found.setdefault(step.step, {})[log.rank] = step
-    return dict(sorted(found.items()))
+        for step in log.of(StepLine):
+            steps.setdefault(step.step, {})[log.rank] = step
+    return dict(sorted(steps.items()))
 
 
-def step_seconds(ranks: Mapping[int, Step]) -> float:
-    """How long a step took: its slowest rank."""
-    return max(step.seconds for step in ranks.values())
+def step_seconds(step: Mapping[int, StepLine]) -> float:
+    """Return how long a step took: as long as its slowest rank."""
+    return max(line.seconds for line in step.values())
 
 
-def speed(steps: Mapping[int, Mapping[int, Step]]) -> dict[str, Any]:
-    """Seconds of a step, and what that makes a second; medians over steps."""
-    seconds = [step_seconds(ranks) for ranks in steps.values()]
+def speed(steps: Steps) -> dict[str, Any]:
+    """Return the seconds of a step, and samples and tokens a second; medians over steps."""
+    seconds = [step_seconds(step) for step in steps.values()]
+    lines = [line for step in steps.values() for line in step.values()]
     return {
         "steps": len(steps),
         "first_step": min(steps, default=None),
@@ -42,74 +60,140 @@ def speed(steps: Mapping[int, Mapping[int, Step]]) -> dict[str, Any]:
         "step_s": median(seconds) if seconds else None,
         "shortest_s": min(seconds, default=None),
         "longest_s": max(seconds, default=None),
-        "samples_per_s": _rate(steps, lambda step: step.samples),
-        "tokens_per_s": _rate(steps, lambda step: step.tokens),
+        "samples_per_s": _rate(steps, lambda line: line.samples),
+        "tokens_per_s": _rate(steps, lambda line: line.tokens),
         "in_steps_s": sum(seconds),
-        "first_to_last_s": _span(step for ranks in steps.values() for step in ranks.values()),
+        "first_to_last_s": max(line.end for line in lines) - min(line.start for line in lines) if lines else 0.0,
     }
 
 
-def losses(steps: Mapping[int, Mapping[int, Step]]) -> dict[str, Any]:
-    """The loss by step; points of a loss that is not finite are null."""
-    points: list[tuple[int, float | None]] = []
-    for number, ranks in steps.items():
-        values = [step.loss for step in ranks.values() if step.loss is not None]
-        if values:
-            points.append((number, finite(_mean(values))))
-    return {**_summary(points), "points": [list(point) for point in thin_extremes(points)]}
+def _rate(steps: Steps, count: Callable[[StepLine], float | None]) -> float | None:
+    """Return the median over the steps where some rank counted."""
+    rates = []
+    for step in steps.values():
+        counts = [number for line in step.values() if (number := count(line)) is not None]
+        seconds = step_seconds(step)
+        if counts and seconds > 0:
+            rates.append(sum(counts) / seconds)
+    return finite(median(rates)) if rates else None
+
+
+# -- losses and quality --
+
+
+def losses(steps: Steps) -> dict[str, Any]:
+    """Return the loss by step; points of a loss that is not finite are null."""
+    values = {number: [line.loss for line in step.values() if line.loss is not None] for number, step in steps.items()}
+    return _series({number: numbers for number, numbers in values.items() if numbers})
 
 
 def qualities(run: Run) -> list[dict[str, Any]]:
-    """Each quality by its name, in the order they first appear; of several ranks their mean."""
-    found: dict[str, dict[int, list[float]]] = {}
+    """Return each quality by its name, in the order they first appear; of several ranks their mean."""
+    values: dict[str, dict[int, list[float]]] = {}
     for log in run.ranks:
-        for one in log.of(Quality):
-            found.setdefault(one.name, {}).setdefault(one.step, []).append(one.value)
-    made = []
-    for name, by_step in list(found.items())[:MOST_QUALITIES]:
-        points = [(step, finite(_mean(values))) for step, values in sorted(by_step.items())]
-        made.append({"name": name, **_summary(points), "points": [list(point) for point in thin_extremes(points)]})
-    return made
+        for line in log.of(QualityLine):
+            values.setdefault(line.name, {}).setdefault(line.step, []).append(line.value)
+    names = list(values)[:MOST_QUALITIES]
+    return [{"name": name, **_series(dict(sorted(values[name].items())))} for name in names]
 
 
-def _summary(points: list[tuple[int, float | None]]) -> dict[str, Any]:
-    values = [(value, step) for step, value in points if value is not None]
-    lowest = min(values, default=(None, None))
-    highest = max(values, key=lambda value: value[0], default=(None, None))
+def _series(values: Mapping[int, Sequence[float]]) -> dict[str, Any]:
+    """Return points (step, mean of its values) and what stands out among them."""
+    points = [(step, finite(_mean(numbers))) for step, numbers in values.items()]
+    known = [(value, step) for step, value in points if value is not None]
+    lowest, lowest_step = min(known, default=(None, None))
+    highest, highest_step = max(known, key=lambda point: point[0], default=(None, None))
     last_step, last = points[-1] if points else (None, None)
     return {
         "count": len(points),
-        "not_finite": len(points) - len(values),
+        "not_finite": len(points) - len(known),
         "first": points[0][1] if points else None,
         "last": last,
         "last_step": last_step,
-        "lowest": lowest[0],
-        "lowest_step": lowest[1],
-        "highest": highest[0],
-        "highest_step": highest[1],
+        "lowest": lowest,
+        "lowest_step": lowest_step,
+        "highest": highest,
+        "highest_step": highest_step,
+        "points": [list(point) for point in thin_extremes(points)],
     }
 
 
-def _mean(values: list[float]) -> float:
-    """nan where there is one; nothing overflows into an error."""
+def _mean(values: Iterable[float]) -> float:
+    """Return the mean; nan where it is undefined or overflows."""
     try:
         return fmean(values)
     except (OverflowError, ValueError):  # inf - inf
         return float("nan")
 
 
-def _rate(steps: Mapping[int, Mapping[int, Step]], count: Callable[[Step], float | None]) -> float | None:
-    """What a second brings: the median of the steps where somebody counted."""
-    rates = []
-    for ranks in steps.values():
-        counts = [value for step in ranks.values() if (value := count(step)) is not None]
-        seconds = step_seconds(ranks)
-        if counts and seconds > 0:
-            rates.append(sum(counts) / seconds)
-    return finite(median(rates)) if rates else None
+# -- busy and waiting --
 
 
-def _span(steps: Iterable[Step]) -> float:
-    """From the first start to the last end."""
-    all_steps = list(steps)
-    return max(step.end for step in all_steps) - min(step.start for step in all_steps) if all_steps else 0.0
+def utilisation(run: Run) -> list[dict[str, Any]]:
+    """Return busy seconds over seconds of the steps they were counted in, all ranks together."""
+    totals, steps_s, _ = _totals(run.ranks, "busy", RESOURCES)
+    return [
+        {"name": name, "share": _share(total, steps_s), "busy_s": total, "steps_s": steps_s}
+        for name, total in totals.items()
+    ]
+
+
+def waiting(run: Run) -> list[dict[str, Any]]:
+    """Return by cause the seconds a step and their share of it, all ranks together; and the longest wait."""
+    totals, steps_s, count = _totals(run.ranks, "waiting", CAUSES)
+    rows = []
+    for name, total in totals.items():
+        longest, step, rank = max(
+            (line.seconds.get(name, 0.0), -line.step, -log.rank) for log in run.ranks for line in log.seconds("waiting")
+        )
+        rows.append(
+            {
+                "cause": name,
+                "mean_s": total / count,
+                "share": _share(total, steps_s),
+                "longest_s": longest,
+                "longest_step": -step,
+                "longest_rank": -rank,
+            }
+        )
+    return rows
+
+
+def ranks(run: Run) -> list[dict[str, Any]]:
+    """Return each rank's own median step, waiting and end."""
+    rows = []
+    for log in run.ranks:
+        seconds = [step.seconds for step in log.of(StepLine)]
+        waits, steps_s, _ = _totals([log], "waiting", CAUSES)
+        rows.append(
+            {
+                "rank": log.rank,
+                "steps": len(seconds),
+                "step_s": median(seconds) if seconds else None,
+                "waiting_share": sum(_share(total, steps_s) or 0.0 for total in waits.values()) if waits else None,
+                "has_ended": log.has_ended,
+                "unreadable": log.num_unreadable + log.is_torn,
+            }
+        )
+    return rows
+
+
+def _totals(logs: Iterable[RankLog], kind: str, order: Sequence[str]) -> tuple[dict[str, float], float, int]:
+    """Return seconds by name, the seconds of the steps that have such a line, and how many those are."""
+    totals: dict[str, float] = {}
+    lengths = []
+    for log in logs:
+        steps = {step.step: step.seconds for step in log.of(StepLine)}
+        lines = {line.step: line.seconds for line in log.seconds(kind)}  # the last one of a step counts
+        for step, by_name in lines.items():
+            if step not in steps:
+                continue  # without its length it has no share
+            lengths.append(steps[step])
+            for name, seconds in by_name.items():
+                totals[name] = totals.get(name, 0.0) + seconds
+    names = [name for name in order if name in totals] + sorted(totals.keys() - set(order))
+    return {name: totals[name] for name in names[:MOST_NAMES]}, sum(lengths), len(lengths)
+
+
+def _share(part: float, whole: float) -> float | None:
+    return finite(part / whole) if whole > 0 else None

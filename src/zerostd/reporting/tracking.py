@@ -1,4 +1,4 @@
-"""Progress of a training loop: a bar on a terminal, plain lines elsewhere, on rank 0 alone.
+"""Progress of a training loop: a bar on a terminal, plain lines elsewhere, on rank 0 only.
 
 What it shows is what the loop logs and what is known anyway: how long steps take, samples or tokens a second, bytes by
 tier. Nothing here waits for the device: a loss is shown when it has arrived.
@@ -20,7 +20,7 @@ from torch import nn
 from zerostd.engine.runtime import Runtime, runtime_of
 from zerostd.monitoring.progress import ProgressBar
 from zerostd.monitoring.texts import size_text
-from zerostd.reporting.recording import EVERY, Number, Recording, record
+from zerostd.reporting.recording import EVERY, PendingNumber, Recording, record
 
 __all__ = ["Tracker", "track"]
 
@@ -63,9 +63,10 @@ class Tracker(Generic[Batch]):
         self, loader: Iterable[Batch], runtime: Runtime, recording: Recording | None, total: int | None
     ) -> None:
         self.recording = recording
-        self._loader, self._runtime = loader, runtime
+        self._loader = loader
+        self._runtime = runtime
         self._total = len(loader) if total is None and isinstance(loader, Sized) else total
-        self._numbers: dict[str, Number] = {}
+        self._numbers: dict[str, PendingNumber] = {}
         self._shown: dict[str, float] = {}
         self._step_s: float | None = None
         self._rates = (0, 0)  # samples and tokens of a batch, as far as they can be seen
@@ -98,9 +99,10 @@ class Tracker(Generic[Batch]):
         are those of the batch, if they can be told from it, unless given here."""
         samples, tokens = self._rates
         known = {name: value for name, value in (("samples", samples), ("tokens", tokens)) if value}
+        logged = {**known, **numbers}
         if self.recording is not None:
-            self.recording.log(**{**known, **numbers})
-        self._numbers |= {name: Number(value) for name, value in {**known, **numbers}.items() if value is not None}
+            self.recording.log(**logged)
+        self._numbers |= {name: PendingNumber(value) for name, value in logged.items() if value is not None}
 
     def close(self) -> None:
         """End the bar and the recording."""
@@ -118,39 +120,39 @@ class Tracker(Generic[Batch]):
         self._bar.update(0)
 
     def _passed(self, number: int, seconds: float) -> None:
-        """One more batch is done."""
+        """Show that one more batch is done."""
         before = self._step_s
         self._step_s = seconds if before is None else SMOOTH * before + (1 - SMOOTH) * seconds
-        for name in [name for name, one in self._numbers.items() if one.is_there()]:
+        for name in [name for name, number in self._numbers.items() if number.is_there()]:
             self._shown[name] = self._numbers.pop(name).get()
         if self._runtime.world.rank != 0:
             return
         if self._bar is not None:
-            self._bar.update(number, note=self._told())
+            self._bar.update(number, note=self._text())
         elif number == self._total or time.perf_counter() - self._last_line > LINE_EVERY_S:
             self._last_line = time.perf_counter()
-            print(f"training {number}/{self._total or '?'} {self._told()}", file=sys.stderr, flush=True)
+            print(f"training {number}/{self._total or '?'} {self._text()}", file=sys.stderr, flush=True)
 
-    def _told(self) -> str:
-        """The numbers in a line."""
-        said = [f"{name} {value:.4g}" for name, value in self._shown.items() if name not in ("samples", "tokens")]
+    def _text(self) -> str:
+        """Return the numbers in a line."""
+        parts = [f"{name} {value:.4g}" for name, value in self._shown.items() if name not in ("samples", "tokens")]
         step_s = self._step_s or 0.0
-        said.append(f"{step_s:.3g} s a step")
+        parts.append(f"{step_s:.3g} s a step")
         for name in ("tokens", "samples"):
             if self._shown.get(name) and step_s:
-                said.append(f"{self._shown[name] / step_s:.4g} {name}/s")
+                parts.append(f"{self._shown[name] / step_s:.4g} {name}/s")
                 break
         held: dict[str, int] = {}
         for (tier, _), size in self._runtime.ledger.now.items():
             held[tier.value] = held.get(tier.value, 0) + size
-        said += [f"{tier} {size_text(size)}" for tier, size in held.items() if size]
+        parts += [f"{tier} {size_text(size)}" for tier, size in held.items() if size]
         waited = self.recording.waited if self.recording is not None else None
-        return ", ".join(said + ([f"waiting {waited:.0%}"] if waited is not None else []))
+        return ", ".join(parts + ([f"waiting {waited:.0%}"] if waited is not None else []))
 
 
 def _sizes(batch: Any) -> tuple[int, int]:
-    """Samples and tokens of a batch: the first length of its first tensor, and its elements if they are whole numbers
-    in two dimensions."""
+    """Return samples and tokens of a batch: the first length of its first tensor, and its elements if these are whole
+    numbers in two dimensions."""
     if isinstance(batch, torch.Tensor):
         if not batch.dim():
             return 0, 0
@@ -158,7 +160,7 @@ def _sizes(batch: Any) -> tuple[int, int]:
         return batch.shape[0], batch.numel() if is_text else 0
     parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
     for part in parts:
-        found = _sizes(part)
-        if found != (0, 0):
-            return found
+        sizes = _sizes(part)
+        if sizes != (0, 0):
+            return sizes
     return 0, 0

@@ -1,4 +1,4 @@
-"""Results as tables, JSON and files."""
+"""Results of the commands as tables, JSON and files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ from zerostd.planning import MachineProfile, ModelProfile
 from zerostd.planning.cluster import ScalingRow, state_bytes
 from zerostd.policy import Stage, Tier
 
-__all__ = ["count_text", "machine_table", "rows_json", "scaling_table", "show", "state_rows", "state_table", "write"]
+__all__ = [
+    "machine_table",
+    "parameters_text",
+    "rows_json",
+    "scaling_table",
+    "show",
+    "state_rows",
+    "state_table",
+    "write",
+]
 
 WIDTH = 120  # where the output is no terminal
 DEGREES = (1, 4, 16, 64, 256, 1024)
@@ -29,7 +38,7 @@ PLACES = {10: "0.01", 100: "0.1", math.inf: "1"}  # below 10, below 100, above
 
 
 def show(title: str, table: Table) -> None:
-    """Print to stdout."""
+    """Print a title and a table to stdout."""
     typer.echo(title)
     console = Console()
     if not console.is_terminal:
@@ -37,8 +46,8 @@ def show(title: str, table: Table) -> None:
     console.print(table)
 
 
-def count_text(count: int) -> str:
-    """A number of parameters with its unit."""
+def parameters_text(count: int) -> str:
+    """Return a number of parameters with its unit."""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if count >= size:
             return f"{count / size:.3g} {unit} parameters"
@@ -46,7 +55,7 @@ def count_text(count: int) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """A text to a file of the user's; StorageError if that cannot be."""
+    """Write a text to a file that the user named; StorageError if that fails."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -57,7 +66,7 @@ def write(path: Path, text: str) -> None:
 
 
 def machine_table(profile: MachineProfile) -> Table:
-    """All that a profile says."""
+    """Return all that a profile says as a table."""
     table = Table(show_header=False)
     for name, value in _parts(profile):
         table.add_row(name, escape(value))
@@ -65,7 +74,9 @@ def machine_table(profile: MachineProfile) -> Table:
 
 
 def _parts(profile: MachineProfile) -> Iterable[tuple[str, str]]:
-    link, disk, processor = profile.link, profile.disk, profile.processor
+    link = profile.link
+    disk = profile.disk
+    processor = profile.processor
     yield "device", profile.device
     if link is None:
         yield "link", "none: the device is the processor"
@@ -132,16 +143,16 @@ def _count(value: float) -> str:
 
 
 def rows_json(rows: Sequence[ScalingRow], sequence: int | None) -> str:
-    """The same as a list of objects."""
-    found = []
+    """Return the same as a list of objects."""
+    objects = []
     for row in rows:
         data: dict[str, Any] = asdict(row)
         data["stage"] = None if row.stage is None else row.stage.value
         data["state"] = {tier.value: size for tier, size in row.state.items()}
         if sequence is not None:
             data["tokens_per_s"] = row.samples_per_s * sequence
-        found.append(data)
-    return json.dumps(found, indent=2) + "\n"
+        objects.append(data)
+    return json.dumps(objects, indent=2) + "\n"
 
 
 # -- Table 1 of the ZeRO paper --
