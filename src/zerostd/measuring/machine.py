@@ -31,8 +31,8 @@ from zerostd.measuring.rates import (
 from zerostd.measuring.timing import FULL, TrialSizes, finish
 from zerostd.measuring.wire import wire_rates
 from zerostd.monitoring.ledger import Ledger
-from zerostd.planning.costs import NUM_BUSY_THREADS
 from zerostd.planning.machine import DiskRates, Link, MachineProfile, Processor
+from zerostd.planning.request import NUM_BUSY_THREADS
 from zerostd.tiers.host import Host
 
 __all__ = ["Progress", "free_everywhere", "from_first", "measure_machine", "thread_counts"]

@@ -13,20 +13,13 @@ from dataclasses import dataclass, field, replace
 
 from zerostd.errors import PrepareError
 from zerostd.planning.advice import if_most_are_clipped
-from zerostd.planning.costs import (
-    FOR_ACTIVATIONS,
-    WORTH_SPECULATING,
-    PlanRequest,
-    group_costs,
-    stages_of,
-    threads_of,
-)
+from zerostd.planning.costs import group_costs
 from zerostd.planning.demands import work
-from zerostd.planning.limits import limits_for
 from zerostd.planning.machine import MachineProfile, Processor
 from zerostd.planning.model import ModelProfile
 from zerostd.planning.plan import Plan
 from zerostd.planning.planner import Solution, homes_by_group, model_state, plan_from, solve
+from zerostd.planning.request import FOR_ACTIVATIONS, WORTH_SPECULATING, PlanRequest, limits_for, stages_of, threads_of
 from zerostd.planning.search import SolvedLayout, StepLayout, divisions, shortest, table, try_all
 from zerostd.policy import Budget, Kind, Stage, Tier, shards
 

@@ -68,6 +68,16 @@ class ModelProfile:
         """Bytes of activations at their peak on one rank, measured or estimated; 0 if samples are not known."""
         return int(self._estimate()) if self.activation_bytes is None else self.activation_bytes
 
+    def with_twice_the_samples(self) -> ModelProfile:
+        """Return the same model with twice the samples in a pass, as far as anything is known of a pass."""
+        return replace(
+            self,
+            samples=None if self.samples is None else 2 * self.samples,
+            forward_s=None if self.forward_s is None else 2 * self.forward_s,
+            backward_s=None if self.backward_s is None else 2 * self.backward_s,
+            activation_bytes=None if self.activation_bytes is None else 2 * self.activation_bytes,
+        )
+
     @cached_property
     def knows_activations(self) -> bool:
         """Whether it is known what a pass leaves for backward in each group."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from zerostd.planning.costs import PlanRequest
 from zerostd.planning.machine import MachineProfile
 from zerostd.planning.planner import evaluate
+from zerostd.planning.request import PlanRequest
 from zerostd.policy import Homes
 
 __all__ = ["ObservedStep", "refit"]

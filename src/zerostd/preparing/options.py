@@ -16,8 +16,8 @@ from zerostd.errors import NotSupportedError, PrepareError
 from zerostd.optimizers.elementwise import check_elementwise, find_states
 from zerostd.parameters.checking import check_model, check_optimizer
 from zerostd.planning import Plan
-from zerostd.planning.costs import NUM_BUSY_THREADS
 from zerostd.planning.plan import PLANNED
+from zerostd.planning.request import NUM_BUSY_THREADS
 from zerostd.policy import Budget, Homes, Kind, Placement, Precision, Stage, Tier, Way, parse_bytes
 from zerostd.preparing.homes import Rules
 from zerostd.sharding import default_cpu_share
