@@ -13,17 +13,7 @@ from zerostd.planning.machine import DiskRates, MachineProfile
 from zerostd.planning.model import WAYS, ModelProfile
 from zerostd.policy import Budget, Kind, Stage, Tier, parse_bytes, shards
 
-__all__ = [
-    "FOR_ACTIVATIONS",
-    "FOR_LIBRARIES",
-    "MARGIN",
-    "NUM_BUSY_THREADS",
-    "WORTH_SPECULATING",
-    "PlanRequest",
-    "limits_for",
-    "stages_of",
-    "threads_of",
-]
+__all__ = ["PlanRequest", "limits_for", "stages_of", "threads_of"]
 
 MARGIN = 0.1  # of what is free: the part that no plan uses
 FOR_ACTIVATIONS = 0.4  # of the device, if the batch is not known and there is no budget
@@ -147,14 +137,8 @@ def limits_for(
     """Return the bytes by tier that one of `local` ranks of a node may use: its part of the budget, or of what is free
     less a margin. Host and disk are left out if nothing is known of them.
 
-    Args:
-        budget: Of the host and the disk that of the node.
-        free: Bytes by tier.
-        local: Ranks that share the node.
-        is_host: The device is the CPU, so they share its memory too; an accelerator leaves some to libraries.
-        has_disk: A disk may be used.
-        held: Bytes of the device that are the model's own already.
-        knows_activations: Whether activations are in the plan; if not, some of the device is left to them.
+    Where the device is the CPU (`is_host`) ranks share its memory too; an accelerator leaves some to libraries. `held`
+    bytes of the device are the model's own already. Unless the plan `knows_activations`, some is left to them.
     """
     limits: dict[Tier, int] = {}
     usable = 1.0 - MARGIN
