@@ -331,7 +331,7 @@ def without(**changes: Any) -> str:
         ("{", "is not JSON"),
         ("", "is not JSON"),
         ("[]", "measure again"),
-        ("{}", "'processor'"),
+        ("{}", "'name'"),
         ("null", "measure again"),
         (without(processor=None), "'processor'"),
         (without(name=None), "'name'"),

@@ -83,6 +83,7 @@ def _explain(problem: msgspec.ValidationError, value: Any) -> str:
     path = place.removeprefix("`key` in ").strip("`").removeprefix("$")
     types = re.fullmatch(r"Expected `([^`]*)`, got `([^`]*)`", said)
     if types is None:
+        said = re.sub(r"Object missing required field `(.*)`", r"the field '\1' is missing", said)
         name = path.replace("[...]", ".*").strip(".")
         return f"{name}: {said}" if name else said
     got = "object" if is_key else types[2]

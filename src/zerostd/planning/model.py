@@ -65,7 +65,7 @@ class ModelProfile:
         return sum(group.trained + group.frozen for group in self.groups)
 
     def activations(self) -> int:
-        """Bytes of activations at their peak on one rank, measured or estimated; 0 if samples are not known."""
+        """Return the bytes of activations on one rank at their peak, measured or estimated; 0 without samples."""
         return int(self._estimate()) if self.activation_bytes is None else self.activation_bytes
 
     def with_twice_the_samples(self) -> ModelProfile:
@@ -88,7 +88,8 @@ class ModelProfile:
         """The groups with activations that add up to what was measured. If that is less than the estimate, all are in
         proportion less. What is more is needed for a moment only: what is kept was seen, what an operation needs beside
         its output was not."""
-        estimate, measured = self._estimate(), self.activation_bytes
+        estimate = self._estimate()
+        measured = self.activation_bytes
         if measured is None or not estimate:
             return self.groups
         most = (self.samples or 0) * max(group.peak_bytes for group in self.groups)

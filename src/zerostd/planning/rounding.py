@@ -44,8 +44,8 @@ def optimise_whole(request: PlanRequest, costs: Sequence[GroupCost]) -> tuple[fl
         )
 
 
-def _is_same(one: GroupShares, other: GroupShares) -> bool:
-    return all(abs(getattr(one, name) - getattr(other, name)) < SAME for name in WHOLE)
+def _is_same(whole: GroupShares, relaxed: GroupShares) -> bool:
+    return all(abs(getattr(whole, name) - getattr(relaxed, name)) < SAME for name in WHOLE)
 
 
 def _with_activations_of(share: GroupShares, whole: GroupShares) -> GroupShares:
