@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from zerostd.errors import PrepareError
-from zerostd.measuring.probe import probe_passes
+from zerostd.measuring.probe import Probe, probe_passes
 from zerostd.measuring.trial import ForwardCost, try_forward
 from zerostd.optimizers.elementwise import check_elementwise, find_states
 from zerostd.parameters.blueprints import ROOT, Blueprint, Member, find_blueprints
@@ -83,8 +83,10 @@ def profile_model(
         recomputed=sum(cost.recomputed for cost in costs) / max(1, sum(cost.flops for cost in costs)),
         **state_widths([member for blueprint in blueprints for member in blueprint.members], checked, states),
     )
-    if probed is None:
-        return profile
+    return profile if probed is None else _with_probe(profile, probed)
+
+
+def _with_probe(profile: ModelProfile, probed: Probe) -> ModelProfile:
     return replace(
         profile,
         forward_s=probed.forward_s,

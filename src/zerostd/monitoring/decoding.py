@@ -78,7 +78,7 @@ def _with_remedy(text: str, remedy: str) -> str:
 
 def _explain(problem: msgspec.ValidationError, value: Any) -> str:
     """Return what msgspec says, with names and values in place of its paths and types where they can be found."""
-    said, _, place = str(problem).partition(" - at ")
+    said, place = [*str(problem).split(" - at ", 1), ""][:2]
     is_key = place.startswith("`key` in ")
     path = place.removeprefix("`key` in ").strip("`").removeprefix("$")
     types = re.fullmatch(r"Expected `([^`]*)`, got `([^`]*)`", said)
