@@ -12,9 +12,10 @@ from typing import Any
 
 import zerostd
 from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, PlanRequest
-from zerostd.planning.costs import group_costs, threads_of
+from zerostd.planning.costs import group_costs
 from zerostd.planning.demands import GroupShares
 from zerostd.planning.model import WAYS
+from zerostd.planning.request import threads_of
 from zerostd.planning.simulation import simulate
 from zerostd.planning.solution import shares_of
 

@@ -45,8 +45,9 @@ from zerostd.parameters.blueprints import ROOT, Blueprint, find_blueprints
 from zerostd.parameters.checking import optimizer_options
 from zerostd.planning import PlanRequest
 from zerostd.planning.activations import activation_bytes
-from zerostd.planning.costs import group_costs, threads_of
+from zerostd.planning.costs import group_costs
 from zerostd.planning.demands import GroupShares
+from zerostd.planning.request import threads_of
 from zerostd.policy import Way
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.building import device_of

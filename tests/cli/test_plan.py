@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from planning.machines import H200
 from zerostd.cli.main import app
 from zerostd.planning import Plan
-from zerostd.planning.costs import FOR_LIBRARIES
+from zerostd.planning.request import FOR_LIBRARIES
 from zerostd.policy import Stage, Tier
 
 HERE = Path(__file__).parent
@@ -331,7 +331,7 @@ def without(**changes: Any) -> str:
         ("{", "is not JSON"),
         ("", "is not JSON"),
         ("[]", "measure again"),
-        ("{}", "missing required field `name`"),
+        ("{}", "'name'"),
         ("null", "measure again"),
         (without(processor=None), "missing required field `processor`"),
         (without(name=None), "missing required field `name`"),

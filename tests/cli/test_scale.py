@@ -18,8 +18,8 @@ from zerostd.parameters import staging
 from zerostd.planning import MachineProfile
 from zerostd.planning import cluster as clusters
 from zerostd.planning.cluster import TrainingOptions, limits_of, plan_on, scaling, sent_bytes, state_bytes
-from zerostd.planning.costs import FOR_LIBRARIES
 from zerostd.planning.described import from_numbers
+from zerostd.planning.request import FOR_LIBRARIES
 from zerostd.policy import Budget, Kind, Stage, Tier
 from zerostd.scheduling import gathering
 

@@ -54,7 +54,7 @@ def test_numbers_that_json_writes_but_does_not_define_are_read() -> None:
         ({"by_number": {"7": {"size": 3}, "8": {"size": None}}}, "by_number.8.size is None"),
         ({"by_number": {"x": {"size": 3}}}, "by_number is {'x': {'size': 3}}, and every key must be a whole number"),
         ({"by_tier": {"attic": 1}}, "by_tier: Invalid enum value 'attic'"),
-        ({"inner": {}}, "inner: Object missing required field `size`"),
+        ({"inner": {}}, "inner: the field 'size' is missing"),
     ],
 )
 def test_a_field_of_another_type_is_named_with_its_value(changes: dict[str, Any], said: str) -> None:

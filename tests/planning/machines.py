@@ -8,7 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from zerostd.planning import DiskRates, GroupProfile, Link, MachineProfile, ModelProfile, PlanRequest, Processor
+from zerostd.planning import DiskRates, GroupProfile, Link, MachineProfile, ModelProfile, Plan, PlanRequest, Processor
+from zerostd.planning.planner import homes_by_group, model_state, plan_from, solve
 from zerostd.policy import Tier
 
 GIB = 2**30
@@ -59,6 +60,12 @@ def plain(sizes: Sequence[int], forward_s: float = 0.0, **options: Any) -> Model
 def request_of(model: ModelProfile, limits: Mapping[Tier, int] = EVERYTHING, **options: Any) -> PlanRequest:
     """On the H200 with 14 threads, if nothing else is said."""
     return replace(PlanRequest(model, H200, limits, num_threads=14), **options)
+
+
+def make_plan(request: PlanRequest, notes: Sequence[str] = ()) -> Plan:
+    """The fastest plan that fits, its bytes by the closed form."""
+    solution = solve(request)
+    return plan_from(solution, homes_by_group(solution), model_state(solution), notes)
 
 
 def rates(low: float, high: float) -> st.SearchStrategy[float]:

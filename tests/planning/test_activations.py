@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from planning.by_hand import fits, held_bytes, needed_inside, step_seconds
-from planning.machines import EVERYTHING, GIB, H200, LAPTOP, machines, plain, request_of
+from planning.machines import EVERYTHING, GIB, H200, LAPTOP, machines, make_plan, plain, request_of
 from zerostd.errors import PrepareError
-from zerostd.planning import GroupProfile, ModelProfile, Plan, PlanRequest, make_plan
+from zerostd.planning import GroupProfile, ModelProfile, Plan, PlanRequest
 from zerostd.planning.activations import activation_bytes, activation_choices, choice_of, way_of
 from zerostd.planning.costs import GroupCost, group_costs, merged
 from zerostd.planning.demands import GroupShares
@@ -22,7 +22,7 @@ from zerostd.planning.described import from_numbers
 from zerostd.planning.linear import Infeasible
 from zerostd.planning.planner import Solution, model_state, solve
 from zerostd.planning.program import SLACK, ScheduleProgram, optimise, prices_of, quickest
-from zerostd.planning.rounding import missing, settle
+from zerostd.planning.rounding import missing_bytes, optimise_whole
 from zerostd.planning.simulation import simulate
 from zerostd.policy import Kind, Tier
 
@@ -190,15 +190,15 @@ def test_no_whole_choice_is_better_and_one_is_found_where_there_is_one(request: 
     found = group_costs(request)
     best = best_by_hand(request, found)
     try:
-        fixed, optimum = settle(request, found)
+        step_s, fixed = optimise_whole(request, found)
     except Infeasible:
         assert best == float("inf")
-        assert sum(missing(request, found, is_whole=True).values()) > 0
+        assert sum(missing_bytes(request, found, is_whole=True).values()) > 0
         return
     assert {way_of(share) for share in fixed} <= request.ways
     assert fits(request, found, fixed, slack=1e-5)
-    assert optimum.step_s >= best * (1 - 1e-5) - 1e-7
-    assert optimum.step_s == pytest.approx(step_seconds(request, found, fixed), rel=1e-5, abs=1e-7)
+    assert step_s >= best * (1 - 1e-5) - 1e-7
+    assert step_s == pytest.approx(step_seconds(request, found, fixed), rel=1e-5, abs=1e-7)
 
 
 @settings(max_examples=60, deadline=None)
@@ -234,7 +234,7 @@ def test_choices_are_near_the_best_on_the_whole() -> None:
         best = best_by_hand(request, found)
         if best < float("inf"):
             chosen = solve(request)
-            ratios.append(optimise(request, chosen.costs, fixed=chosen.shares).step_s / best)
+            ratios.append(optimise(request, chosen.costs, fixed=chosen.shares)[0] / best)
     assert len(ratios) > 25
     assert sum(ratios) / len(ratios) < 1.03 and max(ratios) < 1.2
 
@@ -269,7 +269,7 @@ def test_a_price_lies_between_what_one_percent_less_costs_and_one_more_saves(req
 def test_more_to_choose_from_never_makes_the_program_longer(request: PlanRequest) -> None:
     few, many = (replace(request, activations=ways) for ways in (frozenset({"keep"}), ANY))
     try:
-        alone = optimise(few, group_costs(few)).step_s
+        alone = optimise(few, group_costs(few))[0]
     except Infeasible:
         return
     assert quickest(many, group_costs(many))[1].objective <= alone * (1 + SLACK) + 1e-7

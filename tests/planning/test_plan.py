@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planning.machines import GIB, gpt, request_of
+from planning.machines import GIB, gpt, make_plan, request_of
 from zerostd.errors import PrepareError
 from zerostd.monitoring.texts import size_text
-from zerostd.planning import Plan, Prediction, make_plan
+from zerostd.planning import Plan, Prediction
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier
 
 HALF = ((Tier.DEVICE, Route.RESIDENT, 0.25), (Tier.HOST, Route.CPU, 0.5), (Tier.HOST, Route.STREAMED, 0.25))

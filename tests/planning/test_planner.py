@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from planning.by_hand import fits, step_seconds
-from planning.machines import EVERYTHING, GIB, LAPTOP, gpt, plain, request_of, tight
+from planning.machines import EVERYTHING, GIB, LAPTOP, gpt, make_plan, plain, request_of, tight
 from zerostd.errors import PrepareError
-from zerostd.planning import GroupProfile, ModelProfile, Plan, PlanRequest, make_plan, planner, simulation
+from zerostd.planning import GroupProfile, ModelProfile, Plan, PlanRequest, planner, simulation
 from zerostd.planning import solution as solutions
 from zerostd.planning.costs import group_costs, merged
 from zerostd.planning.demands import WHOLE, GroupShares
 from zerostd.planning.linear import Infeasible
-from zerostd.planning.planner import MOST_LOADS, Solution, model_state, solve
+from zerostd.planning.planner import MOST_GROUPS, Solution, model_state, solve
 from zerostd.planning.program import optimise
-from zerostd.planning.rounding import _about_bytes
+from zerostd.planning.rounding import _bytes_program
 from zerostd.policy import Kind, Route, Stage, Tier
 
 GIVES = re.compile(r"\((\d+) bytes\) of the (device|host|disk)")
@@ -287,7 +287,7 @@ def test_many_groups_are_placed_together(
         model, {tier: int(size * model.trained) for tier, size in zip(Tier, limits, strict=True) if size}
     )
     request = replace(request, accumulate=passes)
-    assert len(merged(group_costs(request), MOST_LOADS)) <= MOST_LOADS < len(group_costs(request))
+    assert len(merged(group_costs(request), MOST_GROUPS)) <= MOST_GROUPS < len(group_costs(request))
     if passes > 1 and limits[0] < 3:
         request = replace(
             request, limits={**request.limits, Tier.HOST: 40 * model.trained}
@@ -296,7 +296,7 @@ def test_many_groups_are_placed_together(
     assert list(plan.homes) == [group.name for group in model.groups]
     assert all(plan.predicted.total(tier) <= limit * (1 + 1e-5) + 10_000 for tier, limit in request.limits.items())
     assert counts["solved"] <= 32 and counts["simulated"] <= 72  # up to four for prices; half with a slow processor
-    assert counts["variables"] <= 30 * MOST_LOADS and counts["entries"] <= 150 * MOST_LOADS
+    assert counts["variables"] <= 30 * MOST_GROUPS and counts["entries"] <= 150 * MOST_GROUPS
 
 
 def test_many_groups_that_do_not_fit_are_refused_as_quickly(counts: dict[str, int]) -> None:
@@ -345,7 +345,7 @@ def test_what_an_error_asks_for_is_the_least_that_whole_groups_need(seed: int) -
     request = request_of(model, {tier: int(size * model.trained) for tier, size in zip(Tier, limits, strict=True)})
     found, least = group_costs(request), float("inf")
     for fixed in product([(*home, landed) for home in HOMES for landed in (0.0, 1.0)], repeat=2):
-        program, short = _about_bytes(request, found, dict.fromkeys(Tier, -1.0))
+        program, short = _bytes_program(request, found, dict.fromkeys(Tier, -1.0))
         program.hold([GroupShares(0.0, 0.0, 0.0, 0.0, 0.0, *one) for one in fixed], WHOLE)
         least = min(least, program.linear.minimise(dict.fromkeys(short, 1.0)).objective * 1e9)
     if solved(request) is not None:

@@ -15,7 +15,7 @@ from zerostd.errors import PrepareError
 from zerostd.planning import Plan, Wire
 from zerostd.planning.cluster import TrainingOptions, plan_on
 from zerostd.planning.described import from_numbers
-from zerostd.planning.search import Refused, SolvedLayout, StepLayout, divisions, shortest, table, try_all
+from zerostd.planning.search import SolvedLayout, StepLayout, divisions, shortest, table, try_all
 from zerostd.policy import Budget, Stage
 
 STAGE = Stage.PARAMETERS
@@ -46,20 +46,20 @@ def test_divisions_divide_and_are_few_and_far_apart(batch: int, most: int) -> No
             assert min(abs(log(size) - one) for size, _ in found) == min(abs(log(size) - one) for size in every)
 
 
-def solve(option: StepLayout) -> float:
+def solve(layout: StepLayout) -> float:
     """Large passes do not fit; of the others the larger ones are faster, but for one that is nearly as fast."""
-    if (option.samples or 0) > 16:
-        raise PrepareError(f"stage 3 on 1 rank(s) does not fit: {option.samples}.5 GiB of the device is missing. Pity")
-    return {16: 2.0, 8: 1.005, 4: 1.0, 2: 1.5, 1: 3.0}[option.samples or 0]
+    if (layout.samples or 0) > 16:
+        raise PrepareError(f"stage 3 on 1 rank(s) does not fit: {layout.samples}.5 GiB of the device is missing. Pity")
+    return {16: 2.0, 8: 1.005, 4: 1.0, 2: 1.5, 1: 3.0}[layout.samples or 0]
 
 
 def test_the_shortest_is_found_and_others_are_told() -> None:
-    options = [StepLayout(size, passes, STAGE) for size, passes in divisions(64)]
-    fits, refused = try_all(options, solve, lambda seconds: seconds)
-    assert [one.option.samples for one in refused] == [64, 32]
+    layouts = [StepLayout(size, passes, STAGE) for size, passes in divisions(64)]
+    fits, refused = try_all(layouts, solve, lambda seconds: seconds)
+    assert [layout.samples for layout, _ in refused] == [64, 32]
     best = shortest(fits)
-    assert (best.option.samples, best.option.accumulate, best.seconds) == (8, 8, 1.005)  # almost, in half the passes
-    assert table(fits, refused, best.option).splitlines() == [
+    assert (best.layout.samples, best.layout.accumulate, best.seconds) == (8, 8, 1.005)  # almost, in half the passes
+    assert table(fits, refused, best.layout).splitlines() == [
         "A step of 64 samples is made in passes of 8: accumulate=8. Tried:",
         "  64 x 1: 64.5 GiB of the device is missing",
         "  32 x 2: 32.5 GiB of the device is missing",
@@ -76,7 +76,7 @@ def test_of_each_division_the_best_stage_is_told() -> None:
         SolvedLayout(StepLayout(4, 2, stage), seconds, None)
         for stage, seconds in zip(Stage, (4.0, 2.0, 3.0), strict=False)
     ]
-    text = table(fits, [Refused(StepLayout(4, 2, STAGE), PrepareError("no"))], fits[1].option)
+    text = table(fits, [(StepLayout(4, 2, STAGE), PrepareError("no"))], fits[1].layout)
     assert text.endswith("Tried:\n  4 x 2: 2 s a step")
     assert shortest(fits) is fits[1]
 

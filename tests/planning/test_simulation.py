@@ -113,7 +113,7 @@ def test_parameters_come_behind_what_is_streamed() -> None:
     request = replace(request, machine=replace(request.machine, link=Link(50e9, 50e9, 1e12)))
     moved = [GroupShares(resident=0.0, streamed=1.0), GroupShares(parameters_host=1.0)]
     steps = StepSimulation(request, group_costs(request), moved)
-    steps.ask(0)
+    steps.update(0)
     steps.wait_for(1, "parameters")
     tiles = QUEUED * TILE * 12 / 50e9
     assert steps.now == pytest.approx(tiles + 2 * 10**8 / 50e9)

@@ -1,13 +1,14 @@
-"""What this machine and this model can do, found by trying: emits profiles for `planning`.
+"""What this machine and this model can do, found by trying: makes profiles for `planning`.
 
-machine.py  a machine's profile, part by part    cache.py     kept in a file, measured again when it is another machine
-rates.py    link, processor, matrix products     disk.py      reading and writing files
+machine.py  a machine's profile, part by part    cache.py     profiles in files, measured again on another machine
+rates.py    link, CPU, matrix products           disk.py      reading and writing files
 wire.py     collectives among ranks              timing.py    how much is tried, and how it is timed
-identity.py which machine this is, what is free
+identity.py which machine this is, what is free  model.py     a model's profile
+trial.py    one forward, counted                 probe.py     passes of a real model, timed
 """
 
-from zerostd.measuring.cache import check_is_here, load_or_measure, load_profile
+from zerostd.measuring.cache import load_or_measure, load_profile
 from zerostd.measuring.machine import measure_machine
 from zerostd.measuring.timing import TrialSizes
 
-__all__ = ["TrialSizes", "check_is_here", "load_or_measure", "load_profile", "measure_machine"]
+__all__ = ["TrialSizes", "load_or_measure", "load_profile", "measure_machine"]

@@ -1,4 +1,4 @@
-"""Profiles in files: measured once, taken from there while the machine and the versions are the same."""
+"""Profiles in files: measured once, and read again while the machine and the versions are the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zerostd.measuring.machine import Progress, free_everywhere, from_first, mea
 from zerostd.measuring.timing import FULL, TrialSizes
 from zerostd.planning.machine import DiskRates, MachineProfile
 
-__all__ = ["cache_file", "check_is_here", "load_or_measure", "load_profile"]
+__all__ = ["cache_file", "load_or_measure", "load_profile"]
 
 VARIABLE = "ZEROSTD_CACHE"  # a directory
 AGAIN = "measure again with `zerostd measure`"
@@ -38,7 +38,7 @@ def load_or_measure(
     again: bool = False,
     sizes: TrialSizes = FULL,
 ) -> MachineProfile:
-    """The profile that was kept of this machine, or else a new one, which is kept; `free` is that of now.
+    """Return the profile that was kept of this machine, or else a new one, which is kept; `free` is that of now.
 
     A kept profile is used if machine, versions and number of ranks are those of now; a directory on a disk that was not
     measured is tried and added. A call that names no directory, or one in a world of one, does without what was
@@ -48,14 +48,15 @@ def load_or_measure(
         device: As in `measure_machine`, and so are `disk_path`, `on_progress` and `sizes`.
         again: Measure whatever was kept.
     """
-    device, disk_path = choose_device(device), folder_of(disk_path)
+    device = choose_device(device)
+    disk_path = folder_of(disk_path)
     world = World.discover(device)
     try:
         control = Control(world)
         kept = from_first(control, lambda: None if again else _read_kept(device, disk_path, world.size))
         if kept is not None and disk_path is not None and not _is_on(kept.disk, disk_path):
-            found = kept
-            kept = from_first(control, lambda: _with_disk(found, disk_path, sizes))
+            without_disk = kept
+            kept = from_first(control, lambda: _with_disk(without_disk, disk_path, sizes))
         if kept is not None:
             free = free_everywhere(control, device, disk_path)
             return replace(kept, free=free, ranks_per_node=world.local_size)
@@ -68,7 +69,7 @@ def load_or_measure(
 
 
 def load_profile(path: str | os.PathLike[str]) -> MachineProfile:
-    """The profile in a file, kept or written by hand; PrepareError says what is wrong with it."""
+    """Read the profile in a file, kept or written by hand; PrepareError says what is wrong with it."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -78,29 +79,17 @@ def load_profile(path: str | os.PathLike[str]) -> MachineProfile:
     return MachineProfile.from_json(text, str(path))
 
 
-def check_is_here(profile: MachineProfile) -> None:
-    """Refuse a profile that is not of this machine."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    kind = profile.device.split(":")[0]
-    if kind != "cpu" and (found is None or found.type != kind):
-        here = f"has no device {profile.device!r}"
-    elif (here := machine_name(choose_device(profile.device))) == profile.name:
-        return
-    else:
-        here = f"is {here!r}"
-    raise PrepareError(f"profile of another machine, {profile.name!r}; this one {here}: redo it with `zerostd measure`")
-
-
 def cache_file(name: str, versions: Mapping[str, str]) -> Path:
-    """Where the profile of such a machine is kept."""
+    """Return where the profile of such a machine is kept."""
     text = json.dumps([name, dict(versions)], sort_keys=True)
     folder = os.environ.get(VARIABLE) or Path.home() / ".cache" / "zerostd"
     return Path(folder) / f"machine-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 
 
 def _read_kept(device: torch.device, disk_path: str | None, num_ranks: int) -> MachineProfile | None:
-    """The profile that was kept, less what is not asked for; None if it is not of here and now."""
-    name, now = machine_name(device), versions(device)
+    """Return the profile that was kept, less what is not asked for; None if it is not of here and now."""
+    name = machine_name(device)
+    now = versions(device)
     path = cache_file(name, now)
     if not path.exists():
         return None
@@ -121,7 +110,7 @@ def _read_kept(device: torch.device, disk_path: str | None, num_ranks: int) -> M
 
 
 def _is_on(disk: DiskRates | None, path: str) -> bool:
-    """Whether these are the rates of the file system that a directory is on."""
+    """Return whether these are the rates of the file system that a directory is on."""
     if disk is None:
         return False
     if disk.path == path:
@@ -133,14 +122,14 @@ def _is_on(disk: DiskRates | None, path: str) -> bool:
 
 
 def _with_disk(kept: MachineProfile, path: str, sizes: TrialSizes) -> MachineProfile:
-    """The same machine with another disk, which is tried and kept."""
+    """Measure another disk of the same machine, and keep its rates."""
     profile = replace(kept, disk=disk_rates(path, sizes))
     _keep(profile)
     return profile
 
 
 def _keep(profile: MachineProfile) -> None:
-    """Write it in one go: another process sees the old file or the new one. Only the user may read it."""
+    """Write a profile in one go: another process sees the old file or the new one. Only the user may read it."""
     path = cache_file(profile.name, profile.versions)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

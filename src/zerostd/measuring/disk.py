@@ -27,9 +27,10 @@ Request = Callable[[int], Transfer]  # by its number
 
 
 def disk_rates(path: str, sizes: TrialSizes) -> DiskRates:
-    """Rates of the files in `path`; the one made for it has no name and is gone afterwards."""
+    """Return the rates of files in `path`; the one made for it has no name and is gone afterwards."""
     ledger = Ledger()
-    disk, host = Disk(path, ledger), Host(torch.device("cpu"), ledger, 1)
+    disk = Disk(path, ledger)
+    host = Host(torch.device("cpu"), ledger, 1)
     try:
         return _DiskTrial(disk, host, sizes).rates()
     finally:
@@ -47,14 +48,13 @@ class _DiskTrial:
         self.step = min(REQUEST_BYTES, max(4096, size // 8 // 4096 * 4096))
         self.file = disk.allocate(max(size, 2 * self.step), Kind.BUFFERS)
         memory = host.allocate(2 * DEPTH * self.step, Kind.BUFFERS)
-        memory.view(torch.int64).random_(
-            generator=torch.Generator()
-        )  # a file system may store zeros without writing them
+        # A file system may store zeros without writing them.
+        memory.view(torch.int64).random_(generator=torch.Generator())
         self._in, self._out = memory.view(2, DEPTH, self.step).unbind()
         self.half = 0  # requests that are in one half of what has been written; none yet
 
     def rates(self) -> DiskRates:
-        """Written once first: room that is reserved but was never written is not read from the drive."""
+        """Write the file once first: room that is reserved but was never written is not read from the drive."""
         whole = self.file.num_bytes // self.step
         _, count = self._go(self.write_first, most=whole)
         self.half = max(1, count // 2)
@@ -74,7 +74,7 @@ class _DiskTrial:
         return self.disk.write(self.file, number * self.step, self._out[number % DEPTH])
 
     def _go(self, *requests: Request, most: int) -> tuple[float, int]:
-        """Bytes a second of each kind of request, all kinds busy, and how many of each there was time for."""
+        """Return bytes a second of each kind of request, all kinds busy, and how many of each there was time for."""
         under_way: deque[list[Transfer]] = deque()
         begin = time.perf_counter()
         for number in itertools.count():

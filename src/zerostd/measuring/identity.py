@@ -17,7 +17,7 @@ __all__ = ["choose_device", "folder_of", "free_bytes", "machine_name", "num_core
 
 
 def choose_device(device: torch.device | str | None) -> torch.device:
-    """The device that is meant: None is the accelerator if there is one; an accelerator has its index."""
+    """Return the device that is meant: None is the accelerator if there is one; an accelerator has its index."""
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     device = torch.device(device)
@@ -27,12 +27,12 @@ def choose_device(device: torch.device | str | None) -> torch.device:
 
 
 def num_cores() -> int:
-    """Cores that this machine lets us use, all ranks together."""
+    """Return the cores that this machine lets us use, all ranks together."""
     return thread_budget(1)
 
 
 def machine_name(device: torch.device) -> str:
-    """The device and the processor: what a profile is checked against."""
+    """Return the device and the CPU: what a profile is checked against."""
     parts = [f"{_processor()}, {num_cores()} cores"]
     if device.type != "cpu":
         module = torch.get_device_module(device)
@@ -41,18 +41,18 @@ def machine_name(device: torch.device) -> str:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """What rates depend on beside the hardware."""
-    found = {"python": platform.python_version(), "torch": str(torch.__version__), "zerostd": "not installed"}
+    """Return what rates depend on beside the hardware."""
+    numbers = {"python": platform.python_version(), "torch": str(torch.__version__), "zerostd": "not installed"}
     with contextlib.suppress(metadata.PackageNotFoundError):
-        found["zerostd"] = metadata.version("zerostd")
+        numbers["zerostd"] = metadata.version("zerostd")
     if device.type == "cuda":
         with contextlib.suppress(OSError):  # containers may hide it
-            found["driver"] = Path("/sys/module/nvidia/version").read_text().strip()
-    return found
+            numbers["driver"] = Path("/sys/module/nvidia/version").read_text().strip()
+    return numbers
 
 
 def free_bytes(device: torch.device, disk_path: str | None) -> dict[str, int]:
-    """Bytes that can be allocated now, by tier; 0 of a disk that was not named."""
+    """Return the bytes that can be allocated now, by tier; 0 of a disk that was not named."""
     host = free_host()
     disk = 0
     if disk_path is not None:
@@ -62,15 +62,16 @@ def free_bytes(device: torch.device, disk_path: str | None) -> dict[str, int]:
 
 
 def folder_of(disk_path: str | None) -> str | None:
-    """The same folder by one name, however it was given."""
+    """Return the same name for a folder, however it was given."""
     return None if disk_path is None else os.path.abspath(disk_path)
 
 
 def _free_device(device: torch.device) -> int:
-    """What nobody holds, as far as this process may have it, and what torch holds and does not use."""
+    """Return what nobody holds, as far as this process may have it, and what torch holds and does not use."""
     module = torch.get_device_module(device)
     ask = module.mem_get_info if hasattr(module, "mem_get_info") else torch.accelerator.get_memory_info
-    (free, total), reserved = ask(device), torch.accelerator.memory_reserved(device)
+    free, total = ask(device)
+    reserved = torch.accelerator.memory_reserved(device)
     if hasattr(module, "get_per_process_memory_fraction"):
         free = min(free, int(module.get_per_process_memory_fraction(device) * total) - reserved)
     return max(0, free) + reserved - torch.accelerator.memory_allocated(device)

@@ -8,8 +8,8 @@ are those of the whole machine; `ranks_per_node` says how many ranks share its c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import date
 from typing import TypeVar, cast
 
@@ -31,8 +31,8 @@ from zerostd.measuring.rates import (
 from zerostd.measuring.timing import FULL, TrialSizes, finish
 from zerostd.measuring.wire import wire_rates
 from zerostd.monitoring.ledger import Ledger
-from zerostd.planning.costs import NUM_BUSY_THREADS
-from zerostd.planning.machine import DiskRates, Link, MachineProfile, Processor
+from zerostd.planning.machine import Link, MachineProfile, Processor
+from zerostd.planning.request import NUM_BUSY_THREADS
 from zerostd.tiers.host import Host
 
 __all__ = ["Progress", "free_everywhere", "from_first", "measure_machine", "thread_counts"]
@@ -54,19 +54,6 @@ PARTS = {  # in their order, with seconds that each takes at most or so
 }
 
 
-@dataclass(frozen=True)
-class _Rates:
-    """What the first rank finds out."""
-
-    name: str
-    versions: dict[str, str]
-    link: Link | None
-    processor: Processor
-    resident_ns: float
-    matrix: dict[str, float]
-    disk: DiskRates | None
-
-
 def measure_machine(
     device: torch.device | str | None = None,
     *,
@@ -85,12 +72,13 @@ def measure_machine(
     Raises:
         PrepareError: `disk_path` cannot be used, or too little memory is free; says which.
     """
-    device, disk_path = choose_device(device), folder_of(disk_path)
+    device = choose_device(device)
+    disk_path = folder_of(disk_path)
     world = World.discover(device)
     try:
         control = Control(world)
         tell = _teller(on_progress, has_link=device.type != "cpu", has_disk=disk_path is not None, size=world.size)
-        found = from_first(control, lambda: _measure(device, disk_path, tell, sizes))
+        profile = from_first(control, lambda: _measure(device, disk_path, tell, sizes))
         if world.size > 1:
             tell("collectives among ranks")
         wires = wire_rates(world, sizes)
@@ -98,59 +86,76 @@ def measure_machine(
     finally:
         world.close()
         _give_back(device)
-    return MachineProfile(
-        name=found.name,
-        device=device.type,
-        matrix=found.matrix,
-        resident_ns=found.resident_ns,
-        free=free,
-        processor=found.processor,
-        link=found.link,
-        disk=found.disk,
-        wires=wires,
-        ranks_per_node=world.local_size,
-        versions=found.versions,
-        measured=date.today().isoformat(),
-    )
+    return replace(profile, wires=wires, free=free, ranks_per_node=world.local_size)
 
 
 def from_first(control: Control, work: Callable[[], T]) -> T:
-    """What `work` returns, or raises, on the first rank; the others wait for it."""
+    """Return what `work` returns, or raise what it raises, on the first rank; the others wait for it."""
     if control.world.rank > 0:
-        return cast(T, _raised(control.collect(None)[0]))
+        outcome = control.collect(None)[0]
+        if isinstance(outcome, ZerostdError):
+            raise outcome
+        return cast(T, outcome)
     try:
-        found = work()
+        result = work()
     except Exception as error:
         is_ours = isinstance(error, ZerostdError)
         control.collect(error if is_ours else CommunicationError(f"rank 0 failed where others wait for it: {error!r}"))
         raise
-    control.collect(found)
-    return found
-
-
-def _raised(outcome: object) -> object:
-    if isinstance(outcome, ZerostdError):
-        raise outcome
-    return outcome
+    control.collect(result)
+    return result
 
 
 def free_everywhere(control: Control, device: torch.device, disk_path: str | None) -> dict[str, int]:
-    """Free bytes by tier, of the rank that has least."""
-    found = control.collect(free_bytes(device, disk_path))
-    return {tier: min(one[tier] for one in found) for tier in found[0]}
+    """Return the free bytes by tier, of the rank that has least."""
+    everywhere = control.collect(free_bytes(device, disk_path))
+    return {tier: min(free[tier] for free in everywhere) for tier in everywhere[0]}
 
 
 def thread_counts(cores: int) -> list[int]:
-    """The numbers of threads that updates are timed with."""
+    """Return the numbers of threads that updates are timed with."""
     return sorted({1, max(1, cores // 2), max(1, cores - NUM_BUSY_THREADS), cores})
 
 
-def _measure(device: torch.device, disk_path: str | None, tell: Callable[[str], None], sizes: TrialSizes) -> _Rates:
+def _measure(
+    device: torch.device, disk_path: str | None, tell: Callable[[str], None], sizes: TrialSizes
+) -> MachineProfile:
+    """Return what one rank finds out; wires and what is free are left open."""
+    free = free_bytes(device, None)
+    link, processor = _link_and_processor(device, free, tell, sizes)
+    if device.type == "cpu":
+        update_ns = processor.update_ns[processor.num_cores]
+    else:
+        tell("updates on the device")
+        update_ns = resident_ns(device, sizes, free["device"])
+    tell("matrix products")
+    matrix = matrix_rates(device, sizes, free["device"])
+    disk = None
+    if disk_path is not None:
+        tell("reading and writing files")
+        disk = disk_rates(disk_path, sizes)
+    return MachineProfile(
+        name=machine_name(device),
+        device=device.type,
+        matrix=matrix,
+        resident_ns=update_ns,
+        free={},
+        processor=processor,
+        link=link,
+        disk=disk,
+        versions=versions(device),
+        measured=date.today().isoformat(),
+    )
+
+
+def _link_and_processor(
+    device: torch.device, free: Mapping[str, int], tell: Callable[[str], None], sizes: TrialSizes
+) -> tuple[Link | None, Processor]:
     cores = num_cores()
     host = Host(device, Ledger(), cores)
-    free = free_bytes(device, None)
+    link = None
+    copies = None
     try:
-        link, copies = None, None
         if device.type != "cpu":
             tell("copies between host and device")
             copies = LinkCopies(device, host, sizes, min(free["host"], free["device"]))
@@ -165,19 +170,7 @@ def _measure(device: torch.device, disk_path: str | None, tell: Callable[[str], 
             memory = busy_memory(updates, copies, max(1, cores - NUM_BUSY_THREADS))
     finally:
         host.free_all()
-    del copies, updates
-    resident = by_threads[cores]
-    if device.type != "cpu":
-        tell("updates on the device")
-        resident = resident_ns(device, sizes, free["device"])
-    tell("matrix products")
-    matrix = matrix_rates(device, sizes, free["device"])
-    disk = None
-    if disk_path is not None:
-        tell("reading and writing files")
-        disk = disk_rates(disk_path, sizes)
-    processor = Processor(cores, by_threads, memory)
-    return _Rates(machine_name(device), versions(device), link, processor, resident, matrix, disk)
+    return link, Processor(cores, by_threads, memory)
 
 
 def _check_quiet(had: float, cores: int) -> None:
@@ -191,7 +184,7 @@ def _check_quiet(had: float, cores: int) -> None:
 
 
 def _teller(on_progress: Progress | None, *, has_link: bool, has_disk: bool, size: int) -> Callable[[str], None]:
-    """Passes on what is measured next, with the fraction of the expected time that is behind it."""
+    """Return a function that passes on what is measured next, with the fraction of the expected time behind it."""
     of_device = ("copies between host and device", "host memory with everything busy", "updates on the device")
     left_out = {name for name in of_device if not has_link}
     left_out |= set() if has_disk else {"reading and writing files"}
@@ -207,7 +200,7 @@ def _teller(on_progress: Progress | None, *, has_link: bool, has_disk: bool, siz
 
 
 def _give_back(device: torch.device) -> None:
-    """What torch keeps of the device for later."""
+    """Give back the device memory that torch keeps for later."""
     if device.type != "cpu":
         finish(device)
         torch.accelerator.empty_cache()

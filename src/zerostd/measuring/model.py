@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from zerostd.errors import PrepareError
-from zerostd.measuring.probe import probe_passes
+from zerostd.measuring.probe import Probe, probe_passes
 from zerostd.measuring.trial import ForwardCost, try_forward
 from zerostd.optimizers.elementwise import check_elementwise, find_states
 from zerostd.parameters.blueprints import ROOT, Blueprint, Member, find_blueprints
@@ -38,7 +38,7 @@ def profile_model(
     samples: int | None = None,
     probe: bool = False,
 ) -> ModelProfile:
-    """What `model` needs; the model, the optimizer and the random states stay as they are.
+    """Return what `model` needs; the model, the optimizer and the random states stay as they are.
 
     Counts of parameters are exact. Bytes of one parameter, gradient and state are those of the dtype that most
     parameters have (for gradients and states: most of the trained ones); a model of several dtypes is told as if all
@@ -68,22 +68,30 @@ def profile_model(
     check_model(model)
     states = _states_of(model, optimizer)
     checked = Precision.parse(precision)
-    found = find_blueprints(model, optimizer_options(model, optimizer), checked, groups)
+    blueprints = find_blueprints(model, optimizer_options(model, optimizer), checked, groups)
     num_samples = _check_samples(batch, samples)
-    tried = None if batch is None else try_forward(model, found, checked, batch)
-    costs = tried.costs if tried is not None else [ForwardCost() for _ in found]
-    order = list(dict.fromkeys([*(tried.order if tried is not None else ()), *range(len(found))]))
-    profiles = [_profile(found[index], costs[index], num_samples) for index in order]
-    profiles = [one for one in profiles if one != GroupProfile(one.name, 0, stays=one.stays, again_flops=0.0)]
-    probed = probe_passes(model, found, checked, batch) if probe and tried is not None else None
-    seconds_and_bytes: dict[str, Any] = {} if probed is None else asdict(probed)
-    return ModelProfile(
+    tried = None if batch is None else try_forward(model, blueprints, checked, batch)
+    costs = tried.costs if tried is not None else [ForwardCost() for _ in blueprints]
+    order = list(dict.fromkeys([*(tried.order if tried is not None else ()), *range(len(blueprints))]))
+    profiles = [_profile(blueprints[index], costs[index], num_samples) for index in order]
+    profiles = [group for group in profiles if group != GroupProfile(group.name, 0, stays=group.stays, again_flops=0.0)]
+    probed = probe_passes(model, blueprints, checked, batch) if probe and tried is not None else None
+    profile = ModelProfile(
         type(model).__name__,
         tuple(profiles),
         samples=(samples or num_samples) if tried is not None else None,
         recomputed=sum(cost.recomputed for cost in costs) / max(1, sum(cost.flops for cost in costs)),
-        **seconds_and_bytes,
-        **state_widths([member for blueprint in found for member in blueprint.members], checked, states),
+        **state_widths([member for blueprint in blueprints for member in blueprint.members], checked, states),
+    )
+    return profile if probed is None else _with_probe(profile, probed)
+
+
+def _with_probe(profile: ModelProfile, probed: Probe) -> ModelProfile:
+    return replace(
+        profile,
+        forward_s=probed.forward_s,
+        backward_s=probed.backward_s,
+        activation_bytes=probed.activation_bytes,
     )
 
 
@@ -111,7 +119,7 @@ def _profile(blueprint: Blueprint, cost: ForwardCost, num_samples: int) -> Group
 
 
 def state_widths(members: list[Member], precision: Precision, states: Mapping[str, torch.dtype]) -> dict[str, Any]:
-    """Bytes of each kind for one parameter, by the rules of parameters/homes.py."""
+    """Return the bytes of each kind for one parameter, by the rules of parameters/homes.py."""
     trained = [member for member in members if member.options is not None] or members
     dtype = _most(trained)
     master = dtype if dtype.itemsize >= 4 else torch.float32
@@ -129,7 +137,7 @@ def state_widths(members: list[Member], precision: Precision, states: Mapping[st
 
 
 def _most(members: list[Member]) -> torch.dtype:
-    """The dtype of most parameters."""
+    """Return the dtype of most parameters."""
     numels = Counter[torch.dtype]()
     for member in members:
         numels[member.dtype] += member.parameter.numel()
@@ -137,7 +145,7 @@ def _most(members: list[Member]) -> torch.dtype:
 
 
 def _check_samples(batch: Any, samples: int | None) -> int:
-    """How many samples the batch has."""
+    """Return how many samples the batch has."""
     if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
         raise PrepareError(f"samples={samples!r} must be a whole number, 1 or more: those of one pass on one rank")
     if samples is not None and batch is None:

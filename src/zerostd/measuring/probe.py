@@ -38,8 +38,8 @@ class Probe:
     activation_bytes: int | None  # on the device at most, beside the parameters; None where it does not say
 
 
-def probe_passes(model: nn.Module, found: list[Blueprint], precision: Precision, batch: Any) -> Probe | None:
-    """What a pass of `batch` takes. None if there is nothing real to run, or it does not run: a note is logged."""
+def probe_passes(model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any) -> Probe | None:
+    """Return what a pass of `batch` takes; None, with a note in the log, if it cannot run for real."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     parameters = list(model.parameters())
     if not tensors or not parameters or any(tensor.is_meta for tensor in (*parameters, *model.buffers(), *tensors)):
@@ -47,7 +47,7 @@ def probe_passes(model: nn.Module, found: list[Blueprint], precision: Precision,
     device = parameters[0].device
     try:
         with everything_kept(device):
-            return _run(model, found, precision, batch, device)
+            return _run(model, blueprints, precision, batch, device)
     except Exception as error:
         log.info("%s was not tried with its batch (%s: %s)", type(model).__name__, type(error).__name__, error)
         return None
@@ -56,18 +56,20 @@ def probe_passes(model: nn.Module, found: list[Blueprint], precision: Precision,
             torch.accelerator.empty_cache()
 
 
-def _run(model: nn.Module, found: list[Blueprint], precision: Precision, batch: Any, device: torch.device) -> Probe:
-    dtypes = {id(member.parameter): member.dtype for one in found for member in one.members}
+def _run(
+    model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any, device: torch.device
+) -> Probe:
+    dtypes = {id(member.parameter): member.dtype for blueprint in blueprints for member in blueprint.members}
     outside, inside = casts_of(model, precision)
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach()
         if not isinstance(tensor, nn.Parameter):
             return value.clone()
-        made = nn.Parameter(value.to(dtypes.get(id(tensor), tensor.dtype)), requires_grad=tensor.requires_grad)
-        if made.requires_grad:
-            made.register_post_accumulate_grad_hook(_drop)
-        return made
+        own_parameter = nn.Parameter(value.to(dtypes.get(id(tensor), tensor.dtype)), requires_grad=tensor.requires_grad)
+        if own_parameter.requires_grad:
+            own_parameter.register_post_accumulate_grad_hook(_drop)
+        return own_parameter
 
     def moved(leaf: torch.Tensor) -> torch.Tensor:
         leaf = leaf.detach().to(device)
@@ -79,7 +81,7 @@ def _run(model: nn.Module, found: list[Blueprint], precision: Precision, batch: 
     passes = [first]
     if first.forward_s + first.backward_s < LONGEST_S:
         passes = [_pass(copied, inputs, device) for _ in range(NUM_TIMED)]
-    return min(passes, key=lambda one: one.forward_s + one.backward_s)
+    return min(passes, key=lambda probe: probe.forward_s + probe.backward_s)
 
 
 def _drop(parameter: torch.Tensor) -> None:

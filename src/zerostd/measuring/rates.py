@@ -1,4 +1,4 @@
-"""What one device and its processor can do: copies between them, updates on either, matrix products.
+"""What one device and its CPU can do: copies between them, updates on either, matrix products.
 
 Memory comes from the tiers and copies go through streams, as in training, so what is timed is what will be used.
 """
@@ -37,40 +37,41 @@ class LinkCopies:
     def __init__(self, device: torch.device, host: Host, sizes: TrialSizes, free: int) -> None:
         self.num_bytes = within(sizes.copy * sizes.copies, free)
         self.step = min(sizes.copy, self.num_bytes)
-        self.up, self.down = Stream(device), Stream(device)
+        self.up = Stream(device)
+        self.down = Stream(device)
         self._above = torch.zeros(2, self.num_bytes, dtype=torch.uint8, device=device)
         self._below = [host.allocate(self.num_bytes, Kind.BUFFERS) for _ in (self.up, self.down)]
         finish(device)
 
     def turn(self, *streams: Stream) -> list[float]:
-        """Copy everything in each of `streams`; seconds by lane from their common beginning."""
-        begins = [Timestamp(lane.device, lane.stream) for lane in streams]
+        """Copy everything in each of `streams`; seconds by stream from their common beginning."""
+        begins = [Timestamp(stream.device, stream.stream) for stream in streams]
         for start in range(0, self.num_bytes, self.step):
-            for lane in streams:
-                self._copy(lane, start, self.step)
-        ends = [Timestamp(lane.device, lane.stream) for lane in streams]
+            for stream in streams:
+                self._copy(stream, start, self.step)
+        ends = [Timestamp(stream.device, stream.stream) for stream in streams]
         return [end.since(begins[0]) for end in ends]
 
     def latency(self) -> float:
-        """Seconds of a copy that is too small to take time."""
+        """Return seconds of a copy that is too small to take time."""
         begin = Timestamp(self.up.device, self.up.stream)
         for number in range(NUM_TINY):
             self._copy(self.up, number * TINY_BYTES % self.num_bytes, TINY_BYTES)
         return Timestamp(self.up.device, self.up.stream).since(begin) / NUM_TINY
 
-    def _copy(self, lane: Stream, start: int, num_bytes: int) -> None:
+    def _copy(self, stream: Stream, start: int, num_bytes: int) -> None:
         place = slice(start, start + num_bytes)
-        with lane.after():
-            if lane is self.up:
+        with stream.after():
+            if stream is self.up:
                 self._above[0, place].copy_(self._below[0][place], non_blocking=True)
             else:
                 self._below[1][place].copy_(self._above[1, place], non_blocking=True)
 
 
 def link_rates(copies: LinkCopies, sizes: TrialSizes) -> Link:
-    """Each direction alone, and both at once."""
+    """Measure each direction alone, and both at once."""
     size = copies.num_bytes
-    up, down = (size / _median_turn(copies, sizes, lane)[0] for lane in (copies.up, copies.down))
+    up, down = (size / _median_turn(copies, sizes, stream)[0] for stream in (copies.up, copies.down))
     up_s, down_s = _median_turn(copies, sizes, copies.up, copies.down)
     first, last = sorted((up_s, down_s))
     slower = up if up_s > down_s else down
@@ -80,7 +81,7 @@ def link_rates(copies: LinkCopies, sizes: TrialSizes) -> Link:
 
 
 def _median_turn(copies: LinkCopies, sizes: TrialSizes, *streams: Stream) -> list[float]:
-    """Seconds by lane, of the turn in the middle."""
+    """Return seconds by stream, of the turn in the middle."""
     turns = sorted(turns_of(partial(copies.turn, *streams), sizes), key=max)
     return turns[len(turns) // 2]
 
@@ -106,8 +107,9 @@ class HostUpdates:
         update(self._rule, self._gradient, self._arrays, weight=self._gradient, num_threads=num_threads)
 
     def ns(self, num_threads: int, sizes: TrialSizes) -> float:
-        """Nanoseconds to update one parameter; `had` learns what the threads had of their cores."""
-        begin, used = time.perf_counter(), time.process_time()
+        """Return nanoseconds to update one parameter; `had` learns what the threads had of their cores."""
+        begin = time.perf_counter()
+        used = time.process_time()
         seconds = median_s(partial(self.step, num_threads), sizes)
         had = (time.process_time() - used) / (time.perf_counter() - begin) / num_threads
         self.had = min(had, 1.0)  # the process has other threads, which count too
@@ -115,10 +117,11 @@ class HostUpdates:
 
 
 def busy_memory(updates: HostUpdates, copies: LinkCopies, num_threads: int) -> float:
-    """Bytes a second of host memory while the processor updates and the link is busy both ways."""
+    """Return bytes a second of host memory while the CPU updates and the link is busy both ways."""
 
     def work() -> float:
-        count, begin = 0, time.perf_counter()
+        count = 0
+        begin = time.perf_counter()
         while count < 2 or time.perf_counter() - begin < BUSY_SECONDS:
             updates.step(num_threads)
             count += 1
@@ -133,7 +136,7 @@ def busy_memory(updates: HostUpdates, copies: LinkCopies, num_threads: int) -> f
 
 
 def resident_ns(device: torch.device, sizes: TrialSizes, free: int) -> float:
-    """Nanoseconds for a parameter that rests on the device: torch's fused AdamW in fp32, bf16 in and out."""
+    """Return nanoseconds for a parameter that is kept on the device: torch's fused AdamW in fp32, bf16 in and out."""
     numel = within(sizes.parameters * RESIDENT_BYTES, free) // RESIDENT_BYTES
     gradient = torch.full((numel,), 0.01, dtype=torch.bfloat16, device=device)
     master = torch.nn.Parameter(torch.full((numel,), 0.5, device=device))
@@ -152,17 +155,18 @@ def resident_ns(device: torch.device, sizes: TrialSizes, free: int) -> float:
 
 
 def matrix_rates(device: torch.device, sizes: TrialSizes, free: int) -> dict[str, float]:
-    """FLOP/s of large matrix products in float32, and in bfloat16 unless that is too slow to be of use."""
+    """Return FLOP/s of large matrix products in float32, and in bfloat16 unless that is too slow to be of use."""
     side = sizes.cpu_side if device.type == "cpu" else sizes.side
     while 3 * 4 * side * side > free // 2 and side > SMALLEST_SIDE:
         side //= 2
-    found = {dtype: _matrix_rate(device, dtype, side, sizes) for dtype in (torch.bfloat16, torch.float32)}
-    return {str(dtype).removeprefix("torch."): rate for dtype, rate in found.items() if rate is not None}
+    rates = {dtype: _matrix_rate(device, dtype, side, sizes) for dtype in (torch.bfloat16, torch.float32)}
+    return {str(dtype).removeprefix("torch."): rate for dtype, rate in rates.items() if rate is not None}
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype, most: int, sizes: TrialSizes) -> float | None:
-    """Of the largest product that there is time for: some processors are a thousand times slower in bf16."""
-    side, rate = min(SMALLEST_SIDE, most), None
+    """Return that of the largest product that there is time for: some CPUs are a thousand times slower in bf16."""
+    side = min(SMALLEST_SIDE, most)
+    rate = None
     while side <= most:
         seconds = median_s(_product(device, dtype, side), sizes)
         if rate is None and dtype is not torch.float32 and seconds > sizes.seconds / 10:

@@ -22,11 +22,11 @@ SHARE = 8  # at most one part in so many of what is free is taken for one array
 class TrialSizes:
     """How much is tried of each. These are for a profile that is kept; less memory or a slow part takes less."""
 
-    parameters: int = 64 << 20  # to update, on the processor and on the device: far more than caches hold
+    parameters: int = 64 << 20  # to update, on the CPU and on the device: far more than caches hold
     copy: int = 64 << 20  # bytes of one copy through the link
     copies: int = 4  # in each direction
     side: int = 8192  # of the matrices on a device
-    cpu_side: int = 1024  # of the matrices on the processor
+    cpu_side: int = 1024  # of the matrices on the CPU
     disk: int = 1 << 30  # bytes of the file
     wire: int = 64 << 20  # bytes of the longest buffer that is gathered and reduced
     turns: int = 5  # that a median is taken of
@@ -38,7 +38,7 @@ FULL = TrialSizes()
 
 
 def within(wanted: int, free: int) -> int:
-    """`wanted`, or less where little is free; whole pages, and at least one."""
+    """Return `wanted`, or less where little is free; whole pages, and at least one."""
     return max(PAGE, min(wanted, free // SHARE) // PAGE * PAGE)
 
 
@@ -49,7 +49,7 @@ def finish(device: torch.device) -> None:
 
 
 def turns_of(work: Callable[[], T], sizes: TrialSizes) -> list[T]:
-    """What `work` returned turn by turn, after one that is not counted, until there were enough or the time is up."""
+    """Return the results of `work` turn by turn, without the first, until there are enough or the time is up."""
     work()
     turns: list[T] = []
     end = time.perf_counter() + sizes.seconds
@@ -59,7 +59,7 @@ def turns_of(work: Callable[[], T], sizes: TrialSizes) -> list[T]:
 
 
 def median_s(work: Callable[[], object], sizes: TrialSizes) -> float:
-    """Seconds that `work` takes: the median of its turns."""
+    """Return the seconds that `work` takes: the median of its turns."""
 
     def timed() -> float:
         begin = time.perf_counter()

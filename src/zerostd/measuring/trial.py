@@ -14,7 +14,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,14 +57,17 @@ class ForwardCost:
     inside: float = 0.0  # saved in what will be recomputed
 
 
-def try_forward(model: nn.Module, found: list[Blueprint], precision: Precision, batch: Any) -> ForwardCounter | None:
-    """The costs of `batch`, from a forward on tensors without memory or, if it needs values, on real ones."""
+def try_forward(
+    model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any
+) -> ForwardCounter | None:
+    """Count the costs of `batch` in a forward on tensors without memory or, if it needs values, on real ones."""
     device = _device_of(model)
     with everything_kept(device):
         try:
-            return _without_memory(model, found, precision, batch, device)
+            return _without_memory(model, blueprints, precision, batch, device)
         except Exception as error:
-            name, cause = type(model).__name__, error.__cause__ or error
+            name = type(model).__name__
+            cause = error.__cause__ or error
             leaves = [*model.parameters(), *model.buffers(), *tree_leaves(batch)]
             if (why := _why_not_real(error, leaves)) is not None:
                 log.warning(
@@ -73,7 +76,7 @@ def try_forward(model: nn.Module, found: list[Blueprint], precision: Precision, 
                 return None
             log.info("%s is run with values; without them it failed with %s: %s", name, type(cause).__name__, cause)
             del cause  # it holds this frame, which holds the model
-        return _with_memory(model, found, precision, batch, device)
+        return _with_memory(model, blueprints, precision, batch, device)
 
 
 class _CopyError(Exception):
@@ -81,7 +84,7 @@ class _CopyError(Exception):
 
 
 def _why_not_real(reason: Exception, leaves: list[Any]) -> str | None:
-    """Why the real forward would not help either, or None if it may."""
+    """Return why the real forward would not help either, or None if it may."""
     if isinstance(reason, _CopyError):
         return "copy.deepcopy of it fails, and it is tried on a copy only"
     if "saved tensor hooks" in str(reason):
@@ -92,10 +95,10 @@ def _why_not_real(reason: Exception, leaves: list[Any]) -> str | None:
 
 
 def _without_memory(
-    model: nn.Module, found: list[Blueprint], precision: Precision, batch: Any, device: torch.device
+    model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any, device: torch.device
 ) -> ForwardCounter:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    dtypes = {id(m.parameter): m.dtype for blueprint in found for m in blueprint.members}
+    dtypes = {id(m.parameter): m.dtype for blueprint in blueprints for m in blueprint.members}
     outside, inside = casts_of(model, precision)
 
     def shape_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -110,19 +113,19 @@ def _without_memory(
 
     copied, twins = copy_of(model, shape_of)
     inputs = map_tensors(lambda leaf: shape_of(leaf, inside if leaf.is_floating_point() else None), batch)
-    watch = ForwardCounter(found, twins, {})
+    counter = ForwardCounter(blueprints, twins, {})
     with fake:
-        output = watch.run(copied, inputs)
+        output = counter.run(copied, inputs)
         if outside != inside:  # as the root will do
-            with watch:
+            with counter:
                 map_tensors(lambda leaf: leaf.to(outside) if leaf.dtype == inside else leaf, output)
-    return watch
+    return counter
 
 
 def _with_memory(
-    model: nn.Module, found: list[Blueprint], precision: Precision, batch: Any, device: torch.device
+    model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any, device: torch.device
 ) -> ForwardCounter:
-    """Runs in the model's own dtype; bytes of it are scaled to the dtype it will compute in."""
+    """Run in the model's own dtype; bytes of it are scaled to the dtype it will compute in."""
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
@@ -130,23 +133,23 @@ def _with_memory(
     copied, twins = copy_of(model, own)
     outside, inside = casts_of(model, precision)
     scale = {outside: inside.itemsize / outside.itemsize} if outside is not None and inside is not None else {}
-    watch = ForwardCounter(found, twins, scale)
+    counter = ForwardCounter(blueprints, twins, scale)
     try:
-        watch.run(copied, map_tensors(lambda leaf: leaf.detach().to(device, copy=True), batch))
+        counter.run(copied, map_tensors(lambda leaf: leaf.detach().to(device, copy=True), batch))
     finally:
-        for storage, before in watch.overwritten.values():
+        for storage, before in counter.overwritten.values():
             storage.copy_(before)
-    return watch
+    return counter
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where the model lies; one without memory will go to the accelerator, if there is one."""
+    """Return where the model is; one without memory will go to the accelerator, if there is one."""
     real = [p.device for p in model.parameters() if not p.is_meta]
     return real[0] if real else torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def casts_of(model: nn.Module, precision: Precision) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """The dtype the root takes and returns, and the one it computes in; None twice if they are not two."""
+    """Return the dtype the root takes and returns, and the one it computes in; None twice if they are not two."""
     outside = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if precision.compute is None or len(outside) != 1 or outside == {precision.compute}:
         return None, None
@@ -154,7 +157,7 @@ def casts_of(model: nn.Module, precision: Precision) -> tuple[torch.dtype | None
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """Forward with a batch as users give it: keywords, a tuple of arguments, or the only one."""
+    """Call the model with a batch as users give it: keywords, a tuple of arguments, or the only one."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple) else model(batch)
@@ -165,7 +168,7 @@ def map_tensors(function: Make, tree: Any) -> Any:
 
 
 def copy_of(model: nn.Module, make: Make) -> tuple[nn.Module, dict[int, Any]]:
-    """A copy with `make(tensor)` for every tensor that a module holds, and what stands for what, by id."""
+    """Return a copy with `make(tensor)` for every tensor that a module holds, and what stands for what, by id."""
     twins: dict[int, Any] = {}
     for module in model.modules():
         for leaf in tree_leaves(dict(vars(module))):
@@ -179,7 +182,7 @@ def copy_of(model: nn.Module, make: Make) -> tuple[nn.Module, dict[int, Any]]:
 
 @contextlib.contextmanager
 def everything_kept(device: torch.device) -> Iterator[None]:
-    """Random states as before, whatever forward draws; gradients on, whatever the caller said; nothing compiled."""
+    """Keep random states as they are, whatever forward draws; gradients are on and nothing is compiled."""
     devices = [] if device.type == "cpu" else [device]
     numbers = random.getstate()
     numpy = sys.modules.get("numpy")
@@ -222,7 +225,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
 
 @dataclass
 class _ModuleCall:
-    """A module whose forward runs."""
+    """A call of a module, while its forward runs."""
 
     index: int  # of its group
     is_entry: bool  # to the group
@@ -230,33 +233,28 @@ class _ModuleCall:
     inside: float = 0.0
 
 
-@dataclass
-class _Seen:
-    """Storages that were counted. Weak references, so that no address is used twice."""
-
-    kept: set[StorageWeakRef] = field(default_factory=set)
-    boundary: set[StorageWeakRef] = field(default_factory=set)
-    inside: set[StorageWeakRef] = field(default_factory=set)
-
-
 class ForwardCounter(TorchDispatchMode):
-    """Counts what a forward does, for the group whose module runs."""
+    """Count what a forward does, for the group whose module runs."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, found: list[Blueprint], twins: Mapping[int, Any], scale: Mapping[torch.dtype, float]) -> None:
+    def __init__(
+        self, blueprints: list[Blueprint], twins: Mapping[int, Any], scale: Mapping[torch.dtype, float]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.costs = [ForwardCost() for _ in found]
+        self.costs = [ForwardCost() for _ in blueprints]
         self.order: dict[int, None] = {}  # groups as they are first used
         self.overwritten: dict[StorageWeakRef, tuple[Any, Any]] = {}  # parameters' storages: what they held before
-        self._groups = {twins[id(m)]: index for index, one in enumerate(found) for m in one.modules}
+        self._groups = {twins[id(m)]: index for index, blueprint in enumerate(blueprints) for m in blueprint.modules}
         self._owners: dict[StorageWeakRef, int | None] = {}  # parameters by group; buffers have none
         self._scale = scale
-        self._seen = _Seen()
-        self._frames = [_ModuleCall(0, True)]
+        self._counted: dict[str, set[StorageWeakRef]] = {"kept": set(), "boundary": set(), "inside": set()}
+        self._calls = [_ModuleCall(0, True)]
         self._num_packed = 0
-        for index, one in enumerate(found):
-            self._owners |= {ref: index for m in one.members if (ref := _ref(twins[id(m.parameter)])) is not None}
+        for index, blueprint in enumerate(blueprints):
+            for member in blueprint.members:
+                if (ref := _ref(twins[id(member.parameter)])) is not None:
+                    self._owners[ref] = index
 
     def run(self, model: nn.Module, batch: Any) -> Any:
         """Call `model`, a copy that is thrown away, and count."""
@@ -281,11 +279,11 @@ class ForwardCounter(TorchDispatchMode):
         if refs:
             self._save_before_write(func, args, kwargs)
         result = func(*args, **kwargs)
-        cost = self.costs[self._frames[-1].index]
+        cost = self.costs[self._calls[-1].index]
         if (formula := FORMULAS.get(getattr(func, "overloadpacket", func))) is not None:
             flops = formula(*args, **kwargs, out_val=result)
             cost.flops += flops
-            cost.recomputed += flops if any(frame.hooks is not None for frame in self._frames) else 0
+            cost.recomputed += flops if any(frame.hooks is not None for frame in self._calls) else 0
         for leaf in tree_leaves(result):
             if (ref := _ref(leaf)) is not None and ref not in self._owners:
                 cost.largest = max(cost.largest, self._size(leaf))
@@ -303,12 +301,12 @@ class ForwardCounter(TorchDispatchMode):
 
     def _before(self, index: int | None, module: nn.Module, args: Any, kwargs: Any) -> None:
         is_entry = index is not None
-        frame = _ModuleCall(self._frames[-1].index if index is None else index, is_entry)
-        self._frames.append(frame)
+        frame = _ModuleCall(self._calls[-1].index if index is None else index, is_entry)
+        self._calls.append(frame)
         if is_entry:
             self.order.setdefault(frame.index)
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and self._is_new(leaf, self._seen.boundary):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and self._is_new(leaf, "boundary"):
                     self.costs[frame.index].boundary += self._size(leaf)
         num_packed = self._num_packed
         _ = self._probe * self._probe
@@ -317,35 +315,36 @@ class ForwardCounter(TorchDispatchMode):
             frame.hooks.__enter__()
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        frame = self._frames.pop()
+        frame = self._calls.pop()
         cost = self.costs[frame.index]
         if frame.hooks is not None:
             frame.hooks.__exit__()
         if frame.is_entry or frame.index == 0:  # at the root, which holds many blocks, the largest one counts
             cost.inside = max(cost.inside, frame.inside)
         else:
-            self._frames[-1].inside += frame.inside
+            self._calls[-1].inside += frame.inside
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         self._num_packed += 1
-        cost = self.costs[self._frames[-1].index]
+        cost = self.costs[self._calls[-1].index]
         cost.again = cost.flops
-        if self._is_new(tensor, self._seen.kept):
+        if self._is_new(tensor, "kept"):
             cost.kept += self._size(tensor)
         return tensor.detach()  # itself would hold the graph that holds it
 
     def _keep_inside(self, frame: _ModuleCall, tensor: torch.Tensor) -> torch.Tensor:
         self._num_packed += 1
-        if _ref(tensor) not in self._seen.kept and self._is_new(tensor, self._seen.inside):
+        if _ref(tensor) not in self._counted["kept"] and self._is_new(tensor, "inside"):
             frame.inside += self._size(tensor)
         return tensor.detach()
 
-    def _is_new(self, tensor: torch.Tensor, seen: set[StorageWeakRef]) -> bool:
-        """Whether its storage is no parameter's or buffer's, and was not counted yet."""
+    def _is_new(self, tensor: torch.Tensor, what: str) -> bool:
+        """Return whether a storage is no parameter's or buffer's, and was not counted as `what` yet. Weak references,
+        so that no address is used twice."""
         ref = _ref(tensor)
-        if ref is None or ref in self._owners or ref in seen:
+        if ref is None or ref in self._owners or ref in self._counted[what]:
             return False
-        seen.add(ref)
+        self._counted[what].add(ref)
         return True
 
 

@@ -25,7 +25,7 @@ Point = tuple[float, float]  # bytes that one rank sends, seconds
 
 
 def wire_rates(world: World, sizes: TrialSizes) -> tuple[Wire, ...]:
-    """One wire among all ranks, which call this together; none in a world of one."""
+    """Return one wire among all ranks, which call this together; none in a world of one."""
     if world.size == 1:
         return ()
     wires = Wires(world, Ledger())
@@ -36,9 +36,9 @@ def wire_rates(world: World, sizes: TrialSizes) -> tuple[Wire, ...]:
     points: list[Point] = []
     numel = min(full.numel(), max(1, SMALLEST_BYTES // 2 // least) * least)
     while True:
-        found = _both_verbs(wires, full[:numel], land[: numel // world.size], sizes.turns)
-        points += found
-        spent = sum(seconds for _, seconds in found) * (1 + sizes.turns)
+        both = _both_verbs(wires, full[:numel], land[: numel // world.size], sizes.turns)
+        points += both
+        spent = sum(seconds for _, seconds in both) * (1 + sizes.turns)
         if numel == full.numel() or GROWTH * spent > MOST_SECONDS * sizes.seconds:
             break
         numel = min(full.numel(), GROWTH * numel)
@@ -54,7 +54,7 @@ def _both_verbs(wires: Wires, full: torch.Tensor, land: torch.Tensor, num_turns:
 
 
 def _collective_s(wires: Wires, start: Callable[[], Transfer], num_turns: int) -> float:
-    """Seconds on the slowest rank; the same number on all, so that all go on or stop together."""
+    """Return seconds on the slowest rank: the same number on all, so that all go on or stop together."""
     turns = []
     for _ in range(1 + num_turns):
         begin = time.perf_counter()
@@ -66,14 +66,16 @@ def _collective_s(wires: Wires, start: Callable[[], Transfer], num_turns: int) -
 
 
 def fit(points: Sequence[Point]) -> tuple[float, float]:
-    """Latency and bandwidth, neither below 0: latency + bytes / bandwidth comes nearest, relative to the seconds."""
+    """Return latency and bandwidth, neither below 0, so that latency + bytes / bandwidth comes nearest the seconds."""
     ones = sum(1 / s**2 for _, s in points)
     mixed = sum(size / s**2 for size, s in points)
     squares = sum((size / s) ** 2 for size, s in points)
-    right, left = sum(1 / s for _, s in points), sum(size / s for size, s in points)
+    right = sum(1 / s for _, s in points)
+    left = sum(size / s for size, s in points)
     det = ones * squares - mixed**2
     if det > 1e-12 * ones * squares:
-        latency, slope = (squares * right - mixed * left) / det, (ones * left - mixed * right) / det
+        latency = (squares * right - mixed * left) / det
+        slope = (ones * left - mixed * right) / det
         if latency >= 0 and slope > 0:
             return latency, 1 / slope
     size, seconds = max(points)  # one size only, or too much noise: the longest says most

@@ -78,11 +78,12 @@ def _with_remedy(text: str, remedy: str) -> str:
 
 def _explain(problem: msgspec.ValidationError, value: Any) -> str:
     """Return what msgspec says, with names and values in place of its paths and types where they can be found."""
-    said, _, place = str(problem).partition(" - at ")
+    said, place = [*str(problem).split(" - at ", 1), ""][:2]
     is_key = place.startswith("`key` in ")
     path = place.removeprefix("`key` in ").strip("`").removeprefix("$")
     types = re.fullmatch(r"Expected `([^`]*)`, got `([^`]*)`", said)
     if types is None:
+        said = re.sub(r"Object missing required field `(.*)`", r"the field '\1' is missing", said)
         name = path.replace("[...]", ".*").strip(".")
         return f"{name}: {said}" if name else said
     got = "object" if is_key else types[2]

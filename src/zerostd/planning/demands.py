@@ -6,24 +6,25 @@ have a closed form where parameters and gradients of a group are in one place. F
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy
 
-from zerostd.planning.costs import Activations, GroupCost, PlanRequest
+from zerostd.planning.costs import ActivationCost, GroupCost
 from zerostd.planning.linear import Array
+from zerostd.planning.request import PlanRequest
 from zerostd.policy import Tier
 
 __all__ = ["NAMES", "PRODUCTS", "STATES", "WHOLE", "Factors", "GroupShares", "ResourceDemands", "values_of", "work"]
 
-Factors = dict[str, Array]  # by name of a share or a product
+Factors = dict[str, Array]  # by the name of a share or a product
 
 
 @dataclass(frozen=True)
 class GroupShares:
-    """Of one group: its states by route and tier, what of its parameters and gradients is off the device, and what of
-    its activations is not kept there."""
+    """What is where of one group: its states by route and tier, and the parts of its parameters, gradients and
+    activations that are off the device."""
 
     resident: float = 1.0
     cpu: float = 0.0
@@ -39,43 +40,49 @@ class GroupShares:
 
 STATES = ("resident", "cpu", "streamed", "disk_cpu", "disk_streamed")
 PRODUCTS = (
-    "weights_up",  # new parameters that go to the device from the processor
-    "weights_down",  # and from the device to where they rest
+    "weights_up",  # new parameters that go to the device from the CPU
+    "weights_down",  # and from the device to where they are kept
     "weights_held",  # where the former wait, unless they take the place of the gradient's copy
-    "mirror",  # gradients on the device that the processor reads a copy of
+    "mirror",  # gradients on the device that the CPU reads a copy of
     "gradients_up",  # gradients on the host that the device reads
     "master_device",  # masters that are no parameters themselves
     "master_host",
 )
 NAMES = tuple(field.name for field in fields(GroupShares))
-WHOLE = NAMES[len(STATES) :]  # what a group does as a whole
+WHOLE = NAMES[len(STATES) :]  # what a group does as a whole, in the end
+
+
+def states_of(share: GroupShares, whole: GroupShares) -> GroupShares:
+    """Return the states of one share, with what the group does as a whole from another."""
+    return GroupShares(*(getattr(share, name) for name in STATES), *(getattr(whole, name) for name in WHOLE))
 
 
 class ResourceDemands:
-    """Of all group_costs of a request."""
+    """The factors of all groups of a request."""
 
-    def __init__(self, request: PlanRequest, found: Sequence[GroupCost]) -> None:
+    def __init__(self, request: PlanRequest, costs: Sequence[GroupCost]) -> None:
+        model = request.model
+        activations = [cost.activations or ActivationCost() for cost in costs]
         self.request = request
-        self.updated, self.parameters = _column(found, "updated"), _column(found, "parameters")
-        self.gradients, self.pinned = _column(found, "gradients"), _column(found, "pinned_gradients")
-        self.gradient = self.updated * _column(found, "gradient_bytes")  # bytes, as it crosses the link
-        self.weights = self.updated * request.model.parameter_bytes
-        self.masters = self.updated * request.model.master_bytes
-        none = Activations(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        activations = [cost.activations or none for cost in found]
-        self.kept = numpy.array([one.kept for one in activations])
-        self.boundary = numpy.array([one.boundary for one in activations])
-        self.longer_s = numpy.array([one.longer_s for one in activations])
+        self.updated = _array(cost.updated for cost in costs)
+        self.parameters = _array(cost.parameters for cost in costs)
+        self.gradients = _array(cost.gradients for cost in costs)
+        self.pinned = _array(cost.pinned_gradients for cost in costs)
+        self.gradient = self.updated * _array(cost.gradient_bytes for cost in costs)  # bytes, as it crosses the link
+        self.weights = self.updated * model.parameter_bytes
+        self.states = self.updated * model.state_bytes
+        self.masters = self.updated * model.master_bytes
+        self.kept = _array(cost.kept for cost in activations)
+        self.boundary = _array(cost.boundary for cost in activations)
+        self.longer_s = _array(cost.longer_s for cost in activations)
 
     # Bytes
 
     def bytes(self, tier: Tier) -> tuple[Factors, float]:
-        """Of one tier: what shares take, and what is there in any case."""
-        model = self.request.model
-        states = self.updated * model.state_bytes
+        """Return what shares take of one tier, and what is there in any case."""
         if tier is Tier.DEVICE:
             total = {
-                "resident": states,
+                "resident": self.states,
                 "master_device": self.masters,
                 "parameters_host": -self.parameters,
                 "parameters_disk": -self.parameters,
@@ -89,8 +96,8 @@ class ResourceDemands:
         if tier is Tier.HOST:
             copies = 2 if self.request.speculates else 1
             total = {
-                "cpu": states * copies,
-                "streamed": states * copies,
+                "cpu": self.states * copies,
+                "streamed": self.states * copies,
                 "master_host": self.masters * copies,
                 "parameters_host": self.parameters,
                 "gradients_host": self.gradients,
@@ -101,14 +108,14 @@ class ResourceDemands:
             if self.request.machine.link is not None:
                 total |= {"mirror": self.gradient, "weights_held": self.weights}
             return total, 0.0
-        on_disk = states + self.masters
+        on_disk = self.states + self.masters
         return {"disk_cpu": on_disk, "disk_streamed": on_disk, "parameters_disk": self.parameters}, 0.0
 
     # Seconds
 
     def update(self) -> dict[str, Factors]:
-        """By resource, for the update of a group and what its next forward needs from elsewhere."""
-        machine, model = self.request.machine, self.request.model
+        """Return, by resource, what the update of a group takes and what its next forward needs from elsewhere."""
+        model = self.request.model
         states = self.updated * (model.state_bytes + model.master_bytes)
         up = {
             "streamed": states,
@@ -128,22 +135,22 @@ class ResourceDemands:
         read = {"disk_cpu": states, "disk_streamed": states, "parameters_disk": self.parameters}
         by_cpu = {"cpu": self.updated, "disk_cpu": self.updated}
         in_memory = {name: self.gradient + self.weights + 2 * states for name in by_cpu}
-        work = {"cpu": _scaled(by_cpu, machine.processor.ns(self.request.num_threads) * 1e-9)}
+        work = {"cpu": _scaled(by_cpu, self.request.machine.processor.ns(self.request.num_threads) * 1e-9)}
         work |= self._link(up, down, _sum(in_memory, up, down, _scaled(read, 2)))
         return work | self._disk(read, read)
 
     def again(self) -> dict[str, Factors]:
-        """By resource, for what a pass needs from elsewhere beside the first forward."""
+        """Return, by resource, what a pass needs from elsewhere beside the first forward."""
         up = {"parameters_host": self.parameters, "parameters_disk": self.parameters}
         return self._link(up, {}, up) | self._disk({"parameters_disk": self.parameters}, {})
 
     def sums(self) -> dict[str, Factors]:
-        """By resource, for sums of gradients on the host to come up, be added to and go down again."""
+        """Return, by resource, what it takes to add to sums of gradients on the host, which come up for that."""
         moved = {"gradients_host": self.gradients}
         return self._link(moved, moved, _scaled(moved, 2))
 
     def activations(self) -> dict[str, Factors]:
-        """By resource, for activations to go down in one pass and come up again."""
+        """Return, by resource, what activations take that go down in a pass and come up again."""
         moved = {"activations_host": self.kept}
         return self._link(moved, moved, _scaled(moved, 2)) if self.request.chooses else {}
 
@@ -169,46 +176,63 @@ class ResourceDemands:
         }
 
 
-def values_of(request: PlanRequest, found: Sequence[GroupCost], shares: Sequence[GroupShares]) -> Factors:
-    """Given shares as arrays, and the products of them."""
-    made = {name: numpy.array([getattr(share, name) for share in shares]) for name in NAMES}
-    off, by_cpu = made["parameters_host"] + made["parameters_disk"], made["cpu"] + made["disk_cpu"]
-    on_host, landed = made["cpu"] + made["streamed"], made["gradients_host"]
-    made["weights_up"], made["weights_down"] = _above(by_cpu - off), _above(off - by_cpu)
-    made["mirror"], made["gradients_up"] = _above(by_cpu - landed), _above(landed - by_cpu)
-    made["master_device"] = _above(made["resident"] + off - 1.0)
-    made["master_host"] = on_host if request.speculates else _above(on_host - made["parameters_host"])
-    lands = numpy.array([lands_on_copy(request, cost) for cost in found])
-    made["weights_held"] = _above(made["weights_up"] - numpy.where(lands, made["mirror"], 0.0))
-    return made
+def values_of(request: PlanRequest, costs: Sequence[GroupCost], shares: Sequence[GroupShares]) -> Factors:
+    """Return given shares as arrays, with the products of them."""
+    values = {name: _array(getattr(share, name) for share in shares) for name in NAMES}
+    off = values["parameters_host"] + values["parameters_disk"]
+    by_cpu = values["cpu"] + values["disk_cpu"]
+    on_host = values["cpu"] + values["streamed"]
+    values["weights_up"] = _above(by_cpu - off)
+    values["weights_down"] = _above(off - by_cpu)
+    values["mirror"] = _above(by_cpu - values["gradients_host"])
+    values["gradients_up"] = _above(values["gradients_host"] - by_cpu)
+    values["master_device"] = _above(values["resident"] + off - 1.0)
+    values["master_host"] = on_host if request.speculates else _above(on_host - values["parameters_host"])
+    lands = numpy.array([lands_on_copy(request, cost) for cost in costs])
+    values["weights_held"] = _above(values["weights_up"] - numpy.where(lands, values["mirror"], 0.0))
+    return values
 
 
 def lands_on_copy(request: PlanRequest, cost: GroupCost) -> bool:
-    """Whether new parameters take the place of the gradient's copy on the host."""
+    """Return whether new parameters take the place of the gradient's copy on the host."""
     return cost.gradient_bytes == request.model.parameter_bytes and not request.speculates
 
 
-def work(request: PlanRequest, found: Sequence[GroupCost], shares: Sequence[GroupShares]) -> dict[str, float]:
-    """Seconds of work in a step, by resource, for given shares."""
-    demands, values, passes = ResourceDemands(request, found), values_of(request, found, shares), request.accumulate
-    later = numpy.full(len(found), 2.0 * passes - 1.0)  # times that parameters come beside the first forward
-    later[-1] = passes - 1.0  # those of the last group stay for backward
-    parts = ((demands.update(), 1.0), (demands.again(), later), (demands.sums(), passes - 1.0))
+def times_brought(passes: int, num_groups: int) -> Array:
+    """Return how often parameters come to the device in a step beside the first forward; those of the last group stay
+    for backward."""
+    times = numpy.full(num_groups, 2.0 * passes - 1.0)
+    times[-1] = passes - 1.0
+    return times
+
+
+def work(request: PlanRequest, costs: Sequence[GroupCost], shares: Sequence[GroupShares]) -> dict[str, float]:
+    """Return the seconds of work in a step, by resource, for given shares."""
+    demands = ResourceDemands(request, costs)
+    values = values_of(request, costs, shares)
+    passes = request.accumulate
+    parts: list[tuple[dict[str, Factors], Array | float]] = [
+        (demands.update(), 1.0),
+        (demands.again(), times_brought(passes, len(costs))),
+        (demands.sums(), passes - 1.0),
+        (demands.activations(), float(passes)),
+    ]
     total: dict[str, float] = {}
-    for resources, times in (*parts, (demands.activations(), float(passes))):
+    for resources, times in parts:
         for resource, factors in resources.items():
             seconds = sum(float((factor * values[name] * times).sum()) for name, factor in factors.items())
             total[resource] = total.get(resource, 0.0) + seconds
     return total
 
 
-def _column(found: Sequence[GroupCost], name: str) -> Array:
-    return numpy.array([float(getattr(cost, name)) for cost in found])
+def _array(numbers: Iterable[float]) -> Array:
+    return numpy.array(list(numbers), float)
 
 
 def _above(values: Array) -> Array:
-    made: Array = numpy.maximum(values, 0.0)
-    return made
+    """Return the values, or 0 where they are less."""
+    above: Array = numpy.maximum(values, 0.0)
+    return above
 
 
 def _scaled(factors: Mapping[str, Array], by: float) -> Factors:

@@ -15,7 +15,6 @@ peak       the largest output: of the feed-forward part in a block, the gradient
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from zerostd.errors import PrepareError
+from zerostd.monitoring.decoding import decode
 from zerostd.planning.model import GroupProfile, ModelProfile
 
 __all__ = ["from_config", "from_numbers", "parse_count"]
@@ -86,7 +86,7 @@ class _Ends:
 
 
 def parse_count(value: int | str) -> int:
-    """A number of parameters from an integer or a text with a unit: 350M, 7.5B, 1T."""
+    """Return a number of parameters from an integer or a text with a unit: 350M, 7.5B, 1T."""
     remedy = "write it like '350M', '7.5B', '1T' or as an integer above 0"
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
@@ -112,7 +112,7 @@ def from_numbers(
     samples: int | None = None,
     name: str | None = None,
 ) -> ModelProfile:
-    """A GPT of exactly `numel` parameters, in bf16 with the states of AdamW.
+    """Return a GPT of exactly `numel` parameters, in bf16 with the states of AdamW.
 
     With `hidden` and `layers`, a block has 12 hidden^2 + 13 hidden parameters, and what is left belongs to embedding
     and head: to the embedding alone where it is about one matrix (tied), to both where it is two. Without them a
@@ -147,7 +147,7 @@ def _check(**given: int | None) -> None:
 
 
 def _exact(total: int, hidden: int, layers: int, vocabulary: int | None) -> tuple[int, _Ends, list[int]]:
-    """Blocks as the numbers say; embedding and head are what is left."""
+    """Take blocks as the numbers say; embedding and head are what is left."""
     size = 12 * hidden**2 + 13 * hidden
     rest = total - layers * size
     if rest < 0:
@@ -162,7 +162,7 @@ def _exact(total: int, hidden: int, layers: int, vocabulary: int | None) -> tupl
 
 
 def _scaled(total: int, hidden: int | None, layers: int | None, vocabulary: int | None) -> tuple[int, _Ends, list[int]]:
-    """A published shape of about this size; the blocks make up the difference."""
+    """Take a published shape of about this size; the blocks make up the difference."""
     if vocabulary is None:
         vocabulary = VOCABULARY if total >= 10**8 else max(1, 5 * math.isqrt(total))
     if layers is None and hidden is not None:
@@ -195,7 +195,7 @@ def _assemble(name: str, blocks: list[_Block], ends: _Ends, sequence: int, sampl
 
 
 def from_config(path: str | Path, *, sequence: int | None = None, samples: int | None = None) -> ModelProfile:
-    """The model that a Hugging Face config.json describes, by its fields, in bf16 with the states of AdamW.
+    """Return the model that a Hugging Face config.json describes, in bf16 with the states of AdamW.
 
     Counts are exact for GPT-2, for Llama, Mistral, Qwen2 and Qwen3 (the causal language models, with their head), and
     for BERT and RoBERTa (the encoder with its pooler).
@@ -211,11 +211,10 @@ def from_config(path: str | Path, *, sequence: int | None = None, samples: int |
     _check(sequence=sequence, samples=samples)
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
-        data = json.loads(file.read_text())
+        text = file.read_text()
     except (OSError, ValueError) as error:
         raise PrepareError(f"{file} cannot be read as a config.json: {error}") from error
-    if not isinstance(data, dict):
-        raise PrepareError(f"{file} is not a config.json: it holds no fields")
+    data = decode(text, dict[str, Any], what=str(file), error=PrepareError, remedy="name a config.json")
     kind = data.get("model_type")
     if kind not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
@@ -244,7 +243,7 @@ class _Config:
     fields: Mapping[str, Any]
 
     def number(self, *names: str, otherwise: int | None = None) -> int:
-        """The first of these fields that is there."""
+        """Return the first of these fields that is there."""
         for name in names:
             value = self.fields.get(name)
             if value is None:
@@ -257,12 +256,13 @@ class _Config:
         return otherwise
 
     def flag(self, name: str, otherwise: bool) -> bool:
-        """A field that is true or false."""
+        """Return a field that is true or false."""
         return bool(self.fields.get(name, otherwise))
 
 
 def _gpt2(config: _Config) -> tuple[_Block, _Ends]:
-    h, v = config.number("n_embd", "hidden_size"), config.number("vocab_size")
+    h = config.number("n_embd", "hidden_size")
+    v = config.number("vocab_size")
     inner = config.number("n_inner", otherwise=4 * h)
     matrices = 4 * h * h + 2 * h * inner
     numel = matrices + 4 * h + (inner + h) + 4 * h  # biases of attention and feed-forward part, two norms
@@ -278,7 +278,8 @@ def _llama(config: _Config) -> tuple[_Block, _Ends]:
     attention = heads * width
     keys = config.number("num_key_value_heads", otherwise=heads) * width
     matrices = 2 * h * attention + 2 * h * keys + 3 * h * inner
-    kind, vectors = config.fields["model_type"], 2 * h  # two norms
+    kind = config.fields["model_type"]
+    vectors = 2 * h  # two norms
     if kind == "qwen2":
         vectors += attention + 2 * keys
     elif config.flag("attention_bias", False):

@@ -67,8 +67,18 @@ class ModelProfile:
         return sum(group.trained + group.frozen for group in self.groups)
 
     def activations(self) -> int:
-        """Bytes of activations at their peak on one rank, measured or estimated; 0 if samples are not known."""
+        """Return the bytes of activations on one rank at their peak, measured or estimated; 0 without samples."""
         return int(self._estimate()) if self.activation_bytes is None else self.activation_bytes
+
+    def with_twice_the_samples(self) -> ModelProfile:
+        """Return the same model with twice the samples in a pass, as far as anything is known of a pass."""
+        return replace(
+            self,
+            samples=None if self.samples is None else 2 * self.samples,
+            forward_s=None if self.forward_s is None else 2 * self.forward_s,
+            backward_s=None if self.backward_s is None else 2 * self.backward_s,
+            activation_bytes=None if self.activation_bytes is None else 2 * self.activation_bytes,
+        )
 
     @cached_property
     def knows_activations(self) -> bool:
@@ -80,7 +90,8 @@ class ModelProfile:
         """The groups with activations that add up to what was measured. If that is less than the estimate, all are in
         proportion less. What is more is needed for a moment only: what is kept was seen, what an operation needs beside
         its output was not."""
-        estimate, measured = self._estimate(), self.activation_bytes
+        estimate = self._estimate()
+        measured = self.activation_bytes
         if measured is None or not estimate:
             return self.groups
         most = (self.samples or 0) * max(group.peak_bytes for group in self.groups)

@@ -1,5 +1,5 @@
-"""A plan: what rests where, by which route it is updated, and what that is predicted to cost. Frozen, JSON both ways;
-one written by hand is obeyed like any other."""
+"""A plan: what is kept where, by which route it is updated, and what that is predicted to cost. It is frozen, and JSON
+both ways; a plan written by hand is obeyed like any other."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Prediction:
     prices: Mapping[Tier, float] = field(default_factory=dict)  # seconds a step is shorter for a byte of the next GiB
 
     def total(self, tier: Tier) -> int:
-        """Bytes of one tier."""
+        """Return the bytes of one tier."""
         return sum(self.bytes.get(tier, {}).values())
 
     @property
@@ -95,7 +95,7 @@ class Plan:
                 raise PrepareError(f"activations of {name!r} are {way!r}, and can be {', '.join(WAYS)}")
 
     def homes_of(self, group: str) -> Homes:
-        """Of one group, by its name or by the first glob that fits it."""
+        """Return the homes of one group, by its name or by the first glob that fits it."""
         homes: Homes | None = _by_name(self.homes, group)
         if homes is not None:
             return homes
@@ -105,12 +105,12 @@ class Plan:
         )
 
     def activations_of(self, group: str) -> str | None:
-        """What one group does with its activations: keep, recompute or host; None: the plan does not say."""
-        found: str | None = _by_name(self.activations, group)
-        return found
+        """Return what one group does with its activations: keep, recompute or host; None: the plan does not say."""
+        way: str | None = _by_name(self.activations, group)
+        return way
 
     def placement(self, sizes: Mapping[str, float]) -> Placement:
-        """The same in shares of the whole, for groups of these sizes: what is shown and checked."""
+        """Return the plan in shares of the whole, for groups of these sizes: what is shown and checked."""
         total = sum(sizes.values()) or 1.0
         parts = {kind: dict.fromkeys(Tier, 0.0) for kind in (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER_STATES)}
         by_cpu = off = 0.0
@@ -163,12 +163,12 @@ class Plan:
         return cls.from_json(text, f"the plan {path}")
 
     def explain(self) -> str:
-        """The plan in words and a table."""
+        """Return the plan in words and a table."""
         return "\n".join([*_table(self), "", *_sentences(self)])
 
 
 def _tidy(tiers: Mapping[Tier, float]) -> str | dict[str, float]:
-    """One tier by its name; several as shares that sum to one."""
+    """Return one tier by its name; several as shares that sum to one."""
     kept = {tier: share for tier, share in tiers.items() if share > 1e-9}
     if len(kept) == 1:
         return next(iter(kept)).value
@@ -176,18 +176,19 @@ def _tidy(tiers: Mapping[Tier, float]) -> str | dict[str, float]:
     return {tier.value: share / total for tier, share in kept.items()}
 
 
-def _by_name(found: Mapping[str, Any], group: str) -> Any:
-    """What is said of a group, by its name or by the first glob that fits it; None: nothing."""
-    if group in found:
-        return found[group]
-    return next((said for pattern, said in found.items() if fnmatch.fnmatchcase(group, pattern)), None)
+def _by_name(table: Mapping[str, Any], group: str) -> Any:
+    """Return the entry of a group, by its name or by the first glob that fits it; None if there is none."""
+    if group in table:
+        return table[group]
+    return next((entry for pattern, entry in table.items() if fnmatch.fnmatchcase(group, pattern)), None)
 
 
 def _table(plan: Plan) -> list[str]:
     kinds = [kind for kind in Kind if any(plan.predicted.bytes.get(tier, {}).get(kind) for tier in Tier)]
     rows = ["tier    " + "".join(f"{kind.value.replace('_', ' '):>18}" for kind in kinds) + f"{'in all':>12}{'of':>12}"]
     for tier in Tier:
-        held, limit = plan.predicted.bytes.get(tier, {}), plan.limits.get(tier)
+        held = plan.predicted.bytes.get(tier, {})
+        limit = plan.limits.get(tier)
         if not plan.predicted.total(tier) and limit is None:
             continue
         cells = "".join(f"{size_text(held.get(kind, 0)):>18}" for kind in kinds)
@@ -224,7 +225,7 @@ def _sentences(plan: Plan) -> list[str]:
 
 
 def _activations_in_words(activations: Mapping[str, str]) -> Iterator[str]:
-    """Which groups do what, neighbours together."""
+    """Yield which groups do what, neighbours together."""
     stretches: dict[str, list[list[str]]] = {way: [] for way in DOES}
     before = ""
     for name, way in activations.items():
@@ -235,7 +236,7 @@ def _activations_in_words(activations: Mapping[str, str]) -> Iterator[str]:
     for way, does in DOES.items():
         if not stretches[way]:
             continue
-        names = [one[0] if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in stretches[way]]
-        count = sum(len(one) for one in stretches[way])
+        names = [stretch[0] if len(stretch) == 1 else f"{stretch[0]} to {stretch[-1]}" for stretch in stretches[way]]
+        count = sum(len(stretch) for stretch in stretches[way])
         text = ", ".join(names[:MOST_NAMED]) + (" and more" if len(names) > MOST_NAMED else "")
         yield f"{does} {'all groups' if text == '*' else text}" + (f" ({count} groups)" if count > 1 else "")

@@ -8,41 +8,31 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zerostd.errors import PrepareError
-from zerostd.monitoring.texts import size_text
 from zerostd.planning.activations import activation_bytes, way_of
-from zerostd.planning.advice import explain_missing, recomputing
-from zerostd.planning.costs import GroupCost, PlanRequest, group_costs, merged
-from zerostd.planning.demands import WHOLE, GroupShares, work
+from zerostd.planning.advice import about_activations, explain_missing, recomputed_bytes
+from zerostd.planning.costs import GroupCost, group_costs, merged
+from zerostd.planning.demands import GroupShares, work
 from zerostd.planning.linear import Infeasible, LinearSolution
 from zerostd.planning.plan import GIB, Plan, Prediction
-from zerostd.planning.program import SLACK, Optimum, optimise, prices_of, quickest
-from zerostd.planning.rounding import settle
+from zerostd.planning.program import SLACK, optimise, prices_of, quickest
+from zerostd.planning.request import PlanRequest
+from zerostd.planning.rounding import optimise_whole
 from zerostd.planning.simulation import simulate
-from zerostd.planning.solution import (
-    Solution,
-    activations_by_group,
-    fits,
-    homes_by_group,
-    model_state,
-    shares_of,
-)
+from zerostd.planning.solution import Solution, activations_by_group, fits, homes_by_group, model_state, shares_of
 from zerostd.policy import Homes, Kind, Tier
 
-__all__ = ["Solution", "evaluate", "homes_by_group", "make_plan", "model_state", "place_states", "plan_from", "solve"]
+__all__ = ["Solution", "evaluate", "homes_by_group", "model_state", "place_states", "plan_from", "solve"]
 
-PARTS = (0.4, 0.5, 0.6, 0.7, 0.85)  # of states on the host by the processor, tried in the simulation
+CPU_PARTS = (0.4, 0.5, 0.6, 0.7, 0.85)  # of states on the host that the CPU updates, tried in the simulation
 DIGITS = 9  # of seconds: among placements that differ in less, the first is taken
 FEW = 1e-3  # of the bytes off the device: as good as none
 WORTH_TELLING = 0.15  # of a step: what recomputing must bring
 WORTH_CHANGING = 0.01  # of a step: what another answer must bring
 WORTH_MOVING = 0.1  # of a step: what a plan must bring to move anything where all fits on the device
-MOST_LOADS = 96  # groups that the program sees; neighbours of larger models are placed together
+MOST_GROUPS = 96  # that the program sees; neighbours of larger models are placed together
 
 
-def make_plan(request: PlanRequest, notes: Sequence[str] = ()) -> Plan:
-    """The fastest plan that fits, its bytes by the closed form."""
-    solution = solve(request)
-    return plan_from(solution, homes_by_group(solution), model_state(solution), notes)
+# -- plans --
 
 
 def plan_from(
@@ -51,49 +41,61 @@ def plan_from(
     counted: Mapping[Tier, Mapping[Kind, int]],
     notes: Sequence[str] = (),
 ) -> Plan:
-    """A solution as a plan, with bytes that were counted for its homes."""
+    """Return a solution as a plan, with bytes that were counted for its homes."""
     request = solution.request
-    knows_time = request.model.samples is not None or request.model.forward_s is not None
+    speculates = request.speculates and any(share.resident < 1 for share in solution.shares)
     busy = work(request, solution.costs, solution.shares)
     busy["wire"] = request.accumulate * sum(cost.wire_s for cost in solution.costs)
     predicted = Prediction(
-        step_s=solution.timeline.step_s if knows_time else None,
-        compute_s=solution.timeline.compute_s if knows_time else None,
-        clipped_s=_clipped_s(solution) if knows_time and _speculates(solution) else None,
         bytes=counted,
         busy={name: seconds for name, seconds in busy.items() if seconds > 1e-9},
         prices=_prices(solution),
     )
+    if request.knows_time:
+        predicted = replace(
+            predicted,
+            step_s=solution.timeline.step_s,
+            compute_s=solution.timeline.compute_s,
+            clipped_s=_clipped_s(solution) if speculates else None,
+        )
+        notes = [*_notes(solution), *notes]
     return Plan(
         homes=homes,
         stage=request.stage,
         world_size=request.world_size,
-        speculate=_speculates(solution),
+        speculate=speculates,
         predicted=predicted,
         limits=dict(request.limits),
-        notes=(*(_notes(solution) if knows_time else ()), *notes),
+        notes=tuple(notes),
         activations=activations_by_group(solution),
     )
 
 
+def _clipped_s(solution: Solution) -> float:
+    """Return what a step takes whose update waits for the norm after all."""
+    return simulate(replace(solution.request, speculates=False), solution.costs, solution.shares).step_s
+
+
 def _prices(solution: Solution) -> dict[Tier, float]:
-    """Seconds for a byte, of the next GiB: by how much the program's step becomes shorter, in shares of groups, since
-    whole ones may have to change places to make use of it; and a step has its arithmetic, with nothing recomputed."""
-    request, found = solution.asked or solution.request, solution.costs
-    made: dict[Tier, float] = {}
+    """Return the seconds for a byte, of the next GiB: by how much the program's step becomes shorter, in shares of
+    groups, since whole ones may have to change places to make use of it; and a step has its arithmetic, with nothing
+    recomputed."""
+    request = solution.asked or solution.request
+    prices: dict[Tier, float] = {}
     with contextlib.suppress(Infeasible):  # it is a plan that no longer fits
-        first = _shortest(request, solution)
-        made = prices_of(first)
-        for tier in (tier for tier in request.limits if made[tier]):
-            more = _shortest(replace(request, limits={**request.limits, tier: request.limits[tier] + GIB}), solution)
-            made[tier] = min(made[tier], max(0.0, first.objective - more.objective) / GIB)
-    least_s = request.accumulate * sum(cost.compute_s for cost in found)
+        shortest = _shortest(request, solution)
+        prices = prices_of(shortest)
+        for tier in (tier for tier in request.limits if prices[tier]):
+            more = {**request.limits, tier: request.limits[tier] + GIB}
+            gain = shortest.objective - _shortest(replace(request, limits=more), solution).objective
+            prices[tier] = min(prices[tier], max(0.0, gain) / GIB)
+    least_s = request.accumulate * sum(cost.compute_s for cost in solution.costs)
     most_s = max(0.0, solution.timeline.step_s - least_s)
-    return {tier: min(price, most_s / GIB) for tier, price in made.items()}
+    return {tier: min(price, most_s / GIB) for tier, price in prices.items()}
 
 
 def _shortest(request: PlanRequest, solution: Solution) -> LinearSolution:
-    """In shares of groups; as whole ones, where only those were found to fit."""
+    """Return the shortest step in shares of groups; in whole ones, where only those were found to fit."""
     with contextlib.suppress(Infeasible):
         return quickest(request, solution.costs)[1]
     return quickest(request, solution.costs, fixed=solution.shares)[1]
@@ -102,113 +104,106 @@ def _shortest(request: PlanRequest, solution: Solution) -> LinearSolution:
 def _notes(solution: Solution) -> Iterator[str]:
     yield _twice_the_samples(solution)
     if solution.request.chooses:
-        yield from _about_activations(solution)
+        yield from about_activations(solution)
     else:
         yield from _if_recomputed(solution)
 
 
-def _speculates(solution: Solution) -> bool:
-    return solution.request.speculates and any(share.resident < 1 for share in solution.shares)
-
-
-def _clipped_s(solution: Solution) -> float:
-    """What a step takes whose update waits for the norm after all."""
-    return simulate(replace(solution.request, speculates=False), solution.costs, solution.shares).step_s
-
-
-def _about_activations(solution: Solution) -> Iterator[str]:
-    """Bytes and seconds of what is not kept."""
-    found, passes = solution.costs, solution.request.accumulate
-    kept = activation_bytes(found, [GroupShares()] * len(found))[0]
-    held, sent = activation_bytes(found, solution.shares)
-    again_s = passes * sum(
-        cost.activations.again_s
-        for cost, share in zip(found, solution.shares, strict=True)
-        if cost.activations is not None and way_of(share) == "recompute"
-    )
-    if held < kept:
-        more = [f"{again_s:.3g} s of arithmetic a step"] * (again_s > 0)
-        more += [f"{size_text(sent)} of the host, over the link and back in every pass"] * (sent > 0)
-        instead = f"{size_text(held)} of the device instead of {size_text(kept)}"
-        yield f"Activations take {instead}, for {' and '.join(more)}."
-
-
 def _if_recomputed(solution: Solution) -> Iterator[str]:
-    """Whether a step would be much shorter if the model recomputed activations, and so left room for model state."""
+    """Yield whether a step would be much shorter if the model recomputed activations, and so left room for model
+    state."""
     request = solution.request
-    again, now = recomputing(request), request.model.activations()
-    could = 1.0 - solution.timeline.compute_s / max(solution.timeline.step_s, 1e-12)
-    if again is None or again >= now or could < WORTH_TELLING or not _bytes_off(solution):
+    activations = request.model.activations()
+    recomputed = recomputed_bytes(request)
+    most_gain = 1.0 - solution.timeline.compute_s / max(solution.timeline.step_s, 1e-12)
+    if recomputed is None or recomputed >= activations or most_gain < WORTH_TELLING or not solution.bytes_off:
         return
-    fixed = {**request.fixed, Tier.DEVICE: max(0, request.fixed.get(Tier.DEVICE, 0) - now)}
+    fixed = {**request.fixed, Tier.DEVICE: max(0, request.fixed.get(Tier.DEVICE, 0) - activations)}
     try:
-        other = _as_measured(replace(request, fixed=fixed, activations=frozenset({"keep", "recompute"})))
+        changed = _solve_as_measured(replace(request, fixed=fixed, activations=frozenset({"keep", "recompute"})))
     except PrepareError:
         return
-    gain = 1.0 - other.timeline.step_s / solution.timeline.step_s
+    gain = 1.0 - changed.timeline.step_s / solution.timeline.step_s
     if gain > WORTH_TELLING:
-        done = [
-            len(cost.members) for cost, share in zip(other.costs, other.shares, strict=True) if way_of(share) != "keep"
-        ]
+        pairs = zip(changed.costs, changed.shares, strict=True)
+        count = sum(len(cost.members) for cost, share in pairs if way_of(share) != "keep")
         yield (
-            f"Recomputing the activations of {sum(done)} of {len(request.model.groups)} groups with "
+            f"Recomputing the activations of {count} of {len(request.model.groups)} groups with "
             f"torch.utils.checkpoint would make a step {gain:.0%} shorter: it leaves more of the device to model state."
         )
 
 
 def _twice_the_samples(solution: Solution) -> str:
-    """What they would buy, in words."""
-    request, model = solution.request, solution.request.model
-    more = {
-        name: 2 * value
-        for name in ("samples", "forward_s", "backward_s", "activation_bytes")
-        if (value := getattr(model, name)) is not None
-    }
+    """Return what twice the samples in a pass would buy, in words."""
+    request = solution.request
     fixed = request.fixed
     if not request.chooses:
-        fixed = {**fixed, Tier.DEVICE: fixed.get(Tier.DEVICE, 0) + model.activations()}
+        fixed = {**fixed, Tier.DEVICE: fixed.get(Tier.DEVICE, 0) + request.model.activations()}
     try:
-        other = _as_measured(replace(request, model=replace(model, **more), fixed=fixed))
+        changed = _solve_as_measured(replace(request, model=request.model.with_twice_the_samples(), fixed=fixed))
     except PrepareError:
         return "Twice the samples in a pass would not fit."
-    gain = 2 * solution.timeline.step_s / max(other.timeline.step_s, 1e-12)
+    gain = 2 * solution.timeline.step_s / max(changed.timeline.step_s, 1e-12)
     return f"Twice the samples in a pass would train {gain:.2f} times as many of them in a second."
 
 
+# -- solutions --
+
+
 def solve(request: PlanRequest) -> Solution:
-    """The best placement of whole groups. Raises PrepareError with what is missing, if nothing fits."""
-    best = _as_measured(request)
+    """Return the best placement of whole groups. Raises PrepareError with what is missing, if nothing fits."""
+    best = _solve_as_measured(request)
     if best.slow_s > best.timeline.step_s * (1 + SLACK):
         return _better(best, [best.slow_request])
     return best
 
 
-def _as_measured(request: PlanRequest) -> Solution:
-    """The best one for a machine that stays as it was measured."""
+def evaluate(request: PlanRequest, homes: Mapping[str, Homes]) -> Solution:
+    """Return what given homes cost. Groups that are placed as one must have the same."""
+    costs = merged(group_costs(request), MOST_GROUPS)
+    shares = [shares_of(homes[cost.name]) for cost in costs]
+    return Solution(request, costs, shares, simulate(request, costs, shares))
+
+
+def place_states(solution: Solution, fixed: Mapping[Tier, int]) -> Solution | None:
+    """Place the states again beside other fixed bytes, with parameters and gradients where they are. Returns None if
+    they do not fit."""
+    request = replace(solution.request, fixed=fixed)
+    try:
+        _, shares = optimise(request, solution.costs, fixed=solution.shares)
+    except Infeasible:
+        return None
+    asked = solution.asked and replace(solution.asked, fixed=fixed)
+    return replace(_choose(request, solution.costs, shares), asked=asked)
+
+
+def _solve_as_measured(request: PlanRequest) -> Solution:
+    """Return the best solution for a machine that stays as it was measured."""
     best = _solve(request)
     return _better(best, _simpler(request, best))
 
 
-def _better(best: Solution, others: Iterable[PlanRequest]) -> Solution:
-    """This one, or the answer to another request: the program does not see all that it costs to do one thing here, one
-    there, and relies on a processor that may be slow."""
-    for other in others:
+def _better(best: Solution, requests: Iterable[PlanRequest]) -> Solution:
+    """Return this solution, or the answer to another request: the program does not see all that it costs to do one
+    thing here, one there, and relies on a CPU that may be slow."""
+    for request in requests:
         with contextlib.suppress(PrepareError):
-            made = _solve(other)
-            timeline = simulate(best.request, made.costs, made.shares)
-            found = Solution(best.request, made.costs, made.shares, timeline)
-            if found.cost_s < best.cost_s * (1 - WORTH_CHANGING):
-                best = replace(found, asked=replace(other, machine=found.request.machine))
+            answer = _solve(request)
+            timeline = simulate(best.request, answer.costs, answer.shares)
+            asked = replace(request, machine=best.request.machine)
+            candidate = Solution(best.request, answer.costs, answer.shares, timeline, asked)
+            if candidate.cost_s < best.cost_s * (1 - WORTH_CHANGING):
+                best = candidate
     return best
 
 
 def _simpler(request: PlanRequest, solution: Solution) -> Iterator[PlanRequest]:
-    """The request with less to choose from, where that can be shorter."""
-    used = {way_of(share) for share in solution.shares}
-    if request.chooses and "recompute" in request.ways and used != {"recompute"}:
-        again_s = sum(cost.activations.longer_s for cost in solution.costs if cost.activations is not None)
-        least = again_s + sum(cost.forward_s + cost.backward_s for cost in solution.costs)
-        if request.accumulate * least < solution.cost_s:
+    """Yield the request with less to choose from, where that can be shorter."""
+    ways = {way_of(share) for share in solution.shares}
+    if request.chooses and "recompute" in request.ways and ways != {"recompute"}:
+        longer_s = sum(cost.activations.longer_s for cost in solution.costs if cost.activations is not None)
+        least_s = longer_s + sum(cost.forward_s + cost.backward_s for cost in solution.costs)
+        if request.accumulate * least_s < solution.cost_s:
             yield replace(request, activations=frozenset({"recompute"}))
     is_off = any(share.gradients_host + share.parameters_host + share.parameters_disk for share in solution.shares)
     if is_off:  # what is off comes and goes in every pass, behind what is streamed
@@ -216,122 +211,95 @@ def _simpler(request: PlanRequest, solution: Solution) -> Iterator[PlanRequest]:
 
 
 def _solve(request: PlanRequest) -> Solution:
-    found = merged(group_costs(request), MOST_LOADS)
+    costs = merged(group_costs(request), MOST_GROUPS)
     try:
-        fixed, optimum = _settled(request, found)
+        _, shares = _optimise_with_and_without_host(request, costs)
     except Infeasible:
-        raise PrepareError(explain_missing(request, found)) from None
-    return _chosen(request, found, fixed, optimum)
+        raise PrepareError(explain_missing(request, costs)) from None
+    return _choose(request, costs, shares)
 
 
-def place_states(solution: Solution, fixed: Mapping[Tier, int]) -> Solution | None:
-    """The states placed again beside other fixed bytes, with parameters and gradients where they are; None if they do
-    not fit."""
-    request = replace(solution.request, fixed=fixed)
-    try:
-        optimum = optimise(request, solution.costs, fixed=solution.shares)
-    except Infeasible:
-        return None
-    chosen = _chosen(request, solution.costs, solution.shares, optimum)
-    return replace(chosen, asked=solution.asked and replace(solution.asked, fixed=fixed))
-
-
-def _chosen(request: PlanRequest, found: list[GroupCost], fixed: Sequence[GroupShares], optimum: Optimum) -> Solution:
-    """Of a few placements that the program finds alike, the one that the simulation likes best."""
-    shares = [
-        replace(one, **{name: getattr(given, name) for name in WHOLE})
-        for one, given in zip(optimum.shares, fixed, strict=True)
-    ]
-    choices = [shares, _even(found, shares)]
-    if request.machine.link is not None:
-        choices += [_alike(shares, part) for part in PARTS]
-    at_home = [_all_resident(cost) for cost in found] if _fits_on_device(request, found) else None
-    made = list[Solution]()
-    for choice in choices if at_home is None else [*choices, at_home]:
-        if all(choice != one.shares for one in made) and (fits(request, found, choice) or not made):
-            made.append(Solution(request, found, choice, simulate(request, found, choice)))
-    shortest = min(one.timeline.step_s for one in made)
-    for one in made:
-        if one.shares == at_home and one.timeline.step_s <= shortest * (1 + WORTH_MOVING):
-            return one
-    least = math.inf
-    for one in sorted(made, key=lambda one: one.timeline.step_s):
-        if one.timeline.step_s < least:  # else it costs more
-            least = min(least, one.cost_s)
-    near = [one for one in made if one.timeline.step_s <= least * (1 + SLACK) and one.cost_s <= least * (1 + SLACK)]
-    few = min(_bytes_off(one) for one in near) * (1 + FEW)
-    return min((one for one in near if _bytes_off(one) <= few), key=lambda one: round(one.cost_s, DIGITS))
-
-
-def _settled(request: PlanRequest, found: Sequence[GroupCost]) -> tuple[list[GroupShares], Optimum]:
-    """Whole groups, and the program's answer for them. Activations that go to the host cost more as a whole than in
-    shares, which hide behind the arithmetic of their neighbours: so the same is tried without. Raises Infeasible."""
-    fixed, optimum = settle(request, found)
-    others = request.ways - {"host"}
-    if others and any(share.activations_host for share in fixed):
+def _optimise_with_and_without_host(
+    request: PlanRequest, costs: Sequence[GroupCost]
+) -> tuple[float, list[GroupShares]]:
+    """Optimise whole groups. Activations that go to the host cost more as a whole than in shares, which hide behind the
+    arithmetic of their neighbours: so the same is tried without. Raises Infeasible."""
+    step_s, shares = optimise_whole(request, costs)
+    without_host = request.ways - {"host"}
+    if without_host and any(share.activations_host for share in shares):
         with contextlib.suppress(Infeasible):
-            without = _settled(replace(request, activations=others), found)
-            if without[1].step_s < optimum.step_s:
+            without = optimise_whole(replace(request, activations=without_host), costs)
+            if without[0] < step_s:
                 return without
-    return fixed, optimum
+    return step_s, shares
 
 
-def evaluate(request: PlanRequest, homes: Mapping[str, Homes]) -> Solution:
-    """What given homes cost. Groups that are placed as one must have the same."""
-    found = merged(group_costs(request), MOST_LOADS)
-    names = [group.name for group in request.model.groups]
-    shares = [shares_of(homes[names[cost.members[0]]]) for cost in found]
-    return Solution(request, found, shares, simulate(request, found, shares))
+def _choose(request: PlanRequest, costs: list[GroupCost], shares: list[GroupShares]) -> Solution:
+    """Return, of a few placements that the program finds alike, the one that the simulation likes best."""
+    placements = [shares, _even(costs, shares)]
+    if request.machine.link is not None:
+        placements += [_alike(shares, part) for part in CPU_PARTS]
+    at_home = [_all_resident(cost) for cost in costs] if _fits_on_device(request, costs) else None
+    if at_home is not None:
+        placements.append(at_home)
+    solutions = list[Solution]()
+    for placement in placements:
+        is_new = all(placement != solution.shares for solution in solutions)
+        if is_new and (fits(request, costs, placement) or not solutions):
+            solutions.append(Solution(request, costs, placement, simulate(request, costs, placement)))
+    shortest_s = min(solution.timeline.step_s for solution in solutions)
+    for solution in solutions:
+        if solution.shares == at_home and solution.timeline.step_s <= shortest_s * (1 + WORTH_MOVING):
+            return solution
+    least_s = math.inf
+    for solution in sorted(solutions, key=lambda solution: solution.timeline.step_s):
+        if solution.timeline.step_s < least_s:  # else it costs more
+            least_s = min(least_s, solution.cost_s)
+    most_s = least_s * (1 + SLACK)
+    near = [solution for solution in solutions if solution.timeline.step_s <= most_s and solution.cost_s <= most_s]
+    few = min(solution.bytes_off for solution in near) * (1 + FEW)
+    candidates = [solution for solution in near if solution.bytes_off <= few]
+    return min(candidates, key=lambda solution: round(solution.cost_s, DIGITS))
 
 
 def _all_resident(cost: GroupCost) -> GroupShares:
-    """Everything on the device that may be."""
+    """Return everything on the device that may be there."""
     return GroupShares(parameters_host=float(cost.rests is Tier.HOST), parameters_disk=float(cost.rests is Tier.DISK))
 
 
-def _bytes_off(solution: Solution) -> float:
-    """What is not on the device."""
-    return sum(
-        cost.updated * solution.request.model.state_bytes * (1 - share.resident)
-        + cost.parameters * (share.parameters_host + share.parameters_disk)
-        + cost.gradients * share.gradients_host
-        for cost, share in zip(solution.costs, solution.shares, strict=True)
-    )
-
-
-def _alike(shares: Sequence[GroupShares], part: float) -> list[GroupShares]:
-    """The same part by the processor in all groups, whatever the program says: it sees no harm in giving it all of some
-    groups and none of others, and then it has nothing to do for half of backward."""
-    made = []
-    for share in shares:
-        on_host = 0.0 if share.parameters_disk else share.cpu + share.streamed
-        made.append(replace(share, cpu=on_host * part, streamed=on_host * (1 - part)) if on_host else share)
-    return made
-
-
-def _fits_on_device(request: PlanRequest, found: Sequence[GroupCost]) -> bool:
-    states = sum(cost.updated for cost in found) * request.model.state_bytes
-    rest = sum(cost.gradients + cost.pinned_gradients for cost in found)
-    rest += sum(cost.parameters for cost in found if cost.rests in (None, Tier.DEVICE))
+def _fits_on_device(request: PlanRequest, costs: Sequence[GroupCost]) -> bool:
+    states = sum(cost.updated for cost in costs) * request.model.state_bytes
+    rest = sum(cost.gradients + cost.pinned_gradients for cost in costs)
+    rest += sum(cost.parameters for cost in costs if cost.rests in (None, Tier.DEVICE))
     if request.chooses:
         if "keep" not in request.ways:
             return False
-        rest += activation_bytes(found, [GroupShares() for _ in found])[0]
+        rest += activation_bytes(costs, [GroupShares() for _ in costs])[0]
     return states + rest + request.fixed.get(Tier.DEVICE, 0) <= request.limits.get(Tier.DEVICE, 0)
 
 
-def _even(found: Sequence[GroupCost], shares: Sequence[GroupShares]) -> list[GroupShares]:
-    """Among groups whose parameters and gradients rest alike, the processor's part of what is on the host is the same
-    in all: the program does not care, but workers that take turns on every group wait less for each other."""
-    made = list(shares)
+def _even(costs: Sequence[GroupCost], shares: Sequence[GroupShares]) -> list[GroupShares]:
+    """Give the CPU the same part of what is on the host in all groups whose parameters and gradients are kept alike:
+    the program does not care, but workers that take turns on every group wait less for each other."""
     alike: dict[tuple[float, float, float], list[int]] = {}
     for index, share in enumerate(shares):
         alike.setdefault((share.parameters_host, share.parameters_disk, share.gradients_host), []).append(index)
+    even = list(shares)
     for indices in alike.values():
-        cpu = sum(found[i].updated * shares[i].cpu for i in indices)
-        streamed = sum(found[i].updated * shares[i].streamed for i in indices)
+        cpu = sum(costs[index].updated * shares[index].cpu for index in indices)
+        streamed = sum(costs[index].updated * shares[index].streamed for index in indices)
         part = cpu / (cpu + streamed) if cpu + streamed else 0.0
-        for i in indices:
-            on_host = shares[i].cpu + shares[i].streamed
-            made[i] = replace(shares[i], cpu=on_host * part, streamed=on_host * (1 - part))
-    return made
+        for index in indices:
+            even[index] = _with_cpu_part(shares[index], part)
+    return even
+
+
+def _alike(shares: Sequence[GroupShares], part: float) -> list[GroupShares]:
+    """Give the CPU the same part in all groups, whatever the program says: it sees no harm in giving it all of some
+    groups and none of others, and then the CPU has nothing to do for half of backward."""
+    return [share if share.parameters_disk else _with_cpu_part(share, part) for share in shares]
+
+
+def _with_cpu_part(share: GroupShares, part: float) -> GroupShares:
+    on_host = share.cpu + share.streamed
+    return replace(share, cpu=on_host * part, streamed=on_host * (1 - part))

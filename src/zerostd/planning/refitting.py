@@ -1,4 +1,4 @@
-"""A request whose rates are those that were seen: steps under a plan show how fast each worker really is.
+"""A request whose rates are those that were observed: steps under a plan show how fast each worker really is.
 
 What a worker was seen to take is held against what it takes in the simulation of the same plan, and the rate it leans
 on is changed by that ratio. What it shares with others is in the simulation too, so it is not counted twice.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from zerostd.planning.costs import PlanRequest
 from zerostd.planning.machine import MachineProfile
 from zerostd.planning.planner import evaluate
+from zerostd.planning.request import PlanRequest
 from zerostd.policy import Homes
 
 __all__ = ["ObservedStep", "refit"]
@@ -24,7 +24,7 @@ LEAST_PART = 0.1  # of a step: in less, what it shares with others hides how fas
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """What steps were seen to take, on the rank that took longest."""
+    """What steps were observed to take, on the rank that took longest."""
 
     step_s: float
     forward_s: float  # of one pass with all else that the loop does, which hides updates as well; without waiting
@@ -34,44 +34,50 @@ class ObservedStep:
     activation_bytes: int | None = None  # on the device beside model state, at most; None: not known
 
 
-def refit(request: PlanRequest, homes: Mapping[str, Homes], seen: ObservedStep) -> PlanRequest:
-    """The request with compute and rates as they were seen under a plan with these homes."""
-    forward_s, backward_s = seen.forward_s, seen.backward_s
-    model = replace(request.model, forward_s=forward_s, backward_s=backward_s)
-    if seen.activation_bytes is not None:
-        model = replace(model, activation_bytes=seen.activation_bytes)
-    request, busy = replace(request, model=model), dict(seen.busy)
-    if request.machine.link is None:  # the processor computes, and what else it did has made that longer
-        busy["compute"] = request.accumulate * (forward_s + backward_s)
+def refit(request: PlanRequest, homes: Mapping[str, Homes], observed: ObservedStep) -> PlanRequest:
+    """Return the request with compute and rates as they were observed under a plan with these homes."""
+    model = replace(request.model, forward_s=observed.forward_s, backward_s=observed.backward_s)
+    if observed.activation_bytes is not None:
+        model = replace(model, activation_bytes=observed.activation_bytes)
+    request = replace(request, model=model)
+    busy = dict(observed.busy)
+    if request.machine.link is None:  # the CPU computes, and what else it did has made that longer
+        busy["compute"] = request.accumulate * (observed.forward_s + observed.backward_s)
+    forward_s = observed.forward_s
+    backward_s = observed.backward_s
     for _ in range(MOST_ROUNDS):
         expected = evaluate(request, homes).timeline.busy
         ratios = {
             worker: seconds / expected[worker]
             for worker, seconds in busy.items()
-            if min(seconds, expected.get(worker, 0.0)) > LEAST_SECONDS and seconds > LEAST_PART * seen.step_s
+            if min(seconds, expected.get(worker, 0.0)) > LEAST_SECONDS and seconds > LEAST_PART * observed.step_s
         }
         if all(abs(ratio - 1.0) < CLOSE for ratio in ratios.values()):
             break
         computing = ratios.pop("compute", 1.0)
-        forward_s, backward_s = computing * forward_s, computing * backward_s
+        forward_s *= computing
+        backward_s *= computing
         model = replace(model, forward_s=forward_s, backward_s=backward_s)
         request = replace(request, model=model, machine=_slower(request.machine, ratios))
     return request
 
 
 def _slower(machine: MachineProfile, by: Mapping[str, float]) -> MachineProfile:
-    """The machine with each worker's rates divided by a ratio. The processor is as fast as its cores or its memory let
+    """Return the machine with each worker's rates divided by a ratio. The CPU is as fast as its cores or its memory let
     it be; it was its memory as far as what is streamed, which is in that memory too, was seen to be slower as well."""
-    cpu, streamed, disk = by.get("cpu", 1.0), by.get("streamed", 1.0), by.get("disk", 1.0)
+    cpu = by.get("cpu", 1.0)
+    streamed = by.get("streamed", 1.0)
     memory = min(cpu, streamed) if "streamed" in by else 1.0
     processor = replace(
         machine.processor,
         update_ns={threads: ns * cpu for threads, ns in machine.processor.update_ns.items()},
         memory=machine.processor.memory / memory,
     )
-    link, rates = machine.link, machine.disk
+    link = machine.link
     if link is not None:
         link = replace(link, up=link.up / streamed, down=link.down / streamed, both=link.both / streamed)
-    if rates is not None:
-        rates = replace(rates, read=rates.read / disk, write=rates.write / disk, both=rates.both / disk)
-    return replace(machine, processor=processor, link=link, disk=rates)
+    disk = machine.disk
+    if disk is not None:
+        slower = by.get("disk", 1.0)
+        disk = replace(disk, read=disk.read / slower, write=disk.write / slower, both=disk.both / slower)
+    return replace(machine, processor=processor, link=link, disk=disk)

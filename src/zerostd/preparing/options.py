@@ -14,7 +14,7 @@ from zerostd.engine.settings import Settings
 from zerostd.errors import NotSupportedError, PrepareError
 from zerostd.optimizers.elementwise import check_elementwise, find_states
 from zerostd.parameters.checking import check_model, check_optimizer
-from zerostd.planning.costs import NUM_BUSY_THREADS
+from zerostd.planning.request import NUM_BUSY_THREADS
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, Way, parse_bytes
 from zerostd.preparing.homes import Rules
 from zerostd.sharding import default_cpu_share

@@ -22,12 +22,11 @@ from zerostd.measuring.model import state_widths
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Plan, PlanRequest, Prediction
 from zerostd.planning.advice import if_most_are_clipped
-from zerostd.planning.costs import WORTH_SPECULATING, stages_of, threads_of
-from zerostd.planning.limits import limits_for
 from zerostd.planning.model import WAYS
 from zerostd.planning.planner import Solution, evaluate, homes_by_group, model_state, place_states, plan_from, solve
 from zerostd.planning.program import SLACK
 from zerostd.planning.refitting import ObservedStep, refit
+from zerostd.planning.request import WORTH_SPECULATING, limits_for, stages_of, threads_of
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats
