@@ -41,20 +41,6 @@ from zerostd.preparing.options import check_budget, check_settings
 from zerostd.preparing.proposing import plan_for
 from zerostd.replanning.adapting import adapt
 
-__all__ = [
-    "apply_to_device",
-    "full_state_dict",
-    "gathered",
-    "latest",
-    "load",
-    "memory",
-    "no_sync",
-    "plan",
-    "prepare",
-    "release",
-    "save",
-]
-
 
 def prepare(
     model: nn.Module,

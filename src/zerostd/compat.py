@@ -14,27 +14,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = [
-    "arguments_of",
-    "at_end_of_backward",
-    "base_of",
-    "calls_of",
-    "default_store",
-    "foreach_add_",
-    "foreach_copy_",
-    "has_saved_tensor_hooks",
-    "in_backward",
-    "is_profiling",
-    "move_step_hooks",
-    "negated",
-    "no_dynamo",
-    "no_modes",
-    "note_step",
-    "persistent_buffers",
-    "replaced_trunc_normal",
-    "version_of",
-]
-
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call `function` once when the backward pass that is running now has ended."""

@@ -9,16 +9,6 @@ ZerostdError
 └── StorageError (RuntimeError)      a transfer between tiers, or the work behind it, failed
 """
 
-__all__ = [
-    "CheckpointError",
-    "CommunicationError",
-    "MisuseError",
-    "NotSupportedError",
-    "PrepareError",
-    "StorageError",
-    "ZerostdError",
-]
-
 
 class ZerostdError(Exception):
     """Root of everything zerostd raises on purpose."""

@@ -18,20 +18,6 @@ import torch
 
 from zerostd.errors import PrepareError
 
-__all__ = [
-    "Budget",
-    "Homes",
-    "Kind",
-    "Placement",
-    "Precision",
-    "Route",
-    "Stage",
-    "Tier",
-    "Way",
-    "parse_bytes",
-    "shards",
-]
-
 
 class Stage(enum.IntEnum):
     """How much of the model state is sharded over the ranks."""

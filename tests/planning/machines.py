@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from zerostd.planning import DiskRates, GroupProfile, Link, MachineProfile, ModelProfile, Plan, PlanRequest, Processor
-from zerostd.planning.planner import homes_by_group, model_state, plan_from, solve
+from zerostd.planning.planner import plan_from, solve
+from zerostd.planning.solution import homes_by_group, model_state
 from zerostd.policy import Tier
 
 GIB = 2**30

@@ -20,10 +20,11 @@ from zerostd.planning.costs import GroupCost, group_costs, merged
 from zerostd.planning.demands import GroupShares
 from zerostd.planning.described import from_numbers
 from zerostd.planning.linear import Infeasible
-from zerostd.planning.planner import Solution, model_state, solve
+from zerostd.planning.planner import solve
 from zerostd.planning.program import SLACK, ScheduleProgram, optimise, prices_of, quickest
 from zerostd.planning.rounding import missing_bytes, optimise_whole
 from zerostd.planning.simulation import simulate
+from zerostd.planning.solution import Solution, model_state
 from zerostd.policy import Kind, Tier
 
 ANY = frozenset({"keep", "recompute", "host"})

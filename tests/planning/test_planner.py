@@ -23,9 +23,10 @@ from zerostd.planning import solution as solutions
 from zerostd.planning.costs import group_costs, merged
 from zerostd.planning.demands import WHOLE, GroupShares
 from zerostd.planning.linear import Infeasible
-from zerostd.planning.planner import MOST_GROUPS, Solution, model_state, solve
+from zerostd.planning.planner import MOST_GROUPS, solve
 from zerostd.planning.program import optimise
 from zerostd.planning.rounding import _bytes_program
+from zerostd.planning.solution import Solution, model_state
 from zerostd.policy import Kind, Route, Stage, Tier
 
 GIVES = re.compile(r"\((\d+) bytes\) of the (device|host|disk)")

@@ -24,8 +24,6 @@ from zerostd.monitoring.progress import ByteProgress
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.parameters import Flat
 
-__all__ = ["import_model"]
-
 BLOCK = 4 << 20  # bytes read at a time
 MOST_NAMED = 40  # in an error, of each kind; the log has all
 

@@ -34,8 +34,6 @@ from zerostd.parameters.state_shard import MASTER
 from zerostd.policy import Tier
 from zerostd.tiers import TierTensor
 
-__all__ = ["load_checkpoint"]
-
 MOST_PROBLEMS = 20  # named in an error
 
 

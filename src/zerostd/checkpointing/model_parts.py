@@ -16,8 +16,6 @@ from zerostd.engine.runtime import Runtime
 from zerostd.parameters import Flat, Group
 from zerostd.sharding import Interval
 
-__all__ = ["buffers_of", "flats_of", "full_values", "modules_with_own", "parameters_of", "walk_buffers"]
-
 
 def flats_of(runtime: Runtime) -> list[Flat]:
     """Return all flats, in order."""

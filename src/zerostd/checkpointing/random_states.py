@@ -21,8 +21,6 @@ from zerostd.communication import World
 from zerostd.errors import CheckpointError
 from zerostd.parameters.saved_intervals import SavedInterval, tensor_interval
 
-__all__ = ["encode_other_states", "generator_entries", "generator_records", "restore_functions"]
-
 
 def generator_records(world: World) -> Iterator[SavedInterval]:
     """Yield the states of torch's generators on this rank."""

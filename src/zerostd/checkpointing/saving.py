@@ -29,8 +29,6 @@ from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.records import gradient_records, scalar_states, state_records
 from zerostd.parameters.saved_intervals import SavedInterval, tensor_interval, value_intervals
 
-__all__ = ["describe_optimizer", "save_checkpoint"]
-
 
 @torch.no_grad()
 def save_checkpoint(

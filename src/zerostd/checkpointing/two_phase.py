@@ -15,8 +15,6 @@ from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.parameters import Flat
 from zerostd.tiers import TierTensor
 
-__all__ = ["check_call", "load_in_two_phases", "value_targets"]
-
 UNCHANGED = "Nothing was changed"
 IN_PART = (
     "The model is loaded in part, on all ranks, and cannot be trained or saved like this: call zerostd.load again, "

@@ -32,8 +32,6 @@ from zerostd.measuring.timing import TrialSizes
 from zerostd.monitoring.texts import size_text
 from zerostd.tiers.limits import available_memory, cgroup_memory, check_disk, free_disk, free_host, memlock_limit
 
-__all__ = ["Finding", "doctor", "examine"]
-
 GIB = 2**30
 LEAST_TORCH = (2, 11)
 INSTRUCTIONS = ("plain instructions", "AVX2", "AVX-512")

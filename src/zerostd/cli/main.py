@@ -14,8 +14,6 @@ from zerostd.cli.plan import plan
 from zerostd.cli.report import report
 from zerostd.errors import ZerostdError
 
-__all__ = ["app"]
-
 
 class _Verbs(TyperGroup):
     """Run a command; errors of zerostd say everything, so they come without a traceback."""

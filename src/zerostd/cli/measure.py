@@ -15,8 +15,6 @@ from zerostd.monitoring.progress import ProgressBar
 from zerostd.planning import MachineProfile
 from zerostd.tiers.limits import check_disk
 
-__all__ = ["measure", "measured"]
-
 DiskPath = Annotated[str | None, typer.Option(metavar="DIR", help="The directory that a disk tier would use.")]
 Again = Annotated[bool, typer.Option("--again", help="Measure, whatever was kept of this machine.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the profile as JSON, and nothing else.")]

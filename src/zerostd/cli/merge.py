@@ -12,8 +12,6 @@ import typer
 from zerostd.checkpointing.storage import merging
 from zerostd.errors import StorageError
 
-__all__ = ["merge"]
-
 From = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A directory that zerostd.save wrote.")]
 To = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that is not there yet.")]
 Dtype = Annotated[str | None, typer.Option(metavar="NAME", help="fp32, bf16 or fp16. Default: that before prepare.")]

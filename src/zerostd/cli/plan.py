@@ -23,8 +23,6 @@ from zerostd.planning.cluster import NO_WIRES, TrainingOptions, plan_on
 from zerostd.planning.cluster import scaling as scale
 from zerostd.policy import Precision, Stage
 
-__all__ = ["plan"]
-
 WHAT = "What"
 WHERE = "Where"
 HOW = "How it is trained"

@@ -21,17 +21,6 @@ from zerostd.planning import MachineProfile, ModelProfile
 from zerostd.planning.cluster import ScalingRow, state_bytes
 from zerostd.policy import Stage, Tier
 
-__all__ = [
-    "machine_table",
-    "parameters_text",
-    "rows_json",
-    "scaling_table",
-    "show",
-    "state_rows",
-    "state_table",
-    "write",
-]
-
 WIDTH = 120  # where the output is no terminal
 DEGREES = (1, 4, 16, 64, 256, 1024)
 PLACES = {10: "0.01", 100: "0.1", math.inf: "1"}  # below 10, below 100, above

@@ -11,8 +11,6 @@ from zerostd.cli.printing import write
 from zerostd.errors import MisuseError
 from zerostd.reporting import page_of, read_run, report_json, report_of, trace_of, write_scalars
 
-__all__ = ["report"]
-
 PAGE = Path("report.html")
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Directories of runs, side by side.")]

@@ -22,8 +22,6 @@ from zerostd.planning.described import from_config, from_numbers
 from zerostd.planning.model import WAYS
 from zerostd.policy import Budget, Precision, Tier
 
-__all__ = ["SEQUENCE", "Source", "parse_budget", "parse_counts", "parse_ways"]
-
 SEQUENCE = 1024  # tokens of a sample of a model in numbers, if nobody says
 OURS = (__file__, importlib.__file__, "<frozen importlib")  # frames that say nothing to the user
 

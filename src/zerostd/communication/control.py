@@ -19,8 +19,6 @@ import torch.distributed as dist
 from zerostd.communication.world import World
 from zerostd.errors import CommunicationError, PrepareError
 
-__all__ = ["Control"]
-
 
 class Control:
     """Exchanges small messages for one prepared model."""

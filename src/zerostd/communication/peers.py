@@ -16,8 +16,6 @@ from zerostd.communication.world import World
 from zerostd.errors import MisuseError, PrepareError
 from zerostd.monitoring import Ledger
 
-__all__ = ["Peers", "find_peers"]
-
 
 class Peers:
     """The ranks of one process group."""

@@ -9,8 +9,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-__all__ = ["try_group"]
-
 
 def try_group(device: torch.device, timeout_s: float) -> tuple[int, str, float]:
     """Return how many ranks met, over what backend, and the seconds of a small collective.

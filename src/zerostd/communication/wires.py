@@ -22,8 +22,6 @@ from zerostd.monitoring import Ledger
 from zerostd.policy import Kind
 from zerostd.tiers import Done, StreamEvent, Transfer
 
-__all__ = ["Wires"]
-
 
 class Collective(Transfer):
     """Collectives of gloo in flight, and what this thread does when they have landed: sum, or start another one."""

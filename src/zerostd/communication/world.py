@@ -20,8 +20,6 @@ import torch.distributed as dist
 from zerostd.compat import default_store
 from zerostd.errors import PrepareError
 
-__all__ = ["Channels", "World", "thread_budget"]
-
 TIMEOUT_VARIABLE = "ZEROSTD_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
 

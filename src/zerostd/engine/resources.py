@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from zerostd.parameters.staging import Staging
 from zerostd.tiers import Streams, TierAllocator, Uploader
 
-__all__ = ["Resources"]
-
 
 @dataclass(frozen=True)
 class Resources:

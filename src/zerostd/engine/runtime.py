@@ -30,8 +30,6 @@ from zerostd.scheduling.guards import Guards
 from zerostd.scheduling.hooks import Hooks, RootRules
 from zerostd.scheduling.reducing import Reducer, TrainedParameter
 
-__all__ = ["Runtime", "owner_of", "runtime_of"]
-
 Casts = tuple[torch.dtype, torch.dtype] | None
 OnTensor = Callable[[torch.Tensor], torch.Tensor]
 

@@ -10,8 +10,6 @@ import torch
 from zerostd.planning import Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
 
-__all__ = ["Settings"]
-
 
 @dataclass(frozen=True)
 class Settings:

@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from zerostd import CommunicationError
 
-__all__ = ["Call", "CallAgreement", "Event"]
-
 
 class Event(enum.IntEnum):
     """What a rank is about to do."""

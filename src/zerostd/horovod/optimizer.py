@@ -15,8 +15,6 @@ from zerostd.horovod.sharded import Named, ShardedOptimizer
 from zerostd.horovod.states import on_host, read_options, write_options
 from zerostd.horovod.world import SESSION, rank, size
 
-__all__ = ["DistributedOptimizer", "broadcast_optimizer_state", "broadcast_parameters", "join"]
-
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,

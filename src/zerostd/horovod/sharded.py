@@ -24,8 +24,6 @@ from zerostd.horovod.collectives import Compression, broadcast_object
 from zerostd.horovod.states import check_states, full_states, own_states, read_options, write_options
 from zerostd.horovod.world import SESSION, agreement, size
 
-__all__ = ["Named", "ShardedOptimizer"]
-
 Named = list[tuple[str, nn.Parameter]]
 
 

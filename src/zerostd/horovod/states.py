@@ -11,8 +11,6 @@ from zerostd import MisuseError
 from zerostd.horovod.collectives import gather_objects
 from zerostd.horovod.world import rank, size
 
-__all__ = ["Groups", "check_states", "full_states", "on_host", "own_states", "read_options", "write_options"]
-
 Groups = list[dict[str, Any]]  # param_groups, or their options alone
 
 

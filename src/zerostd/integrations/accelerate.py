@@ -21,8 +21,6 @@ from torch import nn
 import zerostd
 from zerostd.integrations import common
 
-__all__ = ["CALL", "PRECISIONS", "Accelerator", "PreparedOptimizer"]
-
 CALL = "zero={{'{}': ...}}"  # how an option of zerostd.prepare is written
 PRECISIONS = ("no", "bf16")  # of accelerate: fp32, and autocast
 OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)

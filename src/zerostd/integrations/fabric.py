@@ -21,8 +21,6 @@ from torch import nn
 import zerostd
 from zerostd.integrations import common
 
-__all__ = ["CALL", "Root", "ZeroStrategy"]
-
 CALL = "ZeroStrategy({}=...)"  # how an option of zerostd.prepare is written
 PRECISIONS = ("32-true", "bf16-mixed")  # of Lightning: fp32, and autocast
 BY_VALUE = "{}: gradients are sharded, and zerostd clips them by their norm; use {}"

@@ -26,8 +26,6 @@ from torch import nn
 import zerostd
 from zerostd.integrations import common
 
-__all__ = ["Optimizer", "prepare", "release", "root_of"]
-
 if keras.backend.backend() != "torch":
     raise ImportError(
         f"Keras runs on {keras.backend.backend()!r}: set the environment variable KERAS_BACKEND=torch before keras is "

@@ -32,8 +32,6 @@ import zerostd
 from zerostd.integrations import common, fabric
 from zerostd.integrations.fabric import CALL, Root
 
-__all__ = ["ZeroStrategy", "merge"]
-
 ROOT = "_zerostd_root"  # attribute of a module that was set up: its root
 SETTINGS = {"max_grad_norm": "Trainer(gradient_clip_val=...)"}  # for options of zerostd.prepare
 COPYING: tuple[type[Callback], ...] = (StochasticWeightAveraging, WeightAveraging)  # callbacks

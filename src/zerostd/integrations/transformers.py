@@ -28,8 +28,6 @@ import zerostd
 from zerostd.integrations import common
 from zerostd.integrations.accelerate import CALL, PRECISIONS, Accelerator
 
-__all__ = ["Trainer"]
-
 REFUSED = {  # fields of TrainingArguments, with the remedy
     "deepspeed": "it shards by itself: leave it out, or do without zerostd",
     "fsdp": "it shards by itself: leave it out, or do without zerostd",

@@ -22,8 +22,6 @@ from zerostd.measuring.machine import Progress, free_everywhere, from_first, mea
 from zerostd.measuring.timing import FULL, TrialSizes
 from zerostd.planning.machine import DiskRates, MachineProfile
 
-__all__ = ["cache_file", "load_or_measure", "load_profile"]
-
 VARIABLE = "ZEROSTD_CACHE"  # a directory
 AGAIN = "measure again with `zerostd measure`"
 

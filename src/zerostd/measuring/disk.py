@@ -18,8 +18,6 @@ from zerostd.tiers.host import Host
 from zerostd.tiers.limits import free_disk
 from zerostd.tiers.transfer import Transfer
 
-__all__ = ["disk_rates"]
-
 REQUEST_BYTES = 16 << 20  # two blocks of the disk tier
 DEPTH = 4  # requests of each direction on their way at once
 

@@ -13,8 +13,6 @@ import torch
 from zerostd.communication.world import thread_budget
 from zerostd.tiers.limits import check_disk, free_disk, free_host
 
-__all__ = ["choose_device", "folder_of", "free_bytes", "machine_name", "num_cores", "versions"]
-
 
 def choose_device(device: torch.device | str | None) -> torch.device:
     """Return the device that is meant: None is the accelerator if there is one; an accelerator has its index."""

@@ -35,8 +35,6 @@ from zerostd.planning.machine import Link, MachineProfile, Processor
 from zerostd.planning.request import NUM_BUSY_THREADS
 from zerostd.tiers.host import Host
 
-__all__ = ["Progress", "free_everywhere", "from_first", "measure_machine", "thread_counts"]
-
 Progress = Callable[[str, float], None]  # what is measured next, in plain words; fraction done
 T = TypeVar("T")
 

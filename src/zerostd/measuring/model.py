@@ -23,8 +23,6 @@ from zerostd.parameters.checking import check_model, check_optimizer, optimizer_
 from zerostd.planning.model import GroupProfile, ModelProfile
 from zerostd.policy import Precision
 
-__all__ = ["profile_model", "state_widths"]
-
 ASSUMED_STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}  # AdamW's, while there is no optimizer
 
 

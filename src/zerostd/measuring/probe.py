@@ -21,8 +21,6 @@ from zerostd.monitoring.timestamps import Timestamp
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.policy import Precision
 
-__all__ = ["Probe", "probe_passes"]
-
 NUM_TIMED = 2  # passes after the first, which finds its kernels; the faster one counts
 LONGEST_S = 10.0  # after a first pass of so many seconds there is no other
 

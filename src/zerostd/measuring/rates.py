@@ -21,8 +21,6 @@ from zerostd.policy import Kind
 from zerostd.tiers.host import Host
 from zerostd.tiers.streams import Stream
 
-__all__ = ["UPDATE_BYTES", "HostUpdates", "LinkCopies", "busy_memory", "link_rates", "matrix_rates", "resident_ns"]
-
 UPDATE_BYTES = 28  # of host memory for one parameter: fp32 master and states in and out, bf16 gradient in, weight out
 ARRAY_BYTES = 14  # that one parameter takes: the new weight takes the place of its gradient
 RESIDENT_BYTES = 20  # the same on the device, with the gradient as torch's optimizer wants it

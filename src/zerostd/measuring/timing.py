@@ -10,8 +10,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["FULL", "TrialSizes", "finish", "median_s", "turns_of", "within"]
-
 T = TypeVar("T")
 
 PAGE = 4096

@@ -29,17 +29,6 @@ from torch.utils.flop_counter import flop_registry
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.policy import Precision
 
-__all__ = [
-    "ForwardCost",
-    "ForwardCounter",
-    "call",
-    "casts_of",
-    "copy_of",
-    "everything_kept",
-    "map_tensors",
-    "try_forward",
-]
-
 log = logging.getLogger(__name__)
 Make = Callable[[torch.Tensor], torch.Tensor]
 

@@ -14,8 +14,6 @@ from zerostd.monitoring.ledger import Ledger
 from zerostd.planning.machine import Wire
 from zerostd.tiers import Transfer
 
-__all__ = ["fit", "wire_rates"]
-
 SMALLEST_BYTES = 16 << 10
 GROWTH = 16  # of the buffer from size to size
 MOST_SECONDS = 3.0  # for one size, in units of what one number may take

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import re
+import reprlib
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
 from zerostd.errors import ZerostdError
-
-__all__ = ["convert", "decode"]
 
 T = TypeVar("T")
 
@@ -29,6 +29,7 @@ WORDS = {
     "int": "a whole number",
     "float": "a number",
 }
+COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 
 def decode(data: str | bytes, kind: type[T], *, what: str, error: type[ZerostdError], remedy: str = "") -> T:
@@ -85,13 +86,24 @@ def _explain(problem: msgspec.ValidationError, value: Any) -> str:
     if types is None:
         said = re.sub(r"Object missing required field `(.*)`", r"the field '\1' is missing", said)
         name = path.replace("[...]", ".*").strip(".")
-        return f"{name}: {said}" if name else said
+        name, culprit = next(_outside(value, path, said), (name, None))
+        shown = f"{name.strip('.')} is {reprlib.repr(culprit)}" if culprit is not None else name
+        return f"{shown}: {said}" if shown else said
     got = "object" if is_key else types[2]
     culprits = (item for item in _values_at(value, path) if JSON_NAMES.get(type(item[1])) == got)
     name, culprit = next(culprits, (path, got))
     expected = " or ".join(WORDS.get(word, word) for word in types[1].split(" | "))
     which = "every key must be" if is_key else "must be"
-    return f"{name.strip('.') or 'it'} is {culprit!r}, and {which} {expected}"
+    return f"{name.strip('.') or 'it'} is {reprlib.repr(culprit)}, and {which} {expected}"
+
+
+def _outside(value: Any, path: str, said: str) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers at one of msgspec's paths that are outside the range that it expects."""
+    limit = re.fullmatch(r"Expected `\w+` (>=|<=|>|<) (\S+)", said)
+    if limit is not None:
+        for name, number in _values_at(value, path):
+            if isinstance(number, int | float) and not COMPARE[limit[1]](number, float(limit[2])):
+                yield name, number
 
 
 def _values_at(value: Any, path: str, name: str = "") -> Iterator[tuple[str, Any]]:

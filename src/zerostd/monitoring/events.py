@@ -18,8 +18,6 @@ import torch
 from zerostd.compat import is_profiling
 from zerostd.monitoring.timestamps import Timestamp
 
-__all__ = ["HOST", "Events", "Span"]
-
 HOST = torch.device("cpu")  # its timestamps are the host's clock
 NOTHING = contextlib.nullcontext()  # in place of a span that nobody wants
 

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from zerostd.policy import Kind, Tier
 
-__all__ = ["Leak", "Leaks"]
-
 OURS = str(Path(__file__).parents[1])
 SELF = (str(Path(__file__)), str(Path(__file__).with_name("ledger.py")))
 NUM_FIRST = 2  # steps that may allocate what stays

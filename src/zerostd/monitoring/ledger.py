@@ -16,8 +16,6 @@ from zerostd.monitoring.events import Events
 from zerostd.monitoring.leaks import Leaks
 from zerostd.policy import Kind, Tier
 
-__all__ = ["Ledger", "Memory", "explain_out_of_memory"]
-
 
 @dataclass(frozen=True)
 class Memory:

@@ -14,8 +14,6 @@ import torch
 from zerostd.monitoring.events import Events, Span
 from zerostd.monitoring.timestamps import Timestamp
 
-__all__ = ["LoopPhase", "LoopTimer"]
-
 
 class LoopPhase(enum.Enum):
     """What the loop does."""

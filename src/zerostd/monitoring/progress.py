@@ -20,8 +20,6 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-__all__ = ["ByteProgress", "ProgressBar"]
-
 BYTES_SHOWN_AFTER_S = 2.0  # shorter work shows nothing
 LINE_EVERY_S = 30.0
 

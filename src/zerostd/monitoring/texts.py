@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["size_text"]
-
 UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 

@@ -9,8 +9,6 @@ import time
 
 import torch
 
-__all__ = ["Timestamp"]
-
 
 class Timestamp:
     """A moment of a stream, by default of the device's current one."""

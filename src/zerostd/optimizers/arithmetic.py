@@ -18,8 +18,6 @@ from zerostd.kernels import Adagrad, Adam, Rule, Sgd
 from zerostd.optimizers.spans import ScalarStates
 from zerostd.optimizers.tasks import StepOptions, Tensors
 
-__all__ = ["OptimizerClone", "clone_optimizer", "native_rule", "next_scalars", "state_names"]
-
 
 def native_rule(
     inner: torch.optim.Optimizer, options: dict[str, Any], scalars: ScalarStates | None, *, exact_root: bool

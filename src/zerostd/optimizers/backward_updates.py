@@ -21,8 +21,6 @@ from zerostd.optimizers.tasks import StepOptions, snapshot
 from zerostd.optimizers.updater import Scope, Updater
 from zerostd.parameters import Group
 
-__all__ = ["BackwardUpdates"]
-
 NUM_UNCLIPPED = 2  # steps in a row that did not clip before the next one speculates
 
 

@@ -27,8 +27,6 @@ from zerostd.parameters.state_shard import MASTER, StateShard
 from zerostd.policy import Kind, Route, Tier
 from zerostd.tiers import Streams, TierAllocator, Transfer, Worker
 
-__all__ = ["CpuUpdater"]
-
 UP = (Tier.HOST.value, Tier.DEVICE.value)
 TILE_NUMEL = 16 << 20  # elements updated before their new parameters start on their way
 

@@ -24,8 +24,6 @@ from zerostd.sharding.portions import UNIT
 from zerostd.tiers import Done, Streams, TierAllocator, Transfer
 from zerostd.tiers.debug import DEBUG
 
-__all__ = ["DiskUpdater"]
-
 TILE_NUMEL = 4 << 20
 
 

@@ -17,8 +17,6 @@ from torch import nn
 from zerostd.errors import PrepareError
 from zerostd.optimizers.arithmetic import clone_optimizer
 
-__all__ = ["check_elementwise", "find_states", "writes_options"]
-
 NEEDS_WHOLE = {
     "LBFGS": "its line search needs dot products over all parameters and calls the loss several times a step",
     "Adafactor": "it factors the second moment by rows and columns of each matrix",

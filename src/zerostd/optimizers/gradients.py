@@ -18,8 +18,6 @@ from zerostd.parameters import Flat, GradientHandle, Group
 from zerostd.parameters.gradient import vector_norm
 from zerostd.parameters.observing import StepObserver
 
-__all__ = ["Gradients"]
-
 
 class Gradients(StepObserver):
     """All gradients of one prepared model; also what the handles in `p.grad` pass their calls to."""

@@ -17,8 +17,6 @@ from zerostd.optimizers.elementwise import check_elementwise
 from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.optimizer import ZeroOptimizer
 
-__all__ = ["LateOptimizer"]
-
 
 class LateOptimizer:
     """Watches for the step of an optimizer on one prepared model's parameters."""

@@ -21,8 +21,6 @@ from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding import Portion
 from zerostd.tiers import Streams, TierAllocator, Transfer, record_event
 
-__all__ = ["OffloadUpdater"]
-
 NUM_FACTORS = 4
 
 

@@ -32,8 +32,6 @@ from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Group
 from zerostd.tiers.debug import DEBUG
 
-__all__ = ["Schedule", "ZeroOptimizer"]
-
 THREADED_FROM = 1_000_000  # elements: below, waking threads costs more than they bring
 
 

@@ -16,8 +16,6 @@ from zerostd.parameters.state_shard import MASTER
 from zerostd.policy import Tier
 from zerostd.tiers import TierTensor
 
-__all__ = ["gradient_records", "gradient_tensor", "scalar_states", "state_records", "updated_intervals"]
-
 
 def state_records(updater: Updater, flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
     """Yield the long states of a trained flat's parameters, as far as this rank owns them."""

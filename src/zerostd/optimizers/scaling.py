@@ -11,8 +11,6 @@ from functools import partial
 
 import torch
 
-__all__ = ["LossScale", "scale_gradient"]
-
 
 @dataclass
 class LossScale:

@@ -20,8 +20,6 @@ from zerostd.parameters import Flat
 from zerostd.parameters.state_shard import MASTER, StateShard
 from zerostd.sharding import Piece
 
-__all__ = ["ScalarStates", "UpdateSpan", "UpdateSpans"]
-
 ScalarStates = dict[str, Any]  # states of one value for all elements, such as the count of steps
 
 

@@ -15,8 +15,6 @@ from zerostd.parameters.state_shard import StateShard
 from zerostd.sharding.portions import UNIT
 from zerostd.tiers import TierTensor, Transfer
 
-__all__ = ["NUM_SLOTS", "StagingSlot", "tile_numel", "widest_dtypes"]
-
 NUM_SLOTS = 4
 FEW = 4  # tiles that a shard is cut into if one tile could hold it
 LEAST = 1 << 16

@@ -24,8 +24,6 @@ from zerostd.parameters.state_shard import MASTER
 from zerostd.policy import Route
 from zerostd.sharding import Piece
 
-__all__ = ["load_states", "put_states", "replace_states", "save_states", "take_states"]
-
 States = dict[str, Any]
 Places = list[tuple[UpdateSpan, Piece]]
 

@@ -26,8 +26,6 @@ from zerostd.policy import Kind, Tier
 from zerostd.tiers import Streams, Transfer, Worker
 from zerostd.tiers.debug import DEBUG
 
-__all__ = ["StreamedUpdater"]
-
 UP = (Tier.HOST.value, Tier.DEVICE.value)
 DOWN = (Tier.DEVICE.value, Tier.HOST.value)
 TILE_NUMEL = 8 << 20

@@ -19,8 +19,6 @@ from zerostd.parameters import Flat, Group
 from zerostd.policy import Route
 from zerostd.tiers import AllOf, Done, QueuedTransfer, TierTensor, Transfer, Worker, record_event
 
-__all__ = ["StepOptions", "Tensors", "UpdateTask", "snapshot"]
-
 Options = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 

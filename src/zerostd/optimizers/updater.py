@@ -23,8 +23,6 @@ from zerostd.optimizers.tasks import StepOptions, UpdateTask, snapshot
 from zerostd.parameters import Flat, Group
 from zerostd.policy import Kind
 
-__all__ = ["Scope", "Updater"]
-
 
 class Scope(enum.Enum):
     """Which spans of a group are updated."""

@@ -14,8 +14,6 @@ from torch import nn
 from zerostd.policy import Precision
 from zerostd.sharding import Node, find_groups
 
-__all__ = ["ROOT", "Blueprint", "Member", "describe_groups", "find_blueprints"]
-
 ROOT = "(root)"
 
 

@@ -9,17 +9,6 @@ from torch import nn
 
 from zerostd.errors import PrepareError
 
-__all__ = [
-    "GUARD",
-    "MARK",
-    "OWNER",
-    "check_model",
-    "check_optimizer",
-    "describe_model",
-    "describe_optimizer",
-    "optimizer_options",
-]
-
 MARK = "_zerostd"  # attribute of a prepared root: what zerostd keeps for it
 OWNER = "_zerostd_root"  # attribute of every module of a prepared model: a weak reference to the root
 GUARD = "__reduce_ex__"  # attribute of every module of a prepared model: refuses copies

@@ -36,8 +36,6 @@ from zerostd.parameters.replaying import (
     value_of,
 )
 
-__all__ = ["EmptyInit", "draw_seeds", "empty_init", "is_deferred", "make_real"]
-
 LARGE_BYTES = 64 << 10  # constants and random tensors up to this size are made at once, as ever
 REAL_BYTES = 64 << 20  # at exit, deferred tensors that are no parameters (masks, tables) are made up to this size
 META = torch.device("meta")

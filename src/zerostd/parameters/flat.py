@@ -21,8 +21,6 @@ from zerostd.sharding import Layout
 from zerostd.tiers import TierAllocator, TierTensor
 from zerostd.tiers.debug import DEBUG
 
-__all__ = ["Flat"]
-
 
 class Flat:
     """One flat buffer's parameters, masters and gradient on this rank."""

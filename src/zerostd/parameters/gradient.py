@@ -18,8 +18,6 @@ from zerostd.policy import Kind
 from zerostd.sharding import Layout
 from zerostd.tiers import Done, TierAllocator, Transfer
 
-__all__ = ["Gradient", "vector_norm"]
-
 Arrived = Sequence[torch.Tensor | None]  # what one pass brought, by parameter
 
 

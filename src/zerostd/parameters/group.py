@@ -21,8 +21,6 @@ from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.flat import Flat
 from zerostd.tiers import Done, Transfer, Uploader
 
-__all__ = ["Group", "GroupState"]
-
 
 class GroupState(enum.Enum):
     """What a group holds now, and what that costs."""

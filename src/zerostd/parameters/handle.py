@@ -18,8 +18,6 @@ from torch import nn
 from zerostd.compat import in_backward
 from zerostd.errors import MisuseError
 
-__all__ = ["GradientHandle", "GradientOps"]
-
 aten = torch.ops.aten
 
 

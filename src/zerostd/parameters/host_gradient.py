@@ -19,8 +19,6 @@ from zerostd.tiers import Done, Streams, Transfer, record_event
 from zerostd.tiers.debug import DEBUG
 from zerostd.tiers.host import Host
 
-__all__ = ["HostGradient", "HostGradientCopy"]
-
 UP = (Tier.HOST.value, Tier.DEVICE.value)
 DOWN = (Tier.DEVICE.value, Tier.HOST.value)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["StepObserver"]
-
 
 class StepObserver:
     """Called by the engine at three moments, on the thread that trains, in the order in which observers were added.

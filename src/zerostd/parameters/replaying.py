@@ -21,9 +21,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zerostd.compat import negated, no_modes, version_of
 from zerostd.errors import PrepareError
 
-__all__ = ["CPU", "HISTORY", "UNINITIALISED", "DeferredTensor", "RecordedCall", "StorageHistory"]
-__all__ += ["calls_for", "drawers_of", "history_of", "is_deferred", "replay", "value_of"]
-
 CPU = torch.device("cpu")
 HISTORY = "_zerostd_history"  # the attribute of the storage
 aten = torch.ops.aten

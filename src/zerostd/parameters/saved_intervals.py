@@ -16,8 +16,6 @@ from zerostd.policy import Tier
 from zerostd.sharding import Piece
 from zerostd.tiers import TierTensor
 
-__all__ = ["SavedInterval", "owned_pieces", "tensor_interval", "value_intervals"]
-
 
 @dataclass(frozen=True)
 class SavedInterval:

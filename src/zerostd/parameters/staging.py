@@ -11,8 +11,6 @@ from zerostd.monitoring import Ledger
 from zerostd.policy import Kind
 from zerostd.tiers import Done, Transfer
 
-__all__ = ["NUM_STAGING", "Staging"]
-
 NUM_STAGING = 2
 
 

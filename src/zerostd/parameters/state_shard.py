@@ -14,8 +14,6 @@ from zerostd.policy import Route, Tier
 from zerostd.sharding import Portion
 from zerostd.tiers import Done, TierTensor, Transfer
 
-__all__ = ["MASTER", "StateShard"]
-
 MASTER = "master"
 
 

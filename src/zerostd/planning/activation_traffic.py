@@ -10,8 +10,6 @@ from zerostd.planning.activations import NUM_BUFFERS, way_of
 from zerostd.planning.costs import GroupCost
 from zerostd.planning.demands import GroupShares
 
-__all__ = ["ActivationTraffic"]
-
 ALIKE = 0.01  # of their bytes, that groups differ in which are taken for the same
 
 

@@ -20,17 +20,6 @@ from zerostd.planning.demands import GroupShares
 from zerostd.planning.linear import Array
 from zerostd.planning.request import PlanRequest
 
-__all__ = [
-    "NUM_BUFFERS",
-    "ActivationChoice",
-    "activation_bytes",
-    "activation_choices",
-    "any_choice",
-    "choice_of",
-    "staying",
-    "way_of",
-]
-
 NUM_BUFFERS = 2  # groups whose activations are on the device, where they are kept on the host
 MOST_SIZES = 3  # of groups, up to which others than kept activations are tried
 

@@ -19,8 +19,6 @@ from zerostd.planning.rounding import missing_bytes, most_room
 from zerostd.planning.solution import Solution
 from zerostd.policy import Tier
 
-__all__ = ["about_activations", "explain_missing", "if_most_are_clipped", "recomputed_bytes"]
-
 FEW = 1000.0  # bytes, within the solver's tolerance
 WORTH_SAYING = 0.02  # of a step
 SPARE = 1e-5  # of model state, asked for beyond what is missing: whole numbers are found with some tolerance

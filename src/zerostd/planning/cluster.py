@@ -18,7 +18,7 @@ from zerostd.planning.demands import work
 from zerostd.planning.machine import MachineProfile, Processor
 from zerostd.planning.model import ModelProfile
 from zerostd.planning.plan import Plan
-from zerostd.planning.planner import Solution, homes_by_group, model_state, plan_from, solve
+from zerostd.planning.planner import plan_from, solve
 from zerostd.planning.request import (
     FOR_ACTIVATIONS,
     WORTH_SPECULATING,
@@ -28,9 +28,8 @@ from zerostd.planning.request import (
     threads_of,
 )
 from zerostd.planning.search import SolvedLayout, StepLayout, divisions, shortest, table, try_all
+from zerostd.planning.solution import Solution, homes_by_group, model_state
 from zerostd.policy import Budget, Kind, Stage, Tier, shards
-
-__all__ = ["ScalingRow", "TrainingOptions", "limits_of", "plan_on", "scaling", "sent_bytes", "state_bytes"]
 
 NUM_GATHERED = 3  # groups that are whole at once: the one at work, the next, and in backward the one before
 NUM_STAGING = 2  # groups whose gradients are on their way

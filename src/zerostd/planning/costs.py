@@ -14,8 +14,6 @@ from zerostd.planning.model import GroupProfile
 from zerostd.planning.request import PlanRequest
 from zerostd.policy import Kind, Stage, Tier, shards
 
-__all__ = ["ActivationCost", "GroupCost", "group_costs", "merged", "wire_of"]
-
 MIN_WIRE_BANDWIDTH = 1e6
 
 

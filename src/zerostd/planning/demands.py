@@ -16,8 +16,6 @@ from zerostd.planning.linear import Array
 from zerostd.planning.request import PlanRequest
 from zerostd.policy import Tier
 
-__all__ = ["NAMES", "PRODUCTS", "STATES", "WHOLE", "Factors", "GroupShares", "ResourceDemands", "values_of", "work"]
-
 Factors = dict[str, Array]  # by the name of a share or a product
 
 

@@ -27,8 +27,6 @@ from zerostd.errors import PrepareError
 from zerostd.monitoring.decoding import decode
 from zerostd.planning.model import GroupProfile, ModelProfile
 
-__all__ = ["from_config", "from_numbers", "parse_count"]
-
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 VOCABULARY = 50257  # of GPT-2 and GPT-3
 LEAST_UNTIED = 64000  # rows in embedding and head together, from which on they are taken for two matrices

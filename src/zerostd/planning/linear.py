@@ -15,8 +15,6 @@ import numpy
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-__all__ = ["Array", "Infeasible", "LinearProgram", "LinearSolution", "Term"]
-
 MOST_SECONDS = 1.5  # for whole numbers; the best found by then is taken
 CLOSE = 1e-3  # how far whole numbers may be from the best
 

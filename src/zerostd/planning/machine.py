@@ -16,8 +16,6 @@ from typing import Any, Self
 from zerostd.errors import PrepareError
 from zerostd.monitoring.decoding import convert, decode
 
-__all__ = ["DiskRates", "Link", "MachineProfile", "Processor", "Wire"]
-
 REMEDY = "measure again with `zerostd measure`, or correct it"
 
 

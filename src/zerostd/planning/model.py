@@ -11,8 +11,6 @@ from functools import cached_property
 
 from zerostd.policy import Way
 
-__all__ = ["WAYS", "GroupProfile", "ModelProfile"]
-
 WAYS = tuple(way.in_plan for way in (Way.DEVICE, Way.RECOMPUTE, Way.HOST))  # that plans choose among
 
 

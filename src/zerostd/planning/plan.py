@@ -17,8 +17,6 @@ from zerostd.monitoring.texts import size_text
 from zerostd.planning.model import WAYS
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, Way
 
-__all__ = ["GIB", "Plan", "Prediction"]
-
 VERSION = 1
 GIB = 2**30
 REMEDY = "correct it, or plan again"

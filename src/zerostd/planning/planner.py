@@ -18,10 +18,8 @@ from zerostd.planning.program import SLACK, optimise, prices_of, quickest
 from zerostd.planning.request import PlanRequest
 from zerostd.planning.rounding import optimise_whole
 from zerostd.planning.simulation import simulate
-from zerostd.planning.solution import Solution, activations_by_group, fits, homes_by_group, model_state, shares_of
+from zerostd.planning.solution import Solution, activations_by_group, fits, shares_of
 from zerostd.policy import Homes, Kind, Tier
-
-__all__ = ["Solution", "evaluate", "homes_by_group", "model_state", "place_states", "plan_from", "solve"]
 
 CPU_PARTS = (0.4, 0.5, 0.6, 0.7, 0.85)  # of states on the host that the CPU updates, tried in the simulation
 DIGITS = 9  # of seconds: among placements that differ in less, the first is taken

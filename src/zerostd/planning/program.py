@@ -38,8 +38,6 @@ from zerostd.planning.linear import Array, Infeasible, LinearProgram, LinearSolu
 from zerostd.planning.request import PlanRequest
 from zerostd.policy import Kind, Tier
 
-__all__ = ["GIGA", "SLACK", "ScheduleProgram", "optimise", "prices_of", "quickest"]
-
 GIGA = 1e9
 SLACK = 0.03  # a step that much longer is worth fewer bytes on disk and host: no prediction is surer than that
 DISK_BYTE = 64.0  # bytes of the host that one of the disk is worth, among steps of the same length

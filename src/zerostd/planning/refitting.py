@@ -14,8 +14,6 @@ from zerostd.planning.planner import evaluate
 from zerostd.planning.request import PlanRequest
 from zerostd.policy import Homes
 
-__all__ = ["ObservedStep", "refit"]
-
 MOST_ROUNDS = 8
 CLOSE = 0.02  # of what a worker was seen to take
 LEAST_SECONDS = 1e-4  # of a worker in a step, for its rate to be told, and

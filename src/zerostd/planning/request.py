@@ -13,8 +13,6 @@ from zerostd.planning.machine import DiskRates, MachineProfile
 from zerostd.planning.model import WAYS, ModelProfile
 from zerostd.policy import Budget, Kind, Stage, Tier, parse_bytes, shards
 
-__all__ = ["PlanRequest", "limits_for", "stages_of", "threads_of"]
-
 MARGIN = 0.1  # of what is free: the part that no plan uses
 FOR_ACTIVATIONS = 0.4  # of the device, if the batch is not known and there is no budget
 FOR_LIBRARIES = 128 << 20  # bytes of an accelerator that matrix products take to work in: 110 to 125 MiB were seen

@@ -19,8 +19,6 @@ from zerostd.planning.program import GIGA, ScheduleProgram, optimise
 from zerostd.planning.request import PlanRequest
 from zerostd.policy import Tier
 
-__all__ = ["missing_bytes", "most_room", "optimise_whole"]
-
 SAME = 1e-6  # of a share
 MARGINS = (0.0, 1e-7, 1e-6)  # of all bytes, that whole numbers leave free of each tier: they are not quite whole
 

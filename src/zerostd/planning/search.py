@@ -14,8 +14,6 @@ from typing import Generic, TypeVar
 from zerostd.errors import PrepareError
 from zerostd.policy import Stage
 
-__all__ = ["SolvedLayout", "StepLayout", "divisions", "shortest", "table", "try_all"]
-
 MOST_TRIED = 8
 ALMOST = 0.01
 MISSING = re.compile(r"[^:.]*(?:[.]\d[^:.]*)* is missing")  # what of a refusal goes into the table

@@ -18,8 +18,6 @@ from zerostd.planning.costs import GroupCost
 from zerostd.planning.demands import GroupShares
 from zerostd.planning.request import PlanRequest
 
-__all__ = ["Timeline", "simulate"]
-
 NUM_STEPS = 2  # the last one is taken: what a step leaves to the next is the same from the first one on
 MOST_PASSES = 4  # that are simulated one by one
 AHEAD = 1  # groups that are brought before they are needed

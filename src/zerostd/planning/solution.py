@@ -13,8 +13,6 @@ from zerostd.planning.request import PlanRequest
 from zerostd.planning.simulation import Timeline, simulate
 from zerostd.policy import Homes, Kind, Route, Tier
 
-__all__ = ["Solution", "activations_by_group", "fits", "homes_by_group", "model_state", "shares_of"]
-
 TOLERANCE = 1e-5
 SLOW_PACE = 0.8  # of its rates, that a CPU has in slow minutes: 0.5 to 1.1 were seen within one hour
 NAMES = {  # of shares of states

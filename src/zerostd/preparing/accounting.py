@@ -20,8 +20,6 @@ from zerostd.preparing.homes import FlatPlan, Rules, demand
 from zerostd.sharding import Portion
 from zerostd.tiers import Uploader
 
-__all__ = ["host_buffers", "largest_on_disk", "predict"]
-
 
 def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules, *, prefetch_depth: int) -> dict[Tier, dict[Kind, int]]:
     """Everything but activations, by tier and kind."""

@@ -26,7 +26,8 @@ from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Group
 from zerostd.parameters.blueprints import ROOT, Blueprint, Member, describe_groups, find_blueprints
 from zerostd.parameters.checking import describe_model, describe_optimizer, optimizer_options
-from zerostd.parameters.deferred import draw_seeds, is_deferred, make_real
+from zerostd.parameters.deferred import draw_seeds, make_real
+from zerostd.parameters.replaying import is_deferred
 from zerostd.parameters.staging import Staging
 from zerostd.policy import Budget, Kind, Tier, parse_bytes
 from zerostd.preparing.accounting import host_buffers, largest_on_disk
@@ -42,8 +43,6 @@ from zerostd.tiers import Streams, TierAllocator, Uploader
 from zerostd.tiers.disk import Disk
 from zerostd.tiers.host import Host
 from zerostd.tiers.limits import check_disk, check_host
-
-__all__ = ["attach_optimizer", "begin_backward_updates", "build", "device_of", "make_offload_updater", "open_disk"]
 
 
 def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> Runtime:

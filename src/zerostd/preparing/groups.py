@@ -23,8 +23,6 @@ from zerostd.preparing.homes import FlatPlan, Rules, demand_of
 from zerostd.sharding import Portion
 from zerostd.tiers import TierAllocator, TierTensor
 
-__all__ = ["make_group", "move_flat"]
-
 ValueOf = Callable[[Member], torch.Tensor]
 
 

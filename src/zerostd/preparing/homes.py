@@ -17,8 +17,6 @@ from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, shards
 from zerostd.sharding import Layout, Portion, assign_tiers, cut_by_shares, cut_portions, make_layout
 from zerostd.tiers.pages import padded
 
-__all__ = ["FlatPlan", "Rules", "demand", "demand_of", "plan_flats"]
-
 
 @dataclass(frozen=True)
 class Rules:

@@ -20,16 +20,6 @@ from zerostd.preparing.homes import Rules
 from zerostd.sharding import default_cpu_share
 from zerostd.tiers.limits import check_disk, check_host
 
-__all__ = [
-    "check_budget",
-    "check_placement",
-    "check_settings",
-    "check_world",
-    "num_threads",
-    "rules_for",
-    "ways_for",
-]
-
 
 def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Settings:
     """Refuse options that cannot be honoured, and return them with the states that the optimizer keeps."""

@@ -23,17 +23,16 @@ from zerostd.parameters.blueprints import Blueprint
 from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Plan, PlanRequest, Prediction
 from zerostd.planning.advice import if_most_are_clipped
 from zerostd.planning.model import WAYS
-from zerostd.planning.planner import Solution, evaluate, homes_by_group, model_state, place_states, plan_from, solve
+from zerostd.planning.planner import evaluate, place_states, plan_from, solve
 from zerostd.planning.program import SLACK
 from zerostd.planning.refitting import ObservedStep, refit
 from zerostd.planning.request import WORTH_SPECULATING, limits_for, stages_of, threads_of
+from zerostd.planning.solution import Solution, homes_by_group, model_state
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats
 from zerostd.preparing.options import check_placement, rules_for
 from zerostd.scheduling.gathering import PREFETCH_DEPTH
-
-__all__ = ["PlanSearch", "decide", "find_limits", "homes_of", "plan_for", "sizes_of"]
 
 MOST_TRIES = 12
 MOST_FITTING = 3  # placements that fit, of which the one with the shortest step is taken

@@ -32,8 +32,6 @@ from zerostd.policy import Kind, Tier
 from zerostd.preparing.proposing import PlanSearch
 from zerostd.replanning.moving import move
 
-__all__ = ["Adapter", "Revision", "adapt"]
-
 NUM_FIRST = 2  # steps that are not looked at: the first ones are slower
 NUM_WATCHED = 3  # steps that rates are taken from
 EVERY = 10  # steps between two looks at memory and at how long steps take

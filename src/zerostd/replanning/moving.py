@@ -18,8 +18,6 @@ from zerostd.preparing.homes import FlatPlan, plan_flats
 from zerostd.preparing.options import check_world, rules_for
 from zerostd.preparing.proposing import homes_of, sizes_of
 
-__all__ = ["move"]
-
 
 @torch.no_grad()
 def move(runtime: Runtime, plan: Plan) -> list[str]:

@@ -12,8 +12,6 @@ from zerostd.reporting.reading import RankLog, Run
 from zerostd.reporting.records import EventLine, MemoryLine, QualityLine, SecondsLine, StepLine
 from zerostd.reporting.timeline import LANES
 
-__all__ = ["trace_of", "write_scalars"]
-
 
 def trace_of(run: Run) -> str:
     """Return the events as JSON: one process a rank, one thread a lane, times in microseconds since the run began."""

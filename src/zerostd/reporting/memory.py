@@ -10,8 +10,6 @@ from zerostd.reporting.reading import RankLog, Run
 from zerostd.reporting.records import Bytes, LeakLine, MemoryLine
 from zerostd.reporting.thinning import thin_largest
 
-__all__ = ["MOST_LEAKS", "MOST_RANKS", "allocator_peak", "leaks", "memory", "peaks", "total"]
-
 MOST_LEAKS = 200  # rows
 MOST_RANKS = 8  # that are drawn
 

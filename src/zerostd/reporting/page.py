@@ -18,8 +18,6 @@ from markupsafe import Markup
 
 from zerostd.reporting.tables import bytes_text, comparison, count_text, figures, plain_text, seconds_text, tables_of
 
-__all__ = ["page_of"]
-
 TEMPLATES = Path(__file__).parent / "templates"
 SCRIPTS = ("charts.js", "timeline.js", "page.js")
 

@@ -19,8 +19,6 @@ from zerostd.reporting.records import Bytes, MemoryLine, PlanLine, tidy_text
 from zerostd.reporting.speeds import Steps, step_seconds
 from zerostd.reporting.thinning import finite
 
-__all__ = ["plans"]
-
 GIB = 2**30
 LARGEST = 1e19  # seconds and bytes
 LAST_STEP = 2**63

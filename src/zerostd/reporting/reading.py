@@ -26,8 +26,6 @@ from zerostd.reporting.records import (
     tidy_text,
 )
 
-__all__ = ["RankLog", "Run", "read_run"]
-
 MOST_NAMED = 5  # lines, ranks or kinds in a notice
 LONGEST_REASON = 200  # characters
 RANK_FILE = re.compile(r"rank-(0|[1-9][0-9]{0,6})\.jsonl")

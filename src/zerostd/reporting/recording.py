@@ -44,8 +44,6 @@ from zerostd.reporting.records import (
 )
 from zerostd.reporting.timeline import covered_seconds
 
-__all__ = ["EVERY", "PendingNumber", "Recording", "record"]
-
 EVERY = 20
 NUM_FIRST = 3  # a step of this number is recorded too: the first ones are not like the others
 DIGITS = 7  # of seconds, behind the point

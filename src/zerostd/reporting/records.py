@@ -16,26 +16,6 @@ from zerostd.errors import StorageError
 from zerostd.monitoring.decoding import convert
 from zerostd.policy import Kind, Tier
 
-__all__ = [
-    "FORMAT",
-    "KINDS",
-    "Bytes",
-    "EndLine",
-    "EventLine",
-    "LeakLine",
-    "Line",
-    "MemoryLine",
-    "Named",
-    "PlanLine",
-    "QualityLine",
-    "RunInfo",
-    "SecondsLine",
-    "StepLine",
-    "parse_line",
-    "parse_run_info",
-    "tidy_text",
-]
-
 FORMAT = 1  # of run directories; docs/run-directory.md
 MOST_RANKS = 2**20
 LONGEST_TEXT = 2000  # characters; longer texts are cut

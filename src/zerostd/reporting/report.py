@@ -14,8 +14,6 @@ from zerostd.reporting.speeds import MOST_QUALITIES, losses, qualities, ranks, s
 from zerostd.reporting.thinning import MOST_POINTS
 from zerostd.reporting.timeline import timelines
 
-__all__ = ["report_json", "report_of"]
-
 FORMAT = 1  # of the report
 
 

@@ -14,19 +14,6 @@ from zerostd.reporting.reading import RankLog, Run
 from zerostd.reporting.records import QualityLine, StepLine
 from zerostd.reporting.thinning import finite, thin_extremes
 
-__all__ = [
-    "MOST_QUALITIES",
-    "Steps",
-    "losses",
-    "qualities",
-    "ranks",
-    "speed",
-    "step_seconds",
-    "steps_of",
-    "utilisation",
-    "waiting",
-]
-
 RESOURCES = ("device", "cpu", "up", "down", "disk", "wire")  # shown in this order, others after them
 CAUSES = ("updates", "parameters", "gradients")
 MOST_NAMES = 24  # of causes, of resources

@@ -12,18 +12,6 @@ from typing import Any
 from zerostd.monitoring.texts import size_text
 from zerostd.policy import Tier
 
-__all__ = [
-    "Cell",
-    "Table",
-    "bytes_text",
-    "comparison",
-    "count_text",
-    "figures",
-    "plain_text",
-    "seconds_text",
-    "tables_of",
-]
-
 NONE = "\N{EN DASH}"  # where there is no value
 MINUS = "\N{MINUS SIGN}"
 WORDS = {

@@ -7,8 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["MOST_POINTS", "finite", "thin_extremes", "thin_largest"]
-
 MOST_POINTS = 600  # of a line or an area
 Item = TypeVar("Item")
 

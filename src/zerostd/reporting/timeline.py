@@ -10,8 +10,6 @@ from zerostd.reporting.reading import Run
 from zerostd.reporting.records import EventLine, StepLine
 from zerostd.reporting.speeds import Steps, step_seconds
 
-__all__ = ["LANES", "covered_seconds", "timelines"]
-
 LANES = ("loop", "compute", "gradients", "up", "down", "update", "cpu", "disk", "wire")  # shown in this order
 MOST_BARS = 3000  # of one step
 LEAST_BARS = 40  # of one lane, whatever the number of lanes

@@ -22,8 +22,6 @@ from zerostd.monitoring.progress import ProgressBar
 from zerostd.monitoring.texts import size_text
 from zerostd.reporting.recording import EVERY, PendingNumber, Recording, record
 
-__all__ = ["Tracker", "track"]
-
 LINE_EVERY_S = 10.0
 SMOOTH = 0.9  # of a step's length is what the steps before took
 

@@ -20,8 +20,6 @@ from zerostd.tiers.streams import Streams, record_event
 from zerostd.tiers.transfer import AllOf, Done, QueuedTransfer, Transfer
 from zerostd.tiers.worker import Worker
 
-__all__ = ["ActivationCopies"]
-
 NUM_STAGED = 2  # groups that staging is in use for, at most
 
 

@@ -30,8 +30,6 @@ from zerostd.scheduling.recomputing import is_worth_recomputing, recompute
 from zerostd.scheduling.saved_storage import GroupActivations, SavedStorage, TensorLayout, layout_of
 from zerostd.scheduling.tensors import tensors_in
 
-__all__ = ["Activations", "Passed"]
-
 WORTH_MOVING = 256 * 2**10  # bytes
 MOST_KINDS = 256  # of forwards that are remembered: lengths may vary for ever
 

@@ -26,8 +26,6 @@ from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.reducing import GroupGradients, Reducer, TrainedParameter
 
-__all__ = ["Backward", "PassCounter"]
-
 
 class GroupUpdates(Protocol):
     """Updates that begin inside the last backward pass of a step."""

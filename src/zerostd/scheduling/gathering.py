@@ -14,8 +14,6 @@ from zerostd.errors import MisuseError
 from zerostd.monitoring.loop_timer import LoopPhase, LoopTimer
 from zerostd.parameters import Group, GroupState
 
-__all__ = ["PREFETCH_DEPTH", "Gatherer"]
-
 PREFETCH_DEPTH = 1  # groups gathered ahead
 
 

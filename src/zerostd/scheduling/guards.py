@@ -24,8 +24,6 @@ from zerostd.parameters import Group
 from zerostd.parameters.checking import GUARD, OWNER
 from zerostd.scheduling.gathering import Gatherer
 
-__all__ = ["Guards"]
-
 
 class Guards:
     """Installs and removes the guards of one prepared model."""

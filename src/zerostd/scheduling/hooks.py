@@ -27,8 +27,6 @@ from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.tensors import map_tensors, tensors_in
 from zerostd.scheduling.watching import WatchedParameters
 
-__all__ = ["Hooks", "RootRules"]
-
 
 @dataclasses.dataclass(frozen=True)
 class RootRules:

@@ -20,8 +20,6 @@ from zerostd.policy import Tier
 from zerostd.scheduling.activation_copies import ActivationCopies
 from zerostd.scheduling.saved_storage import GroupActivations, SavedStorage, num_bytes_of
 
-__all__ = ["ActivationOffloader"]
-
 NUM_GROUPS = 2  # on the device, on their way out, and again on their way back, whatever others keep
 SLICE = 16  # bytes: slices begin where any number may
 

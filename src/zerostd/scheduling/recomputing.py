@@ -17,8 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from zerostd.compat import in_backward
 from zerostd.scheduling.tensors import map_tensors
 
-__all__ = ["is_worth_recomputing", "recompute"]
-
 Keep = Callable[[torch.Tensor], Callable[[], torch.Tensor]]  # takes an input, returns what gives it back
 
 

@@ -21,8 +21,6 @@ from zerostd.parameters import Flat, Gradient, GradientHandle, Group
 from zerostd.parameters.staging import Staging
 from zerostd.tiers import Transfer
 
-__all__ = ["GroupGradients", "Reducer", "TrainedParameter"]
-
 
 @dataclass(frozen=True, eq=False)
 class TrainedParameter:

@@ -17,8 +17,6 @@ from zerostd.policy import Tier
 from zerostd.tiers import Done, Transfer
 from zerostd.tiers.pool import PoolBlock
 
-__all__ = ["GroupActivations", "SavedStorage", "TensorLayout", "layout_of", "num_bytes_of"]
-
 SPOILT = -1  # instead of a version
 
 TensorLayout = tuple[torch.dtype, torch.Size, tuple[int, ...], int]  # dtype, size, stride and offset in a storage

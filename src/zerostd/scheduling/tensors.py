@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["map_tensors", "tensors_in"]
-
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield tensors inside tuples, lists, dicts and attributes of objects, however deep."""

@@ -13,8 +13,6 @@ from torch import nn
 
 from zerostd.parameters import Group, GroupState
 
-__all__ = ["WatchedParameters"]
-
 
 class WatchedParameters(dict[str, "nn.Parameter | None"]):
     """A module's parameters. Reading one of a group that is not gathered calls `on_read`."""

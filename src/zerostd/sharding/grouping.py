@@ -16,8 +16,6 @@ from functools import cached_property
 
 from zerostd.errors import PrepareError
 
-__all__ = ["Node", "find_groups"]
-
 MIB = 2**20
 SMALLEST = 4 * MIB  # bytes of a group: a smaller transfer is all latency
 LARGEST = 2048 * MIB  # bytes of a group: two larger ones gathered would take more memory than sharding saves

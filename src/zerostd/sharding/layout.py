@@ -10,8 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGNMENT", "Interval", "Layout", "Piece", "make_layout"]
-
 ALIGNMENT = 64  # elements: a slice starts on a cache line in every dtype, and kernels see whole vectors
 
 

@@ -14,8 +14,6 @@ from itertools import accumulate
 
 from zerostd.policy import Route, Tier
 
-__all__ = ["UNIT", "Portion", "assign_tiers", "cut_by_shares", "cut_portions", "default_cpu_share"]
-
 UNIT = 2048  # elements: portions start on a page in every dtype from 16 bits on, so disks and kernels see whole blocks
 
 # Chosen so that 14 threads beside a PCIe 5 x16 link take 0.55, the fastest of four shares measured, and with everything

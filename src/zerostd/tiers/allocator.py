@@ -19,8 +19,6 @@ from zerostd.tiers.host import Host
 from zerostd.tiers.pages import padded
 from zerostd.tiers.tier_tensor import TierTensor
 
-__all__ = ["TierAllocator"]
-
 Arena = tuple[str, Tier, Kind]  # of an owner
 
 

@@ -13,8 +13,6 @@ import torch
 
 from zerostd.errors import PrepareError
 
-__all__ = ["DEBUG", "Debug"]
-
 VARIABLE = "ZEROSTD_DEBUG"
 
 

@@ -25,8 +25,6 @@ from zerostd.tiers.pages import PAGE, padded
 from zerostd.tiers.scratch_files import open_unnamed, reason, reserve, supports_direct
 from zerostd.tiers.transfer import Done, Transfer, Work
 
-__all__ = ["BLOCK_BYTES", "Disk", "Extent"]
-
 BLOCK_BYTES = 8 * 2**20  # what one thread moves at a time
 
 

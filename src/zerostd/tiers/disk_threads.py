@@ -18,8 +18,6 @@ from zerostd.tiers.pages import PAGE
 from zerostd.tiers.scratch_files import reason
 from zerostd.tiers.transfer import Work
 
-__all__ = ["DiskBlock", "DiskThreads"]
-
 Move = Callable[[int, Sequence[memoryview], int], int]  # os.preadv or os.pwritev
 
 

@@ -22,8 +22,6 @@ from zerostd.monitoring.ledger import Ledger
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.limits import check_host
 
-__all__ = ["Host"]
-
 TOUCH_BYTES = 64 * 2**20  # one thread's share of the first touch
 
 

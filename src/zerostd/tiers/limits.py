@@ -14,17 +14,6 @@ from pathlib import Path, PurePosixPath
 
 from zerostd.errors import PrepareError
 
-__all__ = [
-    "CgroupMemory",
-    "available_memory",
-    "cgroup_memory",
-    "check_disk",
-    "check_host",
-    "free_disk",
-    "free_host",
-    "memlock_limit",
-]
-
 UNLIMITED = 2**60  # cgroup v1 says "no limit" with a number just below 2**63
 
 # files of one cgroup: its limit, its use, and the lines of memory.stat that the kernel gives back under pressure

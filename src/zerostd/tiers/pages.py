@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["PAGE", "aligned", "padded"]
-
 PAGE = 4096  # the largest logical block of common drives
 
 

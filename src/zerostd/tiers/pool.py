@@ -22,8 +22,6 @@ from zerostd.tiers.limits import check_host
 from zerostd.tiers.pages import padded
 from zerostd.tiers.tier_tensor import TierTensor
 
-__all__ = ["Pool", "PoolBlock"]
-
 WASTE = 1.25  # slabs, over the most that was taken at once
 
 

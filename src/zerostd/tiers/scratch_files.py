@@ -16,8 +16,6 @@ import tempfile
 from zerostd.errors import PrepareError
 from zerostd.tiers.pages import PAGE
 
-__all__ = ["open_unnamed", "reason", "reserve", "supports_direct"]
-
 DIRECT = getattr(os, "O_DIRECT", 0)  # 0: a system without it
 
 

@@ -14,8 +14,6 @@ import torch
 
 from zerostd.tiers.transfer import Done, Transfer
 
-__all__ = ["Stream", "StreamEvent", "Streams", "record_event"]
-
 
 class StreamEvent(Transfer):
     """The end of what is in a stream of the device when this is made."""

@@ -15,8 +15,6 @@ from zerostd.tiers.disk import Disk, Extent
 from zerostd.tiers.pages import PAGE, aligned
 from zerostd.tiers.transfer import Transfer
 
-__all__ = ["TierTensor"]
-
 
 @dataclass(eq=False)
 class TierTensor:

@@ -13,8 +13,6 @@ from abc import ABC, abstractmethod
 
 from zerostd.errors import StorageError, ZerostdError
 
-__all__ = ["AllOf", "Done", "QueuedTransfer", "Transfer", "Work"]
-
 
 class Transfer(ABC):
     """Bytes on their way. Until they arrive the target holds anything and the source must stay as it is."""

@@ -19,8 +19,6 @@ from zerostd.tiers.tier_tensor import TierTensor
 from zerostd.tiers.transfer import Done, QueuedTransfer, Transfer
 from zerostd.tiers.worker import Worker
 
-__all__ = ["Uploader"]
-
 NUM_BUFFERS = 2
 
 

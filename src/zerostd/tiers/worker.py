@@ -23,8 +23,6 @@ import torch
 from zerostd.errors import StorageError, ZerostdError
 from zerostd.tiers.transfer import Done, Transfer, Work
 
-__all__ = ["Worker"]
-
 
 @dataclass(eq=False)
 class _WorkerJob:

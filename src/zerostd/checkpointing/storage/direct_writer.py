@@ -21,8 +21,6 @@ import torch
 
 from zerostd.tiers.pages import PAGE, aligned
 
-__all__ = ["DirectFileWriter", "view_of"]
-
 CACHED_SLICE = 256 << 10  # bytes written at a time through the page cache
 START_EVERY = 32 << 20  # bytes through the page cache after which the system is asked to start writing to disk
 RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE

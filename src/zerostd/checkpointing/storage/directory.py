@@ -21,8 +21,6 @@ from zerostd.checkpointing.storage.manifest import Manifest
 from zerostd.checkpointing.storage.safetensors_files import reason
 from zerostd.errors import CheckpointError
 
-__all__ = ["MANIFEST", "PendingDirectory", "clear_leftovers", "keep_newest", "latest", "read_manifest"]
-
 MANIFEST = "manifest.json"
 MARK = ".incomplete-"
 PENDING = re.compile(rf".+{re.escape(MARK)}[0-9a-f]{{12}}", re.DOTALL)

@@ -6,8 +6,6 @@ import torch
 
 from zerostd.errors import CheckpointError
 
-__all__ = ["DTYPES", "DTYPE_BY_CODE", "SAFETENSORS_CODES", "dtype_name", "dtype_of"]
-
 SAFETENSORS_CODES = {
     torch.float64: "F64",
     torch.float32: "F32",

@@ -12,8 +12,6 @@ import torch
 from zerostd.checkpointing.storage.dtypes import dtype_name, dtype_of
 from zerostd.errors import CheckpointError
 
-__all__ = ["decode_value", "encode_value", "refuse_tensor"]
-
 MOST_BITS = 8192  # of a whole number
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 

@@ -21,18 +21,6 @@ from zerostd.checkpointing.storage.dtypes import DTYPES
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import convert
 
-__all__ = [
-    "BLOCK",
-    "Count",
-    "FileEntry",
-    "Manifest",
-    "OptimizerEntry",
-    "OptimizerGroup",
-    "Shape",
-    "TensorEntry",
-    "TensorPart",
-]
-
 FORMAT = "zerostd checkpoint"
 VERSION = 1
 BLOCK = 4 << 20  # bytes of a part that share a checksum

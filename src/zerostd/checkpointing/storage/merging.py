@@ -27,8 +27,6 @@ from zerostd.kernels import crc32
 from zerostd.monitoring.progress import ByteProgress
 from zerostd.policy import parse_bytes
 
-__all__ = ["merge"]
-
 STEM = "model"
 INDEX = "model.safetensors.index.json"
 SHORT_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}

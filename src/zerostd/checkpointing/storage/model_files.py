@@ -19,8 +19,6 @@ from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader, r
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import convert, decode
 
-__all__ = ["StateDictReader", "TensorReader", "is_model", "open_model"]
-
 SAFETENSORS = ".safetensors"
 STATE_DICT = (".pt", ".pth", ".bin")
 INDEX = ".index.json"

@@ -24,8 +24,6 @@ from zerostd.kernels import crc32
 from zerostd.tiers import Done, TierTensor, Transfer
 from zerostd.tiers.pages import PAGE, aligned
 
-__all__ = ["BlockOfPart", "Checkpoint", "Target", "blocks_of"]
-
 DISK_WRITE = 16 << 20  # bytes written to a disk tier at a time
 NUM_BUFFERS = 3  # one is read, two are written
 

@@ -31,8 +31,6 @@ from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import convert
 from zerostd.tiers.pages import PAGE
 
-__all__ = ["NUM_THREADS", "OutputTensor", "SafetensorsReader", "ordered_results", "reason", "write_file"]
-
 NUM_THREADS = 4
 MOST_HEADER = 256 << 20
 

@@ -32,8 +32,6 @@ from zerostd.policy import Tier
 from zerostd.tiers import Done, Stream, Transfer, Work, record_event
 from zerostd.tiers.pages import PAGE, aligned
 
-__all__ = ["Saving"]
-
 log = logging.getLogger("zerostd")
 
 ReadRecord = Callable[[SavedInterval, int, int], torch.Tensor]
