@@ -1,4 +1,4 @@
-"""The front door: checks what it is given, puts the parts together, and hands the user's own objects back.
+"""The public functions: check what they are given, put the parts together, and hand the user's own objects back.
 
 prepare   plan -> world -> groups and shards -> hooks -> optimizer
 the rest  asks the Runtime that prepare left on the model
@@ -206,11 +206,12 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Backward passes inside sum gradients locally; the first one outside reduces them all."""
     backward = runtime_of(model, "no_sync").backward
-    earlier, backward.is_syncing = backward.is_syncing, False
+    was_syncing = backward.is_syncing
+    backward.is_syncing = False
     try:
         yield
     finally:
-        backward.is_syncing = earlier
+        backward.is_syncing = was_syncing
 
 
 def memory(model: nn.Module) -> Memory:
@@ -303,17 +304,18 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
         CheckpointError: It is damaged or of another model; nothing was changed, on no rank. If a disk fails later, the
             model is loaded in part, which the error says: load again.
     """
-    runtime, prepared = runtime_of(model, "load"), _prepared(optimizer, "load")
+    runtime = runtime_of(model, "load")
+    prepared = _prepared(optimizer, "load")
     if is_model(Path(path)):
         return import_model(runtime, prepared, Path(path))
     return load_checkpoint(runtime, prepared, Path(path))
 
 
 def latest(parent: str | os.PathLike[str]) -> str | None:
-    """The path of the newest complete checkpoint in the directory `parent`; None if there is none. What is skipped is
-    logged, with the reason."""
-    found = newest(Path(parent))
-    return None if found is None else str(found)
+    """Return the path of the newest complete checkpoint in the directory `parent`, or None. What is skipped is logged,
+    with the reason."""
+    path = newest(Path(parent))
+    return None if path is None else str(path)
 
 
 def _prepared(optimizer: torch.optim.Optimizer | None, call: str) -> ZeroOptimizer | None:
@@ -326,7 +328,7 @@ def _prepared(optimizer: torch.optim.Optimizer | None, call: str) -> ZeroOptimiz
 def release(model: nn.Module) -> nn.Module:
     """Undo prepare: an ordinary module again, with full parameters in the dtypes they had. Collective."""
     runtime = runtime_of(model, "release")
-    runtime.settle()
+    runtime.wait_gradients()
     runtime.hooks.remove()
     runtime.guards.remove()
     for group in runtime.groups:

@@ -27,7 +27,8 @@ def in_backward() -> bool:
 
 def calls_of(module: torch.nn.Module) -> int:
     """How many calls of a module are going on in this thread, one inside the other. Walks the stack."""
-    code, count = torch.nn.Module._call_impl.__code__, 0
+    code = torch.nn.Module._call_impl.__code__
+    count = 0
     frame = sys._getframe()
     while (caller := frame.f_back) is not None:
         frame = caller

@@ -221,24 +221,23 @@ class Placement:
                 raise PrepareError(
                     f"Placement(activations={given!r}): no group fits {glob!r}; the groups are {', '.join(groups)}"
                 )
-        found: dict[str, Way] = {}
+        ways: dict[str, Way] = {}
         for name in groups:
             fitting = [Way(str(way)) for glob, way in given.items() if fnmatch.fnmatchcase(name, glob)]
-            found[name] = fitting[0] if fitting else Way.DEVICE
-        return found
+            ways[name] = fitting[0] if fitting else Way.DEVICE
+        return ways
 
 
 def _in_shares(groups: Sequence[str], shares: Mapping[Way, float]) -> dict[str, Way]:
     """Whole groups, from the last one on: kept nearest what is needed first."""
-    nearest = [way for way in Way if shares.get(way, 0.0) > 0]
-    found: dict[str, Way] = {}
-    done, taken = 0, 0.0
-    for way in nearest:
-        taken += shares[way]
-        stop = round(taken * len(groups))
-        found |= dict.fromkeys(list(reversed(groups))[done:stop], way)
-        done = stop
-    return {name: found[name] for name in groups}
+    ways: dict[str, Way] = {}
+    backwards = list(reversed(groups))
+    share = 0.0
+    for way in Way:
+        share += shares.get(way, 0.0)
+        stop = round(share * len(groups))
+        ways |= dict.fromkeys(backwards[len(ways) : stop], way)
+    return {name: ways[name] for name in groups}
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def check_call(runtime: Runtime, optimizer: ZeroOptimizer | None, call: str) -> 
     """Wait until nothing is under way; refuse another model's optimizer, and states of which an update has failed."""
     if optimizer is not None and optimizer is not runtime.optimizer:
         raise MisuseError(f"zerostd.{call}: the optimizer is not the one that prepare returned for this model")
-    runtime.settle()
+    runtime.wait_gradients()
     if runtime.optimizer is not None:
         runtime.optimizer.check_consistent(f"zerostd.{call}()")
         runtime.optimizer.synchronize()

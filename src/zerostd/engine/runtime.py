@@ -1,4 +1,4 @@
-"""What zerostd keeps for one prepared model: the parts, wired together. The front door (api.py) makes and asks it."""
+"""The parts of one prepared model, wired together. `prepare` makes it; the other public functions ask it."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Runtime:
 
     # Schedule, as the optimizer sees it
 
-    def settle(self) -> None:
+    def wait_gradients(self) -> None:
         """Return when all gradients have landed."""
         self.backward.wait_gradients()
 

@@ -44,7 +44,7 @@ class Schedule(Protocol):
     def check_step(self) -> None:
         """Raise if a step now would lose gradients."""
 
-    def settle(self) -> None:
+    def wait_gradients(self) -> None:
         """Return when all gradients have landed."""
 
     def update_order(self) -> list[Group]:
@@ -115,7 +115,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._is_retired:
             raise MisuseError("step() of an optimizer whose model was released: build a new optimizer on the model")
         self._schedule.check_step()
-        self._schedule.settle()
+        self._schedule.wait_gradients()
         note_step(self.inner)
         if self.updater.offload is not None:
             self.updater.offload.check()
@@ -226,7 +226,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. With set_to_none=False they become zeros, as in torch."""
-        self._schedule.settle()
+        self._schedule.wait_gradients()
         self._gradients.check_unlocked("zero_grad()")
         self._gradients.take_factor()
         for group in self.param_groups:

@@ -1,6 +1,6 @@
 """The bytes that a model will take of each tier, by kind, at their peak: known before anything is allocated.
 
-Model state is what `parameters/homes.py` lays out. Working memory is what the parts take beside it, by the same rules
+Model state is what `preparing/homes.py` lays out. Working memory is what the parts take beside it, by the same rules
 as they do: gathered groups, buffers that gradients and states pass through. Activations are not in here.
 """
 
@@ -32,11 +32,11 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules, *, prefetch_depth
         + _slots(plans, rules)[Tier.DEVICE]
         + _staging(plans, rules)
     )
-    found: dict[Tier, dict[Kind, int]] = {}
+    counted: dict[Tier, dict[Kind, int]] = {}
     for (tier, kind), size in sorted(need.items()):
         if size:
-            found.setdefault(tier, {})[kind] = size
-    return found
+            counted.setdefault(tier, {})[kind] = size
+    return counted
 
 
 def host_buffers(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
@@ -62,9 +62,9 @@ def _gathered(plans: Sequence[Sequence[FlatPlan]], rules: Rules, depth: int) -> 
     ]
     if not sizes:
         return 0
-    root, others = sizes[0], [size for size in sizes[1:] if size]
+    others = [size for size in sizes[1:] if size]
     windows = [sum(others[start : start + depth + 2]) for start in range(len(others))]
-    return root + max(windows, default=0)
+    return sizes[0] + max(windows, default=0)
 
 
 def _gives_back(plan: FlatPlan, rules: Rules) -> bool:

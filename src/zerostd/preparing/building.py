@@ -100,7 +100,8 @@ def _make_allocator(
             f"gathered groups and activations come on top), and Budget(device={budget.device!r}) allows less: place "
             "more of it with Placement(optimizer_states='host')"
         )
-    on_host, on_disk = totals[Tier.HOST] * world.local_size, totals[Tier.DISK] * world.local_size
+    on_host = totals[Tier.HOST] * world.local_size
+    on_disk = totals[Tier.DISK] * world.local_size
     limit = None if budget.host is None else parse_bytes(budget.host)
     if on_host:
         what = f"the host share of {world.local_size} rank(s) on this machine ({_parts(need, Tier.HOST)} each)"

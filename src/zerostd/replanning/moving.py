@@ -54,7 +54,8 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
     resources = runtime.resources
     if resources.allocator.disk is None and any(_is_on_disk(wanted) for _, _, wanted in changed):
         resources.allocator.disk = open_disk(settings.budget, runtime.ledger)
-    for _, flat, wanted in sorted(changed, key=lambda one: _on_device(one[2]) - _on_device_now(one[1])):
+    changed.sort(key=lambda change: _on_device(change[2]) - _on_device_now(change[1]))  # what leaves the device first
+    for _, flat, wanted in changed:
         states = take_states(updater, flat)
         move_flat(flat, wanted, rules, resources)
         replace_states(updater, flat, states)
