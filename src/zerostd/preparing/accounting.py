@@ -23,10 +23,10 @@ from zerostd.tiers import Uploader
 
 def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules, *, prefetch_depth: int) -> dict[Tier, dict[Kind, int]]:
     """Everything but activations, by tier and kind."""
-    need = demand(plans, rules)
+    need = demand(plans)
     need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans, rules)
     need[Tier.DEVICE, Kind.BUFFERS] += (
-        _gathered(plans, rules, prefetch_depth)
+        _gathered(plans, prefetch_depth)
         + _wires(plans, rules)
         + _scratch(plans, rules)
         + _slots(plans, rules)[Tier.DEVICE]
@@ -41,25 +41,23 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules, *, prefetch_depth
 
 def host_buffers(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
     """Host memory that what rests on disk passes through."""
-    return _slots(plans, rules)[Tier.HOST] + Uploader.buffer_bytes(largest_on_disk(plans, rules))
+    return _slots(plans, rules)[Tier.HOST] + Uploader.buffer_bytes(largest_on_disk(plans))
 
 
-def largest_on_disk(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
+def largest_on_disk(plans: Sequence[Sequence[FlatPlan]]) -> int:
     """Bytes of the longest parameters that rest on disk."""
     on_disk = [plan for group in plans for plan in group if plan.parameters is Tier.DISK]
-    return max((plan.rest_numel(rules) * plan.dtype.itemsize for plan in on_disk), default=0)
+    return max((plan.rest_numel * plan.dtype.itemsize for plan in on_disk), default=0)
 
 
 def _portions(plans: Sequence[Sequence[FlatPlan]]) -> list[Portion]:
     return [portion for group in plans for plan in group for portion in plan.portions]
 
 
-def _gathered(plans: Sequence[Sequence[FlatPlan]], rules: Rules, depth: int) -> int:
+def _gathered(plans: Sequence[Sequence[FlatPlan]], depth: int) -> int:
     """The root, which is there as long as forward lasts, with the group at work, those on their way, and in backward
     the one before, whose last gradients are still to come. Groups that stay gathered are passed over."""
-    sizes = [
-        sum(plan.layout.numel * plan.dtype.itemsize for plan in group if _gives_back(plan, rules)) for group in plans
-    ]
+    sizes = [sum(plan.layout.numel * plan.dtype.itemsize for plan in group if plan.gives_back) for group in plans]
     if not sizes:
         return 0
     others = [size for size in sizes[1:] if size]
@@ -67,17 +65,11 @@ def _gathered(plans: Sequence[Sequence[FlatPlan]], rules: Rules, depth: int) -> 
     return sizes[0] + max(windows, default=0)
 
 
-def _gives_back(plan: FlatPlan, rules: Rules) -> bool:
-    return rules.shards(Kind.PARAMETERS) or plan.parameters is not Tier.DEVICE
-
-
 def _wires(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
     """What gradients are received in, and staged in where they are not kept whole."""
     if rules.size == 1:
         return 0
-    sizes = [
-        plan.layout.numel * plan.gradient_dtype(rules).itemsize for group in plans for plan in group if plan.is_trained
-    ]
+    sizes = [plan.layout.numel * plan.gradient_dtype.itemsize for group in plans for plan in group if plan.is_trained]
     largest = max(sizes, default=0)
     receive = Wires.buffer_bytes(largest, rules.size, has_streams=rules.has_own_memory)
     return receive + (NUM_STAGING * largest if rules.shards(Kind.GRADIENTS) else 0)
@@ -86,7 +78,7 @@ def _wires(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
 def _scratch(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
     """Gradients as an update on the device reads them."""
     trained = [plan for group in plans for plan in group if plan.is_trained]
-    gradients = [(plan.gradient_dtype(rules), rules.has_own_memory and plan.gradients is Tier.HOST) for plan in trained]
+    gradients = [(plan.gradient_dtype, rules.has_own_memory and plan.gradients is Tier.HOST) for plan in trained]
     resident = [sum(p.numel for plan in group for p in plan.portions if p.tier is Tier.DEVICE) for group in plans]
     return Updater.buffer_bytes(resident, gradients)
 
@@ -101,9 +93,7 @@ def _staging(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
     if not rules.has_own_memory:
         return 0
     sizes = [
-        (plan.region.stop - plan.region.start)
-        * plan.gradient_dtype(rules).itemsize
-        * (2 if rules.sums_gradients else 1)
+        plan.numel * plan.gradient_dtype.itemsize * (2 if rules.sums_gradients else 1)
         for group in plans
         for plan in group
         if plan.is_trained and plan.gradients is Tier.HOST

@@ -32,7 +32,7 @@ from zerostd.parameters.staging import Staging
 from zerostd.policy import Budget, Kind, Tier, parse_bytes
 from zerostd.preparing.accounting import host_buffers, largest_on_disk
 from zerostd.preparing.groups import make_group
-from zerostd.preparing.homes import FlatPlan, Rules, demand, demand_of, plan_flats
+from zerostd.preparing.homes import FlatPlan, demand, plan_flats
 from zerostd.preparing.options import check_world, num_threads, rules_for, ways_for
 from zerostd.preparing.proposing import decide, homes_of
 from zerostd.scheduling.activation_copies import ActivationCopies
@@ -63,22 +63,22 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
         rules = rules_for(settings, world, homes_of(settings.plan, blueprints))
         plans = plan_flats(blueprints, rules)
         ways = ways_for(settings, [blueprint.name for blueprint in blueprints if blueprint.name != ROOT])
-        need = demand(plans, rules)
+        need = demand(plans)
         need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans, rules)
         ledger = Ledger()
         peers = find_peers(settings.decided[1].same_activations, world, ledger)
         has_more = any(way.tier is Tier.DISK for way in ways.values())
         allocator = _make_allocator(need, settings.budget, world, ledger, needs_disk=has_more)
-        _reserve(allocator, plans, rules)
+        _reserve(allocator, plans)
     except BaseException:
         world.close()
         raise
     streams = Streams.make(device)
-    uploader = Uploader(allocator, streams, largest_on_disk=largest_on_disk(plans, rules))
+    uploader = Uploader(allocator, streams, largest_on_disk=largest_on_disk(plans))
     resources = Resources(allocator, streams, uploader, Staging(), num_threads(world))
     wires = Wires(world, ledger)
     original_dtypes = {parameter: parameter.dtype for parameter in model.parameters()}
-    groups = _make_groups(model, blueprints, plans, rules, resources, control, wires)
+    groups = _make_groups(model, blueprints, plans, resources, control, wires)
     gatherer = Gatherer(groups, wires, control)
     copies = ActivationCopies(allocator, streams, _left_of(need, settings.budget, world))
     activations = Activations(model, gatherer, ways, ActivationOffloader(copies, peers))
@@ -129,11 +129,11 @@ def _left_of(need: Counter[tuple[Tier, Kind]], budget: Budget, world: World) -> 
     return {Tier.HOST: max(0, parse_bytes(budget.host) // world.local_size - taken), Tier.DISK: None}
 
 
-def _reserve(allocator: TierAllocator, plans: list[list[FlatPlan]], rules: Rules) -> None:
+def _reserve(allocator: TierAllocator, plans: list[list[FlatPlan]]) -> None:
     """Take the arenas of all flats, before the first one is built."""
     try:
         for plan in (plan for group in plans for plan in group):
-            for (tier, kind), num_bytes in demand_of(plan, rules).items():
+            for (tier, kind), num_bytes in plan.demand().items():
                 if kind in (Kind.OPTIMIZER_STATES, Kind.PARAMETERS):
                     allocator.reserve(plan.owner, tier, kind, num_bytes)
     except BaseException:
@@ -149,7 +149,6 @@ def _make_groups(
     model: nn.Module,
     blueprints: list[Blueprint],
     plans: list[list[FlatPlan]],
-    rules: Rules,
     resources: Resources,
     control: Control,
     wires: Wires,
@@ -168,7 +167,7 @@ def _make_groups(
 
     groups = []
     for index, (blueprint, flats) in enumerate(zip(blueprints, plans, strict=True)):
-        group = make_group(blueprint, index, flats, rules, resources, wires, value_of)
+        group = make_group(blueprint, index, flats, resources, wires, value_of)
         groups.append(group)
     _place_buffers(model, device, seed)
     return tuple(groups)

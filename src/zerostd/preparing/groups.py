@@ -19,7 +19,7 @@ from zerostd.parameters.group import Group
 from zerostd.parameters.host_gradient import HostGradient, HostGradientCopy
 from zerostd.parameters.state_shard import MASTER, StateShard
 from zerostd.policy import Kind, Route, Tier
-from zerostd.preparing.homes import FlatPlan, Rules, demand_of
+from zerostd.preparing.homes import FlatPlan
 from zerostd.sharding import Portion
 from zerostd.tiers import TierAllocator, TierTensor
 
@@ -30,35 +30,34 @@ def make_group(
     blueprint: Blueprint,
     index: int,
     plans: Sequence[FlatPlan],
-    rules: Rules,
     resources: Resources,
     wires: Wires,
     value_of: ValueOf,
 ) -> Group:
     """Flatten, take this rank's part, and let the rest go. `value_of` gives a parameter's first values."""
-    flats = [_make_flat(plan, rules, resources, value_of) for plan in plans]
+    flats = [_make_flat(plan, resources, value_of) for plan in plans]
     return Group(blueprint, index, flats, wires, resources.uploader)
 
 
-def _make_flat(plan: FlatPlan, rules: Rules, resources: Resources, value_of: ValueOf) -> Flat:
+def _make_flat(plan: FlatPlan, resources: Resources, value_of: ValueOf) -> Flat:
     allocator = resources.allocator
     parameters = [member.parameter for member in plan.members]
     portions = plan.portions if plan.is_trained else ()
-    shards = [_make_shard(plan, portion, rules, allocator) for portion in portions]
+    shards = [_make_shard(plan, portion, allocator) for portion in portions]
     flat = Flat(plan.layout, parameters, plan.dtype, allocator, region=plan.region, state_shards=shards)
     for position, member in enumerate(plan.members):
         flat.adopt(position, value_of(member))
-    is_sharded = rules.shards(Kind.PARAMETERS)
+    is_sharded = plan.rules.shards(Kind.PARAMETERS)
     rest: TierTensor | None = None
-    if is_sharded or plan.parameters is not Tier.DEVICE:
-        rest = allocator.allocate(plan.owner, plan.parameters, Kind.PARAMETERS, plan.rest_numel(rules), plan.dtype)
-    flat.keep(rules.rank, rest, is_sharded=is_sharded)
+    if plan.gives_back:
+        rest = allocator.allocate(plan.owner, plan.parameters, Kind.PARAMETERS, plan.rest_numel, plan.dtype)
+    flat.keep(plan.rules.rank, rest, is_sharded=is_sharded)
     if plan.is_trained:
-        flat.gradient = _make_gradient(plan, rules, resources)
+        flat.gradient = _make_gradient(plan, resources)
     return flat
 
 
-def move_flat(flat: Flat, plan: FlatPlan, rules: Rules, resources: Resources) -> None:
+def move_flat(flat: Flat, plan: FlatPlan, resources: Resources) -> None:
     """Let masters, room for states and gradients be where `plan` says from now on, which differs in nothing else.
     Masters keep their values; states are the caller's, and no gradient may be wanted."""
     allocator = resources.allocator
@@ -68,63 +67,63 @@ def move_flat(flat: Flat, plan: FlatPlan, rules: Rules, resources: Resources) ->
     if flat.gradient is not None:
         flat.gradient.close()
     allocator.free(plan.owner, Kind.OPTIMIZER_STATES)
-    for (tier, kind), num_bytes in demand_of(plan, rules).items():
+    for (tier, kind), num_bytes in plan.demand().items():
         if kind is Kind.OPTIMIZER_STATES:
             allocator.reserve(plan.owner, tier, kind, num_bytes)
-    flat.state_shards = tuple(_make_shard(plan, portion, rules, allocator) for portion in plan.portions)
+    flat.state_shards = tuple(_make_shard(plan, portion, allocator) for portion in plan.portions)
     flat.share_masters()
     for shard in flat.state_shards:
         if not shard.holds_parameters:
             shard.master.write(slice(0, shard.numel), region[shard.region])
-    flat.gradient = _make_gradient(plan, rules, resources)
+    flat.gradient = _make_gradient(plan, resources)
 
 
-def _make_shard(plan: FlatPlan, portion: Portion, rules: Rules, allocator: TierAllocator) -> StateShard:
-    states = plan.columns(portion, rules)
+def _make_shard(plan: FlatPlan, portion: Portion, allocator: TierAllocator) -> StateShard:
+    states = plan.states_of(portion)
 
     def column(dtype: torch.dtype) -> TierTensor:
         return allocator.allocate(plan.owner, portion.tier, Kind.OPTIMIZER_STATES, portion.numel, dtype)
 
-    shares = plan.shares_master(portion, rules)
+    shares = plan.shares_master(portion)
     columns = {} if shares else {MASTER: column(plan.master_dtype)}
     columns |= {name: column(dtype) for name, dtype in states.items()}
     spare: dict[str, TierTensor] = {}
-    if rules.speculates and portion.tier is Tier.HOST:
+    if plan.rules.speculates and portion.tier is Tier.HOST:
         spare = {MASTER: column(plan.master_dtype)} | {name: column(dtype) for name, dtype in states.items()}
     return StateShard(portion.start, portion.stop, portion.tier, portion.route, columns, spare, holds_parameters=shares)
 
 
-def _make_gradient(plan: FlatPlan, rules: Rules, resources: Resources) -> Gradient:
+def _make_gradient(plan: FlatPlan, resources: Resources) -> Gradient:
     allocator = resources.allocator
-    dtype = plan.gradient_dtype(rules)
+    dtype = plan.gradient_dtype
     gradient = Gradient(
         plan.layout,
         plan.region,
         dtype,
         allocator,
-        keep_whole=rules.size > 1 and not rules.shards(Kind.GRADIENTS),
-        host_gradient=_make_host_gradient(plan, rules, resources),
-        host_copy=_make_host_copy(plan, rules, resources),
+        keep_whole=plan.rules.size > 1 and not plan.rules.shards(Kind.GRADIENTS),
+        host_gradient=_make_host_gradient(plan, resources),
+        host_copy=_make_host_copy(plan, resources),
     )
-    if rules.sums_gradients:
+    if plan.rules.sums_gradients:
         gradient.use_sum()
     gradient.reserve()
     return gradient
 
 
-def _make_host_gradient(plan: FlatPlan, rules: Rules, resources: Resources) -> HostGradient | None:
+def _make_host_gradient(plan: FlatPlan, resources: Resources) -> HostGradient | None:
     if plan.gradients is not Tier.HOST:
         return None
     allocator = resources.allocator
-    staging = resources.staging if rules.has_own_memory else None
+    staging = resources.staging if plan.rules.has_own_memory else None
     return HostGradient(allocator.host, resources.streams, allocator.ledger, staging)
 
 
-def _make_host_copy(plan: FlatPlan, rules: Rules, resources: Resources) -> HostGradientCopy | None:
+def _make_host_copy(plan: FlatPlan, resources: Resources) -> HostGradientCopy | None:
     """The host's copy of what the CPU reads, where the gradient rests on a device with memory of its own."""
     parts = [slice(portion.start, portion.stop) for portion in plan.portions if portion.route is Route.CPU]
-    if plan.gradients is Tier.HOST or not rules.has_own_memory or not parts:
+    if plan.gradients is Tier.HOST or not plan.rules.has_own_memory or not parts:
         return None
-    dtype = plan.gradient_dtype(rules)
-    rests_in = torch.promote_types(dtype, torch.float32) if rules.sums_gradients else dtype
+    dtype = plan.gradient_dtype
+    rests_in = torch.promote_types(dtype, torch.float32) if plan.rules.sums_gradients else dtype
     return HostGradientCopy(parts, rests_in, resources.allocator.host, resources.streams)

@@ -1,7 +1,7 @@
-"""What will lie where, decided before anything is allocated: pure arithmetic on blueprints, stage and placement.
+"""Decide what is kept where, before anything is allocated: pure arithmetic on blueprints, stage and placement.
 
-In: the groups to be. Out: a plan for each flat buffer, with the tier its parameters, its gradient and each portion of
-its optimizer states will rest in, and the bytes this takes of host and disk. `building.py` then does what it says.
+In: the groups to be. Out: a plan for each flat buffer, with the tiers of its parameters, its gradient and each portion
+of its optimizer states, and the bytes this takes. `groups.py` then does what it says.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Rules:
 class FlatPlan:
     """One flat buffer to be."""
 
+    rules: Rules
     members: tuple[Member, ...]  # in the layout's order
     layout: Layout
     region: slice
@@ -71,25 +72,72 @@ class FlatPlan:
         """What they are updated in."""
         return self.dtype if self.dtype.itemsize >= 4 else torch.float32
 
-    def gradient_dtype(self, rules: Rules) -> torch.dtype:
+    @property
+    def gradient_dtype(self) -> torch.dtype:
         """What gradients travel and rest in."""
-        is_cast = self.dtype.itemsize < 4 or (rules.reduces_all and self.dtype is torch.float32)
-        return rules.reduce_dtype if is_cast and rules.reduce_dtype is not None else self.dtype
+        is_cast = self.dtype.itemsize < 4 or (self.rules.reduces_all and self.dtype is torch.float32)
+        return self.rules.reduce_dtype if is_cast and self.rules.reduce_dtype is not None else self.dtype
 
-    def rest_numel(self, rules: Rules) -> int:
+    @property
+    def rest_numel(self) -> int:
         """Parameters this rank holds while the group is released."""
-        return self.layout.shard_numel if rules.shards(Kind.PARAMETERS) else self.layout.numel
+        return self.layout.shard_numel if self.rules.shards(Kind.PARAMETERS) else self.layout.numel
 
-    def shares_master(self, portion: Portion, rules: Rules) -> bool:
+    @property
+    def gives_back(self) -> bool:
+        """Whether releasing the group gives memory back."""
+        return self.rules.shards(Kind.PARAMETERS) or self.parameters is not Tier.DEVICE
+
+    def shares_master(self, portion: Portion) -> bool:
         """Whether the parameter itself is the master: same numbers, same place, and nothing is tried beside it."""
         same = self.master_dtype == self.dtype and portion.tier is self.parameters and portion.tier is not Tier.DISK
-        return same and not (rules.speculates and portion.tier is not Tier.DEVICE)
+        return same and not (self.rules.speculates and portion.tier is not Tier.DEVICE)
 
-    def columns(self, portion: Portion, rules: Rules) -> dict[str, torch.dtype]:
+    def states_of(self, portion: Portion) -> dict[str, torch.dtype]:
         """States that are laid out beforehand, by name: those off the device."""
         if portion.tier is Tier.DEVICE:
             return {}
-        return {name: self.master_dtype if dtype == torch.float32 else dtype for name, dtype in rules.states.items()}
+        return {
+            name: self.master_dtype if dtype == torch.float32 else dtype for name, dtype in self.rules.states.items()
+        }
+
+    @property
+    def numel(self) -> int:
+        """Elements of the region."""
+        return int(self.region.stop - self.region.start)
+
+    def demand(self) -> Counter[tuple[Tier, Kind]]:
+        """Return the bytes of model state that it takes of each tier on this rank."""
+        rules = self.rules
+        need: Counter[tuple[Tier, Kind]] = Counter()
+        need[self.parameters, Kind.PARAMETERS] += _taken(self.parameters, self.rest_numel * self.dtype.itemsize)
+        if not self.is_trained:
+            return need
+        dtype = self.gradient_dtype
+        itemsize = max(4, dtype.itemsize) if rules.sums_gradients else dtype.itemsize
+        keeps_whole = rules.size > 1 and not rules.shards(Kind.GRADIENTS)
+        if not keeps_whole or rules.sums_gradients:
+            need[self.gradients, Kind.GRADIENTS] += self.numel * itemsize
+        if keeps_whole:  # for the wire; what this rank updates is a part of it, unless several passes are summed
+            need[Tier.DEVICE, Kind.GRADIENTS] += self.layout.numel * dtype.itemsize
+        for portion in self.portions:
+            self._add_portion(need, portion, itemsize)
+        return need
+
+    def _add_portion(self, need: Counter[tuple[Tier, Kind]], portion: Portion, itemsize: int) -> None:
+        rules = self.rules
+        widths = [dtype.itemsize for dtype in rules.states.values()]
+        if not self.shares_master(portion):
+            widths.append(self.master_dtype.itemsize)
+        copies = 2 if rules.speculates and portion.tier is Tier.HOST else 1
+        sizes = [_taken(portion.tier, portion.numel * width) for width in widths]
+        need[portion.tier, Kind.OPTIMIZER_STATES] += copies * sum(sizes)
+        if rules.has_own_memory and portion.route is Route.CPU and self.gradients is Tier.DEVICE:
+            need[Tier.HOST, Kind.BUFFERS] += padded(portion.numel * itemsize)
+        lands_on_gradient = self.gradients is Tier.DEVICE and itemsize == self.dtype.itemsize and not rules.speculates
+        goes_up = rules.has_own_memory and self.parameters is Tier.DEVICE and not lands_on_gradient
+        if portion.route is Route.CPU and (goes_up or self.parameters is Tier.DISK):  # new parameters, on their way
+            need[Tier.HOST, Kind.BUFFERS] += padded(portion.numel * self.dtype.itemsize)
 
 
 def plan_flats(blueprints: Sequence[Blueprint], rules: Rules) -> list[list[FlatPlan]]:
@@ -114,6 +162,7 @@ def plan_flats(blueprints: Sequence[Blueprint], rules: Rules) -> list[list[FlatP
     for index, (name, members, layout) in enumerate(flats):
         is_empty = sizes[index] == 0  # there is no arena of no bytes: what has no elements is on the device
         plan = FlatPlan(
+            rules=rules,
             members=members,
             layout=layout,
             region=regions[index],
@@ -149,48 +198,12 @@ def _numel(region: slice) -> int:
     return int(region.stop - region.start)
 
 
-def demand(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> Counter[tuple[Tier, Kind]]:
-    """Bytes of model state this takes of each tier on this rank; buffers of fixed size are left out."""
+def demand(plans: Sequence[Sequence[FlatPlan]]) -> Counter[tuple[Tier, Kind]]:
+    """Return the bytes of model state that flats take of each tier on this rank; buffers of fixed size are left out."""
     need: Counter[tuple[Tier, Kind]] = Counter()
     for plan in (plan for group in plans for plan in group):
-        need.update(demand_of(plan, rules))
+        need.update(plan.demand())
     return need
-
-
-def demand_of(plan: FlatPlan, rules: Rules) -> Counter[tuple[Tier, Kind]]:
-    """The same of one flat."""
-    need: Counter[tuple[Tier, Kind]] = Counter()
-    need[plan.parameters, Kind.PARAMETERS] += _taken(plan.parameters, plan.rest_numel(rules) * plan.dtype.itemsize)
-    if not plan.is_trained:
-        return need
-    numel = _numel(plan.region)
-    dtype = plan.gradient_dtype(rules)
-    itemsize = max(4, dtype.itemsize) if rules.sums_gradients else dtype.itemsize
-    keeps_whole = rules.size > 1 and not rules.shards(Kind.GRADIENTS)
-    if not keeps_whole or rules.sums_gradients:
-        need[plan.gradients, Kind.GRADIENTS] += numel * itemsize
-    if keeps_whole:  # for the wire; what this rank updates is a part of it, unless several passes are summed
-        need[Tier.DEVICE, Kind.GRADIENTS] += plan.layout.numel * dtype.itemsize
-    for portion in plan.portions:
-        _add_portion(need, plan, portion, rules, itemsize)
-    return need
-
-
-def _add_portion(
-    need: Counter[tuple[Tier, Kind]], plan: FlatPlan, portion: Portion, rules: Rules, itemsize: int
-) -> None:
-    widths = [dtype.itemsize for dtype in rules.states.values()]
-    if not plan.shares_master(portion, rules):
-        widths.append(plan.master_dtype.itemsize)
-    copies = 2 if rules.speculates and portion.tier is Tier.HOST else 1
-    sizes = [_taken(portion.tier, portion.numel * width) for width in widths]
-    need[portion.tier, Kind.OPTIMIZER_STATES] += copies * sum(sizes)
-    if rules.has_own_memory and portion.route is Route.CPU and plan.gradients is Tier.DEVICE:
-        need[Tier.HOST, Kind.BUFFERS] += padded(portion.numel * itemsize)
-    lands_on_gradient = plan.gradients is Tier.DEVICE and itemsize == plan.dtype.itemsize and not rules.speculates
-    goes_up = rules.has_own_memory and plan.parameters is Tier.DEVICE and not lands_on_gradient
-    if portion.route is Route.CPU and (goes_up or plan.parameters is Tier.DISK):  # new parameters, on their way
-        need[Tier.HOST, Kind.BUFFERS] += padded(portion.numel * plan.dtype.itemsize)
 
 
 def _taken(tier: Tier, num_bytes: int) -> int:

@@ -57,7 +57,7 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
     changed.sort(key=lambda change: _on_device(change[2]) - _on_device_now(change[1]))  # what leaves the device first
     for _, flat, wanted in changed:
         states = take_states(updater, flat)
-        move_flat(flat, wanted, rules, resources)
+        move_flat(flat, wanted, resources)
         replace_states(updater, flat, states)
     runtime.settings = settings
     updater.moved(runtime.groups, make_offload_updater(runtime, updater.inner))
