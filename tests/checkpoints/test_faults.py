@@ -27,7 +27,7 @@ from checkpoints.runs import Job, Run, compared, unlike
 from support.agreement import agree
 from support.processes import TESTS, doing
 from zerostd import CheckpointError
-from zerostd.checkpointing.storage import direct_writer
+from zerostd.checkpointing.storage import safetensors_files
 from zerostd.checkpointing.storage.manifest import BLOCK
 
 pytestmark = pytest.mark.timeout(90)  # some of these could hang
@@ -204,7 +204,7 @@ def test_any_call_of_the_system_fails(call: str, trained: Run, tmp_path: Path, m
         return true(*arguments, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(direct_writer, "START_EVERY", 1)
+        patched.setattr(safetensors_files, "START_EVERY", 1)
         patched.setattr(module, call, failing)
         trained.save(tmp_path / "whole")
         times = 100 - left

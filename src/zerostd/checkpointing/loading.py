@@ -1,29 +1,39 @@
 """Load a checkpoint into a prepared model, of any number of ranks, stage and placement.
 
 manifest -> everything is checked, on all ranks -> flat by flat to where it is kept -> parameters are renewed
+
+Nothing is changed unless every rank has found everything in order. If a disk fails after that, all ranks raise.
+`importing` loads ordinary models in the same two phases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from msgspec.structs import replace
 
-from zerostd.checkpointing.model_parts import buffers_of, flats_of, modules_with_own
-from zerostd.checkpointing.random_states import generator_entries, restore_functions
-from zerostd.checkpointing.saving import describe_optimizer
+from zerostd.checkpointing.model_parts import (
+    buffers_of,
+    flats_of,
+    generator_entries,
+    modules_with_own,
+    restore_functions,
+    value_targets,
+)
+from zerostd.checkpointing.saving import check_call, describe_optimizer
 from zerostd.checkpointing.storage import Checkpoint, Manifest
 from zerostd.checkpointing.storage.directory import clear_leftovers
 from zerostd.checkpointing.storage.json_values import decode_value, refuse_tensor
-from zerostd.checkpointing.storage.manifest import TensorEntry
+from zerostd.checkpointing.storage.manifest import OptimizerGroup, TensorEntry
 from zerostd.checkpointing.storage.reading import Target
-from zerostd.checkpointing.two_phase import load_in_two_phases, value_targets
+from zerostd.checkpointing.storage.writing import checkpoint_error
 from zerostd.engine.runtime import Runtime
-from zerostd.errors import CheckpointError
+from zerostd.errors import CheckpointError, MisuseError
 from zerostd.monitoring.progress import ByteProgress
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.records import gradient_tensor, updated_intervals
@@ -35,42 +45,91 @@ from zerostd.policy import Tier
 from zerostd.tiers import TierTensor
 
 MOST_PROBLEMS = 20  # named in an error
+UNCHANGED = "Nothing was changed"
+IN_PART = (
+    "The model is loaded in part, on all ranks, and cannot be trained or saved like this: call zerostd.load again, "
+    "with this path or another"
+)
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _CheckedState:
-    """A checkpoint that fits, with everything but long tensors decoded."""
+def load_in_two_phases(
+    runtime: Runtime, optimizer: ZeroOptimizer | None, check: Callable[[ExitStack], T], apply: Callable[[T], None]
+) -> T:
+    """Return what `check` returned, after `apply` has used it and parameters are renewed. All ranks call it.
 
-    checkpoint: Checkpoint
-    extra: Any
-    options: list[dict[str, Any]]  # of the optimizer's groups
-    singles: dict[str, dict[str, Any]]  # states of one value, by parameter
-    modules: dict[str, Any]  # what get_extra_state returned, by name of module
-    restore_generators: list[Callable[[], object]]
+    1. Wait until nothing is under way, and refuse a call that would lose gradients.
+    2. `check(files)` opens files, which are closed at the end, and raises if anything is wrong. It changes nothing.
+    3. `apply(checked)` puts values where this rank keeps them. It needs no other rank.
+    """
+    check_call(runtime, optimizer, "load")
+    num_done = runtime.backward.passes.num_done
+    if num_done:
+        raise MisuseError(
+            f"zerostd.load after {num_done} backward pass(es) of a step that is not complete: call it between "
+            "optimizer.step() and the next backward"
+        )
+    if any(group.is_pinned for group in runtime.groups):
+        raise MisuseError("zerostd.load inside zerostd.gathered(): leave the context first")
+    runtime.finish_updates()
+    with ExitStack() as files:
+        checked = _on_all_ranks(runtime, "zerostd.load()", UNCHANGED, lambda: check(files))
+        runtime.gatherer.wait_all()
+        _on_all_ranks(runtime, "the end of zerostd.load()", IN_PART, lambda: apply(checked))
+    for group in runtime.update_order():
+        runtime.renew(group)
+    return checked
+
+
+def _on_all_ranks(runtime: Runtime, where: str, remark: str, work: Callable[[], T]) -> T:
+    """Do `work` and return its result, or raise on all ranks what went wrong on the first that failed."""
+    result: Any = None
+    cause: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        cause = error
+    message = None if cause is None else str(checkpoint_error(cause))
+    for rank, said in enumerate(runtime.gatherer.control.meet(where, message)):
+        if said is not None:
+            who = f"rank {rank}: " if runtime.world.size > 1 else ""
+            raise CheckpointError(f"{who}{said}. {remark}") from cause
+    done: T = result
+    return done
 
 
 @torch.no_grad()
 def load_checkpoint(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) -> Any:
     """Load, and return what `extra` was. All ranks call it. Nothing is changed unless all is in order on all ranks."""
+    restore_generators: list[Callable[[], object]] = []
 
-    def check(files: ExitStack) -> _CheckedState:
+    def check(files: ExitStack) -> Checkpoint:
         if runtime.world.rank == 0:
             clear_leftovers(path.parent)
-        return _check(runtime, optimizer, files.enter_context(Checkpoint(path)))
+        checkpoint = files.enter_context(closing(Checkpoint(path)))
+        _check(runtime, optimizer, checkpoint)
+        try:
+            restore_generators.extend(restore_functions(runtime.world, checkpoint))
+        except Exception as error:  # setstate does not say what it raises
+            raise CheckpointError(f"the checkpoint contains an invalid random state: {error!s:.200}") from error
+        checkpoint.manifest = _decoded(checkpoint, optimizer)
+        return checkpoint
 
-    state = load_in_two_phases(runtime, optimizer, check, lambda state: _apply(runtime, optimizer, state))
-    manifest = state.checkpoint.manifest
+    checkpoint = load_in_two_phases(runtime, optimizer, check, lambda checked: _apply(runtime, optimizer, checked))
+    manifest = checkpoint.manifest
     if optimizer is not None and manifest.passes:
         runtime.backward.resume(manifest.passes, {entry.of for entry in manifest.of_kind("gradient")})
-    for restore in state.restore_generators:
+    for restore in restore_generators:
         restore()
-    return state.extra
+    return manifest.extra
 
 
 # Checking: everything that can go wrong goes wrong here, where nothing is changed yet
 
 
-def _check(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkpoint) -> _CheckedState:
+def _check(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkpoint) -> None:
+    """Raise unless the checkpoint fits and every block that this rank reads is as it was written."""
     manifest = checkpoint.manifest
     problems = [*_problems(runtime, optimizer, manifest)]
     if problems:
@@ -80,14 +139,6 @@ def _check(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkp
     total = sum((high - low) * entry.torch_dtype.itemsize for entry, low, high in wanted)
     with ByteProgress("checking", total, is_shown=runtime.world.rank == 0) as progress:
         checkpoint.verify(wanted, progress.add)
-    options: list[dict[str, Any]] = []
-    singles: dict[str, dict[str, Any]] = {}
-    if optimizer is not None and manifest.optimizer is not None:
-        options = [_decode_options(group.options) for group in manifest.optimizer.groups]
-        singles = {name: _decode_options(states) for name, states in manifest.optimizer.singles.items()}
-    restore_generators = restore_functions(runtime.world, checkpoint)
-    extra, modules = _decode_extra(checkpoint)
-    return _CheckedState(checkpoint, extra, options, singles, modules, restore_generators)
 
 
 def _problems(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifest) -> Iterator[str]:
@@ -168,48 +219,50 @@ def _wanted(
                 gradient = manifest.find("gradient", name)
                 for entry in (*manifest.states_of(name), *([] if gradient is None else [gradient])):
                     yield entry, low, high
-    for entry in (
-        *manifest.of_kind("buffer"),
-        *manifest.of_kind("extra"),
-        *generator_entries(runtime.world, manifest),
-    ):
+    generators = generator_entries(runtime.world, manifest)
+    for entry in (*manifest.of_kind("buffer"), *manifest.of_kind("extra"), *generators):
         yield entry, 0, entry.numel
 
 
+def _decoded(checkpoint: Checkpoint, optimizer: ZeroOptimizer | None) -> Manifest:
+    """Return the manifest with users' values in place of their JSON: options, states of one value, extra states."""
+    manifest = checkpoint.manifest
+    tensors = {entry.of: entry for entry in manifest.of_kind("extra")}
+
+    def load(number: int) -> torch.Tensor:
+        entry = tensors.pop(str(number), None)
+        if entry is None:
+            raise CheckpointError(f"the checkpoint has no tensor {number} of extra, or names it twice")
+        return checkpoint.read(entry)
+
+    saved = manifest.optimizer
+    if optimizer is not None and saved is not None:
+        groups = tuple(OptimizerGroup(_decode_options(group.options), group.parameters) for group in saved.groups)
+        singles = {name: _decode_options(states) for name, states in saved.singles.items()}
+        saved = replace(saved, groups=groups, singles=singles)
+    extra = decode_value(manifest.extra, load)
+    modules = {name: decode_value(state, load) for name, state in manifest.modules.items()}
+    return replace(manifest, optimizer=saved, extra=extra, modules=modules)
+
+
 def _decode_options(data: Any) -> dict[str, Any]:
-    """Return options or states by name."""
     options = decode_value(data, refuse_tensor)
     if not isinstance(options, dict) or not all(isinstance(name, str) and name != "params" for name in options):
         raise CheckpointError(f"options or states of one value are {str(options)[:80]}")
     return options
 
 
-def _decode_extra(checkpoint: Checkpoint) -> tuple[Any, dict[str, Any]]:
-    """Return the user's extra state and that of modules."""
-    left = {entry.of: entry for entry in checkpoint.manifest.of_kind("extra")}
-
-    def load(number: int) -> torch.Tensor:
-        entry = left.pop(str(number), None)
-        if entry is None:
-            raise CheckpointError(f"the checkpoint has no tensor {number} of extra, or names it twice")
-        return checkpoint.read(entry)
-
-    extra = decode_value(checkpoint.manifest.extra, load)
-    return extra, {name: decode_value(state, load) for name, state in checkpoint.manifest.modules.items()}
-
-
 # Applying: this rank's part, as far as it needs no other rank
 
 
-def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, state: _CheckedState) -> None:
-    checkpoint = state.checkpoint
+def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkpoint) -> None:
     manifest = checkpoint.manifest
     targets: list[Target] = []
     for flat in _flats_in(runtime, manifest):
         targets += _value_targets(flat, runtime.world.rank, manifest)
         if optimizer is not None and flat.gradient is not None:
             _clear_states(flat, manifest)
-            targets += _state_targets(optimizer.updater, flat, manifest, state.singles)
+            targets += _state_targets(optimizer.updater, flat, manifest)
             targets += _gradient_targets(flat, manifest)
     total = sum((part.stop - part.start) * entry.torch_dtype.itemsize for entry, _, _, part in targets)
     with ByteProgress("loading", total, is_shown=runtime.world.rank == 0) as progress:
@@ -220,11 +273,11 @@ def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, state: _CheckedSta
         entry = manifest.find("buffer", name)
         if entry is not None:
             buffer.copy_(checkpoint.read(entry))
-    for name, extra_state in state.modules.items():
+    for name, extra_state in manifest.modules.items():
         runtime.model.get_submodule(name).set_extra_state(extra_state)
     if optimizer is not None and manifest.optimizer is not None:
-        for group, options in zip(optimizer.param_groups, state.options, strict=True):
-            group.update(options)
+        for group, saved in zip(optimizer.param_groups, manifest.optimizer.groups, strict=True):
+            group.update(saved.options)
         optimizer.updater.moved(runtime.groups, optimizer.updater.offload)
     if runtime.loss_scale is not None and manifest.loss_scale is not None:
         for field in fields(runtime.loss_scale):
@@ -244,17 +297,16 @@ def _clear_states(flat: Flat, manifest: Manifest) -> None:
     for piece in flat.layout.pieces(flat.region):
         saved = {entry.state for entry in manifest.states_of(flat.layout.intervals[piece.index].name)}
         for shard in flat.state_shards:
-            overlap = shard.overlap(piece.offset, piece.offset + piece.numel)
+            overlap = shard.overlap(piece.place.start, piece.place.stop)
             for name, tensor in shard.tensors.items():
                 if name != MASTER and name not in saved and overlap is not None:
                     here = overlap[0]
                     tensor.write(here, torch.zeros(here.stop - here.start, dtype=tensor.dtype))
 
 
-def _state_targets(
-    updater: Updater, flat: Flat, manifest: Manifest, scalars: Mapping[str, Mapping[str, Any]]
-) -> Iterator[Target]:
+def _state_targets(updater: Updater, flat: Flat, manifest: Manifest) -> Iterator[Target]:
     """Take over scalar states and make room for the long ones. Parameters that share a span have the same."""
+    scalars = {} if manifest.optimizer is None else manifest.optimizer.singles
     names = [interval.name for interval in flat.layout.intervals]
     by_parameter = zip(flat.parameters, names, strict=True)
     replace_states(updater, flat, {parameter: dict(scalars.get(name, {})) for parameter, name in by_parameter})
@@ -289,4 +341,4 @@ def _gradient_targets(flat: Flat, manifest: Manifest) -> Iterator[Target]:
     if gradients:
         tensor = gradient_tensor(flat, {entry.torch_dtype for entry, _ in gradients})
         for entry, piece in gradients:
-            yield entry, piece.start, tensor, slice(piece.offset, piece.offset + piece.numel)
+            yield entry, piece.start, tensor, piece.place

@@ -15,6 +15,7 @@ import secrets
 import shutil
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from zerostd.checkpointing.storage.manifest import Manifest
@@ -37,8 +38,7 @@ class PendingDirectory:
     def __init__(self, target: Path, remedy: str = REMEDY) -> None:
         if not target.name or "\0" in str(target) or MARK in target.name:
             raise CheckpointError(f"{str(target)!r} cannot be the name of a checkpoint")
-        target = target.absolute()
-        self.target = target
+        self.target = target = target.absolute()
         self.folder = _with_token(target)
         try:
             new = [folder for folder in target.parents if not folder.exists()]
@@ -122,20 +122,14 @@ def clear_leftovers(parent: Path) -> None:
     """Remove what killed runs left in `parent`, but nothing that a living process is writing."""
     with contextlib.suppress(OSError):
         for folder in parent.iterdir():
-            if PENDING.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink() and _is_abandoned(folder):
+            if not PENDING.fullmatch(folder.name) or not folder.is_dir() or folder.is_symlink():
+                continue
+            with contextlib.suppress(OSError):
+                if time.time() - folder.stat().st_mtime < JUST_NOW_S:
+                    continue  # it may not be locked yet
+                os.close(_lock(folder))  # raises if somebody holds the lock
                 log.info("%s was left by a run that was killed; it is removed", folder)
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_abandoned(folder: Path) -> bool:
-    """Return whether nobody holds the lock. A directory that was made just now may not be locked yet."""
-    try:
-        if time.time() - folder.stat().st_mtime < JUST_NOW_S:
-            return False
-        os.close(_lock(folder))
-    except OSError:
-        return False
-    return True
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -169,25 +163,30 @@ def _size_of(path: Path) -> int:
     return status.st_size
 
 
+def _checkpoints_in(parent: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
+    """Yield every checkpoint with its manifest, or with the reason why it cannot be loaded."""
+    for folder in sorted(parent.iterdir()):
+        if not folder.is_dir():
+            continue
+        if MARK in folder.name:
+            yield folder, CheckpointError("it was never completed")
+        elif (folder / MANIFEST).exists():
+            try:
+                yield folder, read_manifest(folder)
+            except CheckpointError as error:
+                yield folder, error
+
+
 def latest(parent: Path) -> Path | None:
     """Return the newest complete checkpoint in `parent`, or None. Skipped ones are logged, with the reason."""
     candidates: list[tuple[float, int, Path]] = []
-    if not parent.is_dir():
-        return None
-    for folder in sorted(parent.iterdir()):
-        if not folder.is_dir() or folder.name.startswith("."):
+    for folder, manifest in _checkpoints_in(parent) if parent.is_dir() else ():
+        if folder.name.startswith("."):
             continue
-        if MARK in folder.name:
-            log.warning("%s is skipped: it was never completed", folder)
-            continue
-        if not (folder / MANIFEST).exists():
-            continue
-        try:
-            manifest = read_manifest(folder)
-        except CheckpointError as error:
-            log.warning("%s is skipped: %s", folder, error)
-            continue
-        candidates.append((manifest.saved, manifest.step, folder))
+        if isinstance(manifest, CheckpointError):
+            log.warning("%s is skipped: %s", folder, manifest)
+        else:
+            candidates.append((manifest.saved, manifest.step, folder))
     return max(candidates)[2] if candidates else None
 
 
@@ -195,11 +194,8 @@ def keep_newest(target: Path, keep: int) -> None:
     """Remove complete checkpoints beside `target`, the oldest first, until `keep` are left with it."""
     older: list[tuple[float, int, Path]] = []
     with contextlib.suppress(OSError):
-        for folder in target.parent.iterdir():
-            if folder.name == target.name or MARK in folder.name or not (folder / MANIFEST).exists():
-                continue
-            with contextlib.suppress(CheckpointError):
-                manifest = read_manifest(folder)
+        for folder, manifest in _checkpoints_in(target.parent):
+            if isinstance(manifest, Manifest) and folder.name != target.name:
                 older.append((manifest.saved, manifest.step, folder))
     for _, _, folder in sorted(older)[: max(0, len(older) - (keep - 1))]:
         doomed = _with_token(folder)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from zerostd.checkpointing.storage.dtypes import dtype_name, dtype_of
+from zerostd.checkpointing.storage.manifest import DTYPES, dtype_name
 from zerostd.errors import CheckpointError
 
 MOST_BITS = 8192  # of a whole number
@@ -32,8 +32,12 @@ def _encode(value: Any, store: StoreTensor, where: str) -> Any:
         return value
     if isinstance(value, str):
         return str.__str__(value)  # plain, also if it is of a subclass
-    if isinstance(value, int | float) and type(value) in (int, float):
-        return _encode_number(value, where)
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if type(value) is int:
+        if value.bit_length() > MOST_BITS:
+            raise CheckpointError(f"{where} is a number of {value.bit_length()} bits, too long for a checkpoint")
+        return value
     if isinstance(value, torch.Tensor):
         name = dtype_name(value.dtype)
         if value.layout is not torch.strided or value.is_meta:
@@ -41,27 +45,18 @@ def _encode(value: Any, store: StoreTensor, where: str) -> Any:
         if value.dim() == 0 and not value.is_complex():
             return {"$number": [name, _encode(value.item(), store, where)]}
         return {"$tensor": store(value.detach().resolve_conj().resolve_neg())}
-    if isinstance(value, tuple) and type(value) is tuple:
-        return {"$tuple": [_encode(item, store, f"{where}[{index}]") for index, item in enumerate(value)]}
-    if isinstance(value, list):
-        return [_encode(item, store, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, list) or type(value) is tuple:
+        items = [_encode(item, store, f"{where}[{index}]") for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, dict):
-        items = [(key, _encode(item, store, f"{where}[{key!r}]")) for key, item in value.items()]
+        pairs = [(key, _encode(item, store, f"{where}[{key!r}]")) for key, item in value.items()]
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return dict(items)
-        return {"$items": [[_encode(key, store, f"a key of {where}"), item] for key, item in items]}
+            return dict(pairs)
+        return {"$items": [[_encode(key, store, f"a key of {where}"), item] for key, item in pairs]}
     raise CheckpointError(
         f"{where} is a {type(value).__name__}; a checkpoint takes None, bool, int, float, str, list, tuple, dict and "
         "tensors: save what it can be made from again, such as its state_dict()"
     )
-
-
-def _encode_number(value: float, where: str) -> Any:
-    if isinstance(value, int) and value.bit_length() > MOST_BITS:
-        raise CheckpointError(f"{where} is a number of {value.bit_length()} bits, too long for a checkpoint")
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"$float": str(value)}
-    return value
 
 
 def decode_value(value: Any, load: LoadTensor) -> Any:
@@ -71,43 +66,37 @@ def decode_value(value: Any, load: LoadTensor) -> Any:
     except CheckpointError:
         raise
     except (TypeError, ValueError, RuntimeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{_brief(value)} in the checkpoint is not valid: {error!s:.80}") from error
+        raise CheckpointError(f"{reprlib.repr(value):.80} in the checkpoint is not valid: {error!s:.80}") from error
 
 
 def _decode(value: Any, load: LoadTensor) -> Any:
-    if isinstance(value, list):
-        return [_decode(item, load) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if len(value) == 1:
-        ((key, inner),) = value.items()
-        if key == "$tensor" and isinstance(inner, int) and not isinstance(inner, bool):
-            return load(inner)
-        if key == "$float" and inner in NON_FINITE:
-            return NON_FINITE[inner]
-        if key == "$tuple" and isinstance(inner, list):
-            return tuple(_decode(item, load) for item in inner)
-        if key == "$number" and isinstance(inner, list) and len(inner) == 2:
-            return _decode_number(_decode(inner[1], load), dtype_of(inner[0]))
-        if key == "$items" and isinstance(inner, list) and all(isinstance(pair, list) for pair in inner):
-            return {_decode(key, load): _decode(item, load) for key, item in inner}
-    unknown = next((key for key in value if key.startswith("$")), None)
-    if unknown is not None:
-        raise CheckpointError(f"{unknown!r} in the checkpoint is not known, or not valid: {_brief(value)}")
-    return {key: _decode(item, load) for key, item in value.items()}
-
-
-def _decode_number(value: Any, dtype: torch.dtype) -> torch.Tensor:
-    if not isinstance(value, bool | int | float):
-        raise CheckpointError(f"{_brief(value)} in the checkpoint is not a number")
-    return torch.tensor(value, dtype=dtype)
+    match value:
+        case list():
+            return [_decode(item, load) for item in value]
+        case {"$tensor": int(number)} if len(value) == 1 and not isinstance(number, bool):
+            return load(number)
+        case {"$float": str(name)} if len(value) == 1 and name in NON_FINITE:
+            return NON_FINITE[name]
+        case {"$tuple": [*items]} if len(value) == 1:
+            return tuple(_decode(item, load) for item in items)
+        case {"$number": [str(name), encoded]} if len(value) == 1 and name in DTYPES:
+            number = _decode(encoded, load)
+            if not isinstance(number, bool | int | float):
+                raise CheckpointError(f"{reprlib.repr(number):.80} in the checkpoint is not a number")
+            return torch.tensor(number, dtype=DTYPES[name])
+        case {"$items": [*pairs]} if len(value) == 1 and all(isinstance(pair, list) for pair in pairs):
+            return {_decode(key, load): _decode(item, load) for key, item in pairs}
+        case dict():
+            unknown = next((key for key in value if key.startswith("$")), None)
+            if unknown is not None:
+                raise CheckpointError(
+                    f"{unknown!r} in the checkpoint is not known, or not valid: {reprlib.repr(value):.80}"
+                )
+            return {key: _decode(item, load) for key, item in value.items()}
+    return value
 
 
 def refuse_tensor(tensor: torch.Tensor | int) -> NoReturn:
     """Store or load tensors where there must be none: among options, states of one value and generators."""
     what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"tensor {tensor}"
     raise CheckpointError(f"{what} is among options or states of one value, where no tensor can be")
-
-
-def _brief(value: Any) -> str:
-    return reprlib.repr(value)[:80]

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint as plain data, and every rule it must obey (docs/checkpoint-format.md).
+"""The manifest of a checkpoint as plain data, every rule it must obey (docs/checkpoint-format.md), and names of dtypes.
 
 A manifest comes from a file that anybody may have written. `Manifest.from_json` trusts nothing in it: msgspec refuses
 unknown fields and wrong types, and `_problems` refuses what types cannot express, such as parts with a gap.
@@ -17,7 +17,6 @@ import msgspec
 import torch
 from msgspec import Meta, Struct
 
-from zerostd.checkpointing.storage.dtypes import DTYPES
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import convert
 
@@ -28,11 +27,36 @@ KINDS = ("parameter", "buffer", "state", "gradient", "random", "extra")
 MOST_ELEMENTS = 1 << 60
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 ABSENT_IF_DEFAULT = {"modules": {}, "passes": 0, "frozen": True}  # fields that are not written then
+SAFETENSORS_CODES = {  # of the dtypes that checkpoints hold
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPE_BY_CODE = {code: dtype for dtype, code in SAFETENSORS_CODES.items()}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_CODES}
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Crc32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Finite = Annotated[float, Meta(gt=-1e300, lt=1e300)]
 Shape = Annotated[tuple[Count, ...], Meta(max_length=64)]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name without its prefix. Raises CheckpointError for a dtype that no checkpoint can hold."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise CheckpointError(f"{dtype} cannot be saved in a checkpoint; convert it to one of {', '.join(DTYPES)}")
+    return name
 
 
 class FileEntry(Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,17 +89,14 @@ class TensorEntry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
     @property
     def identity(self) -> tuple[str, str, str]:
-        """Return what tells this tensor from all others."""
         return self.kind, self.of, self.state
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Return the dtype it is stored in."""
         return DTYPES[self.dtype]
 
     @cached_property
     def numel(self) -> int:
-        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -118,23 +139,19 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, di
     frozen: bool = True  # parameters that did not train are stored too
 
     @cached_property
-    def _by_identity(self) -> dict[tuple[str, str, str], TensorEntry]:
-        return {entry.identity: entry for entry in self.tensors}
-
-    @cached_property
-    def _states(self) -> dict[str, list[TensorEntry]]:
-        states: dict[str, list[TensorEntry]] = {}
-        for entry in self.of_kind("state"):
-            states.setdefault(entry.of, []).append(entry)
-        return states
+    def _by_name(self) -> dict[tuple[str, str], list[TensorEntry]]:
+        entries: dict[tuple[str, str], list[TensorEntry]] = {}
+        for entry in self.tensors:
+            entries.setdefault((entry.kind, entry.of), []).append(entry)
+        return entries
 
     def find(self, kind: str, of: str, state: str = "") -> TensorEntry | None:
         """Return the tensor with this identity, or None."""
-        return self._by_identity.get((kind, of, state))
+        return next((entry for entry in self._by_name.get((kind, of), []) if entry.state == state), None)
 
     def states_of(self, parameter: str) -> list[TensorEntry]:
         """Return the states of a parameter."""
-        return self._states.get(parameter, [])
+        return self._by_name.get(("state", parameter), [])
 
     def of_kind(self, kind: str) -> list[TensorEntry]:
         """Return all tensors of a kind."""
@@ -153,29 +170,20 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, di
         """Return the manifest that `to_json` wrote; errors name the file as `source`."""
         what = f"{source} is not a checkpoint's manifest"
         try:
-            manifest = convert(_parse(text), cls, what=what, error=CheckpointError)
-        except CheckpointError:
-            raise
+            data = json.loads(
+                text, parse_constant=_refuse_constant
+            )  # msgspec refuses lone surrogates in users' strings
+            if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+                raise ValueError(f"its format is not {FORMAT!r}")
+            version = data.pop("version", None)
+            if type(version) is not int or not 1 <= version <= VERSION:
+                raise ValueError(f"version {version!r}, and this zerostd reads {VERSION}; use a newer zerostd")
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{what}: {error}") from error
-        problem = next(_problems(manifest), None)
-        if problem is not None:
+        manifest = convert(data, cls, what=what, error=CheckpointError)
+        for problem in _problems(manifest):
             raise CheckpointError(f"{what}: {problem}")
         return manifest
-
-
-def _parse(text: str | bytes) -> dict[str, Any]:
-    """Return the fields after `format` and `version`, which are checked here: they say whether we know the others.
-
-    json, not msgspec: users' strings may have lone surrogates, which msgspec refuses.
-    """
-    data = json.loads(text, parse_constant=_refuse_constant)
-    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-        raise ValueError(f"its format is not {FORMAT!r}")
-    version = data.pop("version", None)
-    if type(version) is not int or not 1 <= version <= VERSION:
-        raise ValueError(f"version {version!r}, and this zerostd reads {VERSION}; use a newer zerostd")
-    return data
 
 
 def _refuse_constant(text: str) -> NoReturn:

@@ -11,17 +11,16 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from zerostd.checkpointing.storage.direct_writer import DirectFileWriter
 from zerostd.checkpointing.storage.directory import PendingDirectory
-from zerostd.checkpointing.storage.dtypes import DTYPES
-from zerostd.checkpointing.storage.manifest import Manifest, TensorEntry
+from zerostd.checkpointing.storage.manifest import DTYPES, Manifest, TensorEntry
 from zerostd.checkpointing.storage.reading import BlockOfPart, Checkpoint, blocks_of
-from zerostd.checkpointing.storage.safetensors_files import OutputTensor, write_file
+from zerostd.checkpointing.storage.safetensors_files import DirectFileWriter, OutputTensor, write_file
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
 from zerostd.monitoring.progress import ByteProgress
@@ -69,7 +68,7 @@ def merge(
     if most_bytes < 1:
         raise CheckpointError(f"a largest file of {most_bytes} bytes holds nothing; say '5GB', for example")
     chosen = None if dtype is None else _floating_dtype(dtype)
-    with Checkpoint(source) as opened:
+    with closing(Checkpoint(source)) as opened:
         manifest = opened.manifest
         if manifest.modules:
             log.warning("the extra state of %s is left out of %s", ", ".join(map(repr, manifest.modules)), target)

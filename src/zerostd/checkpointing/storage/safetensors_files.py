@@ -2,37 +2,51 @@
 
 Writing needs memory for a few blocks, and no tensor is ever whole. The safetensors library reads these files; its own
 writer wants all tensors in memory at once.
+
+Whole pages bypass the page cache (O_DIRECT) where the file system supports that: it is several times faster, and the
+host keeps its memory. Pages that two blocks share, and everything on other file systems, go through the cache, in short
+slices and by one thread at a time. Longer slices, and several at once, cost more (1 GB on ext4, two cores: 0.7 s; in
+slices of 4 MiB 1.5 s).
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import math
 import os
 import stat
 import struct
+import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy
 import torch
 from msgspec import Struct
 
-from zerostd.checkpointing.storage.direct_writer import DirectFileWriter, view_of
-from zerostd.checkpointing.storage.dtypes import DTYPE_BY_CODE, SAFETENSORS_CODES
-from zerostd.checkpointing.storage.manifest import Count, Shape
+from zerostd.checkpointing.storage.manifest import DTYPE_BY_CODE, SAFETENSORS_CODES, Count, Shape
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import convert
-from zerostd.tiers.pages import PAGE
+from zerostd.tiers.pages import PAGE, aligned
 
 NUM_THREADS = 4
 MOST_HEADER = 256 << 20
+CACHED_SLICE = 256 << 10  # bytes written at a time through the page cache
+START_EVERY = 32 << 20  # bytes through the page cache after which the system is asked to start writing to disk
+RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE
+DIRECT = getattr(os, "O_DIRECT", 0)  # 0: a system without it
+REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -55,6 +69,110 @@ def ordered_results(pool: ThreadPoolExecutor, work: Callable[[Job], Result], job
 
 
 # Writing
+
+
+class DirectFileWriter:
+    """A file of `num_bytes` at `path`, which must not exist yet. Raises the system's OSErrors."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._direct_fd = -1  # where the file system has no O_DIRECT
+        self._scratch = threading.local()  # aligned memory of each thread
+        self._lock = threading.Lock()
+        self._bytes_since_start = 0
+        try:
+            if DIRECT:
+                self._open_direct(path)
+            if num_bytes:
+                self._reserve(num_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_direct(self, path: Path) -> None:
+        try:
+            self._direct_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | DIRECT)
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Reserve disk space if the file system can: a full disk shows at once, and writes need not wait for blocks."""
+        fallocate = getattr(_LIBC, "fallocate", None)
+        if fallocate is None or fallocate(self._fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) == 0:
+            return
+        code = ctypes.get_errno()
+        if code not in REFUSALS:
+            raise OSError(code, os.strerror(code))
+
+    def write(self, values: torch.Tensor | bytes, offset: int) -> None:
+        """Write all values at `offset` of the file. A tensor must be contiguous and on the host. Threads may call it
+        at the same time, each with its own part of the file."""
+        view = view_of(values) if isinstance(values, torch.Tensor) else memoryview(values)
+        start = min(len(view), -offset % PAGE)
+        stop = start + (len(view) - start) // PAGE * PAGE
+        is_direct = self._direct_fd >= 0 and start < stop and isinstance(values, torch.Tensor)
+        if is_direct and self._write_direct(view[start:stop], offset + start):
+            self._write_cached(view[:start], offset)
+            self._write_cached(view[stop:], offset + stop)
+        else:
+            self._write_cached(view, offset)
+
+    def sync(self) -> None:
+        """Return when everything written is on disk."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close the file."""
+        for fd in (self._fd, self._direct_fd):
+            if fd >= 0:
+                os.close(fd)
+
+    def _write_direct(self, view: memoryview, offset: int) -> bool:
+        """Write whole pages past the cache; return False if the file system refuses."""
+        source = numpy.frombuffer(view, numpy.uint8)
+        pages = view if source.ctypes.data % PAGE == 0 else self._aligned_copy(source)
+        done = 0
+        while done < len(pages):
+            try:
+                done += os.pwrite(self._direct_fd, pages[done:], offset + done)
+            except OSError as error:
+                if error.errno not in REFUSALS:
+                    raise
+                return False
+            if done % PAGE:  # a short write: what is left no longer starts on a page
+                self._write_cached(pages[done:], offset + done)
+                break
+        return True
+
+    def _aligned_copy(self, source: Any) -> memoryview:
+        memory = getattr(self._scratch, "memory", None)
+        if memory is None or memory.numel() < len(source):
+            memory = self._scratch.memory = aligned(len(source))
+        target: Any = memory.numpy()[: len(source)]
+        target[:] = source
+        return memoryview(target)
+
+    def _write_cached(self, view: memoryview, offset: int) -> None:
+        done = 0
+        with self._lock:
+            while done < len(view):
+                done += os.pwrite(self._fd, view[done : done + CACHED_SLICE], offset + done)
+            self._bytes_since_start += len(view)
+            if self._bytes_since_start < START_EVERY:
+                return
+            self._bytes_since_start = 0
+        # So that the sync at the end is short. A sync here would wait for the file system's journal, and block other
+        # threads. Errors show up in the sync at the end.
+        sync_file_range = getattr(_LIBC, "sync_file_range", None)
+        if sync_file_range is not None:
+            sync_file_range(self._fd, ctypes.c_int64(0), ctypes.c_int64(0), RANGE_WRITE)
+
+
+def view_of(values: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the host."""
+    flat: Any = values.view(-1).view(torch.uint8).numpy() if values.numel() else b""
+    return memoryview(flat)
 
 
 @dataclass(frozen=True)
@@ -86,22 +204,24 @@ def write_file(
     `on_written` is called with each tensor when all its blocks are written, in order. `metadata` goes into the header.
     """
     header, offsets, num_bytes = _make_header(tensors, metadata)
+    checksums: dict[str, list[int]] = {tensor.key: [] for tensor in tensors}
+    blocks = (
+        (tensor, write, offset + first * tensor.dtype.itemsize)
+        for tensor, offset in zip(tensors, offsets, strict=True)
+        for first, write in tensor.blocks
+    )
     try:
-        writer = DirectFileWriter(path, num_bytes)
-        try:
+        with closing(DirectFileWriter(path, num_bytes)) as writer:
             writer.write(header, 0)
             with ThreadPoolExecutor(NUM_THREADS, "zerostd checkpoint") as pool:
-                try:
-                    checksums = _write_blocks(pool, writer, tensors, offsets, on_written)
-                except BaseException:
-                    pool.shutdown(cancel_futures=True)
-                    raise
+                for tensor, crc in ordered_results(pool, lambda block: (block[0], block[1](writer, block[2])), blocks):
+                    checksums[tensor.key].append(crc)
+                    if len(checksums[tensor.key]) == len(tensor.blocks):
+                        on_written(tensor)
             writer.sync()
-        finally:
-            writer.close()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {reason(error)}") from error
-    return num_bytes, checksums
+    return num_bytes, {key: tuple(crcs) for key, crcs in checksums.items()}
 
 
 def _make_header(tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | None) -> tuple[bytes, list[int], int]:
@@ -120,26 +240,6 @@ def _make_header(tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | 
     return struct.pack("<Q", len(text)) + text, [begin + start for start in starts], begin + end
 
 
-def _write_blocks(
-    pool: ThreadPoolExecutor,
-    writer: DirectFileWriter,
-    tensors: Sequence[OutputTensor],
-    offsets: Sequence[int],
-    on_written: Callable[[OutputTensor], None],
-) -> dict[str, tuple[int, ...]]:
-    checksums: dict[str, list[int]] = {tensor.key: [] for tensor in tensors}
-    jobs = (
-        (tensor, partial(write, writer, offset + first * tensor.dtype.itemsize))
-        for tensor, offset in zip(tensors, offsets, strict=True)
-        for first, write in tensor.blocks
-    )
-    for tensor, crc in ordered_results(pool, lambda job: (job[0], job[1]()), jobs):
-        checksums[tensor.key].append(crc)
-        if len(checksums[tensor.key]) == len(tensor.blocks):
-            on_written(tensor)
-    return {key: tuple(crcs) for key, crcs in checksums.items()}
-
-
 # Reading
 
 
@@ -155,16 +255,9 @@ class StoredTensor(Struct, frozen=True):
         """Return torch's dtype."""
         return DTYPE_BY_CODE[self.code]
 
-    @property
-    def num_bytes(self) -> int:
-        """Return its length."""
-        return self.data_offsets[1] - self.data_offsets[0]
-
 
 class SafetensorsReader:
     """An open file. Its header is checked before anything is read."""
-
-    tensors: dict[str, StoredTensor]
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -176,8 +269,7 @@ class SafetensorsReader:
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path} is not an ordinary file")
-            self.num_bytes = status.st_size
-            self._data_start, self.tensors = self._read_header()
+            self._data_start, self.tensors = self._read_header(status.st_size)
         except BaseException:
             self.close()
             raise
@@ -204,29 +296,26 @@ class SafetensorsReader:
                 raise CheckpointError(f"{self.path} ends at {offset + done}: it is not complete")
             done += count
 
-    def _read_header(self) -> tuple[int, dict[str, StoredTensor]]:
+    def _read_header(self, num_bytes: int) -> tuple[int, dict[str, StoredTensor]]:
         """Return where the numbers begin, and the tensors by key."""
-        if self.num_bytes < 8:
-            raise CheckpointError(f"{self.path} has {self.num_bytes} bytes: it is not a safetensors file")
+        if num_bytes < 8:
+            raise CheckpointError(f"{self.path} has {num_bytes} bytes: it is not a safetensors file")
         start = bytearray(8)
         self._read_all(memoryview(start), 0)
         (length,) = struct.unpack("<Q", start)
-        if not 2 <= length <= min(self.num_bytes - 8, MOST_HEADER):
+        if not 2 <= length <= min(num_bytes - 8, MOST_HEADER):
             raise CheckpointError(f"{self.path} has no safetensors header: its length would be {length}")
         text = bytearray(length)
         self._read_all(memoryview(text), 8)
         what = f"{self.path} has a damaged header"
         try:
             entries = json.loads(text)
-            if isinstance(entries, dict):
-                entries.pop("__metadata__", None)
-            tensors = convert(entries, dict[str, StoredTensor], what=what, error=CheckpointError)
-        except CheckpointError:
-            raise
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{what}: {error!s:.200}") from error
-        problem = next(_header_problems(tensors, self.num_bytes - 8 - length), None)
-        if problem is not None:
+        if isinstance(entries, dict):
+            entries.pop("__metadata__", None)
+        tensors = convert(entries, dict[str, StoredTensor], what=what, error=CheckpointError)
+        for problem in _header_problems(tensors, num_bytes - 8 - length):
             raise CheckpointError(f"{what}: {problem}")
         return 8 + length, tensors
 

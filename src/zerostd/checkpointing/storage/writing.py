@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from zerostd.checkpointing.storage.direct_writer import DirectFileWriter
 from zerostd.checkpointing.storage.directory import PendingDirectory, keep_newest
 from zerostd.checkpointing.storage.manifest import BLOCK, FileEntry, Manifest, TensorEntry, TensorPart
-from zerostd.checkpointing.storage.safetensors_files import OutputTensor, write_file
-from zerostd.communication import Control, World
+from zerostd.checkpointing.storage.safetensors_files import DirectFileWriter, OutputTensor, write_file
+from zerostd.communication import Control
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
 from zerostd.monitoring.progress import ByteProgress
@@ -46,13 +45,7 @@ class Saving(StepObserver):
     """
 
     def __init__(
-        self,
-        target: Path,
-        records: Sequence[SavedInterval],
-        manifest: Manifest,
-        control: Control,
-        *,
-        keep: int | None = None,
+        self, target: Path, records: Sequence[SavedInterval], manifest: Manifest, control: Control, keep: int | None
     ) -> None:
         self.target = target
         self.error: CheckpointError | None = None  # why it failed, if it did
@@ -106,11 +99,9 @@ class Saving(StepObserver):
 
     def _write(self, folder: Path, records: Sequence[SavedInterval], manifest: Manifest, read: ReadRecord) -> None:
         try:
-            self._outcome = _write_file(folder, records, manifest, read, self._control.world, self._group_writes)
-        except CheckpointError as error:
-            self._outcome = error
+            self._outcome = self._write_file(folder, records, manifest, read)
         except BaseException as error:
-            self._outcome = CheckpointError(f"{type(error).__name__}: {error}")
+            self._outcome = checkpoint_error(error)
         finally:
             for work in self._group_writes.values():
                 if not work.is_done():
@@ -126,16 +117,60 @@ class Saving(StepObserver):
         except BaseException:
             self._drop()
             raise
-        result: Any = None
-        if self._directory is not None:
-            result = _commit(self._directory, outcomes, self._keep)
         try:
-            _first_value(self._control.collect(result, where))
+            _first_value(self._control.collect(self._commit(outcomes), where))
         except CheckpointError as error:
             self.error = error
             log.error("the checkpoint %s was not saved: %s", self.target, error)
         self.is_finished = True
         self._outcome = None
+
+    def _write_file(
+        self, folder: Path, records: Sequence[SavedInterval], manifest: Manifest, read: ReadRecord
+    ) -> Manifest:
+        """Write this rank's file and return the manifest with its parts."""
+        world = self._control.world
+        name = f"rank-{world.rank:05d}-of-{world.size:05d}.safetensors"
+        stored = [record for record in records if record.stop > record.start]
+        tensors = [_output_tensor(str(number), record, read) for number, record in enumerate(stored)]
+        keys = {record: tensor.key for tensor, record in zip(tensors, stored, strict=True)}
+        groups = {key: record.group for record, key in keys.items()}
+        last_keys = {group: key for key, group in groups.items()}
+        total = sum(tensor.num_bytes for tensor in tensors)
+        with ByteProgress("saving", total, is_shown=world.rank == 0) as progress:
+
+            def on_written(tensor: OutputTensor) -> None:
+                progress.add(tensor.num_bytes)
+                group = groups[tensor.key]
+                if last_keys[group] == tensor.key:
+                    self._group_writes[group].finish()
+
+            num_bytes, checksums = write_file(folder / name, tensors, on_written)
+        entries = []
+        for entry, record in zip(manifest.tensors, records, strict=True):
+            key = keys.get(record)
+            if key is not None:
+                entry = replace(entry, parts=(TensorPart(record.start, record.stop, name, key, checksums[key]),))
+            entries.append(entry)
+        return replace(manifest, files={name: FileEntry(num_bytes)}, tensors=tuple(entries))
+
+    def _commit(self, outcomes: Sequence[Manifest | CheckpointError]) -> CheckpointError | None:
+        """Commit the directory on rank 0 if all ranks have written; return what went wrong."""
+        if self._directory is None:
+            return None
+        try:
+            manifests = []
+            for rank, outcome in enumerate(outcomes):
+                if isinstance(outcome, CheckpointError):
+                    raise CheckpointError(f"rank {rank}: {outcome}; nothing was saved")
+                manifests.append(outcome)
+            self._directory.commit(_merge_manifests(manifests))
+        except Exception as error:
+            self._directory.drop()
+            return checkpoint_error(error)
+        if self._keep is not None:
+            keep_newest(self._directory.target, self._keep)
+        return None
 
     def _drop(self) -> None:
         if self._directory is not None:
@@ -165,39 +200,6 @@ def _snapshot_reader(device: torch.device) -> ReadRecord:
     return read
 
 
-def _write_file(
-    folder: Path,
-    records: Sequence[SavedInterval],
-    manifest: Manifest,
-    read: ReadRecord,
-    world: World,
-    group_writes: Mapping[str, Work],
-) -> Manifest:
-    """Write this rank's file and return the manifest with its parts."""
-    name = f"rank-{world.rank:05d}-of-{world.size:05d}.safetensors"
-    stored = [record for record in records if record.stop > record.start]
-    tensors = [_output_tensor(str(number), record, read) for number, record in enumerate(stored)]
-    last_keys = {record.group: tensor.key for tensor, record in zip(tensors, stored, strict=True)}
-    group_ends = {key: group_writes[group] for group, key in last_keys.items()}
-    total = sum(tensor.num_bytes for tensor in tensors)
-    with ByteProgress("saving", total, is_shown=world.rank == 0) as progress:
-
-        def on_written(tensor: OutputTensor) -> None:
-            progress.add(tensor.num_bytes)
-            if tensor.key in group_ends:
-                group_ends[tensor.key].finish()
-
-        num_bytes, checksums = write_file(folder / name, tensors, on_written)
-    keys = {record: tensor.key for tensor, record in zip(tensors, stored, strict=True)}
-    entries = []
-    for entry, record in zip(manifest.tensors, records, strict=True):
-        key = keys.get(record)
-        if key is not None:
-            entry = replace(entry, parts=(TensorPart(record.start, record.stop, name, key, checksums[key]),))
-        entries.append(entry)
-    return replace(manifest, files={name: FileEntry(num_bytes)}, tensors=tuple(entries))
-
-
 def _output_tensor(key: str, record: SavedInterval, read: ReadRecord) -> OutputTensor:
     numel = record.stop - record.start
     step = BLOCK // record.dtype.itemsize
@@ -212,25 +214,6 @@ def _write_block(
     crc = crc32(values)
     writer.write(values, offset)
     return crc
-
-
-def _commit(
-    directory: PendingDirectory, outcomes: Sequence[Manifest | CheckpointError], keep: int | None
-) -> CheckpointError | None:
-    """Commit the directory on rank 0 if all ranks have written; return what went wrong."""
-    try:
-        manifests = []
-        for rank, outcome in enumerate(outcomes):
-            if isinstance(outcome, CheckpointError):
-                raise CheckpointError(f"rank {rank}: {outcome}; nothing was saved")
-            manifests.append(outcome)
-        directory.commit(_merge_manifests(manifests))
-    except Exception as error:
-        directory.drop()
-        return error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
-    if keep is not None:
-        keep_newest(directory.target, keep)
-    return None
 
 
 def _merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
@@ -259,6 +242,11 @@ def _merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
         optimizer=None if optimizer is None else replace(optimizer, singles=singles),
         random=random,
     )
+
+
+def checkpoint_error(error: BaseException) -> CheckpointError:
+    """Return an error as one of checkpoints, so that other ranks can be told."""
+    return error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
 
 
 def _first_value(values: list[Any]) -> Any:
