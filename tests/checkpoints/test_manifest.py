@@ -169,9 +169,8 @@ def test_it_comes_back_as_it_went() -> None:
     found = Manifest.from_json(MANIFEST.to_json(), "here")
     assert found == MANIFEST
     assert found.to_json() == MANIFEST.to_json()
-    assert found.find("state", "a.weight", "exp_avg") == MANIFEST.tensors[2]
-    assert found.states_of("a.weight") == [MANIFEST.tensors[2]] and found.states_of("seen") == []
-    assert found.of_kind("buffer") == [MANIFEST.tensors[3]] and found.find("buffer", "other") is None
+    assert found.named("state", "a.weight") == [MANIFEST.tensors[2]] and found.named("state", "seen") == []
+    assert found.of_kind("buffer") == [MANIFEST.tensors[3]] and found.named("buffer", "other") == []
 
 
 def test_without_what_may_be_missing() -> None:

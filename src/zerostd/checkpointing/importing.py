@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,7 +21,7 @@ import torch
 from zerostd.checkpointing.loading import load_in_two_phases
 from zerostd.checkpointing.model_parts import buffers_of, flats_of, named_tensors, parameters_of, value_targets
 from zerostd.checkpointing.storage.directory import MANIFEST
-from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader, reason
+from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader, system_errors
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import convert, decode
@@ -105,13 +105,8 @@ def _match_names(runtime: Runtime, readers: Mapping[str, TensorReader]) -> dict[
         if present and 0 not in shape:
             sources[model_name] = present[0]
     unknown = [repr(name) for name in readers if name not in known]
-    _refuse({"missing": missing, "not in the model": unknown, "unlike": unlike})
-    return sources
-
-
-def _refuse(problems: Mapping[str, Sequence[str]]) -> None:
     sentences = []
-    for what, items in problems.items():
+    for what, items in (("missing", missing), ("not in the model", unknown), ("unlike", unlike)):
         more = ""
         if len(items) > MOST_NAMED:
             log.error("%s: %s", what, ", ".join(items))
@@ -120,12 +115,11 @@ def _refuse(problems: Mapping[str, Sequence[str]]) -> None:
             sentences.append(f"{what}: {', '.join(items[:MOST_NAMED])}{more}")
     if sentences:
         raise CheckpointError("the files do not fit the model. " + "; ".join(sentences))
+    return sources
 
 
-def _kind(dtype: torch.dtype) -> str:
-    if dtype.is_floating_point or dtype.is_complex:
-        return "floating" if dtype.is_floating_point else "complex"
-    return "bool" if dtype == torch.bool else "integer"
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 
 def _dtype_text(dtype: torch.dtype) -> str:
@@ -176,7 +170,12 @@ def open_model(path: Path, files: ExitStack) -> dict[str, TensorReader]:
         is_index = file.name.endswith(INDEX)
         weights = _read_index(file) if is_index else {}
         for part in [file.parent / name for name in dict.fromkeys(weights.values())] if is_index else [file]:
-            reader = _open(part)
+            if part.suffix not in (SAFETENSORS, *STATE_DICT):
+                raise CheckpointError(
+                    f"{part} is no model that can be read: a checkpoint or a Hugging Face model is a directory, a file "
+                    f"is *{SAFETENSORS}, its *{INDEX}, or a state_dict in *{', *'.join(STATE_DICT)}"
+                )
+            reader = SafetensorsReader(part) if part.suffix == SAFETENSORS else StateDictReader(part)
             files.callback(reader.close)
             for name in reader.tensors:
                 if name in readers:
@@ -186,17 +185,6 @@ def open_model(path: Path, files: ExitStack) -> dict[str, TensorReader]:
             if tensor not in readers or readers[tensor].path.name != name:
                 raise CheckpointError(f"{tensor!r} is not in {file.parent / name}, where {file.name} says it is")
     return readers
-
-
-def _open(path: Path) -> TensorReader:
-    if path.suffix == SAFETENSORS:
-        return SafetensorsReader(path)
-    if path.suffix in STATE_DICT:
-        return StateDictReader(path)
-    raise CheckpointError(
-        f"{path} is no model that can be read: a checkpoint or a Hugging Face model is a directory, a file is "
-        f"*{SAFETENSORS}, its *{INDEX}, or a state_dict in *{', *'.join(STATE_DICT)}"
-    )
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -214,12 +202,10 @@ def _files_in(folder: Path) -> list[Path]:
 def _read_index(path: Path) -> dict[str, str]:
     """Return the name of each tensor's file."""
     what = f"{path} is no index of a model"
-    try:
+    with system_errors(f"{path} cannot be read"):
         if path.stat().st_size > MOST_INDEX:
             raise CheckpointError(f"{what}: it has {path.stat().st_size} bytes")
         index = decode(path.read_bytes(), dict[str, Any], what=what, error=CheckpointError)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
     weights = convert(index.get("weight_map"), dict[str, str], what=f"{what}: weight_map", error=CheckpointError)
     for name in weights.values():
         if Path(name).name != name or name.endswith(INDEX):
@@ -234,13 +220,17 @@ class StateDictReader:
         self.path = path
         self._mapped = _map(path)
         self._num_read = 0
-        self._reshaped: tuple[str, torch.Tensor] | None = None  # the last tensor that is not stored row by row
+        self._last = ("", torch.empty(0))  # name and numbers of the last tensor that is not stored row by row
         self._most = max(MAPPED, max((tensor.nbytes for tensor in self._mapped.values()), default=0) // 4)
         self.tensors = {name: tensor.to("meta") for name, tensor in self._mapped.items()}  # shapes and dtypes
 
     def read(self, name: str, low: int, target: torch.Tensor) -> None:
         """Fill `target` with the elements of a flattened tensor from `low` on."""
-        target.copy_(self._flat(name)[low : low + target.numel()])
+        if name != self._last[0] and not self._mapped[name].is_contiguous():
+            self._last = (name, self._mapped[name].reshape(-1))
+        flat = self._last[1] if name == self._last[0] else self._mapped[name].view(-1)
+        target.copy_(flat[low : low + target.numel()])
+        del flat  # or the old mapping would stay
         self._num_read += target.nbytes
         if self._num_read > self._most:
             self._mapped.clear()
@@ -249,19 +239,10 @@ class StateDictReader:
             if _signature(self._mapped) != _signature(self.tensors):
                 raise CheckpointError(f"{self.path} was changed while it was read")
 
-    def _flat(self, name: str) -> torch.Tensor:
-        if self._reshaped is not None and self._reshaped[0] == name:
-            return self._reshaped[1]
-        tensor = self._mapped[name]
-        if tensor.is_contiguous():
-            return tensor.view(-1)
-        self._reshaped = (name, tensor.reshape(-1))
-        return self._reshaped[1]
-
     def close(self) -> None:
         """Give the memory back."""
         self._mapped = {}
-        self._reshaped = None
+        self._last = ("", torch.empty(0))
 
 
 def _map(path: Path) -> dict[str, torch.Tensor]:

@@ -17,19 +17,11 @@ from typing import Any, TypeVar
 import torch
 from msgspec.structs import replace
 
-from zerostd.checkpointing.model_parts import (
-    buffers_of,
-    flats_of,
-    generator_entries,
-    modules_with_own,
-    restore_functions,
-    value_targets,
-)
+from zerostd.checkpointing import model_parts
 from zerostd.checkpointing.saving import check_call, describe_optimizer
 from zerostd.checkpointing.storage import Checkpoint, Manifest
 from zerostd.checkpointing.storage.directory import clear_leftovers
-from zerostd.checkpointing.storage.json_values import decode_value, refuse_tensor
-from zerostd.checkpointing.storage.manifest import OptimizerGroup, TensorEntry
+from zerostd.checkpointing.storage.manifest import OptimizerGroup, TensorEntry, decode_value, refuse_tensor
 from zerostd.checkpointing.storage.reading import Target
 from zerostd.checkpointing.storage.writing import checkpoint_error
 from zerostd.engine.runtime import Runtime
@@ -45,7 +37,6 @@ from zerostd.policy import Tier
 from zerostd.tiers import TierTensor
 
 MOST_PROBLEMS = 20  # named in an error
-UNCHANGED = "Nothing was changed"
 IN_PART = (
     "The model is loaded in part, on all ranks, and cannot be trained or saved like this: call zerostd.load again, "
     "with this path or another"
@@ -74,7 +65,7 @@ def load_in_two_phases(
         raise MisuseError("zerostd.load inside zerostd.gathered(): leave the context first")
     runtime.finish_updates()
     with ExitStack() as files:
-        checked = _on_all_ranks(runtime, "zerostd.load()", UNCHANGED, lambda: check(files))
+        checked = _on_all_ranks(runtime, "zerostd.load()", "Nothing was changed", lambda: check(files))
         runtime.gatherer.wait_all()
         _on_all_ranks(runtime, "the end of zerostd.load()", IN_PART, lambda: apply(checked))
     for group in runtime.update_order():
@@ -84,10 +75,10 @@ def load_in_two_phases(
 
 def _on_all_ranks(runtime: Runtime, where: str, remark: str, work: Callable[[], T]) -> T:
     """Do `work` and return its result, or raise on all ranks what went wrong on the first that failed."""
-    result: Any = None
+    results: list[T] = []
     cause: Exception | None = None
     try:
-        result = work()
+        results.append(work())
     except Exception as error:
         cause = error
     message = None if cause is None else str(checkpoint_error(cause))
@@ -95,8 +86,7 @@ def _on_all_ranks(runtime: Runtime, where: str, remark: str, work: Callable[[], 
         if said is not None:
             who = f"rank {rank}: " if runtime.world.size > 1 else ""
             raise CheckpointError(f"{who}{said}. {remark}") from cause
-    done: T = result
-    return done
+    return results[0]
 
 
 @torch.no_grad()
@@ -108,9 +98,17 @@ def load_checkpoint(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Pat
         if runtime.world.rank == 0:
             clear_leftovers(path.parent)
         checkpoint = files.enter_context(closing(Checkpoint(path)))
-        _check(runtime, optimizer, checkpoint)
+        manifest = checkpoint.manifest
+        problems = [*_problems(runtime, optimizer, manifest)]
+        if problems:
+            more = f", and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
+            raise CheckpointError(f"the checkpoint does not fit the model: {'; '.join(problems[:MOST_PROBLEMS])}{more}")
+        wanted = [*_wanted(runtime, optimizer, manifest)]
+        total = sum((high - low) * entry.torch_dtype.itemsize for entry, low, high in wanted)
+        with ByteProgress("checking", total, is_shown=runtime.world.rank == 0) as progress:
+            checkpoint.verify(wanted, progress.add)
         try:
-            restore_generators.extend(restore_functions(runtime.world, checkpoint))
+            restore_generators.extend(model_parts.restore_functions(runtime.world, checkpoint))
         except Exception as error:  # setstate does not say what it raises
             raise CheckpointError(f"the checkpoint contains an invalid random state: {error!s:.200}") from error
         checkpoint.manifest = _decoded(checkpoint, optimizer)
@@ -128,23 +126,10 @@ def load_checkpoint(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Pat
 # Checking: everything that can go wrong goes wrong here, where nothing is changed yet
 
 
-def _check(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkpoint) -> None:
-    """Raise unless the checkpoint fits and every block that this rank reads is as it was written."""
-    manifest = checkpoint.manifest
-    problems = [*_problems(runtime, optimizer, manifest)]
-    if problems:
-        more = f", and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
-        raise CheckpointError("the checkpoint does not fit the model: " + "; ".join(problems[:MOST_PROBLEMS]) + more)
-    wanted = [*_wanted(runtime, optimizer, manifest)]
-    total = sum((high - low) * entry.torch_dtype.itemsize for entry, low, high in wanted)
-    with ByteProgress("checking", total, is_shown=runtime.world.rank == 0) as progress:
-        checkpoint.verify(wanted, progress.add)
-
-
 def _problems(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifest) -> Iterator[str]:
     """Yield what does not fit: parameters, buffers, extra states, the optimizer's groups and the loss scale."""
     parameters = {i.name: i.shape for flat in _flats_in(runtime, manifest) for i in flat.layout.intervals}
-    buffers = {name: tuple(buffer.shape) for name, buffer in buffers_of(runtime.model).items()}
+    buffers = {name: tuple(buffer.shape) for name, buffer in model_parts.buffers_of(runtime.model).items()}
     for kind, shapes in (("parameter", parameters), ("buffer", buffers)):
         saved = {entry.of: entry.shape for entry in manifest.of_kind(kind)}
         yield from (f"{kind} {name!r} is not in the checkpoint" for name in shapes if name not in saved)
@@ -152,10 +137,9 @@ def _problems(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manif
         for name, shape in shapes.items():
             if saved.get(name, shape) != shape:
                 yield f"{kind} {name!r} has shape {saved[name]} in the checkpoint and {shape} in the model"
-    for name in modules_with_own(runtime.model, "get_extra_state"):
-        if name not in manifest.modules:
-            yield f"it has no extra state of module {name!r}"
-    settable = modules_with_own(runtime.model, "set_extra_state")
+    with_state = model_parts.modules_with_own(runtime.model, "get_extra_state")
+    settable = model_parts.modules_with_own(runtime.model, "set_extra_state")
+    yield from (f"it has no extra state of module {name!r}" for name in with_state if name not in manifest.modules)
     yield from (f"module {name!r} has no set_extra_state" for name in manifest.modules if name not in settable)
     if optimizer is not None:
         yield from _optimizer_problems(runtime, optimizer, manifest)
@@ -182,29 +166,25 @@ def _optimizer_problems(runtime: Runtime, optimizer: ZeroOptimizer, manifest: Ma
         counts = [len(group.parameters) for group in saved.groups]
         yield f"its param_groups have {counts} parameters, or others than these"
         return
-    trained = [flat for flat in flats_of(runtime) if flat.gradient is not None]
+    trained = [flat for flat in model_parts.flats_of(runtime) if flat.gradient is not None]
     trained_names = {interval.name for flat in trained for interval in flat.layout.intervals}
     for entry in manifest.of_kind("gradient"):
         if entry.of not in trained_names:
             yield f"{entry.label} has no place: the parameter does not train here"
     for flat in trained:
         for name, _, _ in updated_intervals(flat):
-            for entry in manifest.states_of(name):
+            for entry in manifest.named("state", name):
                 if any(not shard.is_resident and entry.state not in shard.tensors for shard in flat.state_shards):
                     yield f"{entry.label} has no place: the optimizer had other options when it was saved"
 
 
 def _flats_in(runtime: Runtime, manifest: Manifest) -> list[Flat]:
     """Return the flats that the checkpoint is about: parameters that do not train may have been left out."""
-    flats = flats_of(runtime)
+    flats = model_parts.flats_of(runtime)
     if manifest.frozen:
         return flats
-    return [
-        flat
-        for flat in flats
-        if flat.gradient is not None
-        or any(manifest.find("parameter", interval.name) for interval in flat.layout.intervals)
-    ]
+    saved = {entry.of for entry in manifest.of_kind("parameter")}
+    return [flat for flat in flats if flat.gradient is not None or any(i.name in saved for i in flat.layout.intervals)]
 
 
 def _wanted(
@@ -212,14 +192,14 @@ def _wanted(
 ) -> Iterator[tuple[TensorEntry, int, int]]:
     """Yield every interval that this rank reads."""
     for flat in _flats_in(runtime, manifest):
-        for entry, low, _, part in _value_targets(flat, runtime.world.rank, manifest):
+        for name, low, _, part in model_parts.value_targets(flat, runtime.world.rank):
+            (entry,) = manifest.named("parameter", name)
             yield entry, low, low + part.stop - part.start
         if optimizer is not None and flat.gradient is not None:
             for name, low, high in updated_intervals(flat):
-                gradient = manifest.find("gradient", name)
-                for entry in (*manifest.states_of(name), *([] if gradient is None else [gradient])):
+                for entry in (*manifest.named("state", name), *manifest.named("gradient", name)):
                     yield entry, low, high
-    generators = generator_entries(runtime.world, manifest)
+    generators = model_parts.generator_entries(runtime.world, manifest)
     for entry in (*manifest.of_kind("buffer"), *manifest.of_kind("extra"), *generators):
         yield entry, 0, entry.numel
 
@@ -259,7 +239,9 @@ def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkp
     manifest = checkpoint.manifest
     targets: list[Target] = []
     for flat in _flats_in(runtime, manifest):
-        targets += _value_targets(flat, runtime.world.rank, manifest)
+        for name, low, tensor, part in model_parts.value_targets(flat, runtime.world.rank):
+            (entry,) = manifest.named("parameter", name)
+            targets.append((entry, low, tensor, part))
         if optimizer is not None and flat.gradient is not None:
             _clear_states(flat, manifest)
             targets += _state_targets(optimizer.updater, flat, manifest)
@@ -267,11 +249,10 @@ def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkp
     total = sum((part.stop - part.start) * entry.torch_dtype.itemsize for entry, _, _, part in targets)
     with ByteProgress("loading", total, is_shown=runtime.world.rank == 0) as progress:
         checkpoint.fill_tiers(targets, progress.add)
-    for flat in flats_of(runtime):
+    for flat in model_parts.flats_of(runtime):
         flat.round_masters()
-    for name, buffer in buffers_of(runtime.model).items():
-        entry = manifest.find("buffer", name)
-        if entry is not None:
+    for name, buffer in model_parts.buffers_of(runtime.model).items():
+        for entry in manifest.named("buffer", name):
             buffer.copy_(checkpoint.read(entry))
     for name, extra_state in manifest.modules.items():
         runtime.model.get_submodule(name).set_extra_state(extra_state)
@@ -285,17 +266,10 @@ def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkp
     runtime.backward.passes.num_steps = manifest.step
 
 
-def _value_targets(flat: Flat, rank: int, manifest: Manifest) -> Iterator[Target]:
-    for name, low, tensor, part in value_targets(flat, rank):
-        entry = manifest.find("parameter", name)
-        assert entry is not None
-        yield entry, low, tensor, part
-
-
 def _clear_states(flat: Flat, manifest: Manifest) -> None:
     """Set states that the checkpoint does not have to zero, where there is memory for them already."""
     for piece in flat.layout.pieces(flat.region):
-        saved = {entry.state for entry in manifest.states_of(flat.layout.intervals[piece.index].name)}
+        saved = {entry.state for entry in manifest.named("state", flat.layout.intervals[piece.index].name)}
         for shard in flat.state_shards:
             overlap = shard.overlap(piece.place.start, piece.place.stop)
             for name, tensor in shard.tensors.items():
@@ -311,9 +285,9 @@ def _state_targets(updater: Updater, flat: Flat, manifest: Manifest) -> Iterator
     by_parameter = zip(flat.parameters, names, strict=True)
     replace_states(updater, flat, {parameter: dict(scalars.get(name, {})) for parameter, name in by_parameter})
     spans = updater.spans[flat]
-    spans.cut([tuple((entry.state, entry.dtype) for entry in manifest.states_of(name)) for name in names])
+    spans.cut([tuple((entry.state, entry.dtype) for entry in manifest.named("state", name)) for name in names])
     for span in spans:
-        for entry in manifest.states_of(names[span.pieces[0].index]):
+        for entry in manifest.named("state", names[span.pieces[0].index]):
             if span.tensor is None:
                 span.scalars = {} if span.scalars is None else span.scalars
                 tensor = span.shard.tensors[entry.state]
@@ -324,10 +298,10 @@ def _state_targets(updater: Updater, flat: Flat, manifest: Manifest) -> Iterator
                 tensor = TierTensor(span.numel, value.dtype, Tier.DEVICE, value)
                 begin = 0
             for piece in span.pieces:
-                state = manifest.find("state", names[piece.index], entry.state)
-                assert state is not None
                 start = begin + span.part_of(piece).start
-                yield state, piece.start, tensor, slice(start, start + piece.numel)
+                for state in manifest.named("state", names[piece.index]):
+                    if state.state == entry.state:
+                        yield state, piece.start, tensor, slice(start, start + piece.numel)
 
 
 def _gradient_targets(flat: Flat, manifest: Manifest) -> Iterator[Target]:
@@ -336,7 +310,7 @@ def _gradient_targets(flat: Flat, manifest: Manifest) -> Iterator[Target]:
     gradients = [
         (entry, piece)
         for piece in flat.layout.pieces(flat.region)
-        if (entry := manifest.find("gradient", flat.layout.intervals[piece.index].name)) is not None
+        for entry in manifest.named("gradient", flat.layout.intervals[piece.index].name)
     ]
     if gradients:
         tensor = gradient_tensor(flat, {entry.torch_dtype for entry, _ in gradients})

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from zerostd.checkpointing.storage import Checkpoint, Manifest
-from zerostd.checkpointing.storage.json_values import decode_value, encode_value, refuse_tensor
-from zerostd.checkpointing.storage.manifest import TensorEntry
+from zerostd.checkpointing.storage.manifest import TensorEntry, decode_value, encode_value, refuse_tensor
 from zerostd.communication import World
 from zerostd.compat import persistent_buffers
 from zerostd.engine.runtime import Runtime
@@ -128,8 +127,7 @@ def generator_entries(world: World, manifest: Manifest) -> list[TensorEntry]:
     """Return torch's generators of this rank; none if another number of ranks saved."""
     if manifest.world_size != world.size:
         return []
-    entries = [manifest.find("random", f"{world.rank}/{which}") for which in ("torch", "device")]
-    return [entry for entry in entries if entry is not None]
+    return [entry for which in ("torch", "device") for entry in manifest.named("random", f"{world.rank}/{which}")]
 
 
 def restore_functions(world: World, checkpoint: Checkpoint) -> Iterator[Callable[[], object]]:

@@ -15,18 +15,17 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from zerostd.checkpointing.model_parts import (
-    buffers_of,
-    encode_other_states,
-    flats_of,
-    generator_records,
-    modules_with_own,
-    named_tensors,
-    parameters_of,
-)
+from zerostd.checkpointing import model_parts
 from zerostd.checkpointing.storage import Manifest, Saving
-from zerostd.checkpointing.storage.json_values import StoreTensor, encode_value, refuse_tensor
-from zerostd.checkpointing.storage.manifest import OptimizerEntry, OptimizerGroup, TensorEntry, dtype_name
+from zerostd.checkpointing.storage.manifest import (
+    OptimizerEntry,
+    OptimizerGroup,
+    StoreTensor,
+    TensorEntry,
+    dtype_name,
+    encode_value,
+    refuse_tensor,
+)
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError
 from zerostd.optimizers.optimizer import ZeroOptimizer
@@ -41,9 +40,17 @@ def save_checkpoint(
     """Start to save. All ranks call it. In the middle of a step it returns when all is written, because the next pass
     would add to the gradients."""
     check_call(runtime, optimizer, "save")
-    if runtime.backward.passes.num_done:
-        _check_gradients(runtime)
-    if not frozen and all(flat.gradient is None for flat in flats_of(runtime)):
+    if runtime.backward.passes.num_done and runtime.backward.has_unsynced:
+        raise MisuseError(
+            "zerostd.save after backward passes under zerostd.no_sync, whose gradients each rank has for itself: call "
+            "it after a pass outside no_sync, or after optimizer.step()"
+        )
+    factor = runtime.gradients.factor  # not 1 when gradients are no longer as backward has left them
+    if runtime.backward.passes.num_done and not (isinstance(factor, float) and factor == 1.0):
+        raise MisuseError(
+            "zerostd.save between clip_grad_norm_() and optimizer.step(): call it before the one or after the other"
+        )
+    if not frozen and all(flat.gradient is None for flat in model_parts.flats_of(runtime)):
         raise MisuseError("zerostd.save(frozen=False) of a model in which nothing trains: there is nothing to save")
     control = runtime.gatherer.control
     for earlier in [observer for observer in runtime.observers if isinstance(observer, Saving)]:
@@ -73,25 +80,12 @@ def check_call(runtime: Runtime, optimizer: ZeroOptimizer | None, call: str) -> 
         runtime.optimizer.synchronize()
 
 
-def _check_gradients(runtime: Runtime) -> None:
-    """Refuse gradients in the middle of a step that are not as backward has left them."""
-    if runtime.backward.has_unsynced:
-        raise MisuseError(
-            "zerostd.save after backward passes under zerostd.no_sync, whose gradients each rank has for itself: call "
-            "it after a pass outside no_sync, or after optimizer.step()"
-        )
-    if not isinstance(runtime.gradients.factor, float) or runtime.gradients.factor != 1.0:
-        raise MisuseError(
-            "zerostd.save between clip_grad_norm_() and optimizer.step(): call it before the one or after the other"
-        )
-
-
 def _describe(
     runtime: Runtime, optimizer: ZeroOptimizer | None, extra: Any, *, frozen: bool
 ) -> tuple[Manifest, list[SavedInterval]]:
     """Return this rank's manifest, without files and parts, and the record of each tensor in it."""
     rank = runtime.world.rank
-    tensors: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []  # in what users and modules hand over
 
     def store(tensor: torch.Tensor) -> int:
         tensors.append(tensor)
@@ -111,7 +105,8 @@ def _describe(
         optimizer_entry = replace(describe_optimizer(runtime, optimizer), singles=singles)
     records = [*_records(runtime, optimizer, frozen=frozen)]
     if rank == 0:
-        records += [tensor_interval("buffer", name, buffer) for name, buffer in buffers_of(runtime.model).items()]
+        buffers = model_parts.buffers_of(runtime.model)
+        records += [tensor_interval("buffer", name, buffer) for name, buffer in buffers.items()]
         records += [tensor_interval("extra", str(number), tensor) for number, tensor in enumerate(tensors)]
     manifest = Manifest(
         zerostd=_version(),
@@ -123,7 +118,7 @@ def _describe(
         tensors=_entries(runtime, records),
         optimizer=optimizer_entry,
         loss_scale=None if runtime.loss_scale is None else asdict(runtime.loss_scale),
-        random={str(rank): encode_other_states()},
+        random={str(rank): model_parts.encode_other_states()},
         extra=encoded,
         modules=modules,
         passes=0 if optimizer is None else runtime.backward.passes.num_done,
@@ -142,14 +137,15 @@ def _records(runtime: Runtime, optimizer: ZeroOptimizer | None, *, frozen: bool)
                 yield from state_records(optimizer.updater, flat, rank, group.name)
             if optimizer is not None and flat.gradient is not None and runtime.backward.passes.num_done:
                 yield from gradient_records(flat, rank, group.name)
-    yield from generator_records(runtime.world)
+    yield from model_parts.generator_records(runtime.world)
 
 
 def _entries(runtime: Runtime, records: Sequence[SavedInterval]) -> tuple[TensorEntry, ...]:
     """Return the manifest's entry of each record, still without parts."""
-    original = {i.name: dtype_name(runtime.original_dtypes[parameter]) for _, parameter, i in parameters_of(runtime)}
+    parameters = model_parts.parameters_of(runtime)
+    original = {interval.name: dtype_name(runtime.original_dtypes[parameter]) for _, parameter, interval in parameters}
     by_owner: dict[object, list[str]] = {}
-    for name, _, owner in named_tensors(runtime.model):
+    for name, _, owner in model_parts.named_tensors(runtime.model):
         by_owner.setdefault(owner, []).append(name)
     aliases = {names[0]: tuple(names) for names in by_owner.values() if len(names) > 1}
     return tuple(
@@ -169,7 +165,7 @@ def _entries(runtime: Runtime, records: Sequence[SavedInterval]) -> tuple[Tensor
 
 def describe_optimizer(runtime: Runtime, optimizer: ZeroOptimizer) -> OptimizerEntry:
     """Return the optimizer's class, and its groups with options and names of parameters; no states."""
-    names = {parameter: interval.name for _, parameter, interval in parameters_of(runtime)}
+    names = {parameter: interval.name for _, parameter, interval in model_parts.parameters_of(runtime)}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
@@ -181,7 +177,7 @@ def describe_optimizer(runtime: Runtime, optimizer: ZeroOptimizer) -> OptimizerE
 def _encode_modules(runtime: Runtime, store: StoreTensor) -> dict[str, Any]:
     """Return what get_extra_state gives, by name of module, as JSON."""
     modules = {}
-    for name, module in modules_with_own(runtime.model, "get_extra_state").items():
+    for name, module in model_parts.modules_with_own(runtime.model, "get_extra_state").items():
         where = f"get_extra_state() of module {name!r} ({type(module).__name__})"
         try:
             state = module.get_extra_state()

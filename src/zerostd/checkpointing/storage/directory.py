@@ -6,7 +6,6 @@ it is to write and sync the manifest, rename the directory and sync its parent.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import os
@@ -16,10 +15,11 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from zerostd.checkpointing.storage.manifest import Manifest
-from zerostd.checkpointing.storage.safetensors_files import reason
+from zerostd.checkpointing.storage.safetensors_files import reason, system_errors
 from zerostd.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -51,23 +51,21 @@ class PendingDirectory:
             self.folder.mkdir()
             self._lock = _lock(self.folder)
         except OSError as error:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self.folder.rmdir()  # without a lock nobody would know that it is not in use
             raise CheckpointError(f"{self.folder} cannot be made: {reason(error)}") from error
 
     def write(self, name: str, text: str) -> None:
         """Write one more file and sync it to disk."""
-        try:
-            with open(self.folder / name, "x", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise CheckpointError(f"{self.folder / name} cannot be written: {reason(error)}") from error
+        path = self.folder / name
+        with system_errors(f"{path} cannot be written"), open(path, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
 
     def commit(self, manifest: Manifest | None = None) -> None:
         """Write the manifest, if there is one, and give the directory its name."""
-        try:
+        with self._lock, system_errors(f"{self.target} cannot be completed"):
             if manifest is not None:
                 self.write(MANIFEST, manifest.to_json())
             _sync(self.folder)
@@ -75,59 +73,48 @@ class PendingDirectory:
                 raise CheckpointError(f"{self.target} was made by somebody else meanwhile: this one is dropped")
             self.folder.rename(self.target)
             _sync(self.target.parent)
-        except OSError as error:
-            raise CheckpointError(f"{self.target} cannot be completed: {reason(error)}") from error
-        finally:
-            self._unlock()
 
     def drop(self) -> None:
         """Remove the directory: it will not be committed."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.close()
 
 
 def _with_token(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}{MARK}{secrets.token_hex(6)}")
 
 
-def _open(folder: Path) -> int:
-    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-
-def _lock(folder: Path) -> int:
-    """Lock a directory until the returned descriptor is closed. Raises OSError if it is locked."""
-    fd = _open(folder)
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _sync(folder: Path) -> None:
-    fd = _open(folder)
-    try:
-        os.fsync(fd)
+        yield fd
     finally:
         os.close(fd)
 
 
+def _lock(folder: Path) -> ExitStack:
+    """Lock a directory until the returned stack is closed. Raises OSError if it is locked."""
+    with ExitStack() as stack:
+        fcntl.flock(stack.enter_context(_opened(folder)), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return stack.pop_all()
+
+
+def _sync(folder: Path) -> None:
+    with _opened(folder) as fd:
+        os.fsync(fd)
+
+
 def clear_leftovers(parent: Path) -> None:
     """Remove what killed runs left in `parent`, but nothing that a living process is writing."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         for folder in parent.iterdir():
             if not PENDING.fullmatch(folder.name) or not folder.is_dir() or folder.is_symlink():
                 continue
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 if time.time() - folder.stat().st_mtime < JUST_NOW_S:
                     continue  # it may not be locked yet
-                os.close(_lock(folder))  # raises if somebody holds the lock
+                _lock(folder).close()  # raises if somebody holds the lock
                 log.info("%s was left by a run that was killed; it is removed", folder)
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -135,22 +122,18 @@ def clear_leftovers(parent: Path) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint, after checking that all its files are there with the right lengths."""
     path = folder / MANIFEST
-    try:
+    with system_errors(f"{path} cannot be read"):
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a directory, and so no checkpoint")
+        if not path.exists():
+            raise CheckpointError(f"{folder} has no {MANIFEST}: it is no checkpoint, or was never completed")
         if (size := _size_of(path)) > MOST_BYTES:
             raise CheckpointError(f"{path} has {size} bytes: it is not a manifest")
         manifest = Manifest.from_json(path.read_bytes(), str(path))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} has no {MANIFEST}: it is no checkpoint, or was never completed") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
     for name, entry in manifest.files.items():
         file = folder / name
-        try:
+        with system_errors(f"{file}, a file of the checkpoint, cannot be read"):
             size = _size_of(file)
-        except OSError as error:
-            raise CheckpointError(f"{file}, a file of the checkpoint, cannot be read: {reason(error)}") from error
         if size != entry.bytes:
             raise CheckpointError(f"{file} has {size} bytes and should have {entry.bytes}: it is not complete")
     return manifest
@@ -193,7 +176,7 @@ def latest(parent: Path) -> Path | None:
 def keep_newest(target: Path, keep: int) -> None:
     """Remove complete checkpoints beside `target`, the oldest first, until `keep` are left with it."""
     older: list[tuple[float, int, Path]] = []
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         for folder, manifest in _checkpoints_in(target.parent):
             if isinstance(manifest, Manifest) and folder.name != target.name:
                 older.append((manifest.saved, manifest.step, folder))

@@ -10,9 +10,9 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -31,13 +31,12 @@ Target = tuple[TensorEntry, int, TierTensor, slice]  # elements of the entry, fr
 OnBytes = Callable[[int], None]
 
 
-@dataclass(frozen=True)
-class BlockOfPart:
+class BlockOfPart(NamedTuple):
     """Elements [low, high) of a tensor that share a checksum."""
 
     entry: TensorEntry
     part: TensorPart
-    index: int  # of the block in the part
+    crc32: int
     low: int
     high: int
 
@@ -161,7 +160,7 @@ class Checkpoint:
 
     def check_sum(self, block: BlockOfPart, crc: int) -> None:
         """Raise CheckpointError if a block does not have this crc32."""
-        if crc != block.part.crc32[block.index]:
+        if crc != block.crc32:
             raise CheckpointError(
                 f"{self._readers[block.part.file].path} is damaged: elements {block.low} to {block.high} of "
                 f"{block.entry.label} are not as written; use another checkpoint"
@@ -178,7 +177,7 @@ def blocks_of(entry: TensorEntry, low: int, high: int) -> Iterator[BlockOfPart]:
             continue
         for index in range(start // step, -(-stop // step)):
             begin = part.start + index * step
-            yield BlockOfPart(entry, part, index, begin, min(part.stop, begin + step))
+            yield BlockOfPart(entry, part, part.crc32[index], begin, min(part.stop, begin + step))
 
 
 def _disk_stretches(

@@ -23,13 +23,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
-import numpy
 import torch
 from msgspec import Struct
 
@@ -48,6 +47,7 @@ REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
+Bytes: TypeAlias = Any  # a numpy array of uint8: its stubs for Python 3.11 do not say that it is a buffer
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -55,6 +55,15 @@ Result = TypeVar("Result")
 def reason(error: OSError) -> str:
     """Return the system's message with the short name of the error."""
     return f"{errno.errorcode.get(error.errno or 0, 'error')}: {error.strerror or error}"
+
+
+@contextmanager
+def system_errors(what: str) -> Iterator[None]:
+    """Turn the system's errors inside into a CheckpointError that begins with `what`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{what}: {reason(error)}") from error
 
 
 def ordered_results(pool: ThreadPoolExecutor, work: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
@@ -81,42 +90,28 @@ class DirectFileWriter:
         self._lock = threading.Lock()
         self._bytes_since_start = 0
         try:
-            if DIRECT:
-                self._open_direct(path)
-            if num_bytes:
-                self._reserve(num_bytes)
+            with _unless_refused():
+                self._direct_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | DIRECT) if DIRECT else -1
+            fallocate = getattr(_LIBC, "fallocate", None)
+            with _unless_refused():  # a full disk shows at once, and writes need not wait for blocks
+                if fallocate is not None and fallocate(self._fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) != 0:
+                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         except BaseException:
             self.close()
             raise
 
-    def _open_direct(self, path: Path) -> None:
-        try:
-            self._direct_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | DIRECT)
-        except OSError as error:
-            if error.errno not in REFUSALS:
-                raise
-
-    def _reserve(self, num_bytes: int) -> None:
-        """Reserve disk space if the file system can: a full disk shows at once, and writes need not wait for blocks."""
-        fallocate = getattr(_LIBC, "fallocate", None)
-        if fallocate is None or fallocate(self._fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) == 0:
-            return
-        code = ctypes.get_errno()
-        if code not in REFUSALS:
-            raise OSError(code, os.strerror(code))
-
-    def write(self, values: torch.Tensor | bytes, offset: int) -> None:
-        """Write all values at `offset` of the file. A tensor must be contiguous and on the host. Threads may call it
-        at the same time, each with its own part of the file."""
-        view = view_of(values) if isinstance(values, torch.Tensor) else memoryview(values)
-        start = min(len(view), -offset % PAGE)
-        stop = start + (len(view) - start) // PAGE * PAGE
-        is_direct = self._direct_fd >= 0 and start < stop and isinstance(values, torch.Tensor)
-        if is_direct and self._write_direct(view[start:stop], offset + start):
-            self._write_cached(view[:start], offset)
-            self._write_cached(view[stop:], offset + stop)
-        else:
-            self._write_cached(view, offset)
+    def write(self, values: torch.Tensor, offset: int) -> None:
+        """Write a contiguous tensor on the host at `offset` of the file. Threads may write parts at the same time."""
+        raw = bytes_of(values)
+        start = min(len(raw), -offset % PAGE)
+        stop = start + (len(raw) - start) // PAGE * PAGE
+        if self._direct_fd >= 0 and start < stop:
+            with _unless_refused():
+                self._write_direct(raw[start:stop], offset + start)
+                self._write_cached(raw[:start], offset)
+                self._write_cached(raw[stop:], offset + stop)
+                return
+        self._write_cached(raw, offset)
 
     def sync(self) -> None:
         """Return when everything written is on disk."""
@@ -128,37 +123,25 @@ class DirectFileWriter:
             if fd >= 0:
                 os.close(fd)
 
-    def _write_direct(self, view: memoryview, offset: int) -> bool:
-        """Write whole pages past the cache; return False if the file system refuses."""
-        source = numpy.frombuffer(view, numpy.uint8)
-        pages = view if source.ctypes.data % PAGE == 0 else self._aligned_copy(source)
+    def _write_direct(self, pages: Bytes, offset: int) -> None:
+        """Write whole pages past the cache, from memory that starts on a page."""
+        if pages.ctypes.data % PAGE:
+            if len(getattr(self._scratch, "memory", ())) < len(pages):
+                self._scratch.memory = bytes_of(aligned(len(pages)))
+            memory = self._scratch.memory[: len(pages)]
+            memory[:] = pages
+            pages = memory
         done = 0
-        while done < len(pages):
-            try:
-                done += os.pwrite(self._direct_fd, pages[done:], offset + done)
-            except OSError as error:
-                if error.errno not in REFUSALS:
-                    raise
-                return False
-            if done % PAGE:  # a short write: what is left no longer starts on a page
-                self._write_cached(pages[done:], offset + done)
-                break
-        return True
+        while done < len(pages) and done % PAGE == 0:
+            done += os.pwrite(self._direct_fd, pages[done:], offset + done)
+        self._write_cached(pages[done:], offset + done)  # after a short write the rest does not start on a page
 
-    def _aligned_copy(self, source: Any) -> memoryview:
-        memory = getattr(self._scratch, "memory", None)
-        if memory is None or memory.numel() < len(source):
-            memory = self._scratch.memory = aligned(len(source))
-        target: Any = memory.numpy()[: len(source)]
-        target[:] = source
-        return memoryview(target)
-
-    def _write_cached(self, view: memoryview, offset: int) -> None:
+    def _write_cached(self, values: Bytes, offset: int) -> None:
         done = 0
         with self._lock:
-            while done < len(view):
-                done += os.pwrite(self._fd, view[done : done + CACHED_SLICE], offset + done)
-            self._bytes_since_start += len(view)
+            while done < len(values):
+                done += os.pwrite(self._fd, values[done : done + CACHED_SLICE], offset + done)
+            self._bytes_since_start += len(values)
             if self._bytes_since_start < START_EVERY:
                 return
             self._bytes_since_start = 0
@@ -169,10 +152,19 @@ class DirectFileWriter:
             sync_file_range(self._fd, ctypes.c_int64(0), ctypes.c_int64(0), RANGE_WRITE)
 
 
-def view_of(values: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the host."""
-    flat: Any = values.view(-1).view(torch.uint8).numpy() if values.numel() else b""
-    return memoryview(flat)
+@contextmanager
+def _unless_refused() -> Iterator[None]:
+    """Go on after an error that says that the file system cannot do this."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+
+
+def bytes_of(values: torch.Tensor) -> Bytes:
+    """Return the bytes of a contiguous tensor on the host, which share its memory."""
+    return values.view(-1).view(torch.uint8).numpy()
 
 
 @dataclass(frozen=True)
@@ -189,7 +181,6 @@ class OutputTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Return its length in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -197,7 +188,7 @@ def write_file(
     path: Path,
     tensors: Sequence[OutputTensor],
     on_written: Callable[[OutputTensor], None],
-    metadata: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str],
 ) -> tuple[int, dict[str, tuple[int, ...]]]:
     """Write a new file and sync it to disk; return its length and, by key, the checksums of each tensor's blocks.
 
@@ -210,23 +201,20 @@ def write_file(
         for tensor, offset in zip(tensors, offsets, strict=True)
         for first, write in tensor.blocks
     )
-    try:
-        with closing(DirectFileWriter(path, num_bytes)) as writer:
-            writer.write(header, 0)
-            with ThreadPoolExecutor(NUM_THREADS, "zerostd checkpoint") as pool:
-                for tensor, crc in ordered_results(pool, lambda block: (block[0], block[1](writer, block[2])), blocks):
-                    checksums[tensor.key].append(crc)
-                    if len(checksums[tensor.key]) == len(tensor.blocks):
-                        on_written(tensor)
-            writer.sync()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {reason(error)}") from error
+    with system_errors(f"{path} cannot be written"), closing(DirectFileWriter(path, num_bytes)) as writer:
+        writer.write(torch.frombuffer(header, dtype=torch.uint8), 0)
+        with ThreadPoolExecutor(NUM_THREADS, "zerostd checkpoint") as pool:
+            for tensor, crc in ordered_results(pool, lambda block: (block[0], block[1](writer, block[2])), blocks):
+                checksums[tensor.key].append(crc)
+                if len(checksums[tensor.key]) == len(tensor.blocks):
+                    on_written(tensor)
+        writer.sync()
     return num_bytes, {key: tuple(crcs) for key, crcs in checksums.items()}
 
 
-def _make_header(tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | None) -> tuple[bytes, list[int], int]:
+def _make_header(tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -> tuple[bytearray, list[int], int]:
     """Return the start of the file, the offset of each tensor's numbers, and the file's length."""
-    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     starts = []
     end = 0
     for tensor in tensors:
@@ -237,7 +225,7 @@ def _make_header(tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | 
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)  # numbers start on a page
     begin = 8 + len(text)
-    return struct.pack("<Q", len(text)) + text, [begin + start for start in starts], begin + end
+    return bytearray(struct.pack("<Q", len(text)) + text), [begin + start for start in starts], begin + end
 
 
 # Reading
@@ -252,7 +240,6 @@ class StoredTensor(Struct, frozen=True):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return torch's dtype."""
         return DTYPE_BY_CODE[self.code]
 
 
@@ -261,10 +248,8 @@ class SafetensorsReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with system_errors(f"{path} cannot be read"):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
         try:
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
@@ -276,22 +261,19 @@ class SafetensorsReader:
 
     def close(self) -> None:
         """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        os.close(self._fd)
 
     def read(self, key: str, low: int, target: torch.Tensor) -> None:
         """Fill `target`, contiguous and on the host, with the elements of a flattened tensor from `low` on."""
         tensor = self.tensors[key]
-        self._read_all(view_of(target), self._data_start + tensor.data_offsets[0] + low * tensor.dtype.itemsize)
+        self._read_all(bytes_of(target), self._data_start + tensor.data_offsets[0] + low * tensor.dtype.itemsize)
 
-    def _read_all(self, view: memoryview, offset: int) -> None:
+    def _read_all(self, memory: Bytes | bytearray, offset: int) -> None:
         done = 0
+        view = memoryview(memory)
         while done < len(view):
-            try:
+            with system_errors(f"{self.path} cannot be read at {offset + done}"):
                 count = os.preadv(self._fd, [view[done:]], offset + done)
-            except OSError as error:
-                raise CheckpointError(f"{self.path} cannot be read at {offset + done}: {reason(error)}") from error
             if not count:
                 raise CheckpointError(f"{self.path} ends at {offset + done}: it is not complete")
             done += count
@@ -301,12 +283,12 @@ class SafetensorsReader:
         if num_bytes < 8:
             raise CheckpointError(f"{self.path} has {num_bytes} bytes: it is not a safetensors file")
         start = bytearray(8)
-        self._read_all(memoryview(start), 0)
+        self._read_all(start, 0)
         (length,) = struct.unpack("<Q", start)
         if not 2 <= length <= min(num_bytes - 8, MOST_HEADER):
             raise CheckpointError(f"{self.path} has no safetensors header: its length would be {length}")
         text = bytearray(length)
-        self._read_all(memoryview(text), 8)
+        self._read_all(text, 8)
         what = f"{self.path} has a damaged header"
         try:
             entries = json.loads(text)
