@@ -38,7 +38,6 @@ OURS = re.compile(r"rank-\d+-of-\d+\.safetensors")  # of a checkpoint that lost 
 MOST_INDEX = 256 << 20
 MAPPED = 16 << 20  # bytes of a mapped file that may stay in memory
 
-
 TensorReader: TypeAlias = "SafetensorsReader | StateDictReader"
 
 log = logging.getLogger("zerostd")
@@ -46,8 +45,7 @@ log = logging.getLogger("zerostd")
 
 @torch.no_grad()
 def import_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) -> None:
-    """Load a model from ordinary files. All ranks call it. Nothing is changed unless everything fits on all ranks;
-    states of an optimizer stay."""
+    """Load ordinary files. All ranks call it. Nothing is changed unless all fits; states of an optimizer stay."""
     readers: dict[str, TensorReader] = {}
 
     def check(files: ExitStack) -> dict[str, str]:
@@ -81,8 +79,7 @@ def _model_tensors(runtime: Runtime) -> Iterator[tuple[torch.Tensor, str, tuple[
 
 
 def _match_names(runtime: Runtime, readers: Mapping[str, TensorReader]) -> dict[str, str]:
-    """Return the name in the files of every tensor of the model that has elements, by its name in the model. The error
-    lists what is missing, not expected, or of another shape or kind."""
+    """Return the name in the files of every tensor with elements, by its name in the model; raise if any is amiss."""
     aliases: dict[torch.Tensor, list[str]] = {}
     for name, tensor, _ in named_tensors(runtime.model):
         aliases.setdefault(tensor, []).append(name)
@@ -188,7 +185,6 @@ def open_model(path: Path, files: ExitStack) -> dict[str, TensorReader]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Return the index of a directory, or its files."""
     paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     for suffix in (SAFETENSORS, ".bin"):
         indices = [path for path in paths if path.name.endswith(suffix + INDEX)]
@@ -200,7 +196,6 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the name of each tensor's file."""
     what = f"{path} is no index of a model"
     with system_errors(f"{path} cannot be read"):
         if path.stat().st_size > MOST_INDEX:
@@ -240,7 +235,6 @@ class StateDictReader:
                 raise CheckpointError(f"{self.path} was changed while it was read")
 
     def close(self) -> None:
-        """Give the memory back."""
         self._mapped = {}
         self._last = ("", torch.empty(0))
 

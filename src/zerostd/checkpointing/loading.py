@@ -43,6 +43,7 @@ IN_PART = (
 )
 
 T = TypeVar("T")
+Wanted = tuple[TensorEntry, int, int]  # elements [low, high) of a tensor that this rank reads
 
 
 def load_in_two_phases(
@@ -187,10 +188,7 @@ def _flats_in(runtime: Runtime, manifest: Manifest) -> list[Flat]:
     return [flat for flat in flats if flat.gradient is not None or any(i.name in saved for i in flat.layout.intervals)]
 
 
-def _wanted(
-    runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifest
-) -> Iterator[tuple[TensorEntry, int, int]]:
-    """Yield every interval that this rank reads."""
+def _wanted(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifest) -> Iterator[Wanted]:
     for flat in _flats_in(runtime, manifest):
         for name, low, _, part in model_parts.value_targets(flat, runtime.world.rank):
             (entry,) = manifest.named("parameter", name)
@@ -305,8 +303,7 @@ def _state_targets(updater: Updater, flat: Flat, manifest: Manifest) -> Iterator
 
 
 def _gradient_targets(flat: Flat, manifest: Manifest) -> Iterator[Target]:
-    """Yield targets for the gradients of an incomplete step. Parameters without one there have none after it, either:
-    what their memory holds is not read."""
+    """Yield targets for the gradients of an incomplete step. Parameters without one have none afterwards, either."""
     gradients = [
         (entry, piece)
         for piece in flat.layout.pieces(flat.region)

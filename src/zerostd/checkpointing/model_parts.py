@@ -29,7 +29,6 @@ from zerostd.tiers import TierTensor
 
 
 def flats_of(runtime: Runtime) -> list[Flat]:
-    """Return all flats, in order."""
     return [flat for group in runtime.groups for flat in group.flats]
 
 
@@ -50,8 +49,7 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, object]]:
-    """Yield all names of a state_dict with the tensor and its owner: a parameter itself, or a buffer's module and short
-    name. A parameter, or a module, with several names comes once for each of them."""
+    """Yield every name in a state_dict with its tensor and owner: the parameter, or a buffer's module and short name."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield name, parameter, parameter
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -131,8 +129,7 @@ def generator_entries(world: World, manifest: Manifest) -> list[TensorEntry]:
 
 
 def restore_functions(world: World, checkpoint: Checkpoint) -> Iterator[Callable[[], object]]:
-    """Yield functions that restore the generators. Each state is tried here, on a generator made for that, and raises
-    whatever that raises."""
+    """Yield functions that restore the generators. Each state is tried here, on a generator made for that."""
     manifest = checkpoint.manifest
     if manifest.world_size != world.size:
         return

@@ -37,8 +37,7 @@ from zerostd.parameters.saved_intervals import SavedInterval, tensor_interval, v
 def save_checkpoint(
     runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path, extra: Any, keep: int | None, *, frozen: bool
 ) -> Saving:
-    """Start to save. All ranks call it. In the middle of a step it returns when all is written, because the next pass
-    would add to the gradients."""
+    """Start to save. All ranks call it. In the middle of a step, wait: the next pass would add to the gradients."""
     check_call(runtime, optimizer, "save")
     if runtime.backward.passes.num_done and runtime.backward.has_unsynced:
         raise MisuseError(
@@ -141,7 +140,6 @@ def _records(runtime: Runtime, optimizer: ZeroOptimizer | None, *, frozen: bool)
 
 
 def _entries(runtime: Runtime, records: Sequence[SavedInterval]) -> tuple[TensorEntry, ...]:
-    """Return the manifest's entry of each record, still without parts."""
     parameters = model_parts.parameters_of(runtime)
     original = {interval.name: dtype_name(runtime.original_dtypes[parameter]) for _, parameter, interval in parameters}
     by_owner: dict[object, list[str]] = {}
@@ -175,7 +173,6 @@ def describe_optimizer(runtime: Runtime, optimizer: ZeroOptimizer) -> OptimizerE
 
 
 def _encode_modules(runtime: Runtime, store: StoreTensor) -> dict[str, Any]:
-    """Return what get_extra_state gives, by name of module, as JSON."""
     modules = {}
     for name, module in model_parts.modules_with_own(runtime.model, "get_extra_state").items():
         where = f"get_extra_state() of module {name!r} ({type(module).__name__})"

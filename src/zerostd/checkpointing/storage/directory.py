@@ -56,7 +56,6 @@ class PendingDirectory:
             raise CheckpointError(f"{self.folder} cannot be made: {reason(error)}") from error
 
     def write(self, name: str, text: str) -> None:
-        """Write one more file and sync it to disk."""
         path = self.folder / name
         with system_errors(f"{path} cannot be written"), open(path, "x", encoding="utf-8") as file:
             file.write(text)
@@ -75,7 +74,6 @@ class PendingDirectory:
             _sync(self.target.parent)
 
     def drop(self) -> None:
-        """Remove the directory: it will not be committed."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 

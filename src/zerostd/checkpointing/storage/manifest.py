@@ -109,7 +109,6 @@ class TensorEntry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
     @property
     def label(self) -> str:
-        """Return how errors call it."""
         return f"{self.kind} {self.of!r}" + (f" ({self.state})" if self.state else "")
 
 
@@ -158,11 +157,9 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, di
         return self._by_name.get((kind, of), [])
 
     def of_kind(self, kind: str) -> list[TensorEntry]:
-        """Return all tensors of a kind."""
         return [entry for entry in self.tensors if entry.kind == kind]
 
     def to_json(self) -> str:
-        """Return the text of manifest.json."""
         data = {"format": FORMAT, "version": VERSION, **msgspec.to_builtins(self)}
         for name, default in ABSENT_IF_DEFAULT.items():
             if data[name] == default:

@@ -131,8 +131,7 @@ def _copy_block(
 
 
 def _split(tensors: Sequence[OutputTensor], most_bytes: int) -> dict[str, list[OutputTensor]]:
-    """Return the tensors of each file. Files are filled one after another; in a file wide dtypes come first, so that
-    all are aligned."""
+    """Return the tensors of each file, filled one after another. Wide dtypes come first, so that all are aligned."""
     shards: list[list[OutputTensor]] = [[]]
     used = 0
     for tensor in tensors:

@@ -78,7 +78,6 @@ class Checkpoint:
             raise CheckpointError(f"{self._readers[name].path}: the manifest does not say what {key!r} is")
 
     def close(self) -> None:
-        """Close the files."""
         self._pool.shutdown(cancel_futures=True)
         for reader in self._readers.values():
             reader.close()
@@ -120,8 +119,7 @@ class Checkpoint:
         return numbers.nbytes
 
     def fill_tiers(self, targets: Sequence[Target], on_bytes: OnBytes) -> None:
-        """Read tensors into tier tensors, in whichever tier these are. On disk neighbours are written together, in long
-        stretches: one is read while others are written."""
+        """Read tensors into tier tensors. On disk neighbours are written together, while the next ones are read."""
         in_memory = ((e, low, tensor.tensor[part]) for e, low, tensor, part in targets if tensor.tensor is not None)
         self.fill(in_memory, on_bytes)
         on_disk = [target for target in targets if target[2].tensor is None]
@@ -183,8 +181,7 @@ def blocks_of(entry: TensorEntry, low: int, high: int) -> Iterator[BlockOfPart]:
 def _disk_stretches(
     targets: Iterable[Target],
 ) -> Iterator[tuple[TierTensor, int, int, list[tuple[TensorEntry, int, slice]]]]:
-    """Yield stretches of tier tensors, no longer than a buffer: the tensor, start and stop, and of each entry in it
-    the first element and the part of the stretch it fills."""
+    """Yield stretches of tier tensors, none longer than a buffer: tensor, start, stop, and what fills which part."""
     runs: list[list[Target]] = []
     for target in targets:
         last = runs[-1][-1] if runs else None

@@ -118,7 +118,6 @@ class Saving(StepObserver):
     def _write_file(
         self, folder: Path, records: Sequence[SavedInterval], manifest: Manifest, read: ReadRecord
     ) -> Manifest:
-        """Write this rank's file and return the manifest with its parts."""
         world = self._control.world
         name = f"rank-{world.rank:05d}-of-{world.size:05d}.safetensors"
         stored = [record for record in records if record.stop > record.start]
