@@ -49,7 +49,7 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, object]]:
-    """Yield every name in a state_dict with its tensor and owner: the parameter, or a buffer's module and short name."""
+    """Yield every name in a state_dict, its tensor and owner: the parameter, or a buffer's module and short name."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield name, parameter, parameter
     for prefix, module in model.named_modules(remove_duplicate=False):
