@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostd.checkpointing.importing import import_model
+from zerostd.checkpointing.importing import import_model, is_model
 from zerostd.checkpointing.loading import load_checkpoint
 from zerostd.checkpointing.model_parts import full_values
 from zerostd.checkpointing.saving import save_checkpoint
 from zerostd.checkpointing.storage import Saving
 from zerostd.checkpointing.storage import latest as newest
-from zerostd.checkpointing.storage.model_files import is_model
 from zerostd.communication import World
 from zerostd.engine.runtime import Runtime, owner_of, runtime_of
 from zerostd.engine.settings import Settings

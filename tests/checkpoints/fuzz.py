@@ -25,8 +25,7 @@ import zerostd
 from checkpoints.runs import compared
 from support.side_by_side import seeded
 from zerostd import CheckpointError
-from zerostd.checkpointing.storage.json_values import decode_value, encode_value
-from zerostd.checkpointing.storage.manifest import Manifest
+from zerostd.checkpointing.storage.manifest import Manifest, decode_value, encode_value
 from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader
 
 EXAMPLES = 60  # of each check, in the tests

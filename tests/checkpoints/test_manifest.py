@@ -82,32 +82,53 @@ def double(data: dict[str, Any], number: int, **fields: Any) -> None:
 
 BROKEN: dict[str, tuple[Change, str]] = {
     "format": (lambda d: d.update(format="other"), "format is not 'zerostd checkpoint'"),
-    "no format": (lambda d: d.pop("format"), "format is not"),
+    "no format": (lambda d: d.pop("format"), "format is not 'zerostd checkpoint'"),
     "newer": (lambda d: d.update(version=2), "version 2, and this zerostd reads 1; use a newer zerostd"),
-    "no version": (lambda d: d.pop("version"), "version None"),
-    "version 0": (lambda d: d.update(version=0), "version 0"),
-    "version of text": (lambda d: d.update(version="1"), "version '1'"),
-    "unknown": (lambda d: d.update(more=1), "field .more."),
+    "no version": (lambda d: d.pop("version"), "version None, and this zerostd reads 1"),
+    "version 0": (lambda d: d.update(version=0), "version 0, and this zerostd reads 1"),
+    "version of text": (lambda d: d.update(version="1"), "version '1', and this zerostd reads 1"),
+    "unknown": (lambda d: d.update(more=1), "Object contains unknown field `more`"),
     "library": (lambda d: d.update(zerostd=1), "zerostd is 1, and must be a text"),
     "saved": (lambda d: d.update(saved="now"), "saved is 'now', and must be a number"),
-    "no saved": (lambda d: d.pop("saved"), "field .saved."),
-    "negative step": (lambda d: d.update(step=-1), "step is -1.*>= 0"),
+    "no saved": (lambda d: d.pop("saved"), "the field 'saved' is missing"),
+    "negative step": (lambda d: d.update(step=-1), "step is -1: Expected `int` >= 0"),
     "ranks": (lambda d: d.update(world_size=1.5), "world_size is 1.5, and must be a whole number"),
     "true stage": (lambda d: d.update(stage=True), "stage is True, and must be a whole number"),
-    "files": (lambda d: d.update(files=[]), "not a checkpoint's manifest"),
-    "path up": (lambda d: d["files"].update({"../x.safetensors": {"bytes": 1}}), "not a plain file name"),
-    "path down": (lambda d: d["files"].update({"a/x.safetensors": {"bytes": 1}}), "not a plain file name"),
-    "absolute path": (lambda d: d["files"].update({"/x.safetensors": {"bytes": 1}}), "not a plain file name"),
-    "hidden": (lambda d: d["files"].update({".x.safetensors": {"bytes": 1}}), "not a plain file name"),
-    "nul": (lambda d: d["files"].update({"x\0.safetensors": {"bytes": 1}}), "not a plain file name"),
-    "line": (lambda d: d["files"].update({"x.safetensors\n": {"bytes": 1}}), "not a plain file name"),
-    "other file": (lambda d: d["files"].update({"x.pt": {"bytes": 1}}), "not a plain file name"),
-    "negative bytes": (lambda d: d["files"][FILE].update(bytes=-1), "bytes is -1.*>= 0"),
-    "huge bytes": (lambda d: d["files"][FILE].update(bytes=2**62), "bytes.*<= 4611686018427387903"),
-    "no bytes": (lambda d: d["files"][FILE].pop("bytes"), "field .bytes."),
+    "files": (lambda d: d.update(files=[]), r"files is \[\], and must be an object"),
+    "path up": (
+        lambda d: d["files"].update({"../x.safetensors": {"bytes": 1}}),
+        r"'\.\./x\.safetensors' is not a plain file name",
+    ),
+    "path down": (
+        lambda d: d["files"].update({"a/x.safetensors": {"bytes": 1}}),
+        r"'a/x\.safetensors' is not a plain file name",
+    ),
+    "absolute path": (
+        lambda d: d["files"].update({"/x.safetensors": {"bytes": 1}}),
+        r"'/x\.safetensors' is not a plain file name",
+    ),
+    "hidden": (
+        lambda d: d["files"].update({".x.safetensors": {"bytes": 1}}),
+        r"'\.x\.safetensors' is not a plain file name",
+    ),
+    "nul": (
+        lambda d: d["files"].update({"x\0.safetensors": {"bytes": 1}}),
+        r"'x\\x00\.safetensors' is not a plain file name",
+    ),
+    "line": (
+        lambda d: d["files"].update({"x.safetensors\n": {"bytes": 1}}),
+        r"'x\.safetensors\\n' is not a plain file name",
+    ),
+    "other file": (lambda d: d["files"].update({"x.pt": {"bytes": 1}}), r"'x\.pt' is not a plain file name"),
+    "negative bytes": (lambda d: d["files"][FILE].update(bytes=-1), "bytes is -1: Expected `int` >= 0"),
+    "huge bytes": (
+        lambda d: d["files"][FILE].update(bytes=2**62),
+        r"files.*\.bytes.*: Expected `int` <= 4611686018427387903",
+    ),
+    "no bytes": (lambda d: d["files"][FILE].pop("bytes"), r"files.*: the field 'bytes' is missing"),
     "tensors": (lambda d: d.update(tensors={}), "tensors is {}, and must be a list"),
     "a tensor": (lambda d: d["tensors"].append(1), "tensors.6 is 1, and must be an object"),
-    "unknown of a tensor": (tensor(more=1), "tensors.0.*field .more."),
+    "unknown of a tensor": (tensor(more=1), r"tensors\[0\]: Object contains unknown field `more`"),
     "kind": (tensor(kind="weight"), "kind of 'a.weight' is 'weight'"),
     "of": (tensor(of=3), "tensors.0.of is 3, and must be a text"),
     "dtype": (tensor(dtype="float33"), "'float33' is not a dtype"),
@@ -116,33 +137,42 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "names": (tensor(names="ab"), "names is 'ab', and must be a list"),
     "name": (tensor(names=[1]), "names.0 is 1, and must be a text"),
     "shape": (tensor(shape="25"), "shape is '25', and must be a list"),
-    "negative shape": (tensor(shape=[-2, -5]), "tensors.0.*shape.* is -2.*>= 0"),
+    "negative shape": (tensor(shape=[-2, -5]), r"tensors\.0\.shape\.0 is -2: Expected `int` >= 0"),
     "other shape": (tensor(shape=[2, 6]), "ends at element 10 of 12"),
     "smaller shape": (tensor(shape=[2, 4]), "ends at element 10 of 8"),
-    "huge shape": (tensor(shape=[2**40, 2**40]), "elements"),
-    "many dimensions": (tensor(shape=[1] * 65), "shape.*length <= 64"),
+    "huge shape": (tensor(shape=[2**40, 2**40]), "parameter 'a.weight' has 1208925819614629174706176 elements"),
+    "many dimensions": (tensor(shape=[1] * 65), r"tensors\[0\]\.shape: Expected `array` of length <= 64"),
     "state without name": (tensor(2, state=""), "should be a state with a name"),
     "parameter with state": (tensor(state="x"), "should be a state with a name"),
-    "state of nothing": (tensor(2, of="b.weight"), "not that of its parameter"),
-    "state of another shape": (tensor(2, shape=[5, 2]), "not that of its parameter"),
+    "state of nothing": (
+        tensor(2, of="b.weight"),
+        r"state 'b.weight' \(exp_avg\) has shape \(2, 5\), not that of its parameter",
+    ),
+    "state of another shape": (
+        tensor(2, shape=[5, 2]),
+        r"state 'a.weight' \(exp_avg\) has shape \(5, 2\), not that of its parameter",
+    ),
     "parts": (tensor(parts={}), "parts is {}, and must be a list"),
     "no parts": (tensor(parts=[]), "ends at element 0 of 10"),
     "a part": (tensor(parts=[3]), "parts.0 is 3, and must be an object"),
-    "unknown of a part": (part(more=1), "parts.0.*field .more."),
-    "negative start": (part(start=-1), "parts.0.*start is -1.*>= 0"),
+    "unknown of a part": (part(more=1), r"tensors\[0\]\.parts\[0\]: Object contains unknown field `more`"),
+    "negative start": (part(start=-1), r"tensors\.0\.parts\.0\.start is -1: Expected `int` >= 0"),
     "empty part": (part(start=6), "part \\[6, 6\\)"),
     "backward part": (part(start=7), "part \\[7, 6\\)"),
-    "huge stop": (part(stop=2**63), "parts.0.*stop.*<= 4611686018427387903"),
+    "huge stop": (part(stop=2**63), r"parts\.0\.stop is 9223372036854775808: Expected `int` <= 4611686018427387903"),
     "gap": (part(stop=5), "a gap at 5"),
     "overlap": (part(stop=7), "parts that overlap at 7"),
     "gap at the beginning": (part(start=1), "a gap at 0"),
-    "file of a part": (part(file="x.safetensors"), "not among the files"),
+    "file of a part": (
+        part(file="x.safetensors"),
+        "parameter 'a.weight' is in 'x.safetensors', which is not among the files",
+    ),
     "file that is no text": (part(file=[]), "file is \\[\\], and must be a text"),
     "key": (part(key=0), "key is 0, and must be a text"),
     "checksums": (part(crc32=1), "crc32 is 1, and must be a list"),
     "no checksum": (part(crc32=[]), "0 checksums in a part, not 1"),
     "two checksums": (part(crc32=[1, 2]), "2 checksums in a part, not 1"),
-    "large checksum": (part(crc32=[2**32]), "crc32.*<= 4294967295"),
+    "large checksum": (part(crc32=[2**32]), r"crc32\.0 is 4294967296: Expected `int` <= 4294967295"),
     "one block": (lambda d: d["tensors"][1]["parts"][0].update(crc32=[1]), "1 checksums in a part, not 2"),
     "same key": (part(key="1"), "two parts are '1'"),
     "twice": (lambda d: double(d, 0), "parameter 'a.weight' is there twice"),
@@ -150,16 +180,22 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "optimizer": (lambda d: d.update(optimizer=[]), "optimizer is \\[\\], and must be an object"),
     "class": (lambda d: d["optimizer"].update({"class": 1}), "optimizer.class is 1, and must be a text"),
     "groups": (lambda d: d["optimizer"].update(groups={}), "optimizer.groups is {}, and must be a list"),
-    "no groups": (lambda d: d["optimizer"].pop("groups"), "optimizer.*field .groups."),
+    "no groups": (lambda d: d["optimizer"].pop("groups"), "optimizer: the field 'groups' is missing"),
     "options": (group(options=[]), "options is \\[\\], and must be an object"),
-    "parameters as option": (group(options={"params": []}), "options of a group"),
+    "parameters as option": (
+        group(options={"params": []}),
+        "options of a group of the optimizer have 'params' among them",
+    ),
     "parameters of a group": (group(parameters=[1]), "parameters.0 is 1, and must be a text"),
     "singles": (lambda d: d["optimizer"].update(singles={"a": 1}), "singles.a is 1, and must be an object"),
     "loss scale": (lambda d: d.update(loss_scale={"value": "1"}), "loss_scale.value is '1', and must be a"),
     "random": (lambda d: d.update(random=[]), "random is \\[\\], and must be an object"),
-    "passes": (lambda d: d.update(passes=-1), "passes is -1.*>= 0"),
+    "passes": (lambda d: d.update(passes=-1), "passes is -1: Expected `int` >= 0"),
     "gradients of no pass": (lambda d: d.pop("passes"), "a step that has not begun: 'passes' is 0"),
-    "gradient of another shape": (tensor(5, shape=[5, 2]), "not that of its parameter"),
+    "gradient of another shape": (
+        tensor(5, shape=[5, 2]),
+        r"gradient 'a.weight' has shape \(5, 2\), not that of its parameter",
+    ),
     "gradient with a name": (tensor(5, state="x"), "should be a state with a name"),
     "modules": (lambda d: d.update(modules=3), "modules is 3, and must be an object"),
 }
@@ -169,9 +205,8 @@ def test_it_comes_back_as_it_went() -> None:
     found = Manifest.from_json(MANIFEST.to_json(), "here")
     assert found == MANIFEST
     assert found.to_json() == MANIFEST.to_json()
-    assert found.find("state", "a.weight", "exp_avg") == MANIFEST.tensors[2]
-    assert found.states_of("a.weight") == [MANIFEST.tensors[2]] and found.states_of("seen") == []
-    assert found.of_kind("buffer") == [MANIFEST.tensors[3]] and found.find("buffer", "other") is None
+    assert found.named("state", "a.weight") == [MANIFEST.tensors[2]] and found.named("state", "seen") == []
+    assert found.of_kind("buffer") == [MANIFEST.tensors[3]] and found.named("buffer", "other") == []
 
 
 def test_without_what_may_be_missing() -> None:
@@ -189,9 +224,8 @@ def test_every_rule(name: str) -> None:
     change, words = BROKEN[name]
     data = copy.deepcopy(DATA)
     change(data)
-    with pytest.raises(CheckpointError, match=f"here is not a checkpoint's manifest: .*{words}|{words}") as caught:
+    with pytest.raises(CheckpointError, match=f"^here is not a checkpoint's manifest: .*{words}"):
         Manifest.from_json(json.dumps(data), "here")
-    assert str(caught.value).startswith("here is not a checkpoint's manifest: ")
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"saved": NaN}', b"9" * 5000, b"[" * 10**5])

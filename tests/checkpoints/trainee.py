@@ -10,6 +10,7 @@ import os
 import signal
 import time
 import traceback
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -98,7 +99,7 @@ def strays(folder: str | Path) -> list[str]:
 
 def check_whole(folder: Path) -> None:
     """Raise CheckpointError unless every number in it is as written."""
-    with Checkpoint(folder) as checkpoint:
+    with closing(Checkpoint(folder)) as checkpoint:
         checkpoint.verify([(one, 0, one.numel) for one in checkpoint.manifest.tensors], lambda num_bytes: None)
 
 

@@ -1,116 +1,109 @@
 """Load an ordinary model, from files that know nothing of zerostd, into a prepared model.
 
 names, shapes, dtypes -> everything is checked, on all ranks -> each rank reads what it keeps, block by block
+
+The files are safetensors, one or several with an index, or state_dicts that torch.save wrote. They are read in
+intervals, and no code in them is run. Names, shapes and dtypes are known before any number is read.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 
-from zerostd.checkpointing.model_parts import buffers_of, flats_of, parameters_of, walk_buffers
-from zerostd.checkpointing.storage.model_files import TensorReader, open_model
-from zerostd.checkpointing.two_phase import load_in_two_phases, value_targets
+from zerostd.checkpointing.loading import load_in_two_phases
+from zerostd.checkpointing.model_parts import buffers_of, flats_of, named_tensors, parameters_of, value_targets
+from zerostd.checkpointing.storage.directory import MANIFEST
+from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader, system_errors
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError
+from zerostd.monitoring.decoding import convert, decode
 from zerostd.monitoring.progress import ByteProgress
 from zerostd.optimizers.optimizer import ZeroOptimizer
-from zerostd.parameters import Flat
 
 BLOCK = 4 << 20  # bytes read at a time
 MOST_NAMED = 40  # in an error, of each kind; the log has all
+SAFETENSORS = ".safetensors"
+STATE_DICT = (".pt", ".pth", ".bin")
+INDEX = ".index.json"
+STEMS = ("model.safetensors", "pytorch_model.bin")  # of a directory's model, if there are several
+OURS = re.compile(r"rank-\d+-of-\d+\.safetensors")  # of a checkpoint that lost its manifest
+MOST_INDEX = 256 << 20
+MAPPED = 16 << 20  # bytes of a mapped file that may stay in memory
+
+TensorReader: TypeAlias = "SafetensorsReader | StateDictReader"
 
 log = logging.getLogger("zerostd")
 
 
-@dataclass
-class _NameMatch:
-    """Which tensor of the files belongs to which of the model, and what is wrong with the rest."""
-
-    readers: dict[str, TensorReader]  # of the files, by name of tensor
-    parameters: dict[str, str] = field(default_factory=dict)  # name in the files, by name in the model
-    buffers: list[tuple[torch.Tensor, str]] = field(default_factory=list)
-    conversions: Counter[tuple[torch.dtype, torch.dtype]] = field(default_factory=Counter)
-    missing: list[str] = field(default_factory=list)
-    unlike: list[str] = field(default_factory=list)
-
-    def find(self, names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
-        """Return the name under which the files have a tensor; None if they do not, or if it has no elements."""
-        present = [name for name in names if name in self.readers]
-        if not present and 0 not in shape:
-            others = f" (or {', '.join(map(repr, names[1:]))})" if len(names) > 1 else ""
-            self.missing.append(f"{names[0]!r}{others}")
-        for name in present:
-            stored = self.readers[name].tensors[name]
-            if tuple(stored.shape) != shape:
-                self.unlike.append(f"{name!r} has shape {tuple(stored.shape)} and {shape} in the model")
-            elif _kind(stored.dtype) != _kind(dtype):
-                self.unlike.append(f"{name!r} is {_dtype_text(stored.dtype)} and {_dtype_text(dtype)} in the model")
-        if not present or 0 in shape:
-            return None
-        stored_dtype = self.readers[present[0]].tensors[present[0]].dtype
-        if stored_dtype != dtype:
-            self.conversions[stored_dtype, dtype] += 1
-        return present[0]
-
-
 @torch.no_grad()
 def import_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) -> None:
-    """Load a model from ordinary files. All ranks call it. Nothing is changed unless everything fits on all ranks;
-    states of an optimizer stay."""
+    """Load ordinary files. All ranks call it. Nothing is changed unless all fits; states of an optimizer stay."""
+    readers: dict[str, TensorReader] = {}
 
-    def check(files: ExitStack) -> _NameMatch:
+    def check(files: ExitStack) -> dict[str, str]:
         if optimizer is not None:
             raise CheckpointError(
                 f"{path} is an ordinary model, without states of an optimizer: leave the optimizer out of "
                 "zerostd.load. Its masters take the new values, and its states begin with training"
             )
-        return _match_names(runtime, open_model(path, files))
+        readers.update(open_model(path, files))
+        return _match_names(runtime, readers)
 
-    match = load_in_two_phases(runtime, optimizer, check, lambda match: _apply(runtime, match))
+    sources = load_in_two_phases(runtime, optimizer, check, lambda sources: _apply(runtime, readers, sources))
     if runtime.world.rank == 0:
-        log.info("%s", _summary(path, match))
+        stored = {name: readers[source].tensors[source].dtype for name, source in sources.items()}
+        kept = {name: dtype for _, name, _, dtype in _model_tensors(runtime)}
+        conversions = Counter((dtype, kept[name]) for name, dtype in stored.items() if dtype != kept[name])
+        how = [
+            f"{count} tensor{'s' if count > 1 else ''} from {_dtype_text(old)} to {_dtype_text(new)}"
+            for (old, new), count in conversions.items()
+        ]
+        log.info("%d tensors loaded from %s: %s", len(sources), path, "; ".join(how) or "nothing was converted")
 
 
-def _match_names(runtime: Runtime, readers: dict[str, TensorReader]) -> _NameMatch:
-    """Return where everything goes. The error lists what is missing, not expected, or of another shape or kind."""
-    names = _all_names(runtime.model)
-    match = _NameMatch(readers)
+def _model_tensors(runtime: Runtime) -> Iterator[tuple[torch.Tensor, str, tuple[int, ...], torch.dtype]]:
+    """Yield every parameter and persistent buffer with its name, its shape and the dtype in which it is kept."""
     for flat, parameter, interval in parameters_of(runtime):
-        name = match.find(names[parameter], interval.shape, _stored_dtype(flat))
-        if name is not None:
-            match.parameters[interval.name] = name
-    for buffer in buffers_of(runtime.model).values():
-        name = match.find(names[buffer], tuple(buffer.shape), buffer.dtype)
-        if name is not None:
-            match.buffers.append((buffer, name))
-    known = {name for aliases in names.values() for name in aliases}
+        kept = flat.state_shards[0].master if flat.state_shards else flat.rest
+        yield parameter, interval.name, interval.shape, kept.dtype
+    for name, buffer in buffers_of(runtime.model).items():
+        yield buffer, name, tuple(buffer.shape), buffer.dtype
+
+
+def _match_names(runtime: Runtime, readers: Mapping[str, TensorReader]) -> dict[str, str]:
+    """Return the name in the files of every tensor with elements, by its name in the model; raise if any is amiss."""
+    aliases: dict[torch.Tensor, list[str]] = {}
+    for name, tensor, _ in named_tensors(runtime.model):
+        aliases.setdefault(tensor, []).append(name)
+    known = {name for names in aliases.values() for name in names}
+    missing: list[str] = []
+    unlike: list[str] = []
+    sources: dict[str, str] = {}
+    for tensor, model_name, shape, dtype in _model_tensors(runtime):
+        names = aliases[tensor]
+        present = [name for name in names if name in readers]
+        if not present and 0 not in shape:
+            others = f" (or {', '.join(map(repr, names[1:]))})" if len(names) > 1 else ""
+            missing.append(f"{names[0]!r}{others}")
+        for name in present:
+            stored = readers[name].tensors[name]
+            if tuple(stored.shape) != shape:
+                unlike.append(f"{name!r} has shape {tuple(stored.shape)} and {shape} in the model")
+            elif _kind(stored.dtype) != _kind(dtype):
+                unlike.append(f"{name!r} is {_dtype_text(stored.dtype)} and {_dtype_text(dtype)} in the model")
+        if present and 0 not in shape:
+            sources[model_name] = present[0]
     unknown = [repr(name) for name in readers if name not in known]
-    _refuse({"missing": match.missing, "not in the model": unknown, "unlike": match.unlike})
-    return match
-
-
-def _all_names(model: nn.Module) -> dict[torch.Tensor, list[str]]:
-    """Return the names of every parameter and persistent buffer."""
-    names: dict[torch.Tensor, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    for _, name, buffer in walk_buffers(model, all_names=True):
-        names.setdefault(buffer, []).append(name)
-    return names
-
-
-def _refuse(problems: Mapping[str, Sequence[str]]) -> None:
-    """Raise if there are problems."""
     sentences = []
-    for what, items in problems.items():
+    for what, items in (("missing", missing), ("not in the model", unknown), ("unlike", unlike)):
         more = ""
         if len(items) > MOST_NAMED:
             log.error("%s: %s", what, ", ".join(items))
@@ -119,19 +112,18 @@ def _refuse(problems: Mapping[str, Sequence[str]]) -> None:
             sentences.append(f"{what}: {', '.join(items[:MOST_NAMED])}{more}")
     if sentences:
         raise CheckpointError("the files do not fit the model. " + "; ".join(sentences))
+    return sources
 
 
-def _stored_dtype(flat: Flat) -> torch.dtype:
-    return flat.state_shards[0].master.dtype if flat.state_shards else flat.rest.dtype
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 
-def _kind(dtype: torch.dtype) -> str:
-    if dtype.is_floating_point or dtype.is_complex:
-        return "floating" if dtype.is_floating_point else "complex"
-    return "bool" if dtype == torch.bool else "integer"
+def _dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _apply(runtime: Runtime, match: _NameMatch) -> None:
+def _apply(runtime: Runtime, readers: Mapping[str, TensorReader], sources: Mapping[str, str]) -> None:
     """Read what this rank keeps, into the masters where there are any."""
     rank = runtime.world.rank
     targets = [target for flat in flats_of(runtime) for target in value_targets(flat, rank)]
@@ -139,8 +131,8 @@ def _apply(runtime: Runtime, match: _NameMatch) -> None:
     memory = torch.empty(BLOCK, dtype=torch.uint8)
     with ByteProgress("loading", total, is_shown=rank == 0) as progress:
         for name, first, tensor, part in targets:
-            source = match.parameters[name]
-            reader = match.readers[source]
+            source = sources[name]
+            reader = readers[source]
             block = memory.view(reader.tensors[source].dtype)
             for low in range(part.start, part.stop, block.numel()):
                 values = block[: part.stop - low]
@@ -149,20 +141,125 @@ def _apply(runtime: Runtime, match: _NameMatch) -> None:
                 progress.add(values.numel() * tensor.dtype.itemsize)
     for flat in flats_of(runtime):
         flat.round_masters()
-    for buffer, name in match.buffers:
-        values = torch.empty(buffer.shape, dtype=match.readers[name].tensors[name].dtype)
-        match.readers[name].read(name, 0, values.view(-1))
-        buffer.copy_(values)
+    for name, buffer in buffers_of(runtime.model).items():
+        if name in sources:
+            source = sources[name]
+            values = torch.empty(buffer.shape, dtype=readers[source].tensors[source].dtype)
+            readers[source].read(source, 0, values.view(-1))
+            buffer.copy_(values)
 
 
-def _summary(path: Path, match: _NameMatch) -> str:
-    conversions = [
-        f"{count} tensor{'s' if count > 1 else ''} from {_dtype_text(old)} to {_dtype_text(new)}"
-        for (old, new), count in match.conversions.items()
-    ]
-    how = "; ".join(conversions) or "nothing was converted"
-    return f"{len(match.parameters) + len(match.buffers)} tensors loaded from {path}: {how}"
+# The files
 
 
-def _dtype_text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def is_model(path: Path) -> bool:
+    """Return whether `path` is a file, or a directory with a model that is not a checkpoint of ours."""
+    try:
+        return path.is_file() or (path.is_dir() and not (path / MANIFEST).exists() and bool(_files_in(path)))
+    except OSError:
+        return False
+
+
+def open_model(path: Path, files: ExitStack) -> dict[str, TensorReader]:
+    """Open the files of a model and return the reader of each tensor, by name. `files` closes them."""
+    readers: dict[str, TensorReader] = {}
+    for file in _files_in(path) if path.is_dir() else [path]:
+        is_index = file.name.endswith(INDEX)
+        weights = _read_index(file) if is_index else {}
+        for part in [file.parent / name for name in dict.fromkeys(weights.values())] if is_index else [file]:
+            if part.suffix not in (SAFETENSORS, *STATE_DICT):
+                raise CheckpointError(
+                    f"{part} is no model that can be read: a checkpoint or a Hugging Face model is a directory, a file "
+                    f"is *{SAFETENSORS}, its *{INDEX}, or a state_dict in *{', *'.join(STATE_DICT)}"
+                )
+            reader = SafetensorsReader(part) if part.suffix == SAFETENSORS else StateDictReader(part)
+            files.callback(reader.close)
+            for name in reader.tensors:
+                if name in readers:
+                    raise CheckpointError(f"{name!r} is in {readers[name].path} and in {part}: name one of them")
+                readers[name] = reader
+        for tensor, name in weights.items():
+            if tensor not in readers or readers[tensor].path.name != name:
+                raise CheckpointError(f"{tensor!r} is not in {file.parent / name}, where {file.name} says it is")
+    return readers
+
+
+def _files_in(folder: Path) -> list[Path]:
+    paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    for suffix in (SAFETENSORS, ".bin"):
+        indices = [path for path in paths if path.name.endswith(suffix + INDEX)]
+        files = indices or [path for path in paths if path.suffix == suffix and not OURS.fullmatch(path.name)]
+        usual = [path for path in files if path.name.removesuffix(INDEX) in STEMS]
+        if files:
+            return usual or files
+    return []
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    what = f"{path} is no index of a model"
+    with system_errors(f"{path} cannot be read"):
+        if path.stat().st_size > MOST_INDEX:
+            raise CheckpointError(f"{what}: it has {path.stat().st_size} bytes")
+        index = decode(path.read_bytes(), dict[str, Any], what=what, error=CheckpointError)
+    weights = convert(index.get("weight_map"), dict[str, str], what=f"{what}: weight_map", error=CheckpointError)
+    for name in weights.values():
+        if Path(name).name != name or name.endswith(INDEX):
+            raise CheckpointError(f"{what}: {name!r} is not a plain file name")
+    return weights
+
+
+class StateDictReader:
+    """A file that torch maps into memory. What was read stays mapped, so from time to time it is mapped again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._mapped = _map(path)
+        self._num_read = 0
+        self._last = ("", torch.empty(0))  # name and numbers of the last tensor that is not stored row by row
+        self._most = max(MAPPED, max((tensor.nbytes for tensor in self._mapped.values()), default=0) // 4)
+        self.tensors = {name: tensor.to("meta") for name, tensor in self._mapped.items()}  # shapes and dtypes
+
+    def read(self, name: str, low: int, target: torch.Tensor) -> None:
+        """Fill `target` with the elements of a flattened tensor from `low` on."""
+        if name != self._last[0] and not self._mapped[name].is_contiguous():
+            self._last = (name, self._mapped[name].reshape(-1))
+        flat = self._last[1] if name == self._last[0] else self._mapped[name].view(-1)
+        target.copy_(flat[low : low + target.numel()])
+        del flat  # or the old mapping would stay
+        self._num_read += target.nbytes
+        if self._num_read > self._most:
+            self._mapped.clear()
+            self._mapped = _map(self.path)
+            self._num_read = 0
+            if _signature(self._mapped) != _signature(self.tensors):
+                raise CheckpointError(f"{self.path} was changed while it was read")
+
+    def close(self) -> None:
+        self._mapped = {}
+        self._last = ("", torch.empty(0))
+
+
+def _map(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # whatever the bytes make of torch's reader
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{path} cannot be read as a state_dict of tensors, which torch.save(model.state_dict(), path) writes: "
+            f"{text:.200}"
+        ) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}; save model.state_dict(), and that alone")
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{path} is no state_dict, {name!r} in it is a {type(value).__name__}; save model.state_dict(), and "
+                "that alone"
+            )
+        if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
+            raise CheckpointError(f"{name!r} in {path} is no plain tensor: {value.layout}, {value.dtype}")
+    return {name: value.detach() for name, value in state.items()}
+
+
+def _signature(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

@@ -1,24 +1,34 @@
-"""Walk over what of a prepared model is saved: flats and their parameters, persistent buffers, extra states.
+"""What of a prepared model is saved, and where it is kept: flats, persistent buffers, extra states, random generators.
 
-`full_values` gives whole parameters, one flat at a time; `full_state_dict` and `release` use it.
+`full_values` gives whole parameters, one flat at a time; `full_state_dict` and `release` use it. torch's generators are
+tensors of kind "random"; Python's and numpy's are JSON in the manifest. Each rank has its own generators, so they are
+restored only where as many ranks load as saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from zerostd.communication import Wires
+from zerostd.checkpointing.storage import Checkpoint, Manifest
+from zerostd.checkpointing.storage.manifest import TensorEntry, decode_value, encode_value, refuse_tensor
+from zerostd.communication import World
 from zerostd.compat import persistent_buffers
 from zerostd.engine.runtime import Runtime
+from zerostd.errors import CheckpointError
 from zerostd.parameters import Flat, Group
+from zerostd.parameters.saved_intervals import SavedInterval, tensor_interval
 from zerostd.sharding import Interval
+from zerostd.tiers import TierTensor
 
 
 def flats_of(runtime: Runtime) -> list[Flat]:
-    """Return all flats, in order."""
     return [flat for group in runtime.groups for flat in group.flats]
 
 
@@ -29,17 +39,22 @@ def parameters_of(runtime: Runtime) -> Iterator[tuple[Flat, nn.Parameter, Interv
             yield flat, parameter, interval
 
 
-def walk_buffers(model: nn.Module, *, all_names: bool) -> Iterator[tuple[tuple[nn.Module, str], str, torch.Tensor]]:
-    """Yield what a state_dict has of buffers: module and short name, name in the model, buffer. A module with several
-    names comes once for each of them, or under its first only."""
-    for prefix, module in model.named_modules(remove_duplicate=not all_names):
-        for short, buffer in persistent_buffers(module).items():
-            yield (module, short), f"{prefix}.{short}".lstrip("."), buffer
-
-
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the persistent buffers by name, each under the first name of its module."""
-    return {name: buffer for _, name, buffer in walk_buffers(model, all_names=False)}
+    return {
+        f"{prefix}.{short}".lstrip("."): buffer
+        for prefix, module in model.named_modules()
+        for short, buffer in persistent_buffers(module).items()
+    }
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, object]]:
+    """Yield every name in a state_dict, its tensor and owner: the parameter, or a buffer's module and short name."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, parameter, parameter
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for short, buffer in persistent_buffers(module).items():
+            yield f"{prefix}.{short}".lstrip("."), buffer, (module, short)
 
 
 def modules_with_own(model: nn.Module, method: str) -> dict[str, nn.Module]:
@@ -54,19 +69,84 @@ def full_values(runtime: Runtime, group: Group) -> Iterator[tuple[nn.Parameter, 
     runtime.gatherer.wait_updates(group)
     runtime.gatherer.wait_gather(group)
     for flat in group.flats:
-        full = _gather_exact(flat, runtime.wires)
+        mine = flat.exact_values()
+        if mine.numel() == flat.layout.numel:
+            full = mine
+        elif not flat.is_sharded and mine.dtype == flat.full.dtype:
+            full = flat.full
+        else:
+            full = torch.empty(flat.layout.numel, dtype=mine.dtype, device=mine.device)
+            runtime.wires.gather(full, mine).wait()
         for parameter, interval in zip(flat.parameters, flat.layout.intervals, strict=True):
             values = full[interval.offset : interval.end].view(interval.shape)
             yield parameter, values.to(runtime.original_dtypes[parameter])
 
 
-def _gather_exact(flat: Flat, wires: Wires) -> torch.Tensor:
-    """Return all of a flat at the precision it is kept in."""
-    mine = flat.exact_values()
-    if mine.numel() == flat.layout.numel:
-        return mine
-    if not flat.is_sharded and mine.dtype == flat.full.dtype:
-        return flat.full
-    full = torch.empty(flat.layout.numel, dtype=mine.dtype, device=mine.device)
-    wires.gather(full, mine).wait()
-    return full
+def value_targets(flat: Flat, rank: int) -> Iterator[tuple[str, int, TierTensor, slice]]:
+    """Yield where this rank keeps the values of a flat's parameters: name, first element, tensor and part of it.
+
+    Masters are these values where there are any; `flat.publish` rounds them into the parameters.
+    """
+    intervals = flat.layout.intervals
+    if not flat.state_shards:  # frozen: every rank has all of it, or its shard
+        mine = flat.layout.shard(rank) if flat.is_sharded else slice(0, flat.layout.numel)
+        for piece in flat.layout.pieces(mine):
+            yield intervals[piece.index].name, piece.start, flat.rest, piece.place
+        return
+    for piece in flat.layout.pieces(flat.region):
+        for shard in flat.state_shards:
+            overlap = shard.overlap(piece.place.start, piece.place.stop)
+            if overlap is not None:
+                here, there = overlap
+                yield intervals[piece.index].name, piece.start + there.start, shard.master, here
+
+
+# Random generators
+
+
+def generator_records(world: World) -> Iterator[SavedInterval]:
+    """Yield the states of torch's generators on this rank."""
+    yield tensor_interval("random", f"{world.rank}/torch", torch.get_rng_state())
+    if world.device.type != "cpu":
+        state = torch.get_device_module(world.device).get_rng_state(world.device)
+        yield tensor_interval("random", f"{world.rank}/device", state)
+
+
+def encode_other_states() -> Any:
+    """Return the states of Python's generator and, if numpy is imported, of numpy's, as JSON."""
+    states: dict[str, Any] = {"python": random.getstate()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+        states["numpy"] = (kind, keys.tolist(), int(position), int(has_gauss), float(gauss))
+    return encode_value(states, refuse_tensor, "the state of a generator")
+
+
+def generator_entries(world: World, manifest: Manifest) -> list[TensorEntry]:
+    """Return torch's generators of this rank; none if another number of ranks saved."""
+    if manifest.world_size != world.size:
+        return []
+    return [entry for which in ("torch", "device") for entry in manifest.named("random", f"{world.rank}/{which}")]
+
+
+def restore_functions(world: World, checkpoint: Checkpoint) -> Iterator[Callable[[], object]]:
+    """Yield functions that restore the generators. Each state is tried here, on a generator made for that."""
+    manifest = checkpoint.manifest
+    if manifest.world_size != world.size:
+        return
+    for entry in generator_entries(world, manifest):
+        state = checkpoint.read(entry)
+        if entry.of.endswith("/torch"):
+            torch.Generator().set_state(state)
+            yield partial(torch.set_rng_state, state)
+        elif world.device.type != "cpu":
+            torch.Generator(world.device).set_state(state)
+            yield partial(torch.get_device_module(world.device).set_rng_state, state, world.device)
+    others = decode_value(manifest.random.get(str(world.rank), {}), refuse_tensor)
+    if not isinstance(others, dict):
+        raise CheckpointError(f"random states of rank {world.rank} are {str(others)[:80]}")
+    if "python" in others:
+        random.Random().setstate(others["python"])
+        yield partial(random.setstate, others["python"])
+    if "numpy" in others and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.RandomState().set_state(others["numpy"])
+        yield partial(numpy.random.set_state, others["numpy"])

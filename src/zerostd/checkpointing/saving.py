@@ -6,7 +6,7 @@ updates are done -> records of values, states and gradients where they are kept 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -14,15 +14,18 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
-from torch import nn
 
-from zerostd.checkpointing.model_parts import buffers_of, flats_of, modules_with_own, parameters_of, walk_buffers
-from zerostd.checkpointing.random_states import encode_other_states, generator_records
+from zerostd.checkpointing import model_parts
 from zerostd.checkpointing.storage import Manifest, Saving
-from zerostd.checkpointing.storage.dtypes import dtype_name
-from zerostd.checkpointing.storage.json_values import encode_value, refuse_tensor
-from zerostd.checkpointing.storage.manifest import OptimizerEntry, OptimizerGroup, TensorEntry
-from zerostd.checkpointing.two_phase import check_call
+from zerostd.checkpointing.storage.manifest import (
+    OptimizerEntry,
+    OptimizerGroup,
+    StoreTensor,
+    TensorEntry,
+    dtype_name,
+    encode_value,
+    refuse_tensor,
+)
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError
 from zerostd.optimizers.optimizer import ZeroOptimizer
@@ -32,13 +35,21 @@ from zerostd.parameters.saved_intervals import SavedInterval, tensor_interval, v
 
 @torch.no_grad()
 def save_checkpoint(
-    runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path, extra: Any, keep: int | None, *, frozen: bool = True
+    runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path, extra: Any, keep: int | None, *, frozen: bool
 ) -> Saving:
-    """Start to save. All ranks call it. In the middle of a step it returns when all is written, because the next pass
-    would add to the gradients."""
+    """Start to save. All ranks call it. In the middle of a step, wait: the next pass would add to the gradients."""
     check_call(runtime, optimizer, "save")
-    _check_gradients(runtime)
-    if not frozen and all(flat.gradient is None for flat in flats_of(runtime)):
+    if runtime.backward.passes.num_done and runtime.backward.has_unsynced:
+        raise MisuseError(
+            "zerostd.save after backward passes under zerostd.no_sync, whose gradients each rank has for itself: call "
+            "it after a pass outside no_sync, or after optimizer.step()"
+        )
+    factor = runtime.gradients.factor  # not 1 when gradients are no longer as backward has left them
+    if runtime.backward.passes.num_done and not (isinstance(factor, float) and factor == 1.0):
+        raise MisuseError(
+            "zerostd.save between clip_grad_norm_() and optimizer.step(): call it before the one or after the other"
+        )
+    if not frozen and all(flat.gradient is None for flat in model_parts.flats_of(runtime)):
         raise MisuseError("zerostd.save(frozen=False) of a model in which nothing trains: there is nothing to save")
     control = runtime.gatherer.control
     for earlier in [observer for observer in runtime.observers if isinstance(observer, Saving)]:
@@ -49,7 +60,7 @@ def save_checkpoint(
     except CheckpointError as error:
         control.meet("zerostd.save()", error)  # so that the others do not wait
         raise
-    saving = Saving(path, records, manifest, control, keep=keep)
+    saving = Saving(path, records, manifest, control, keep)
     for group in runtime.groups:
         group.hold_for_save(saving.group_write(group.name))
     runtime.observers.append(saving)
@@ -58,19 +69,14 @@ def save_checkpoint(
     return saving
 
 
-def _check_gradients(runtime: Runtime) -> None:
-    """Refuse gradients in the middle of a step that are not as backward has left them."""
-    if not runtime.backward.passes.num_done:
-        return
-    if runtime.backward.has_unsynced:
-        raise MisuseError(
-            "zerostd.save after backward passes under zerostd.no_sync, whose gradients each rank has for itself: call "
-            "it after a pass outside no_sync, or after optimizer.step()"
-        )
-    if not isinstance(runtime.gradients.factor, float) or runtime.gradients.factor != 1.0:
-        raise MisuseError(
-            "zerostd.save between clip_grad_norm_() and optimizer.step(): call it before the one or after the other"
-        )
+def check_call(runtime: Runtime, optimizer: ZeroOptimizer | None, call: str) -> None:
+    """Wait until nothing is under way; refuse another model's optimizer, and states of which an update has failed."""
+    if optimizer is not None and optimizer is not runtime.optimizer:
+        raise MisuseError(f"zerostd.{call}: the optimizer is not the one that prepare returned for this model")
+    runtime.wait_gradients()
+    if runtime.optimizer is not None:
+        runtime.optimizer.check_consistent(f"zerostd.{call}()")
+        runtime.optimizer.synchronize()
 
 
 def _describe(
@@ -78,7 +84,7 @@ def _describe(
 ) -> tuple[Manifest, list[SavedInterval]]:
     """Return this rank's manifest, without files and parts, and the record of each tensor in it."""
     rank = runtime.world.rank
-    tensors: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []  # in what users and modules hand over
 
     def store(tensor: torch.Tensor) -> int:
         tensors.append(tensor)
@@ -88,15 +94,18 @@ def _describe(
     modules: dict[str, Any] = {}
     if rank == 0:
         encoded = encode_value(extra, store, "extra")
-        for name, module in modules_with_own(runtime.model, "get_extra_state").items():
-            modules[name] = _encode_extra_state(name, module, store)
+        modules = _encode_modules(runtime, store)
     optimizer_entry = None
     if optimizer is not None:
-        optimizer_entry = replace(describe_optimizer(runtime, optimizer), singles=_encode_singles(optimizer, rank))
-    random = {str(rank): encode_other_states()}
+        singles = {
+            name: encode_value(states, refuse_tensor, f"the states of {name!r}")
+            for name, states in scalar_states(optimizer.updater, rank).items()
+        }
+        optimizer_entry = replace(describe_optimizer(runtime, optimizer), singles=singles)
     records = [*_records(runtime, optimizer, frozen=frozen)]
     if rank == 0:
-        records += [tensor_interval("buffer", name, buffer) for name, buffer in buffers_of(runtime.model).items()]
+        buffers = model_parts.buffers_of(runtime.model)
+        records += [tensor_interval("buffer", name, buffer) for name, buffer in buffers.items()]
         records += [tensor_interval("extra", str(number), tensor) for number, tensor in enumerate(tensors)]
     manifest = Manifest(
         zerostd=_version(),
@@ -108,7 +117,7 @@ def _describe(
         tensors=_entries(runtime, records),
         optimizer=optimizer_entry,
         loss_scale=None if runtime.loss_scale is None else asdict(runtime.loss_scale),
-        random=random,
+        random={str(rank): model_parts.encode_other_states()},
         extra=encoded,
         modules=modules,
         passes=0 if optimizer is None else runtime.backward.passes.num_done,
@@ -127,13 +136,16 @@ def _records(runtime: Runtime, optimizer: ZeroOptimizer | None, *, frozen: bool)
                 yield from state_records(optimizer.updater, flat, rank, group.name)
             if optimizer is not None and flat.gradient is not None and runtime.backward.passes.num_done:
                 yield from gradient_records(flat, rank, group.name)
-    yield from generator_records(runtime.world)
+    yield from model_parts.generator_records(runtime.world)
 
 
 def _entries(runtime: Runtime, records: Sequence[SavedInterval]) -> tuple[TensorEntry, ...]:
-    """Return the manifest's entry of each record, still without parts."""
-    original = {i.name: dtype_name(runtime.original_dtypes[parameter]) for _, parameter, i in parameters_of(runtime)}
-    names = _all_names(runtime.model)
+    parameters = model_parts.parameters_of(runtime)
+    original = {interval.name: dtype_name(runtime.original_dtypes[parameter]) for _, parameter, interval in parameters}
+    by_owner: dict[object, list[str]] = {}
+    for name, _, owner in model_parts.named_tensors(runtime.model):
+        by_owner.setdefault(owner, []).append(name)
+    aliases = {names[0]: tuple(names) for names in by_owner.values() if len(names) > 1}
     return tuple(
         TensorEntry(
             kind=record.kind,
@@ -143,25 +155,15 @@ def _entries(runtime: Runtime, records: Sequence[SavedInterval]) -> tuple[Tensor
             parts=(),
             state=record.state,
             original=original.get(record.of, "") if record.kind == "parameter" else "",
-            names=names.get(record.of, ()) if record.kind in ("parameter", "buffer") else (),
+            names=aliases.get(record.of, ()) if record.kind in ("parameter", "buffer") else (),
         )
         for record in records
     )
 
 
-def _all_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return all names of parameters, and of buffers of modules, that have several; by the first of them."""
-    names: dict[object, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    for owner, name, _ in walk_buffers(model, all_names=True):
-        names.setdefault(owner, []).append(name)
-    return {aliases[0]: tuple(aliases) for aliases in names.values() if len(aliases) > 1}
-
-
 def describe_optimizer(runtime: Runtime, optimizer: ZeroOptimizer) -> OptimizerEntry:
     """Return the optimizer's class, and its groups with options and names of parameters; no states."""
-    names = {parameter: interval.name for _, parameter, interval in parameters_of(runtime)}
+    names = {parameter: interval.name for _, parameter, interval in model_parts.parameters_of(runtime)}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
@@ -170,20 +172,16 @@ def describe_optimizer(runtime: Runtime, optimizer: ZeroOptimizer) -> OptimizerE
     return OptimizerEntry(type(optimizer.inner).__name__, tuple(groups), {})
 
 
-def _encode_singles(optimizer: ZeroOptimizer, rank: int) -> dict[str, Any]:
-    return {
-        name: encode_value(states, refuse_tensor, f"the states of {name!r}")
-        for name, states in scalar_states(optimizer.updater, rank).items()
-    }
-
-
-def _encode_extra_state(name: str, module: nn.Module, store: Callable[[torch.Tensor], int]) -> Any:
-    where = f"get_extra_state() of module {name!r} ({type(module).__name__})"
-    try:
-        state = module.get_extra_state()
-    except Exception as error:  # whatever the user's code raises
-        raise CheckpointError(f"{where} failed: {type(error).__name__}: {error}") from error
-    return encode_value(state, store, where)
+def _encode_modules(runtime: Runtime, store: StoreTensor) -> dict[str, Any]:
+    modules = {}
+    for name, module in model_parts.modules_with_own(runtime.model, "get_extra_state").items():
+        where = f"get_extra_state() of module {name!r} ({type(module).__name__})"
+        try:
+            state = module.get_extra_state()
+        except Exception as error:  # whatever the user's code raises
+            raise CheckpointError(f"{where} failed: {type(error).__name__}: {error}") from error
+        modules[name] = encode_value(state, store, where)
+    return modules
 
 
 def _version() -> str:

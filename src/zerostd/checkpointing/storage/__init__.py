@@ -1,10 +1,8 @@
 """Shards to files and back, whatever the number of ranks: intervals by name, a manifest, checksums, no pickle.
 
-directory.py      a directory that appears whole or not at all     manifest.py           what is in it, and the rules
-writing.py        all ranks write a checkpoint                     reading.py            intervals of it, checked
-merging.py        a checkpoint as ordinary safetensors files       model_files.py        ordinary models, read
-direct_writer.py  a file written past the page cache               safetensors_files.py  one safetensors file
-json_values.py    users' values as JSON and back                   dtypes.py             names of dtypes
+directory.py  a directory that appears whole or not at all    manifest.py           what is in it, and the rules
+writing.py    all ranks write a checkpoint                    reading.py            intervals of it, checked
+merging.py    a checkpoint as ordinary safetensors files      safetensors_files.py  one safetensors file
 """
 
 from zerostd.checkpointing.storage.directory import latest

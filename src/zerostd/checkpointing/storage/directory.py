@@ -6,7 +6,6 @@ it is to write and sync the manifest, rename the directory and sync its parent.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import os
@@ -15,10 +14,12 @@ import secrets
 import shutil
 import stat
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from zerostd.checkpointing.storage.manifest import Manifest
-from zerostd.checkpointing.storage.safetensors_files import reason
+from zerostd.checkpointing.storage.safetensors_files import reason, system_errors
 from zerostd.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -37,8 +38,7 @@ class PendingDirectory:
     def __init__(self, target: Path, remedy: str = REMEDY) -> None:
         if not target.name or "\0" in str(target) or MARK in target.name:
             raise CheckpointError(f"{str(target)!r} cannot be the name of a checkpoint")
-        target = target.absolute()
-        self.target = target
+        self.target = target = target.absolute()
         self.folder = _with_token(target)
         try:
             new = [folder for folder in target.parents if not folder.exists()]
@@ -51,23 +51,20 @@ class PendingDirectory:
             self.folder.mkdir()
             self._lock = _lock(self.folder)
         except OSError as error:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self.folder.rmdir()  # without a lock nobody would know that it is not in use
             raise CheckpointError(f"{self.folder} cannot be made: {reason(error)}") from error
 
     def write(self, name: str, text: str) -> None:
-        """Write one more file and sync it to disk."""
-        try:
-            with open(self.folder / name, "x", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise CheckpointError(f"{self.folder / name} cannot be written: {reason(error)}") from error
+        path = self.folder / name
+        with system_errors(f"{path} cannot be written"), open(path, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
 
     def commit(self, manifest: Manifest | None = None) -> None:
         """Write the manifest, if there is one, and give the directory its name."""
-        try:
+        with self._lock, system_errors(f"{self.target} cannot be completed"):
             if manifest is not None:
                 self.write(MANIFEST, manifest.to_json())
             _sync(self.folder)
@@ -75,88 +72,66 @@ class PendingDirectory:
                 raise CheckpointError(f"{self.target} was made by somebody else meanwhile: this one is dropped")
             self.folder.rename(self.target)
             _sync(self.target.parent)
-        except OSError as error:
-            raise CheckpointError(f"{self.target} cannot be completed: {reason(error)}") from error
-        finally:
-            self._unlock()
 
     def drop(self) -> None:
-        """Remove the directory: it will not be committed."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.close()
 
 
 def _with_token(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}{MARK}{secrets.token_hex(6)}")
 
 
-def _open(folder: Path) -> int:
-    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-
-def _lock(folder: Path) -> int:
-    """Lock a directory until the returned descriptor is closed. Raises OSError if it is locked."""
-    fd = _open(folder)
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _sync(folder: Path) -> None:
-    fd = _open(folder)
-    try:
-        os.fsync(fd)
+        yield fd
     finally:
         os.close(fd)
 
 
+def _lock(folder: Path) -> ExitStack:
+    """Lock a directory until the returned stack is closed. Raises OSError if it is locked."""
+    with ExitStack() as stack:
+        fcntl.flock(stack.enter_context(_opened(folder)), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return stack.pop_all()
+
+
+def _sync(folder: Path) -> None:
+    with _opened(folder) as fd:
+        os.fsync(fd)
+
+
 def clear_leftovers(parent: Path) -> None:
     """Remove what killed runs left in `parent`, but nothing that a living process is writing."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         for folder in parent.iterdir():
-            if PENDING.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink() and _is_abandoned(folder):
+            if not PENDING.fullmatch(folder.name) or not folder.is_dir() or folder.is_symlink():
+                continue
+            with suppress(OSError):
+                if time.time() - folder.stat().st_mtime < JUST_NOW_S:
+                    continue  # it may not be locked yet
+                _lock(folder).close()  # raises if somebody holds the lock
                 log.info("%s was left by a run that was killed; it is removed", folder)
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_abandoned(folder: Path) -> bool:
-    """Return whether nobody holds the lock. A directory that was made just now may not be locked yet."""
-    try:
-        if time.time() - folder.stat().st_mtime < JUST_NOW_S:
-            return False
-        os.close(_lock(folder))
-    except OSError:
-        return False
-    return True
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint, after checking that all its files are there with the right lengths."""
     path = folder / MANIFEST
-    try:
+    with system_errors(f"{path} cannot be read"):
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a directory, and so no checkpoint")
+        if not path.exists():
+            raise CheckpointError(f"{folder} has no {MANIFEST}: it is no checkpoint, or was never completed")
         if (size := _size_of(path)) > MOST_BYTES:
             raise CheckpointError(f"{path} has {size} bytes: it is not a manifest")
         manifest = Manifest.from_json(path.read_bytes(), str(path))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} has no {MANIFEST}: it is no checkpoint, or was never completed") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
     for name, entry in manifest.files.items():
         file = folder / name
-        try:
+        with system_errors(f"{file}, a file of the checkpoint, cannot be read"):
             size = _size_of(file)
-        except OSError as error:
-            raise CheckpointError(f"{file}, a file of the checkpoint, cannot be read: {reason(error)}") from error
         if size != entry.bytes:
             raise CheckpointError(f"{file} has {size} bytes and should have {entry.bytes}: it is not complete")
     return manifest
@@ -169,37 +144,39 @@ def _size_of(path: Path) -> int:
     return status.st_size
 
 
+def _checkpoints_in(parent: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
+    """Yield every checkpoint with its manifest, or with the reason why it cannot be loaded."""
+    for folder in sorted(parent.iterdir()):
+        if not folder.is_dir():
+            continue
+        if MARK in folder.name:
+            yield folder, CheckpointError("it was never completed")
+        elif (folder / MANIFEST).exists():
+            try:
+                yield folder, read_manifest(folder)
+            except CheckpointError as error:
+                yield folder, error
+
+
 def latest(parent: Path) -> Path | None:
     """Return the newest complete checkpoint in `parent`, or None. Skipped ones are logged, with the reason."""
     candidates: list[tuple[float, int, Path]] = []
-    if not parent.is_dir():
-        return None
-    for folder in sorted(parent.iterdir()):
-        if not folder.is_dir() or folder.name.startswith("."):
+    for folder, manifest in _checkpoints_in(parent) if parent.is_dir() else ():
+        if folder.name.startswith("."):
             continue
-        if MARK in folder.name:
-            log.warning("%s is skipped: it was never completed", folder)
-            continue
-        if not (folder / MANIFEST).exists():
-            continue
-        try:
-            manifest = read_manifest(folder)
-        except CheckpointError as error:
-            log.warning("%s is skipped: %s", folder, error)
-            continue
-        candidates.append((manifest.saved, manifest.step, folder))
+        if isinstance(manifest, CheckpointError):
+            log.warning("%s is skipped: %s", folder, manifest)
+        else:
+            candidates.append((manifest.saved, manifest.step, folder))
     return max(candidates)[2] if candidates else None
 
 
 def keep_newest(target: Path, keep: int) -> None:
     """Remove complete checkpoints beside `target`, the oldest first, until `keep` are left with it."""
     older: list[tuple[float, int, Path]] = []
-    with contextlib.suppress(OSError):
-        for folder in target.parent.iterdir():
-            if folder.name == target.name or MARK in folder.name or not (folder / MANIFEST).exists():
-                continue
-            with contextlib.suppress(CheckpointError):
-                manifest = read_manifest(folder)
+    with suppress(OSError):
+        for folder, manifest in _checkpoints_in(target.parent):
+            if isinstance(manifest, Manifest) and folder.name != target.name:
                 older.append((manifest.saved, manifest.step, folder))
     for _, _, folder in sorted(older)[: max(0, len(older) - (keep - 1))]:
         doomed = _with_token(folder)

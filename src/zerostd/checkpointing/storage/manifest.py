@@ -2,6 +2,9 @@
 
 A manifest comes from a file that anybody may have written. `Manifest.from_json` trusts nothing in it: msgspec refuses
 unknown fields and wrong types, and `_problems` refuses what types cannot express, such as parts with a gap.
+
+`encode_value` and `decode_value` make JSON of what users hand over, and back: numbers, text, lists, dicts, tuples and
+tensors; never code.
 """
 
 from __future__ import annotations
@@ -9,7 +12,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Annotated, Any, NoReturn, Self
 
@@ -17,7 +21,6 @@ import msgspec
 import torch
 from msgspec import Meta, Struct
 
-from zerostd.checkpointing.storage.dtypes import DTYPES
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import convert
 
@@ -28,11 +31,40 @@ KINDS = ("parameter", "buffer", "state", "gradient", "random", "extra")
 MOST_ELEMENTS = 1 << 60
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 ABSENT_IF_DEFAULT = {"modules": {}, "passes": 0, "frozen": True}  # fields that are not written then
+SAFETENSORS_CODES = {  # of the dtypes that checkpoints hold
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPE_BY_CODE = {code: dtype for dtype, code in SAFETENSORS_CODES.items()}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_CODES}
+MOST_BITS = 8192  # of a whole number
+NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
+StoreTensor = Callable[[torch.Tensor], int]
+LoadTensor = Callable[[int], torch.Tensor]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Crc32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Finite = Annotated[float, Meta(gt=-1e300, lt=1e300)]
 Shape = Annotated[tuple[Count, ...], Meta(max_length=64)]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name without its prefix. Raises CheckpointError for a dtype that no checkpoint can hold."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise CheckpointError(f"{dtype} cannot be saved in a checkpoint; convert it to one of {', '.join(DTYPES)}")
+    return name
 
 
 class FileEntry(Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,22 +97,18 @@ class TensorEntry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
     @property
     def identity(self) -> tuple[str, str, str]:
-        """Return what tells this tensor from all others."""
         return self.kind, self.of, self.state
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Return the dtype it is stored in."""
         return DTYPES[self.dtype]
 
     @cached_property
     def numel(self) -> int:
-        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def label(self) -> str:
-        """Return how errors call it."""
         return f"{self.kind} {self.of!r}" + (f" ({self.state})" if self.state else "")
 
 
@@ -118,30 +146,20 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, di
     frozen: bool = True  # parameters that did not train are stored too
 
     @cached_property
-    def _by_identity(self) -> dict[tuple[str, str, str], TensorEntry]:
-        return {entry.identity: entry for entry in self.tensors}
+    def _by_name(self) -> dict[tuple[str, str], list[TensorEntry]]:
+        entries: dict[tuple[str, str], list[TensorEntry]] = {}
+        for entry in self.tensors:
+            entries.setdefault((entry.kind, entry.of), []).append(entry)
+        return entries
 
-    @cached_property
-    def _states(self) -> dict[str, list[TensorEntry]]:
-        states: dict[str, list[TensorEntry]] = {}
-        for entry in self.of_kind("state"):
-            states.setdefault(entry.of, []).append(entry)
-        return states
-
-    def find(self, kind: str, of: str, state: str = "") -> TensorEntry | None:
-        """Return the tensor with this identity, or None."""
-        return self._by_identity.get((kind, of, state))
-
-    def states_of(self, parameter: str) -> list[TensorEntry]:
-        """Return the states of a parameter."""
-        return self._states.get(parameter, [])
+    def named(self, kind: str, of: str) -> list[TensorEntry]:
+        """Return the states of a parameter, or the one tensor of another kind, or nothing."""
+        return self._by_name.get((kind, of), [])
 
     def of_kind(self, kind: str) -> list[TensorEntry]:
-        """Return all tensors of a kind."""
         return [entry for entry in self.tensors if entry.kind == kind]
 
     def to_json(self) -> str:
-        """Return the text of manifest.json."""
         data = {"format": FORMAT, "version": VERSION, **msgspec.to_builtins(self)}
         for name, default in ABSENT_IF_DEFAULT.items():
             if data[name] == default:
@@ -153,29 +171,20 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, di
         """Return the manifest that `to_json` wrote; errors name the file as `source`."""
         what = f"{source} is not a checkpoint's manifest"
         try:
-            manifest = convert(_parse(text), cls, what=what, error=CheckpointError)
-        except CheckpointError:
-            raise
+            data = json.loads(
+                text, parse_constant=_refuse_constant
+            )  # msgspec refuses lone surrogates in users' strings
+            if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+                raise ValueError(f"its format is not {FORMAT!r}")
+            version = data.pop("version", None)
+            if type(version) is not int or not 1 <= version <= VERSION:
+                raise ValueError(f"version {version!r}, and this zerostd reads {VERSION}; use a newer zerostd")
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{what}: {error}") from error
-        problem = next(_problems(manifest), None)
-        if problem is not None:
+        manifest = convert(data, cls, what=what, error=CheckpointError)
+        for problem in _problems(manifest):
             raise CheckpointError(f"{what}: {problem}")
         return manifest
-
-
-def _parse(text: str | bytes) -> dict[str, Any]:
-    """Return the fields after `format` and `version`, which are checked here: they say whether we know the others.
-
-    json, not msgspec: users' strings may have lone surrogates, which msgspec refuses.
-    """
-    data = json.loads(text, parse_constant=_refuse_constant)
-    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-        raise ValueError(f"its format is not {FORMAT!r}")
-    version = data.pop("version", None)
-    if type(version) is not int or not 1 <= version <= VERSION:
-        raise ValueError(f"version {version!r}, and this zerostd reads {VERSION}; use a newer zerostd")
-    return data
 
 
 def _refuse_constant(text: str) -> NoReturn:
@@ -233,3 +242,89 @@ def _tensor_problems(entry: TensorEntry, files: Mapping[str, FileEntry]) -> Iter
             yield f"{entry.label} has {len(part.crc32)} checksums in a part, not {wanted}"
     if end != entry.numel:
         yield f"{entry.label} ends at element {end} of {entry.numel}"
+
+
+# Values of users
+
+
+def encode_value(value: Any, store: StoreTensor, where: str) -> Any:
+    """Return a value as JSON. `store` takes a tensor and returns its number; `where` names the value in errors."""
+    try:
+        return _encode(value, store, where)
+    except RecursionError as error:
+        raise CheckpointError(f"{where[:80]} is too deep, or holds itself") from error
+
+
+def _encode(value: Any, store: StoreTensor, where: str) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)  # plain, also if it is of a subclass
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if type(value) is int:
+        if value.bit_length() > MOST_BITS:
+            raise CheckpointError(f"{where} is a number of {value.bit_length()} bits, too long for a checkpoint")
+        return value
+    if isinstance(value, torch.Tensor):
+        name = dtype_name(value.dtype)
+        if value.layout is not torch.strided or value.is_meta:
+            raise CheckpointError(f"{where} is a tensor of {value.layout} on {value.device}: make it a plain one")
+        if value.dim() == 0 and not value.is_complex():
+            return {"$number": [name, _encode(value.item(), store, where)]}
+        return {"$tensor": store(value.detach().resolve_conj().resolve_neg())}
+    if isinstance(value, list) or type(value) is tuple:
+        items = [_encode(item, store, f"{where}[{index}]") for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, dict):
+        pairs = [(key, _encode(item, store, f"{where}[{key!r}]")) for key, item in value.items()]
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return dict(pairs)
+        return {"$items": [[_encode(key, store, f"a key of {where}"), item] for key, item in pairs]}
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}; a checkpoint takes None, bool, int, float, str, list, tuple, dict and "
+        "tensors: save what it can be made from again, such as its state_dict()"
+    )
+
+
+def decode_value(value: Any, load: LoadTensor) -> Any:
+    """Return what `encode_value` was given; `load` returns a tensor by its number."""
+    try:
+        return _decode(value, load)
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, RuntimeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{reprlib.repr(value):.80} in the checkpoint is not valid: {error!s:.80}") from error
+
+
+def _decode(value: Any, load: LoadTensor) -> Any:
+    match value:
+        case list():
+            return [_decode(item, load) for item in value]
+        case {"$tensor": int(number)} if len(value) == 1 and not isinstance(number, bool):
+            return load(number)
+        case {"$float": str(name)} if len(value) == 1 and name in NON_FINITE:
+            return NON_FINITE[name]
+        case {"$tuple": [*items]} if len(value) == 1:
+            return tuple(_decode(item, load) for item in items)
+        case {"$number": [str(name), encoded]} if len(value) == 1 and name in DTYPES:
+            number = _decode(encoded, load)
+            if not isinstance(number, bool | int | float):
+                raise CheckpointError(f"{reprlib.repr(number):.80} in the checkpoint is not a number")
+            return torch.tensor(number, dtype=DTYPES[name])
+        case {"$items": [*pairs]} if len(value) == 1 and all(isinstance(pair, list) for pair in pairs):
+            return {_decode(key, load): _decode(item, load) for key, item in pairs}
+        case dict():
+            unknown = next((key for key in value if key.startswith("$")), None)
+            if unknown is not None:
+                raise CheckpointError(
+                    f"{unknown!r} in the checkpoint is not known, or not valid: {reprlib.repr(value):.80}"
+                )
+            return {key: _decode(item, load) for key, item in value.items()}
+    return value
+
+
+def refuse_tensor(tensor: torch.Tensor | int) -> NoReturn:
+    """Store or load tensors where there must be none: among options, states of one value and generators."""
+    what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"tensor {tensor}"
+    raise CheckpointError(f"{what} is among options or states of one value, where no tensor can be")

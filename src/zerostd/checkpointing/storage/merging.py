@@ -11,23 +11,21 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from zerostd.checkpointing.storage.direct_writer import DirectFileWriter
 from zerostd.checkpointing.storage.directory import PendingDirectory
-from zerostd.checkpointing.storage.dtypes import DTYPES
-from zerostd.checkpointing.storage.manifest import Manifest, TensorEntry
+from zerostd.checkpointing.storage.manifest import DTYPES, Manifest, TensorEntry
 from zerostd.checkpointing.storage.reading import BlockOfPart, Checkpoint, blocks_of
-from zerostd.checkpointing.storage.safetensors_files import OutputTensor, write_file
+from zerostd.checkpointing.storage.safetensors_files import DirectFileWriter, OutputTensor, write_file
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
 from zerostd.monitoring.progress import ByteProgress
 from zerostd.policy import parse_bytes
 
-STEM = "model"
 INDEX = "model.safetensors.index.json"
 SHORT_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 FORMAT = {"format": "pt"}  # what transformers looks for
@@ -63,18 +61,20 @@ def merge(
     Raises:
         CheckpointError: It is damaged, or `out` is there already; nothing is left of what was written.
     """
-    source = Path(checkpoint)
     target = Path(out)
     most_bytes = parse_bytes(max_shard_size)
     if most_bytes < 1:
         raise CheckpointError(f"a largest file of {most_bytes} bytes holds nothing; say '5GB', for example")
-    chosen = None if dtype is None else _floating_dtype(dtype)
-    with Checkpoint(source) as opened:
+    chosen = None if dtype is None else DTYPES.get(SHORT_NAMES.get(dtype, dtype))
+    if dtype is not None and (chosen is None or not chosen.is_floating_point):
+        raise CheckpointError(f"dtype={dtype!r} is no floating-point dtype; use 'fp32', 'bf16' or 'fp16'")
+    with closing(Checkpoint(Path(checkpoint))) as opened:
         manifest = opened.manifest
         if manifest.modules:
             log.warning("the extra state of %s is left out of %s", ", ".join(map(repr, manifest.modules)), target)
         if not manifest.frozen:
-            log.warning("%s was saved without parameters that did not train; %s is not a whole model", source, target)
+            text = "%s was saved without parameters that did not train; %s is not a whole model"
+            log.warning(text, checkpoint, target)
         entries = _model_entries(manifest)
         files = _split([_output_tensor(opened, entry, chosen) for entry in entries], most_bytes)
         directory = PendingDirectory(target, "name another directory, or remove it")
@@ -87,13 +87,6 @@ def merge(
     return [str(target / name) for name in (*files, *([INDEX] if len(files) > 1 else []))]
 
 
-def _floating_dtype(name: str) -> torch.dtype:
-    dtype = DTYPES.get(SHORT_NAMES.get(name, name))
-    if dtype is None or not dtype.is_floating_point:
-        raise CheckpointError(f"dtype={name!r} is no floating-point dtype; use 'fp32', 'bf16' or 'fp16'")
-    return dtype
-
-
 def _model_entries(manifest: Manifest) -> list[TensorEntry]:
     """Return what a state_dict has, ordered by name, with numbers in names compared as numbers."""
     entries: dict[str, TensorEntry] = {}
@@ -101,7 +94,7 @@ def _model_entries(manifest: Manifest) -> list[TensorEntry]:
         if entry.of in entries or entry.of == "__metadata__":
             raise CheckpointError(f"{entry.label} cannot have this name in a safetensors file, or two tensors have it")
         entries[entry.of] = entry
-    return sorted(entries.values(), key=lambda entry: _natural_order(entry.of))
+    return [entries[name] for name in sorted(entries, key=_natural_order)]
 
 
 def _natural_order(name: str) -> list[tuple[int, str]]:
@@ -138,8 +131,7 @@ def _copy_block(
 
 
 def _split(tensors: Sequence[OutputTensor], most_bytes: int) -> dict[str, list[OutputTensor]]:
-    """Return the tensors of each file. Files are filled one after another; in a file wide dtypes come first, so that
-    all are aligned."""
+    """Return the tensors of each file, filled one after another. Wide dtypes come first, so that all are aligned."""
     shards: list[list[OutputTensor]] = [[]]
     used = 0
     for tensor in tensors:
@@ -148,17 +140,13 @@ def _split(tensors: Sequence[OutputTensor], most_bytes: int) -> dict[str, list[O
             used = 0
         shards[-1].append(tensor)
         used += tensor.num_bytes
-    if len(shards) == 1:
-        names = [f"{STEM}.safetensors"]
-    else:
-        names = [f"{STEM}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     ordered = [sorted(shard, key=lambda tensor: -tensor.dtype.itemsize) for shard in shards]
-    return dict(zip(names, ordered, strict=True))
+    if len(ordered) == 1:
+        return {"model.safetensors": ordered[0]}
+    return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(ordered, start=1)}
 
 
-def _write(
-    directory: PendingDirectory, files: Mapping[str, Sequence[OutputTensor]], aliases: Mapping[str, str]
-) -> None:
+def _write(directory: PendingDirectory, files: Mapping[str, list[OutputTensor]], aliases: Mapping[str, str]) -> None:
     """Write all files, and the index if there are several. The hub keeps aliases of tensors in the metadata."""
     total = sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
     metadata = FORMAT if len(files) > 1 else {**aliases, **FORMAT}

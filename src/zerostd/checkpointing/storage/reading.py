@@ -6,18 +6,18 @@ In: tensors of the manifest, the intervals wanted, and where they go: memory, or
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple
 
 import torch
 
 from zerostd.checkpointing.storage.directory import read_manifest
-from zerostd.checkpointing.storage.manifest import BLOCK, Manifest, TensorEntry, TensorPart
+from zerostd.checkpointing.storage.manifest import BLOCK, TensorEntry, TensorPart
 from zerostd.checkpointing.storage.safetensors_files import NUM_THREADS, SafetensorsReader, ordered_results
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
@@ -31,21 +31,18 @@ Target = tuple[TensorEntry, int, TierTensor, slice]  # elements of the entry, fr
 OnBytes = Callable[[int], None]
 
 
-@dataclass(frozen=True)
-class BlockOfPart:
+class BlockOfPart(NamedTuple):
     """Elements [low, high) of a tensor that share a checksum."""
 
     entry: TensorEntry
     part: TensorPart
-    index: int  # of the block in the part
+    crc32: int
     low: int
     high: int
 
 
 class Checkpoint:
     """An open checkpoint. Manifest and headers are checked; the numbers are when they are read."""
-
-    manifest: Manifest
 
     def __init__(self, folder: Path) -> None:
         self.manifest = read_manifest(folder)
@@ -70,7 +67,7 @@ class Checkpoint:
                 if stored is None:
                     raise CheckpointError(f"{reader.path} has no {part.key!r}, a part of {entry.label}")
                 numel = part.stop - part.start
-                if stored.dtype != entry.torch_dtype or stored.num_bytes != numel * stored.dtype.itemsize:
+                if stored.dtype != entry.torch_dtype or math.prod(stored.shape) != numel:
                     raise CheckpointError(
                         f"{reader.path}: {part.key!r} is {stored.shape} of {stored.dtype}, and the manifest says "
                         f"{numel} of {entry.dtype} for {entry.label}"
@@ -81,26 +78,15 @@ class Checkpoint:
             raise CheckpointError(f"{self._readers[name].path}: the manifest does not say what {key!r} is")
 
     def close(self) -> None:
-        """Close the files."""
         self._pool.shutdown(cancel_futures=True)
         for reader in self._readers.values():
             reader.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def verify(self, wanted: Iterable[tuple[TensorEntry, int, int]], on_bytes: OnBytes) -> None:
         """Read the blocks of these intervals and check them. Raises CheckpointError for the first damaged one."""
-
-        def check(block: BlockOfPart) -> int:
-            return self._read_block(block, self._scratch_for(block)).nbytes
-
         blocks = (block for entry, low, high in wanted for block in blocks_of(entry, low, high))
-        for num_bytes in ordered_results(self._pool, check, blocks):
-            on_bytes(num_bytes)
+        for numbers in ordered_results(self._pool, self._read_block, blocks):
+            on_bytes(numbers.nbytes)
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """Return a whole tensor, on the host."""
@@ -110,41 +96,38 @@ class Checkpoint:
 
     def fill(self, wanted: Iterable[tuple[TensorEntry, int, torch.Tensor]], on_bytes: OnBytes) -> None:
         """Read elements of tensors, each from a first one on, into flat memory of any dtype and device."""
-
-        @torch.no_grad()
-        def fill_from(job: tuple[BlockOfPart, int, torch.Tensor]) -> int:
-            block, low, values = job
-            start = max(low, block.low)
-            stop = min(low + values.numel(), block.high)
-            target = values[start - low : stop - low]
-            is_whole = (start, stop) == (block.low, block.high)
-            if is_whole and target.device.type == "cpu" and target.dtype == block.entry.torch_dtype:
-                return self._read_block(block, target).nbytes
-            numbers = self._read_block(block, self._scratch_for(block))[start - block.low : stop - block.low]
-            target.copy_(numbers)
-            return numbers.nbytes
-
         jobs = (
             (block, low, values)
             for entry, low, values in wanted
             for block in blocks_of(entry, low, low + values.numel())
         )
-        for num_bytes in ordered_results(self._pool, fill_from, jobs):
+        for num_bytes in ordered_results(self._pool, self._fill_from, jobs):
             on_bytes(num_bytes)
 
+    @torch.no_grad()
+    def _fill_from(self, job: tuple[BlockOfPart, int, torch.Tensor]) -> int:
+        """Read a block, copy what overlaps with the values, which begin at an element, and return its bytes."""
+        block, low, values = job
+        start = max(low, block.low)
+        stop = min(low + values.numel(), block.high)
+        target = values[start - low : stop - low]
+        is_whole = (start, stop) == (block.low, block.high)
+        if is_whole and target.device.type == "cpu" and target.dtype == block.entry.torch_dtype:
+            return self._read_block(block, target).nbytes
+        numbers = self._read_block(block)[start - block.low : stop - block.low]
+        target.copy_(numbers)
+        return numbers.nbytes
+
     def fill_tiers(self, targets: Sequence[Target], on_bytes: OnBytes) -> None:
-        """Read tensors into tier tensors, in whichever tier these are."""
+        """Read tensors into tier tensors. On disk neighbours are written together, while the next ones are read."""
         in_memory = ((e, low, tensor.tensor[part]) for e, low, tensor, part in targets if tensor.tensor is not None)
         self.fill(in_memory, on_bytes)
         on_disk = [target for target in targets if target[2].tensor is None]
-        if on_disk:
-            self._fill_disk(on_disk, on_bytes)
-
-    def _fill_disk(self, targets: Sequence[Target], on_bytes: OnBytes) -> None:
-        """Write neighbours together, in long stretches: one is read while others are written."""
+        if not on_disk:
+            return
         buffers = [aligned(DISK_WRITE) for _ in range(NUM_BUFFERS)]
         writes: list[Transfer] = [Done() for _ in buffers]
-        for turn, (tensor, low, high, parts) in enumerate(_disk_stretches(targets)):
+        for turn, (tensor, low, high, parts) in enumerate(_disk_stretches(on_disk)):
             slot = turn % NUM_BUFFERS
             writes[slot].wait()
             values = buffers[slot].view(tensor.dtype)[: high - low]
@@ -159,13 +142,12 @@ class Checkpoint:
         for write in writes:
             write.wait()
 
-    def _scratch_for(self, block: BlockOfPart) -> torch.Tensor:
-        if not hasattr(self._scratch, "memory"):
-            self._scratch.memory = torch.empty(BLOCK, dtype=torch.uint8)
-        numbers: torch.Tensor = self._scratch.memory.view(block.entry.torch_dtype)[: block.high - block.low]
-        return numbers
-
-    def _read_block(self, block: BlockOfPart, target: torch.Tensor) -> torch.Tensor:
+    def _read_block(self, block: BlockOfPart, target: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the numbers of a block, in `target` or in memory of this thread, which its next block overwrites."""
+        if target is None:
+            if not hasattr(self._scratch, "memory"):
+                self._scratch.memory = torch.empty(BLOCK, dtype=torch.uint8)
+            target = self._scratch.memory.view(block.entry.torch_dtype)[: block.high - block.low]
         self.read_unchecked(block, block.low, target)
         self.check_sum(block, crc32(target))
         return target
@@ -176,7 +158,7 @@ class Checkpoint:
 
     def check_sum(self, block: BlockOfPart, crc: int) -> None:
         """Raise CheckpointError if a block does not have this crc32."""
-        if crc != block.part.crc32[block.index]:
+        if crc != block.crc32:
             raise CheckpointError(
                 f"{self._readers[block.part.file].path} is damaged: elements {block.low} to {block.high} of "
                 f"{block.entry.label} are not as written; use another checkpoint"
@@ -193,14 +175,13 @@ def blocks_of(entry: TensorEntry, low: int, high: int) -> Iterator[BlockOfPart]:
             continue
         for index in range(start // step, -(-stop // step)):
             begin = part.start + index * step
-            yield BlockOfPart(entry, part, index, begin, min(part.stop, begin + step))
+            yield BlockOfPart(entry, part, part.crc32[index], begin, min(part.stop, begin + step))
 
 
 def _disk_stretches(
     targets: Iterable[Target],
 ) -> Iterator[tuple[TierTensor, int, int, list[tuple[TensorEntry, int, slice]]]]:
-    """Yield stretches of tier tensors, no longer than a buffer: the tensor, start and stop, and of each entry in it
-    the first element and the part of the stretch it fills."""
+    """Yield stretches of tier tensors, none longer than a buffer: tensor, start, stop, and what fills which part."""
     runs: list[list[Target]] = []
     for target in targets:
         last = runs[-1][-1] if runs else None

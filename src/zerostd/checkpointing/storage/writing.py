@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,10 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from zerostd.checkpointing.storage.direct_writer import DirectFileWriter
 from zerostd.checkpointing.storage.directory import PendingDirectory, keep_newest
 from zerostd.checkpointing.storage.manifest import BLOCK, FileEntry, Manifest, TensorEntry, TensorPart
-from zerostd.checkpointing.storage.safetensors_files import OutputTensor, write_file
-from zerostd.communication import Control, World
+from zerostd.checkpointing.storage.safetensors_files import DirectFileWriter, OutputTensor, write_file
+from zerostd.communication import Control
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
 from zerostd.monitoring.progress import ByteProgress
@@ -41,18 +41,11 @@ class Saving(StepObserver):
     """A checkpoint that is being written. It is complete when all ranks have seen it finished: in `wait`, or in one of
     the steps that training takes meanwhile.
 
-    All ranks make it together. `manifest` is this rank's part: `manifest.tensors` describes `records` one by one, still
-    without parts, and `manifest.files` is empty.
+    All ranks make it together. `manifest` is this rank's: its tensors describe `records` one by one, without parts.
     """
 
     def __init__(
-        self,
-        target: Path,
-        records: Sequence[SavedInterval],
-        manifest: Manifest,
-        control: Control,
-        *,
-        keep: int | None = None,
+        self, target: Path, records: Sequence[SavedInterval], manifest: Manifest, control: Control, keep: int | None
     ) -> None:
         self.target = target
         self.error: CheckpointError | None = None  # why it failed, if it did
@@ -63,23 +56,17 @@ class Saving(StepObserver):
         self._outcome: Manifest | CheckpointError | None = None  # of this rank's thread
         self._group_writes = {record.group: Work() for record in records if record.stop > record.start}
         read = _snapshot_reader(control.world.device)
-        folder = self._make_directory()
+        folder: Path | CheckpointError | None = None
+        try:
+            if control.world.rank == 0:
+                self._directory = PendingDirectory(target)
+                folder = self._directory.folder
+        except CheckpointError as error:
+            folder = error
+        with self._dropping():
+            folder = _first_value(control.meet("zerostd.save()", folder))
         self._thread = threading.Thread(target=self._write, args=(folder, records, manifest, read), name="zerostd save")
         self._thread.start()
-
-    def _make_directory(self) -> Path:
-        begun: Any = None
-        try:
-            if self._control.world.rank == 0:
-                self._directory = PendingDirectory(self.target)
-                begun = str(self._directory.folder)
-        except CheckpointError as error:
-            begun = error
-        try:
-            return Path(_first_value(self._control.meet("zerostd.save()", begun)))
-        except BaseException:
-            self._drop()
-            raise
 
     def group_write(self, group: str) -> Transfer:
         """Return the transfer that is done when a group is written and may change."""
@@ -87,9 +74,8 @@ class Saving(StepObserver):
 
     def after_step(self) -> None:
         """Finish the checkpoint if all ranks have written. All ranks call it at the same points."""
-        if self.is_finished:
-            return
-        if all(self._control.collect(not self._thread.is_alive(), "a step after zerostd.save()")):
+        what = "a step after zerostd.save()"
+        if not self.is_finished and all(self._control.collect(not self._thread.is_alive(), what)):
             self._finish()
 
     def finish(self) -> None:
@@ -106,11 +92,9 @@ class Saving(StepObserver):
 
     def _write(self, folder: Path, records: Sequence[SavedInterval], manifest: Manifest, read: ReadRecord) -> None:
         try:
-            self._outcome = _write_file(folder, records, manifest, read, self._control.world, self._group_writes)
-        except CheckpointError as error:
-            self._outcome = error
+            self._outcome = self._write_file(folder, records, manifest, read)
         except BaseException as error:
-            self._outcome = CheckpointError(f"{type(error).__name__}: {error}")
+            self._outcome = checkpoint_error(error)
         finally:
             for work in self._group_writes.values():
                 if not work.is_done():
@@ -121,25 +105,68 @@ class Saving(StepObserver):
     def _finish(self) -> None:
         """Commit the checkpoint. All ranks have written, or failed."""
         where = "the end of zerostd.save()"
-        try:
+        with self._dropping():
             outcomes = self._control.collect_on_first(self._outcome, where)
-        except BaseException:
-            self._drop()
-            raise
-        result: Any = None
-        if self._directory is not None:
-            result = _commit(self._directory, outcomes, self._keep)
         try:
-            _first_value(self._control.collect(result, where))
+            _first_value(self._control.collect(self._commit(outcomes), where))
         except CheckpointError as error:
             self.error = error
             log.error("the checkpoint %s was not saved: %s", self.target, error)
         self.is_finished = True
         self._outcome = None
 
-    def _drop(self) -> None:
-        if self._directory is not None:
+    def _write_file(
+        self, folder: Path, records: Sequence[SavedInterval], manifest: Manifest, read: ReadRecord
+    ) -> Manifest:
+        world = self._control.world
+        name = f"rank-{world.rank:05d}-of-{world.size:05d}.safetensors"
+        stored = [record for record in records if record.stop > record.start]
+        keys = {record: str(number) for number, record in enumerate(stored)}
+        tensors = [_output_tensor(key, record, read) for record, key in keys.items()]
+        group_ends = {key: group for group, key in {record.group: key for record, key in keys.items()}.items()}
+        total = sum(tensor.num_bytes for tensor in tensors)
+        with ByteProgress("saving", total, is_shown=world.rank == 0) as progress:
+
+            def on_written(tensor: OutputTensor) -> None:
+                progress.add(tensor.num_bytes)
+                if tensor.key in group_ends:
+                    self._group_writes[group_ends[tensor.key]].finish()
+
+            num_bytes, checksums = write_file(folder / name, tensors, on_written, {})
+        entries = []
+        for entry, record in zip(manifest.tensors, records, strict=True):
+            key = keys.get(record)
+            if key is not None:
+                entry = replace(entry, parts=(TensorPart(record.start, record.stop, name, key, checksums[key]),))
+            entries.append(entry)
+        return replace(manifest, files={name: FileEntry(num_bytes)}, tensors=tuple(entries))
+
+    def _commit(self, outcomes: Sequence[Manifest | CheckpointError]) -> CheckpointError | None:
+        """Commit the directory on rank 0 if all ranks have written; return what went wrong."""
+        if self._directory is None:
+            return None
+        try:
+            for rank, outcome in enumerate(outcomes):
+                if isinstance(outcome, CheckpointError):
+                    raise CheckpointError(f"rank {rank}: {outcome}; nothing was saved")
+            manifests = [outcome for outcome in outcomes if isinstance(outcome, Manifest)]
+            self._directory.commit(_merge_manifests(manifests))
+        except Exception as error:
             self._directory.drop()
+            return checkpoint_error(error)
+        if self._keep is not None:
+            keep_newest(self._directory.target, self._keep)
+        return None
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Drop the directory if the ranks cannot agree on it."""
+        try:
+            yield
+        except BaseException:
+            if self._directory is not None:
+                self._directory.drop()
+            raise
 
 
 def _snapshot_reader(device: torch.device) -> ReadRecord:
@@ -165,39 +192,6 @@ def _snapshot_reader(device: torch.device) -> ReadRecord:
     return read
 
 
-def _write_file(
-    folder: Path,
-    records: Sequence[SavedInterval],
-    manifest: Manifest,
-    read: ReadRecord,
-    world: World,
-    group_writes: Mapping[str, Work],
-) -> Manifest:
-    """Write this rank's file and return the manifest with its parts."""
-    name = f"rank-{world.rank:05d}-of-{world.size:05d}.safetensors"
-    stored = [record for record in records if record.stop > record.start]
-    tensors = [_output_tensor(str(number), record, read) for number, record in enumerate(stored)]
-    last_keys = {record.group: tensor.key for tensor, record in zip(tensors, stored, strict=True)}
-    group_ends = {key: group_writes[group] for group, key in last_keys.items()}
-    total = sum(tensor.num_bytes for tensor in tensors)
-    with ByteProgress("saving", total, is_shown=world.rank == 0) as progress:
-
-        def on_written(tensor: OutputTensor) -> None:
-            progress.add(tensor.num_bytes)
-            if tensor.key in group_ends:
-                group_ends[tensor.key].finish()
-
-        num_bytes, checksums = write_file(folder / name, tensors, on_written)
-    keys = {record: tensor.key for tensor, record in zip(tensors, stored, strict=True)}
-    entries = []
-    for entry, record in zip(manifest.tensors, records, strict=True):
-        key = keys.get(record)
-        if key is not None:
-            entry = replace(entry, parts=(TensorPart(record.start, record.stop, name, key, checksums[key]),))
-        entries.append(entry)
-    return replace(manifest, files={name: FileEntry(num_bytes)}, tensors=tuple(entries))
-
-
 def _output_tensor(key: str, record: SavedInterval, read: ReadRecord) -> OutputTensor:
     numel = record.stop - record.start
     step = BLOCK // record.dtype.itemsize
@@ -212,25 +206,6 @@ def _write_block(
     crc = crc32(values)
     writer.write(values, offset)
     return crc
-
-
-def _commit(
-    directory: PendingDirectory, outcomes: Sequence[Manifest | CheckpointError], keep: int | None
-) -> CheckpointError | None:
-    """Commit the directory on rank 0 if all ranks have written; return what went wrong."""
-    try:
-        manifests = []
-        for rank, outcome in enumerate(outcomes):
-            if isinstance(outcome, CheckpointError):
-                raise CheckpointError(f"rank {rank}: {outcome}; nothing was saved")
-            manifests.append(outcome)
-        directory.commit(_merge_manifests(manifests))
-    except Exception as error:
-        directory.drop()
-        return error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
-    if keep is not None:
-        keep_newest(directory.target, keep)
-    return None
 
 
 def _merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
@@ -248,17 +223,17 @@ def _merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
             entries.setdefault(entry.identity, entry)
             parts.setdefault(entry.identity, []).extend(entry.parts)
     optimizer = manifests[0].optimizer
-    return replace(
-        manifests[0],
-        saved=time.time(),
-        files=files,
-        tensors=tuple(
-            replace(entry, parts=tuple(sorted(parts[identity], key=lambda part: part.start)))
-            for identity, entry in entries.items()
-        ),
-        optimizer=None if optimizer is None else replace(optimizer, singles=singles),
-        random=random,
-    )
+    if optimizer is not None:
+        optimizer = replace(optimizer, singles=singles)
+    ordered = {identity: tuple(sorted(each, key=lambda part: part.start)) for identity, each in parts.items()}
+    tensors = tuple(replace(entry, parts=ordered[identity]) for identity, entry in entries.items())
+    common = replace(manifests[0], saved=time.time(), optimizer=optimizer)
+    return replace(common, files=files, tensors=tensors, random=random)
+
+
+def checkpoint_error(error: BaseException) -> CheckpointError:
+    """Return an error as one of checkpoints, so that other ranks can be told."""
+    return error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
 
 
 def _first_value(values: list[Any]) -> Any:
