@@ -37,7 +37,7 @@ from zerostd.engine.settings import Settings
 from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import choose_device, free_bytes
 from zerostd.measuring.model import profile_model
-from zerostd.measuring.rates import TrialSizes, Updates
+from zerostd.measuring.rates import HostUpdates, TrialSizes
 from zerostd.monitoring import Ledger
 from zerostd.optimizers.elementwise import find_states
 from zerostd.parameters.blueprints import ROOT, Blueprint, find_blueprints
@@ -298,10 +298,10 @@ def held_by(model: Record, placement: zerostd.Placement) -> int:
 
 
 @cache
-def updates() -> Updates:
+def updates() -> HostUpdates:
     """What the processor's pace is taken from; made once, and kept."""
     device = choose_device(None)
-    return Updates(Host(device, Ledger(), os.cpu_count() or 1), QUICK, free_bytes(device, None)["host"])
+    return HostUpdates(Host(device, Ledger(), os.cpu_count() or 1), QUICK, free_bytes(device, None)["host"])
 
 
 def pace() -> float:

@@ -127,20 +127,20 @@ class ResourceDemands:
         work |= self._link(up, down, _sum(in_memory, up, down, _scaled(read, 2)))
         return work | self._disk(read, read)
 
-    def again(self) -> dict[str, Factors]:
-        """Return, by resource, what a pass needs from elsewhere beside the first forward."""
-        up = {"parameters_host": self.parameters, "parameters_disk": self.parameters}
-        return self._link(up, {}, up) | self._disk({"parameters_disk": self.parameters}, {})
-
-    def sums(self) -> dict[str, Factors]:
-        """Return, by resource, what it takes to add to sums of gradients on the host, which come up for that."""
-        moved = {"gradients_host": self.gradients}
-        return self._link(moved, moved, _scaled(moved, 2))
-
-    def activations(self) -> dict[str, Factors]:
-        """Return, by resource, what activations take that go down in a pass and come up again."""
-        moved = {"activations_host": self.kept}
-        return self._link(moved, moved, _scaled(moved, 2)) if self.request.chooses else {}
+    def passes(self) -> list[tuple[dict[str, Factors], Array | float]]:
+        """Return, by resource, what passes of a step need from elsewhere after the first forward, and how often."""
+        count = self.request.accumulate
+        off = dict.fromkeys(OFF, self.parameters)
+        brought = self._link(off, {}, off) | self._disk({"parameters_disk": self.parameters}, {})
+        often = numpy.full(len(self.updated), 2.0 * count - 1.0)
+        often[-1] = count - 1.0  # the last group stays for backward
+        summed = {"gradients_host": self.gradients}  # they come up to be added to
+        sent = {"activations_host": self.kept}
+        return [
+            (brought, often),
+            (self._link(summed, summed, _scaled(summed, 2)), count - 1.0),
+            (self._link(sent, sent, _scaled(sent, 2)) if self.request.chooses else {}, float(count)),
+        ]
 
     def _link(self, up: Factors, down: Factors, memory: Factors) -> dict[str, Factors]:
         link = self.request.machine.link
@@ -185,13 +185,6 @@ def lands_on_copy(request: PlanRequest, cost: GroupCost) -> bool:
     return cost.gradient_bytes == request.model.parameter_bytes and not request.speculates
 
 
-def times_brought(passes: int, num_groups: int) -> Array:
-    """Return how often parameters come to the device after the first forward; the last group's stay for backward."""
-    times = numpy.full(num_groups, 2.0 * passes - 1.0)
-    times[-1] = passes - 1.0
-    return times
-
-
 def work(request: PlanRequest, shares: Sequence[GroupShares]) -> dict[str, float]:
     """Return the seconds of work in a step, by resource."""
     values = {name: _array(getattr(share, name) for share in shares) for name in NAMES}
@@ -199,15 +192,8 @@ def work(request: PlanRequest, shares: Sequence[GroupShares]) -> dict[str, float
         rest = sum(values[share] for share in plus) - sum(values[share] * times for share, times in minus.items())
         values[name] = numpy.maximum(rest - bound, 0.0)
     demands = ResourceDemands(request)
-    passes = request.accumulate
-    parts: list[tuple[dict[str, Factors], Array | float]] = [
-        (demands.update(), 1.0),
-        (demands.again(), times_brought(passes, len(shares))),
-        (demands.sums(), passes - 1.0),
-        (demands.activations(), float(passes)),
-    ]
     total: dict[str, float] = {}
-    for resources, times in parts:
+    for resources, times in [(demands.update(), 1.0), *demands.passes()]:
         for resource, factors in resources.items():
             seconds = sum(float((factor * values[name] * times).sum()) for name, factor in factors.items())
             total[resource] = total.get(resource, 0.0) + seconds

@@ -32,7 +32,6 @@ from zerostd.planning.demands import (
     ResourceDemands,
     products,
     states_of,
-    times_brought,
 )
 from zerostd.planning.linear import Array, Infeasible, LinearProgram, LinearSolution, Term
 from zerostd.planning.request import PlanRequest
@@ -174,13 +173,8 @@ class ScheduleProgram:
     def _windows(self, sent: Mapping[str, Term]) -> None:
         """The work of all groups up to one is done between its E and its F; beside it, activations leave."""
         linear = self.linear
-        passes = self.request.accumulate
         start = self.end if self.request.is_early else numpy.full(len(self.costs), self.end[0])
-        later: list[tuple[dict[str, Factors], Array | float]] = [
-            (self.demands.again(), times_brought(passes, len(self.costs))),
-            (self.demands.sums(), passes - 1.0),
-            (self.demands.activations(), float(passes)),
-        ]
+        passes = self.demands.passes()
         for resource, factors in self.demands.update().items():
             of_group = [(self.columns[name], factor) for name, factor in factors.items()]
             so_far = linear.variables(len(self.costs))  # the work of a group and all before it
@@ -188,7 +182,7 @@ class ScheduleProgram:
             beside = [sent[resource]] if resource in sent else []
             linear.each_at_most([(so_far, 1.0), (self.begin, -1.0), (start, 1.0), *beside], 0.0)
             total = {int(so_far[-1]): 1.0}
-            for resources, times in later:
+            for resources, times in passes:
                 _add(total, self._in_one(resources.get(resource, {}), times))
             self.totals[resource] = total
             linear.at_most({**total, self.step: -1.0}, 0.0)
