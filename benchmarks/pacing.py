@@ -12,9 +12,8 @@ from typing import Any
 
 import zerostd
 from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, PlanRequest
-from zerostd.planning.costs import group_costs
 from zerostd.planning.demands import GroupShares
-from zerostd.planning.model import WAYS
+from zerostd.planning.profiles import WAYS
 from zerostd.planning.request import threads_of
 from zerostd.planning.simulation import simulate
 from zerostd.planning.solution import shares_of
@@ -57,8 +56,7 @@ def _step_s(record: Record, pace: float) -> float:
         activations=frozenset() if model.recomputed else frozenset(WAYS),
     )
     names = [group.name for group in model.groups]
-    found = group_costs(task)
-    return simulate(task, found, [_shares(plan, names[load.members[0]]) for load in found]).step_s
+    return simulate(task, [_shares(plan, names[load.members[0]]) for load in task.costs]).step_s
 
 
 def _shares(plan: zerostd.Plan, group: str) -> GroupShares:

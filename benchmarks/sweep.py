@@ -37,15 +37,13 @@ from zerostd.engine.settings import Settings
 from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import choose_device, free_bytes
 from zerostd.measuring.model import profile_model
-from zerostd.measuring.rates import Updates
-from zerostd.measuring.timing import TrialSizes
+from zerostd.measuring.rates import HostUpdates, TrialSizes
 from zerostd.monitoring import Ledger
 from zerostd.optimizers.elementwise import find_states
 from zerostd.parameters.blueprints import ROOT, Blueprint, find_blueprints
 from zerostd.parameters.checking import optimizer_options
 from zerostd.planning import PlanRequest
 from zerostd.planning.activations import activation_bytes
-from zerostd.planning.costs import group_costs
 from zerostd.planning.demands import GroupShares
 from zerostd.planning.request import threads_of
 from zerostd.policy import Way
@@ -296,14 +294,14 @@ def held_by(model: Record, placement: zerostd.Placement) -> int:
         else GroupShares()
         for group in groups
     ]
-    return int(activation_bytes(group_costs(task), shares)[0]) if task.chooses else task.model.activations()
+    return int(activation_bytes(task, shares)[0]) if task.chooses else task.model.activations()
 
 
 @cache
-def updates() -> Updates:
+def updates() -> HostUpdates:
     """What the processor's pace is taken from; made once, and kept."""
     device = choose_device(None)
-    return Updates(Host(device, Ledger(), os.cpu_count() or 1), QUICK, free_bytes(device, None)["host"])
+    return HostUpdates(Host(device, Ledger(), os.cpu_count() or 1), QUICK, free_bytes(device, None)["host"])
 
 
 def pace() -> float:

@@ -24,7 +24,7 @@ from support.agreement import agree
 from support.compare import assert_bitwise
 from zerostd import Budget, Plan
 from zerostd.planning import Prediction
-from zerostd.planning.refitting import ObservedStep
+from zerostd.planning.solution import ObservedStep
 from zerostd.policy import Homes, Kind, Route, Tier
 from zerostd.replanning import adapting
 from zerostd.replanning.adapting import EVERY, NUM_FIRST, NUM_WATCHED, Adapter, RankReport, Revision

@@ -16,7 +16,7 @@ from zerostd.cli import doctor
 from zerostd.cli.doctor import examine
 from zerostd.cli.main import app
 from zerostd.kernels import native
-from zerostd.measuring.timing import TrialSizes
+from zerostd.measuring.rates import TrialSizes
 
 NAMES = [
     "python",

@@ -8,7 +8,6 @@ import pytest
 
 from docs.pages import ROOT
 from zerostd.planning import GroupProfile, Link, MachineProfile, ModelProfile, PlanRequest, Processor
-from zerostd.planning.costs import group_costs
 from zerostd.planning.linear import LinearSolution
 from zerostd.planning.program import GIGA, ScheduleProgram, quickest
 from zerostd.policy import Kind, Tier
@@ -36,7 +35,7 @@ def solved(device_gb: int, *, clips: bool) -> tuple[ScheduleProgram, LinearSolut
     limits = {Tier.DEVICE: device_gb * GB, Tier.HOST: 100 * GB}
     kinds = frozenset({Kind.OPTIMIZER_STATES})
     task = PlanRequest(model, machine, limits, waits_for_norm=clips, can_place=kinds)
-    return quickest(task, group_costs(task))
+    return quickest(task)
 
 
 @pytest.mark.parametrize("row", ROW.findall(PAGE), ids=lambda row: f"{row[0]} GB")

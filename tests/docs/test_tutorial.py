@@ -18,7 +18,7 @@ from docs.pages import ROOT
 from support.scripts import run_script
 from zerostd.cli.main import app
 from zerostd.measuring import load_or_measure
-from zerostd.measuring.timing import TrialSizes
+from zerostd.measuring.rates import TrialSizes
 
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 QUICK = TrialSizes(parameters=2**18, cpu_side=128, turns=1, seconds=0.05)  # the machine is measured elsewhere

@@ -13,7 +13,7 @@ import torch
 from support.memory import pss
 from zerostd.measuring import TrialSizes, load_or_measure, measure_machine
 from zerostd.measuring.machine import thread_counts
-from zerostd.planning.machine import MachineProfile
+from zerostd.planning.profiles import MachineProfile
 
 pytestmark = pytest.mark.gpu
 

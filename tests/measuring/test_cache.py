@@ -14,7 +14,7 @@ import pytest
 
 from zerostd.errors import PrepareError
 from zerostd.measuring import TrialSizes, cache, load_or_measure, load_profile, measure_machine
-from zerostd.planning.machine import MachineProfile
+from zerostd.planning.profiles import MachineProfile
 
 MIB = 2**20
 TINY = TrialSizes(

@@ -14,25 +14,28 @@ import torch
 
 from support.files import opened
 from support.memory import pss
+from zerostd.communication.world import thread_budget
 from zerostd.errors import PrepareError, StorageError
 from zerostd.measuring import TrialSizes, measure_machine
-from zerostd.measuring.disk import disk_rates
-from zerostd.measuring.identity import choose_device, free_bytes, machine_name, num_cores
+from zerostd.measuring.identity import choose_device, free_bytes, machine_name
 from zerostd.measuring.machine import _check_quiet, thread_counts
 from zerostd.measuring.rates import (
     UPDATE_BYTES,
     HostUpdates,
     LinkCopies,
     busy_memory,
+    disk_rates,
     link_rates,
     matrix_rates,
+    median_s,
     resident_ns,
+    turns_of,
+    within,
 )
-from zerostd.measuring.timing import median_s, turns_of, within
 from zerostd.measuring.wire import fit
 from zerostd.monitoring import Ledger
 from zerostd.monitoring.timestamps import Timestamp
-from zerostd.planning.machine import MachineProfile
+from zerostd.planning.profiles import MachineProfile
 from zerostd.tiers.host import Host
 from zerostd.tiers.streams import Stream
 
@@ -74,8 +77,8 @@ def test_profile_of_a_processor_has_no_link_and_no_wires(found):
 
 def test_processor_is_timed_with_one_to_all_cores(found):
     processor = found[0].processor
-    assert processor.num_cores == num_cores()
-    assert list(processor.update_ns) == thread_counts(num_cores())
+    assert processor.num_cores == thread_budget(1)
+    assert list(processor.update_ns) == thread_counts(thread_budget(1))
     one, most = processor.update_ns[1], processor.update_ns[processor.num_cores]
     assert all(0.01 < ns < 1000 for ns in processor.update_ns.values())
     assert most < 10 * one  # beside other work threads may lose, but not like this
@@ -113,7 +116,7 @@ def test_disk_leaves_nothing_behind(found):
 
 def test_name_and_versions_say_what_but_not_who(found):
     profile = found[0]
-    assert profile.name == machine_name(CPU) and f"{num_cores()} cores" in profile.name
+    assert profile.name == machine_name(CPU) and f"{thread_budget(1)} cores" in profile.name
     assert os.uname().nodename not in profile.name
     assert profile.versions["torch"] == str(torch.__version__) and {"python", "zerostd"} <= set(profile.versions)
     assert time.strptime(profile.measured, "%Y-%m-%d")
@@ -156,7 +159,7 @@ def test_files_are_closed_when_the_disk_fails(tmp_path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("zerostd.tiers.disk._read", refuse)
+        patch.setattr("zerostd.tiers.disk_threads._read", refuse)
         with pytest.raises(StorageError, match="Input/output error"):
             disk_rates(str(tmp_path), SMALL)
     assert not opened(tmp_path) and os.listdir(tmp_path) == []
@@ -237,7 +240,7 @@ def test_updates_know_what_they_had_of_their_cores(host):
     updates = HostUpdates(host, replace(SMALL, parameters=4 * MIB), 10**12)
     updates.ns(1, SMALL)
     assert 0 < updates.had <= 1.0, updates.had  # less than one where others are busy
-    updates.ns(4 * num_cores(), SMALL)  # more threads than cores: none has one to itself
+    updates.ns(4 * thread_budget(1), SMALL)  # more threads than cores: none has one to itself
     assert 0 < updates.had < 0.5, updates.had
 
 
@@ -288,7 +291,7 @@ def refused_on_rank(rank: int, path: str) -> str:
 def test_two_ranks_have_one_profile_with_a_wire(ranks, tmp_path):
     (first, told), (second, _) = ranks(2, profile_on_rank, str(tmp_path))
     assert first == second
-    assert first.ranks_per_node == 2 and first.processor.num_cores == num_cores()
+    assert first.ranks_per_node == 2 and first.processor.num_cores == thread_budget(1)
     (wire,) = first.wires
     assert (wire.name, wire.ranks) == ("world", 2)
     assert 0 < wire.bandwidth < 1e12 and 0 <= wire.latency < 1.0

@@ -24,7 +24,7 @@ import zerostd
 from support.models import GPT, MLP, MODELS, GPTBlock
 from zerostd.errors import PrepareError
 from zerostd.measuring.model import profile_model
-from zerostd.planning.model import ModelProfile
+from zerostd.planning.profiles import ModelProfile
 
 BLOCKS = ("blocks.*",)
 INPUTS = {"mlp": slice(0, 1), "cnn": slice(0, 1), "gpt": slice(0, 1), "graph": slice(0, 2), "experts": slice(0, 1)}

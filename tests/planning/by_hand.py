@@ -19,9 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from zerostd.planning.costs import GroupCost
 from zerostd.planning.demands import GroupShares
-from zerostd.planning.request import PlanRequest
+from zerostd.planning.request import GroupCost, PlanRequest
 from zerostd.policy import Tier
 
 ROUTES = ("resident", "cpu", "streamed", "disk_cpu", "disk_streamed")

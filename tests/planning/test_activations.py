@@ -16,12 +16,12 @@ from planning.machines import EVERYTHING, GIB, H200, LAPTOP, machines, make_plan
 from zerostd.errors import PrepareError
 from zerostd.planning import GroupProfile, ModelProfile, Plan, PlanRequest
 from zerostd.planning.activations import activation_bytes, activation_choices, choice_of, way_of
-from zerostd.planning.costs import GroupCost, group_costs, merged
 from zerostd.planning.demands import GroupShares
 from zerostd.planning.described import from_numbers
 from zerostd.planning.linear import Infeasible
 from zerostd.planning.planner import solve
 from zerostd.planning.program import SLACK, ScheduleProgram, optimise, prices_of, quickest
+from zerostd.planning.request import GroupCost, group_costs, merged
 from zerostd.planning.rounding import missing_bytes, optimise_whole
 from zerostd.planning.simulation import simulate
 from zerostd.planning.solution import Solution, model_state
@@ -83,8 +83,8 @@ def choices(request: PlanRequest, found: Sequence[GroupCost]) -> Iterator[list[G
         yield [DOES[way] for way in ways]
 
 
-def program_of(request: PlanRequest, found: Sequence[GroupCost], shares: Sequence[GroupShares]) -> ScheduleProgram:
-    program = ScheduleProgram(request, found, choice_of(found, shares))
+def program_of(request: PlanRequest, shares: Sequence[GroupShares]) -> ScheduleProgram:
+    program = ScheduleProgram(request, choice_of(request, shares))
     program.hold(shares)
     return program
 
@@ -97,7 +97,7 @@ def program_of(request: PlanRequest, found: Sequence[GroupCost], shares: Sequenc
 def test_a_given_choice_costs_what_it_costs_by_hand(request: PlanRequest, data: st.DataObject) -> None:
     found = group_costs(request)
     shares = [DOES[data.draw(st.sampled_from(sorted(ANY)))] for _ in found]
-    program = program_of(request, found, shares)
+    program = program_of(request, shares)
     outcome = program.linear.minimise({program.step: 1.0})
     assert outcome.objective == pytest.approx(step_seconds(request, found, shares), rel=1e-5, abs=1e-7)
     by_hand = [held_bytes(request, cost, share) for cost, share in zip(found, shares, strict=True)]
@@ -105,7 +105,7 @@ def test_a_given_choice_costs_what_it_costs_by_hand(request: PlanRequest, data: 
     for tier in Tier:
         held = program.linear.minimise(program.bytes[tier]).objective * 1e9 + program.constant[tier]
         assert held == pytest.approx(sum(one[tier] for one in by_hand) + inside.get(tier, 0.0), abs=10_000)
-    device, host = activation_bytes(found, shares)
+    device, host = activation_bytes(request, shares)
     assert host == pytest.approx(sum(one[Tier.HOST] for one in by_hand))
     state = sum(cost.updated * 12 + cost.parameters + cost.gradients for cost in found)
     assert device + state == pytest.approx(sum(one[Tier.DEVICE] for one in by_hand) + inside[Tier.DEVICE])
@@ -116,7 +116,7 @@ def test_a_given_choice_costs_what_it_costs_by_hand(request: PlanRequest, data: 
 def test_no_simulated_step_is_shorter_than_by_hand(request: PlanRequest, data: st.DataObject) -> None:
     found = group_costs(request)
     shares = [DOES[data.draw(st.sampled_from(sorted(ANY)))] for _ in found]
-    timeline = simulate(request, found, shares)
+    timeline = simulate(request, shares)
     assert timeline.step_s >= 0.999 * step_seconds(request, found, shares, makes_room=True)
     assert timeline.compute_s + sum(timeline.waits.values()) == pytest.approx(timeline.step_s, rel=1e-6)
     if not any(share.activations_host for share in shares):
@@ -127,15 +127,14 @@ def test_recomputing_runs_forward_again_and_keeps_inputs() -> None:
     groups = tuple(GroupProfile(f"g{i}", 10**6, 0, 10.0, 5e8, 1e8, 2e8) for i in range(4))
     model = ModelProfile("even", groups, samples=2, forward_s=0.4, backward_s=0.8)
     request = request_of(model, activations=ANY, can_place=frozenset())
-    found = group_costs(request)
     update = 4e6 * 0.008e-9
-    assert simulate(request, found, [KEPT] * 4).step_s == pytest.approx(1.2 + update)
-    assert simulate(request, found, [AGAIN] * 4).step_s == pytest.approx(1.6 + update)
-    assert simulate(request, found, [AGAIN] * 4).compute_s == pytest.approx(1.6 + update)
-    assert activation_bytes(found, [KEPT] * 4) == (4 * 1e9 + 4e8, 0.0) == (model.activations(), 0.0)
+    assert simulate(request, [KEPT] * 4).step_s == pytest.approx(1.2 + update)
+    assert simulate(request, [AGAIN] * 4).step_s == pytest.approx(1.6 + update)
+    assert simulate(request, [AGAIN] * 4).compute_s == pytest.approx(1.6 + update)
+    assert activation_bytes(request, [KEPT] * 4) == (4 * 1e9 + 4e8, 0.0) == (model.activations(), 0.0)
     again = replace(model, recomputes=True)
-    assert activation_bytes(found, [AGAIN] * 4) == (4 * 2e8 + 1e9 + 4e8, 0.0) == (again.activations(), 0.0)
-    assert activation_bytes(found, [AWAY] * 4) == (2 * 1e9 + 4e8, 4e9)
+    assert activation_bytes(request, [AGAIN] * 4) == (4 * 2e8 + 1e9 + 4e8, 0.0) == (again.activations(), 0.0)
+    assert activation_bytes(request, [AWAY] * 4) == (2 * 1e9 + 4e8, 4e9)
 
 
 def test_a_model_that_recomputes_now_keeps_in_less_time() -> None:
@@ -155,10 +154,10 @@ def test_what_was_measured_takes_the_place_of_the_estimate() -> None:
     groups = tuple(GroupProfile(f"g{i}", 10**6, 0, 10.0, 5e8, 1e8, 2e8) for i in range(4))
     model = ModelProfile("even", groups, samples=1, forward_s=0.4, backward_s=0.8)
     assert model.activations() == 4 * 5e8 + 2e8
-    more = group_costs(request_of(replace(model, activation_bytes=3 * 10**9), activations=ANY))
+    more = request_of(replace(model, activation_bytes=3 * 10**9), activations=ANY)
     assert activation_bytes(more, [KEPT] * 4)[0] == pytest.approx(3e9)
     assert activation_bytes(more, [AGAIN] * 4)[0] == pytest.approx(4 * 1e8 + 5e8 + 1e9)
-    less = group_costs(request_of(replace(model, activation_bytes=11 * 10**8), activations=ANY))
+    less = request_of(replace(model, activation_bytes=11 * 10**8), activations=ANY)
     assert activation_bytes(less, [KEPT] * 4)[0] == pytest.approx(11e8)
     assert activation_bytes(less, [AGAIN] * 4)[0] == pytest.approx((4 * 1e8 + 5e8 + 2e8) / 2)
 
@@ -166,11 +165,14 @@ def test_what_was_measured_takes_the_place_of_the_estimate() -> None:
 @given(st.integers(1, 40))
 def test_joined_groups_keep_the_sum_and_need_the_largest(most: int) -> None:
     model = from_numbers("1.3B", samples=2)
-    found = group_costs(request_of(model, activations=ANY))
+    request = request_of(model, activations=ANY)
+    found = request.costs
     joined = merged(found, most)
+    shorter = replace(request)
+    vars(shorter)["costs"] = joined
     for ways in (KEPT, AGAIN):
-        one, other = (activation_bytes(some, [ways] * len(some)) for some in (found, joined))
-        assert one == pytest.approx(other)
+        apart, together = (activation_bytes(each, [ways] * len(each.costs)) for each in (request, shorter))
+        assert apart == pytest.approx(together)
     assert sum(cost.activations.longer_s for cost in joined) == pytest.approx(
         sum(cost.activations.longer_s for cost in found)
     )
@@ -191,10 +193,10 @@ def test_no_whole_choice_is_better_and_one_is_found_where_there_is_one(request: 
     found = group_costs(request)
     best = best_by_hand(request, found)
     try:
-        step_s, fixed = optimise_whole(request, found)
+        step_s, fixed = optimise_whole(request)
     except Infeasible:
         assert best == float("inf")
-        assert sum(missing_bytes(request, found, is_whole=True).values()) > 0
+        assert sum(missing_bytes(request, is_whole=True).values()) > 0
         return
     assert {way_of(share) for share in fixed} <= request.ways
     assert fits(request, found, fixed, slack=1e-5)
@@ -207,14 +209,14 @@ def test_no_whole_choice_is_better_and_one_is_found_where_there_is_one(request: 
 def test_shares_are_no_worse_than_any_whole_choice_of_their_level(request: PlanRequest) -> None:
     """A choice has room for the largest of its groups, so the choices that need as much are those to compare with."""
     found = group_costs(request)
-    for choice in activation_choices(request, found):
-        program = ScheduleProgram(request, found, choice)
+    for choice in activation_choices(request):
+        program = ScheduleProgram(request, choice)
         try:
             step_s = program.linear.minimise({program.step: 1.0}).objective
         except Infeasible:
             step_s = float("inf")
         for shares in choices(request, found):
-            need = choice_of(found, shares)
+            need = choice_of(request, shares)
             is_in = (need.recomputed <= choice.recomputed).all() and (need.sent <= choice.sent).all()
             roomy = replace(request, fixed={Tier.DEVICE: choice.beside - need.beside})
             if is_in and choice.beside >= need.beside and fits(roomy, found, shares, slack=0.0):
@@ -235,7 +237,7 @@ def test_choices_are_near_the_best_on_the_whole() -> None:
         best = best_by_hand(request, found)
         if best < float("inf"):
             chosen = solve(request)
-            ratios.append(optimise(request, chosen.costs, fixed=chosen.shares)[0] / best)
+            ratios.append(optimise(request, fixed=chosen.shares)[0] / best)
     assert len(ratios) > 25
     assert sum(ratios) / len(ratios) < 1.03 and max(ratios) < 1.2
 
@@ -252,7 +254,7 @@ def test_a_price_lies_between_what_one_percent_less_costs_and_one_more_saves(req
     for size in (limit - limit // 100, limit, limit + limit // 100):
         try:
             one = replace(request, limits={**request.limits, Tier.DEVICE: size})
-            steps.append(quickest(one, group_costs(one))[1])
+            steps.append(quickest(one)[1])
         except Infeasible:
             steps.append(None)
     less, here, more = steps
@@ -270,10 +272,10 @@ def test_a_price_lies_between_what_one_percent_less_costs_and_one_more_saves(req
 def test_more_to_choose_from_never_makes_the_program_longer(request: PlanRequest) -> None:
     few, many = (replace(request, activations=ways) for ways in (frozenset({"keep"}), ANY))
     try:
-        alone = optimise(few, group_costs(few))[0]
+        alone = optimise(few)[0]
     except Infeasible:
         return
-    assert quickest(many, group_costs(many))[1].objective <= alone * (1 + SLACK) + 1e-7
+    assert quickest(many)[1].objective <= alone * (1 + SLACK) + 1e-7
 
 
 # -- plans --

@@ -26,7 +26,7 @@ from zerostd.engine.settings import Settings
 from zerostd.parameters.blueprints import Blueprint, find_blueprints
 from zerostd.parameters.checking import optimizer_options
 from zerostd.planning import DiskRates, GroupProfile, ModelProfile, Processor
-from zerostd.planning.refitting import ObservedStep
+from zerostd.planning.solution import ObservedStep
 from zerostd.policy import Homes, Kind, Route, Tier
 from zerostd.preparing.options import check_settings
 from zerostd.preparing.proposing import PlanSearch, sizes_of

@@ -20,11 +20,11 @@ from planning.machines import EVERYTHING, GIB, LAPTOP, gpt, make_plan, plain, re
 from zerostd.errors import PrepareError
 from zerostd.planning import GroupProfile, ModelProfile, Plan, PlanRequest, planner, simulation
 from zerostd.planning import solution as solutions
-from zerostd.planning.costs import group_costs, merged
 from zerostd.planning.demands import WHOLE, GroupShares
 from zerostd.planning.linear import Infeasible
-from zerostd.planning.planner import MOST_GROUPS, solve
+from zerostd.planning.planner import solve
 from zerostd.planning.program import optimise
+from zerostd.planning.request import MOST_GROUPS, group_costs, merged
 from zerostd.planning.rounding import _bytes_program
 from zerostd.planning.solution import Solution, model_state
 from zerostd.policy import Kind, Route, Stage, Tier
@@ -73,7 +73,7 @@ def test_no_limit_is_passed(request: PlanRequest, fixed: int) -> None:
     assume(solution is not None)
     for tier, held in totals(solution).items():
         assert held <= request.limits.get(tier, 0) * (1 + 1e-5) + 10_000
-    assert fits(request, solution.costs, solution.shares, slack=1e-4)
+    assert fits(request, solution.request.costs, solution.shares, slack=1e-4)
 
 
 @settings(max_examples=20, deadline=None)
@@ -95,7 +95,7 @@ def test_the_prediction_is_no_better_than_the_rules_allow(request: PlanRequest) 
     """Clipping aside: gradients may land before the norm is known."""
     solution = solved(replace(request, waits_for_norm=False))
     assume(solution is not None)
-    by_hand = step_seconds(solution.request, solution.costs, solution.shares)
+    by_hand = step_seconds(solution.request, solution.request.costs, solution.shares)
     assert solution.timeline.step_s >= 0.99 * by_hand
     assert make_plan(solution.request).predicted.step_s == pytest.approx(solution.timeline.step_s)
 
@@ -182,7 +182,7 @@ def test_what_leaves_a_device_that_is_large_enough_is_worth_it(request: PlanRequ
     request = replace(request, limits=EVERYTHING)
     solution = solve(request)
     if any(share != GroupShares() for share in solution.shares):
-        resident = step_seconds(request, solution.costs, [GroupShares() for _ in solution.costs])
+        resident = step_seconds(request, solution.request.costs, [GroupShares() for _ in solution.request.costs])
         assert solution.timeline.step_s < resident
 
 
@@ -344,9 +344,9 @@ def test_what_an_error_asks_for_is_the_least_that_whole_groups_need(seed: int) -
     model = plain([draw.randrange(10**8, 10**9) for _ in range(2)], 0.1)
     limits = (draw.uniform(0.5, 3), draw.uniform(0.5, 3), draw.uniform(11, 14))
     request = request_of(model, {tier: int(size * model.trained) for tier, size in zip(Tier, limits, strict=True)})
-    found, least = group_costs(request), float("inf")
+    least = float("inf")
     for fixed in product([(*home, landed) for home in HOMES for landed in (0.0, 1.0)], repeat=2):
-        program, short = _bytes_program(request, found, dict.fromkeys(Tier, -1.0))
+        program, short = _bytes_program(request, dict.fromkeys(Tier, -1.0))
         program.hold([GroupShares(0.0, 0.0, 0.0, 0.0, 0.0, *one) for one in fixed], WHOLE)
         least = min(least, program.linear.minimise(dict.fromkeys(short, 1.0)).objective * 1e9)
     if solved(request) is not None:
@@ -363,7 +363,7 @@ def test_less_than_a_group_is_named_in_bytes() -> None:
     model = plain([10**9] * 3, 0.1)
     limits = {Tier.DEVICE: 45 * 10**9, Tier.HOST: 3 * 10**9}
     request = request_of(model, limits, can_place=frozenset({Kind.PARAMETERS}))
-    assert optimise(request, group_costs(request))
+    assert optimise(request)
     with pytest.raises(PrepareError, match="groups move as a whole") as caught:
         solve(request)
     changes = asked(caught.value)
@@ -409,7 +409,7 @@ def test_whole_groups_are_found_where_there_is_a_way(sizes: list[int], limits: t
     places = [GroupShares(0.0, 0.0, 0.0, 0.0, 0.0, *home, landed) for home in HOMES for landed in (0.0, 1.0)]
     for fixed in product(places, repeat=len(sizes)):
         with pytest.raises(Infeasible):
-            optimise(request, group_costs(request), fixed=fixed)
+            optimise(request, fixed=fixed)
 
 
 # -- Table 1 of the ZeRO paper --

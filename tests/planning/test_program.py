@@ -15,10 +15,10 @@ from planning.by_hand import ROUTES, fits, grid, held_bytes, step_seconds, updat
 from planning.machines import EVERYTHING, H200, LAPTOP, gpt, machines, models, plain, request_of, tight
 from zerostd.planning import Link, MachineProfile, ModelProfile, PlanRequest, Wire
 from zerostd.planning.activations import choice_of
-from zerostd.planning.costs import GroupCost, group_costs, merged, wire_of
 from zerostd.planning.demands import GroupShares, work
 from zerostd.planning.linear import Infeasible, LinearProgram
 from zerostd.planning.program import SLACK, ScheduleProgram, optimise, prices_of, quickest
+from zerostd.planning.request import GroupCost, group_costs, merged, wire_of
 from zerostd.planning.rounding import missing_bytes
 from zerostd.policy import Kind, Stage, Tier
 
@@ -164,11 +164,9 @@ def test_merged_neighbours_lose_nothing(sizes: list[int], most: int) -> None:
 # -- the same costs as by hand --
 
 
-def solved_with(
-    request: PlanRequest, found: Sequence[GroupCost], shares: Sequence[GroupShares]
-) -> tuple[float, dict[Tier, float]]:
+def solved_with(request: PlanRequest, shares: Sequence[GroupShares]) -> tuple[float, dict[Tier, float]]:
     """The program when everything is already decided: its step, and its bytes."""
-    program = ScheduleProgram(request, found, choice_of(found, shares))
+    program = ScheduleProgram(request, choice_of(request, shares))
     program.hold(shares)
     first = program.linear.minimise({program.step: 1.0})
     program.linear.at_most({program.step: 1.0}, first.objective * (1 + 1e-9) + 1e-9)
@@ -210,7 +208,7 @@ def any_choice(draw: st.DrawFn) -> tuple[PlanRequest, list[GroupShares]]:
 def test_a_given_placement_costs_what_it_costs_by_hand(drawn: tuple[PlanRequest, list[GroupShares]]) -> None:
     request, shares = drawn
     found = group_costs(request)
-    step_s, held = solved_with(request, found, shares)
+    step_s, held = solved_with(request, shares)
     assert agree(step_s, step_seconds(request, found, shares))
     by_hand = [held_bytes(request, cost, share) for cost, share in zip(found, shares, strict=True)]
     for tier in Tier:
@@ -224,7 +222,7 @@ def test_speculating_holds_two_copies_and_does_not_wait(model: ModelProfile, off
     cuts = [data.draw(parts) for _ in model.groups]
     shares = [GroupShares(resident=0.0, cpu=cut, streamed=1 - cut, gradients_host=float(off)) for cut in cuts]
     found = group_costs(request)
-    step_s, held = solved_with(request, found, shares)
+    step_s, held = solved_with(request, shares)
     assert agree(step_s, step_seconds(replace(request, waits_for_norm=False), found, shares))
     by_cpu = sum(cost.updated * cut for cost, cut in zip(found, cuts, strict=True))
     width = model.parameter_bytes
@@ -300,7 +298,7 @@ class Solved:
         return sum(held_bytes(self.request, cost, share)[tier] for cost, share in pairs)
 
     def busy(self) -> dict[str, float]:
-        return work(self.request, group_costs(self.request), self.shares)
+        return work(self.request, self.shares)
 
 
 def solved(request: PlanRequest, limits: Mapping[Tier, float] | None = None) -> Solved | None:
@@ -308,7 +306,7 @@ def solved(request: PlanRequest, limits: Mapping[Tier, float] | None = None) -> 
     if limits is not None:
         request = replace(request, limits={tier: max(0, int(size)) for tier, size in limits.items()})
     try:
-        return Solved(request, *optimise(request, group_costs(request)))
+        return Solved(request, *optimise(request))
     except Infeasible:
         return None
 
@@ -351,7 +349,7 @@ def test_a_price_lies_between_what_one_percent_less_costs_and_one_more_saves(req
     less = solved(request, {**request.limits, tier: request.limits[tier] - delta})
     more = solved(request, {**request.limits, tier: request.limits[tier] + delta})
     noise = 1e-7 / delta
-    saved, price = (optimum.step_s - more.step_s) / delta, prices_of(quickest(request, group_costs(request))[1])[tier]
+    saved, price = (optimum.step_s - more.step_s) / delta, prices_of(quickest(request)[1])[tier]
     assert saved * 0.98 - noise <= price
     if less is not None:
         assert price <= (less.step_s - optimum.step_s) / delta * 1.02 + noise
@@ -370,7 +368,7 @@ def test_a_price_by_hand() -> None:
     )
     optimum = solved(request)
     assert optimum.step_s == pytest.approx(0.5 * n * (ns + 0.1) * 1e-9)
-    prices = prices_of(quickest(request, group_costs(request))[1])
+    prices = prices_of(quickest(request)[1])
     assert prices == {Tier.DEVICE: pytest.approx((ns - 0.1) * 1e-9 / 12), Tier.HOST: 0.0, Tier.DISK: 0.0}
 
 
@@ -480,7 +478,7 @@ def test_what_is_missing_is_enough_and_no_less_is(request: PlanRequest, part: fl
     limits |= {Tier.DEVICE: limits[Tier.DEVICE] // 8}
     limits = limits if has_disk else {tier: limits[tier] for tier in (Tier.DEVICE, Tier.HOST)}
     request = replace(request, limits=limits, fixed={Tier.DEVICE: 10**7})
-    short = missing_bytes(request, group_costs(request))
+    short = missing_bytes(request)
     if solved(request) is not None:
         assert sum(short.values()) < FEW
         return
@@ -493,6 +491,6 @@ def test_what_is_missing_is_enough_and_no_less_is(request: PlanRequest, part: fl
 def test_what_is_missing_by_hand() -> None:
     """Nothing may be placed, so all 16 bytes of a parameter are on the device."""
     request = request_of(gpt(512, 2), {Tier.DEVICE: 10**8}, can_place=frozenset())
-    short = missing_bytes(request, group_costs(request))
+    short = missing_bytes(request)
     assert short.pop(Tier.DEVICE) == pytest.approx(16 * request.model.trained - 10**8)
     assert not any(short.values())

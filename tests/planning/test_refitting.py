@@ -9,9 +9,8 @@ import pytest
 
 from planning.machines import H200, LAPTOP, gpt, request_of
 from zerostd.planning import MachineProfile, PlanRequest
-from zerostd.planning.planner import evaluate, solve
-from zerostd.planning.refitting import ObservedStep, refit
-from zerostd.planning.solution import homes_by_group
+from zerostd.planning.planner import solve
+from zerostd.planning.solution import ObservedStep, evaluate, homes_by_group, refit
 from zerostd.policy import Homes, Route, Tier
 
 MODEL = gpt(2048, 12, 0.1)

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.machines import H200
+from planning.machines import H200, plain, request_of
 from zerostd.errors import PrepareError
-from zerostd.planning import Plan, Wire
-from zerostd.planning.cluster import TrainingOptions, plan_on
+from zerostd.planning import Plan, PlanRequest, Wire
+from zerostd.planning.cluster import TrainingOptions, divisions, plan_on, shortest, table, try_all
 from zerostd.planning.described import from_numbers
-from zerostd.planning.search import SolvedLayout, StepLayout, divisions, shortest, table, try_all
+from zerostd.planning.simulation import Timeline
+from zerostd.planning.solution import Solution
 from zerostd.policy import Budget, Stage
 
 STAGE = Stage.PARAMETERS
@@ -46,20 +47,25 @@ def test_divisions_divide_and_are_few_and_far_apart(batch: int, most: int) -> No
             assert min(abs(log(size) - one) for size, _ in found) == min(abs(log(size) - one) for size in every)
 
 
-def solve(layout: StepLayout) -> float:
+def step_of(samples: int, passes: int, stage: Stage = STAGE) -> PlanRequest:
+    return request_of(plain([10], samples=samples), accumulate=passes, stage=stage)
+
+
+def solve(request: PlanRequest) -> Solution:
     """Large passes do not fit; of the others the larger ones are faster, but for one that is nearly as fast."""
-    if (layout.samples or 0) > 16:
-        raise PrepareError(f"stage 3 on 1 rank(s) does not fit: {layout.samples}.5 GiB of the device is missing. Pity")
-    return {16: 2.0, 8: 1.005, 4: 1.0, 2: 1.5, 1: 3.0}[layout.samples or 0]
+    samples = request.model.samples or 0
+    if samples > 16:
+        raise PrepareError(f"stage 3 on 1 rank(s) does not fit: {samples}.5 GiB of the device is missing. Pity")
+    return Solution(request, [], Timeline(step_s={16: 2.0, 8: 1.005, 4: 1.0, 2: 1.5, 1: 3.0}[samples]))
 
 
 def test_the_shortest_is_found_and_others_are_told() -> None:
-    layouts = [StepLayout(size, passes, STAGE) for size, passes in divisions(64)]
-    fits, refused = try_all(layouts, solve, lambda seconds: seconds)
-    assert [layout.samples for layout, _ in refused] == [64, 32]
+    requests = [step_of(size, passes) for size, passes in divisions(64)]
+    fits, refused = try_all(requests, solve)
+    assert [request.model.samples for request, _ in refused] == [64, 32]
     best = shortest(fits)
-    assert (best.layout.samples, best.layout.accumulate, best.seconds) == (8, 8, 1.005)  # almost, in half the passes
-    assert table(fits, refused, best.layout).splitlines() == [
+    assert best.request == step_of(8, 8) and best.timeline.step_s == 1.005  # almost, in half the passes
+    assert table(fits, refused, best).splitlines() == [
         "A step of 64 samples is made in passes of 8: accumulate=8. Tried:",
         "  64 x 1: 64.5 GiB of the device is missing",
         "  32 x 2: 32.5 GiB of the device is missing",
@@ -73,17 +79,17 @@ def test_the_shortest_is_found_and_others_are_told() -> None:
 
 def test_of_each_division_the_best_stage_is_told() -> None:
     fits = [
-        SolvedLayout(StepLayout(4, 2, stage), seconds, None)
+        Solution(step_of(4, 2, stage), [], Timeline(step_s=seconds))
         for stage, seconds in zip(Stage, (4.0, 2.0, 3.0), strict=False)
     ]
-    text = table(fits, [(StepLayout(4, 2, STAGE), PrepareError("no"))], fits[1].layout)
+    text = table(fits, [(step_of(4, 2), PrepareError("no"))], fits[1])
     assert text.endswith("Tried:\n  4 x 2: 2 s a step")
     assert shortest(fits) is fits[1]
 
 
 def test_nothing_that_fits_is_the_last_refusal() -> None:
     with pytest.raises(PrepareError, match=r"32\.5 GiB"):
-        try_all([StepLayout(64, 1, STAGE), StepLayout(32, 2, STAGE)], solve, lambda seconds: seconds)
+        try_all([step_of(64, 1), step_of(32, 2)], solve)
 
 
 # -- of models in numbers --

@@ -26,9 +26,8 @@ from zerostd.cli.printing import show
 from zerostd.communication.rendezvous import try_group
 from zerostd.errors import PrepareError
 from zerostd.kernels import native
-from zerostd.measuring.disk import disk_rates
 from zerostd.measuring.identity import choose_device, free_bytes, versions
-from zerostd.measuring.timing import TrialSizes
+from zerostd.measuring.rates import TrialSizes, disk_rates
 from zerostd.monitoring.texts import size_text
 from zerostd.tiers.limits import available_memory, cgroup_memory, check_disk, free_disk, free_host, memlock_limit
 

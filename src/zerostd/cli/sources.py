@@ -19,7 +19,7 @@ from zerostd.errors import PrepareError
 from zerostd.measuring.model import profile_model
 from zerostd.planning import ModelProfile
 from zerostd.planning.described import from_config, from_numbers
-from zerostd.planning.model import WAYS
+from zerostd.planning.profiles import WAYS
 from zerostd.policy import Budget, Precision, Tier
 
 SEQUENCE = 1024  # tokens of a sample of a model in numbers, if nobody says

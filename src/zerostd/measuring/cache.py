@@ -16,11 +16,10 @@ import torch
 
 from zerostd.communication import Control, World
 from zerostd.errors import PrepareError
-from zerostd.measuring.disk import disk_rates
-from zerostd.measuring.identity import choose_device, folder_of, machine_name, versions
+from zerostd.measuring.identity import choose_device, machine_name, versions
 from zerostd.measuring.machine import Progress, free_everywhere, from_first, measure_machine
-from zerostd.measuring.timing import FULL, TrialSizes
-from zerostd.planning.machine import DiskRates, MachineProfile
+from zerostd.measuring.rates import FULL, TrialSizes, disk_rates
+from zerostd.planning.profiles import DiskRates, MachineProfile
 
 VARIABLE = "ZEROSTD_CACHE"  # a directory
 AGAIN = "measure again with `zerostd measure`"
@@ -40,21 +39,19 @@ def load_or_measure(
 
     A kept profile is used if machine, versions and number of ranks are those of now; a directory on a disk that was not
     measured is tried and added. A call that names no directory, or one in a world of one, does without what was
-    measured of them. All ranks call it together.
-
-    Args:
-        device: As in `measure_machine`, and so are `disk_path`, `on_progress` and `sizes`.
-        again: Measure whatever was kept.
+    measured of them. All ranks call it together, as they do `measure_machine`; `again` measures whatever was kept.
     """
     device = choose_device(device)
-    disk_path = folder_of(disk_path)
+    disk_path = None if disk_path is None else os.path.abspath(disk_path)
     world = World.discover(device)
     try:
         control = Control(world)
         kept = from_first(control, lambda: None if again else _read_kept(device, disk_path, world.size))
         if kept is not None and disk_path is not None and not _is_on(kept.disk, disk_path):
-            without_disk = kept
-            kept = from_first(control, lambda: _with_disk(without_disk, disk_path, sizes))
+            disk = from_first(control, lambda: disk_rates(disk_path, sizes))
+            kept = replace(kept, disk=disk)
+            if world.rank == 0:
+                _keep(kept)
         if kept is not None:
             free = free_everywhere(control, device, disk_path)
             return replace(kept, free=free, ranks_per_node=world.local_size)
@@ -109,21 +106,11 @@ def _read_kept(device: torch.device, disk_path: str | None, num_ranks: int) -> M
 
 def _is_on(disk: DiskRates | None, path: str) -> bool:
     """Return whether these are the rates of the file system that a directory is on."""
-    if disk is None:
-        return False
-    if disk.path == path:
-        return True
-    try:
+    if disk is None or disk.path == path:
+        return disk is not None
+    with contextlib.suppress(OSError):
         return os.stat(disk.path).st_dev == os.stat(path).st_dev
-    except OSError:
-        return False
-
-
-def _with_disk(kept: MachineProfile, path: str, sizes: TrialSizes) -> MachineProfile:
-    """Measure another disk of the same machine, and keep its rates."""
-    profile = replace(kept, disk=disk_rates(path, sizes))
-    _keep(profile)
-    return profile
+    return False
 
 
 def _keep(profile: MachineProfile) -> None:
@@ -131,14 +118,10 @@ def _keep(profile: MachineProfile) -> None:
     path = cache_file(profile.name, profile.versions)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(prefix=".machine-", dir=path.parent)  # 0600
-        try:
-            with open(fd, "w", encoding="utf-8") as file:
-                file.write(profile.to_json())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with tempfile.TemporaryDirectory(prefix=".machine-", dir=path.parent) as folder:  # 0700
+            file = Path(folder, path.name)
+            file.write_text(profile.to_json(), encoding="utf-8")
+            file.chmod(0o600)
+            os.replace(file, path)
     except OSError as error:
         log.warning("the machine profile cannot be kept in %s (%s): it is measured again next time", path, error)

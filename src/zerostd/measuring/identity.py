@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -24,14 +23,9 @@ def choose_device(device: torch.device | str | None) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" else device
 
 
-def num_cores() -> int:
-    """Return the cores that this machine lets us use, all ranks together."""
-    return thread_budget(1)
-
-
 def machine_name(device: torch.device) -> str:
     """Return the device and the CPU: what a profile is checked against."""
-    parts = [f"{_processor()}, {num_cores()} cores"]
+    parts = [f"{_processor()}, {thread_budget(1)} cores"]
     if device.type != "cpu":
         module = torch.get_device_module(device)
         parts.insert(0, str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type)
@@ -57,11 +51,6 @@ def free_bytes(device: torch.device, disk_path: str | None) -> dict[str, int]:
         check_disk(0, disk_path)  # raises if it is not there
         disk = free_disk(disk_path)
     return {"device": host if device.type == "cpu" else _free_device(device), "host": host, "disk": disk}
-
-
-def folder_of(disk_path: str | None) -> str | None:
-    """Return the same name for a folder, however it was given."""
-    return None if disk_path is None else os.path.abspath(disk_path)
 
 
 def _free_device(device: torch.device) -> int:

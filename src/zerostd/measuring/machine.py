@@ -8,6 +8,7 @@ are those of the whole machine; `ranks_per_node` says how many ranks share its c
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import date
@@ -16,22 +17,25 @@ from typing import TypeVar, cast
 import torch
 
 from zerostd.communication import Control, World
+from zerostd.communication.world import thread_budget
 from zerostd.errors import CommunicationError, ZerostdError
-from zerostd.measuring.disk import disk_rates
-from zerostd.measuring.identity import choose_device, folder_of, free_bytes, machine_name, num_cores, versions
+from zerostd.measuring.identity import choose_device, free_bytes, machine_name, versions
 from zerostd.measuring.rates import (
+    FULL,
     UPDATE_BYTES,
     HostUpdates,
     LinkCopies,
+    TrialSizes,
     busy_memory,
+    disk_rates,
+    finish,
     link_rates,
     matrix_rates,
     resident_ns,
 )
-from zerostd.measuring.timing import FULL, TrialSizes, finish
 from zerostd.measuring.wire import wire_rates
 from zerostd.monitoring.ledger import Ledger
-from zerostd.planning.machine import Link, MachineProfile, Processor
+from zerostd.planning.profiles import Link, MachineProfile, Processor
 from zerostd.planning.request import NUM_BUSY_THREADS
 from zerostd.tiers.host import Host
 
@@ -41,14 +45,14 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 QUIET = 0.75  # of all cores, that updates on all of them have where nothing else runs
-PARTS = {  # in their order, with seconds that each takes at most or so
-    "copies between host and device": 2.0,
-    "updates on the processor": 6.0,
-    "host memory with everything busy": 1.0,
-    "updates on the device": 2.0,
-    "matrix products": 5.0,
-    "reading and writing files": 12.0,
-    "collectives among ranks": 4.0,
+PARTS = {  # in their order: seconds that each takes at most or so, and what it needs
+    "copies between host and device": (2.0, "link"),
+    "updates on the processor": (6.0, ""),
+    "host memory with everything busy": (1.0, "link"),
+    "updates on the device": (2.0, "link"),
+    "matrix products": (5.0, ""),
+    "reading and writing files": (12.0, "disk"),
+    "collectives among ranks": (4.0, "wire"),
 }
 
 
@@ -59,7 +63,7 @@ def measure_machine(
     on_progress: Progress | None = None,
     sizes: TrialSizes = FULL,
 ) -> MachineProfile:
-    """What this machine can do, tried out now. All ranks call it together, if there are several.
+    """Return what this machine can do, tried out now. All ranks call it together, if there are several.
 
     Args:
         device: The device to train on; None: the accelerator, or the processor where there is none.
@@ -71,7 +75,7 @@ def measure_machine(
         PrepareError: `disk_path` cannot be used, or too little memory is free; says which.
     """
     device = choose_device(device)
-    disk_path = folder_of(disk_path)
+    disk_path = None if disk_path is None else os.path.abspath(disk_path)
     world = World.discover(device)
     try:
         control = Control(world)
@@ -83,7 +87,9 @@ def measure_machine(
         free = free_everywhere(control, device, disk_path)
     finally:
         world.close()
-        _give_back(device)
+        if device.type != "cpu":  # give back what torch keeps for later
+            finish(device)
+            torch.accelerator.empty_cache()
     return replace(profile, wires=wires, free=free, ranks_per_node=world.local_size)
 
 
@@ -105,20 +111,17 @@ def from_first(control: Control, work: Callable[[], T]) -> T:
 
 
 def free_everywhere(control: Control, device: torch.device, disk_path: str | None) -> dict[str, int]:
-    """Return the free bytes by tier, of the rank that has least."""
     everywhere = control.collect(free_bytes(device, disk_path))
     return {tier: min(free[tier] for free in everywhere) for tier in everywhere[0]}
 
 
 def thread_counts(cores: int) -> list[int]:
-    """Return the numbers of threads that updates are timed with."""
     return sorted({1, max(1, cores // 2), max(1, cores - NUM_BUSY_THREADS), cores})
 
 
 def _measure(
     device: torch.device, disk_path: str | None, tell: Callable[[str], None], sizes: TrialSizes
 ) -> MachineProfile:
-    """Return what one rank finds out; wires and what is free are left open."""
     free = free_bytes(device, None)
     link, processor = _link_and_processor(device, free, tell, sizes)
     if device.type == "cpu":
@@ -149,7 +152,7 @@ def _measure(
 def _link_and_processor(
     device: torch.device, free: Mapping[str, int], tell: Callable[[str], None], sizes: TrialSizes
 ) -> tuple[Link | None, Processor]:
-    cores = num_cores()
+    cores = thread_budget(1)  # of all ranks together
     host = Host(device, Ledger(), cores)
     link = None
     copies = None
@@ -182,23 +185,12 @@ def _check_quiet(had: float, cores: int) -> None:
 
 
 def _teller(on_progress: Progress | None, *, has_link: bool, has_disk: bool, size: int) -> Callable[[str], None]:
-    """Return a function that passes on what is measured next, with the fraction of the expected time behind it."""
-    of_device = ("copies between host and device", "host memory with everything busy", "updates on the device")
-    left_out = {name for name in of_device if not has_link}
-    left_out |= set() if has_disk else {"reading and writing files"}
-    left_out |= set() if size > 1 else {"collectives among ranks"}
-    parts = {name: seconds for name, seconds in PARTS.items() if name not in left_out}
+    is_done = {"link": has_link, "disk": has_disk, "wire": size > 1, "": True}
+    names = [name for name, (_, needs) in PARTS.items() if is_done[needs]]
 
     def tell(name: str) -> None:
         if on_progress is not None:
-            before = list(parts.values())[: list(parts).index(name)]
-            on_progress(name, sum(before) / sum(parts.values()))
+            before = sum(PARTS[each][0] for each in names[: names.index(name)])
+            on_progress(name, before / sum(PARTS[each][0] for each in names))
 
     return tell
-
-
-def _give_back(device: torch.device) -> None:
-    """Give back the device memory that torch keeps for later."""
-    if device.type != "cpu":
-        finish(device)
-        torch.accelerator.empty_cache()

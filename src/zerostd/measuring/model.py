@@ -1,13 +1,14 @@
 """What a model needs, read from the module: the groups that prepare will make, and what one sample costs in each.
 
-In: a module, real or without memory, and a batch to try. Out: a ModelProfile.
+In: a module, real or without memory, and a batch to try. Out: a ModelProfile. A real model can be timed as well; of
+what does not fit or cannot run nothing is known, and counts have to do.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,15 +16,21 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from zerostd.errors import PrepareError
-from zerostd.measuring.probe import Probe, probe_passes
-from zerostd.measuring.trial import ForwardCost, try_forward
+from zerostd.measuring.rates import finish
+from zerostd.measuring.trial import ForwardCost, call, casts_of, copy_of, everything_kept, map_tensors, try_forward
+from zerostd.monitoring.timestamps import Timestamp
 from zerostd.optimizers.elementwise import check_elementwise, find_states
 from zerostd.parameters.blueprints import ROOT, Blueprint, Member, find_blueprints
 from zerostd.parameters.checking import check_model, check_optimizer, optimizer_options
-from zerostd.planning.model import GroupProfile, ModelProfile
+from zerostd.planning.profiles import GroupProfile, ModelProfile
 from zerostd.policy import Precision
 
 ASSUMED_STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}  # AdamW's, while there is no optimizer
+NUM_TIMED = 2  # passes after the first, which finds its kernels; the faster one counts
+LONGEST_S = 10.0  # after a first pass of so many seconds there is no other
+
+Pass = tuple[float, float, int | None]  # seconds of forward and backward; bytes on the device at most, where it says
+log = logging.getLogger(__name__)
 
 
 def profile_model(
@@ -39,32 +46,27 @@ def profile_model(
     """Return what `model` needs; the model, the optimizer and the random states stay as they are.
 
     Counts of parameters are exact. Bytes of one parameter, gradient and state are those of the dtype that most
-    parameters have (for gradients and states: most of the trained ones); a model of several dtypes is told as if all
-    had it. FLOPs are those of matrix products, convolutions, attention (not halved where it is causal) and recurrent
-    layers. What is kept is what autograd saves in the model's forward, each storage once and in the group that saves it
-    first, parameters and buffers left out; a loss outside of the model is not seen. The peak is the largest output
-    of an operation in the group, and, where the model itself uses torch.utils.checkpoint, what it saves inside.
+    parameters have (for gradients and states: most of the trained ones). FLOPs are those of matrix products,
+    convolutions, attention (not halved where it is causal) and recurrent layers. What is kept is what autograd saves in
+    the model's forward, each storage once and in the group that saves it first, parameters and buffers left out; a loss
+    outside of the model is not seen. The peak is the largest output of an operation in the group, and, where the model
+    itself uses torch.utils.checkpoint, what it saves inside.
 
-    Args:
-        model: Any module that prepare takes, also on the meta device or built under `zerostd.empty_init()`.
-        optimizer: As for prepare. None: all parameters with requires_grad are trained, with the states of AdamW.
-        precision: As for prepare: 'fp32', 'bf16', 'fp16' or None.
-        groups: As for prepare: globs of module names.
-        batch: What forward takes: a tensor, a tuple of arguments or a dict of keywords. The first dimension of its
-            first tensor is the number of samples. Values do not matter, so tensors on the meta device will do. None:
-            nothing is run, and costs of a sample are 0.
-        samples: In one pass on one rank, if it is not the number in `batch`.
-        probe: Run a few passes for real, if model and batch are, and take time and memory from them.
+    Model, optimizer, precision and groups are as for prepare; without an optimizer all parameters with requires_grad
+    are trained, with the states of AdamW. `batch` is what forward takes: a tensor, a tuple of arguments or a dict of
+    keywords, also without memory; the first dimension of its first tensor is the number of samples, unless `samples`
+    says so. With `probe` a few passes are run for real, if model and batch are, and timed.
 
-    Returns:
-        Groups in the order in which forward first needs them (without a batch: in the model's order), those without
-        parameters and work left out. If forward could not be run, a warning is logged and `samples` is None.
-
-    Raises:
-        PrepareError: What prepare would refuse. A real forward that fails raises its own error.
+    Groups are in the order in which forward first needs them, those without parameters and work left out. If forward
+    could not be run, a warning is logged and `samples` is None. Raises PrepareError for what prepare would refuse; a
+    real forward that fails raises its own error.
     """
     check_model(model)
-    states = _states_of(model, optimizer)
+    states: Mapping[str, torch.dtype] = ASSUMED_STATES
+    if optimizer is not None:
+        check_optimizer(model, optimizer)
+        check_elementwise(optimizer)
+        states = find_states(optimizer)
     checked = Precision.parse(precision)
     blueprints = find_blueprints(model, optimizer_options(model, optimizer), checked, groups)
     num_samples = _check_samples(batch, samples)
@@ -73,32 +75,18 @@ def profile_model(
     order = list(dict.fromkeys([*(tried.order if tried is not None else ()), *range(len(blueprints))]))
     profiles = [_profile(blueprints[index], costs[index], num_samples) for index in order]
     profiles = [group for group in profiles if group != GroupProfile(group.name, 0, stays=group.stays, again_flops=0.0)]
-    probed = probe_passes(model, blueprints, checked, batch) if probe and tried is not None else None
-    profile = ModelProfile(
+    probed = _probe(model, blueprints, checked, batch) if probe and tried is not None else None
+    forward_s, backward_s, activation_bytes = probed or (None, None, None)
+    return ModelProfile(
         type(model).__name__,
         tuple(profiles),
         samples=(samples or num_samples) if tried is not None else None,
         recomputed=sum(cost.recomputed for cost in costs) / max(1, sum(cost.flops for cost in costs)),
         **state_widths([member for blueprint in blueprints for member in blueprint.members], checked, states),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        activation_bytes=activation_bytes,
     )
-    return profile if probed is None else _with_probe(profile, probed)
-
-
-def _with_probe(profile: ModelProfile, probed: Probe) -> ModelProfile:
-    return replace(
-        profile,
-        forward_s=probed.forward_s,
-        backward_s=probed.backward_s,
-        activation_bytes=probed.activation_bytes,
-    )
-
-
-def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Mapping[str, torch.dtype]:
-    if optimizer is None:
-        return ASSUMED_STATES
-    check_optimizer(model, optimizer)
-    check_elementwise(optimizer)
-    return find_states(optimizer)
 
 
 def _profile(blueprint: Blueprint, cost: ForwardCost, num_samples: int) -> GroupProfile:
@@ -135,7 +123,6 @@ def state_widths(members: list[Member], precision: Precision, states: Mapping[st
 
 
 def _most(members: list[Member]) -> torch.dtype:
-    """Return the dtype of most parameters."""
     numels = Counter[torch.dtype]()
     for member in members:
         numels[member.dtype] += member.parameter.numel()
@@ -143,7 +130,6 @@ def _most(members: list[Member]) -> torch.dtype:
 
 
 def _check_samples(batch: Any, samples: int | None) -> int:
-    """Return how many samples the batch has."""
     if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
         raise PrepareError(f"samples={samples!r} must be a whole number, 1 or more: those of one pass on one rank")
     if samples is not None and batch is None:
@@ -152,3 +138,75 @@ def _check_samples(batch: Any, samples: int | None) -> int:
     if tensors and not tensors[0].shape[0]:
         raise PrepareError(f"batch has no samples: its first tensor has shape {tuple(tensors[0].shape)}")
     return tensors[0].shape[0] if tensors else 1
+
+
+# -- passes, timed --
+
+
+def _probe(model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any) -> Pass | None:
+    """Return what a pass of `batch` takes; None, with a note in the log, if it cannot run for real.
+
+    A copy runs that shares the model's parameters, or has them in the dtype they will compute in; gradients go as they
+    come and buffers are its own, so the model is as before.
+    """
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    parameters = list(model.parameters())
+    if not tensors or not parameters or any(tensor.is_meta for tensor in (*parameters, *model.buffers(), *tensors)):
+        return None
+    device = parameters[0].device
+    try:
+        with everything_kept(device):
+            return _run(model, blueprints, precision, batch, device)
+    except Exception as error:
+        log.info("%s was not tried with its batch (%s: %s)", type(model).__name__, type(error).__name__, error)
+        return None
+    finally:
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+
+
+def _run(model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any, device: torch.device) -> Pass:
+    dtypes = {id(member.parameter): member.dtype for blueprint in blueprints for member in blueprint.members}
+    outside, inside = casts_of(model, precision)
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        value = tensor.detach()
+        if not isinstance(tensor, nn.Parameter):
+            return value.clone()
+        own_parameter = nn.Parameter(value.to(dtypes.get(id(tensor), tensor.dtype)), requires_grad=tensor.requires_grad)
+        if own_parameter.requires_grad:
+            own_parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        return own_parameter
+
+    def moved(leaf: torch.Tensor) -> torch.Tensor:
+        leaf = leaf.detach().to(device)
+        return leaf.to(inside) if leaf.dtype == outside and inside is not None else leaf
+
+    copied, _ = copy_of(model, own)
+    inputs = map_tensors(moved, batch)
+    passes = [_pass(copied, inputs, device)]
+    if sum(passes[0][:2]) < LONGEST_S:
+        passes = [_pass(copied, inputs, device) for _ in range(NUM_TIMED)]
+    return min(passes, key=lambda seconds: seconds[0] + seconds[1])
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _pass(model: nn.Module, batch: Any, device: torch.device) -> Pass:
+    finish(device)
+    has_own_memory = device.type != "cpu"
+    before = torch.accelerator.memory_allocated(device) if has_own_memory else 0
+    if has_own_memory:
+        torch.accelerator.reset_peak_memory_stats(device)
+    begun = Timestamp(device)
+    output = call(model, batch)
+    between = Timestamp(device)
+    ends = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+    ended = Timestamp(device)
+    del output, ends
+    finish(device)
+    peak = torch.accelerator.max_memory_allocated(device) - before if has_own_memory else None
+    return between.since(begun), ended.since(between), peak

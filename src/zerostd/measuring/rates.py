@@ -1,32 +1,98 @@
-"""What one device and its CPU can do: copies between them, updates on either, matrix products.
+"""What one machine can do: copies between host and device, updates on either, matrix products, files read and written.
 
-Memory comes from the tiers and copies go through streams, as in training, so what is timed is what will be used.
+Memory comes from the tiers and copies go through streams, as in training, so what is timed is what will be used. A
+number is the median of short turns; `TrialSizes` says how much is tried.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import TypeVar
 
 import torch
 
 from zerostd.kernels import Adam, update
-from zerostd.measuring.timing import TrialSizes, finish, median_s, turns_of, within
+from zerostd.monitoring.ledger import Ledger
 from zerostd.monitoring.timestamps import Timestamp
-from zerostd.planning.machine import Link
+from zerostd.planning.profiles import DiskRates, Link
 from zerostd.policy import Kind
+from zerostd.tiers.disk import Disk
 from zerostd.tiers.host import Host
+from zerostd.tiers.limits import free_disk
 from zerostd.tiers.streams import Stream
+from zerostd.tiers.transfer import Transfer
 
+PAGE = 4096
+SHARE = 8  # at most one part in so many of what is free is taken for one array
 UPDATE_BYTES = 28  # of host memory for one parameter: fp32 master and states in and out, bf16 gradient in, weight out
 ARRAY_BYTES = 14  # that one parameter takes: the new weight takes the place of its gradient
 RESIDENT_BYTES = 20  # the same on the device, with the gradient as torch's optimizer wants it
-TINY_BYTES, NUM_TINY = 4096, 64  # copies that time nothing but their start
+TINY_BYTES = 4096  # of a copy that times nothing but its start
+NUM_TINY = 64
 SMALLEST_SIDE = 128  # of the first matrices that are tried
 BUSY_SECONDS = 0.5  # of updating while the link is busy
+REQUEST_BYTES = 16 << 20  # two blocks of the disk tier
+DEPTH = 4  # requests of each direction on their way at once
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrialSizes:
+    """How much is tried of each. These are for a profile that is kept; less memory or a slow part takes less."""
+
+    parameters: int = 64 << 20  # to update, on the CPU and on the device: far more than caches hold
+    copy: int = 64 << 20  # bytes of one copy through the link
+    copies: int = 4  # in each direction
+    side: int = 8192  # of the matrices on a device
+    cpu_side: int = 1024  # of the matrices on the CPU
+    disk: int = 1 << 30  # bytes of the file
+    wire: int = 64 << 20  # bytes of the longest buffer that is gathered and reduced
+    turns: int = 5  # that a median is taken of
+    seconds: float = 1.0  # for one number, after which no new turn begins
+    disk_seconds: float = 3.0  # for one direction of the disk, or both
+
+
+FULL = TrialSizes()
+
+
+def within(wanted: int, free: int) -> int:
+    """Return `wanted`, or less where little is free; whole pages, and at least one."""
+    return max(PAGE, min(wanted, free // SHARE) // PAGE * PAGE)
+
+
+def finish(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def turns_of(work: Callable[[], T], sizes: TrialSizes) -> list[T]:
+    """Return the results of `work` turn by turn, without the first, until there are enough or the time is up."""
+    work()
+    turns: list[T] = []
+    end = time.perf_counter() + sizes.seconds
+    while len(turns) < sizes.turns and (not turns or time.perf_counter() < end):
+        turns.append(work())
+    return turns
+
+
+def median_s(work: Callable[[], object], sizes: TrialSizes) -> float:
+    def timed() -> float:
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+
+    return max(median(turns_of(timed, sizes)), 1e-9)
+
+
+# -- link, CPU and device --
 
 
 class LinkCopies:
@@ -51,7 +117,6 @@ class LinkCopies:
         return [end.since(begins[0]) for end in ends]
 
     def latency(self) -> float:
-        """Return seconds of a copy that is too small to take time."""
         begin = Timestamp(self.up.device, self.up.stream)
         for number in range(NUM_TINY):
             self._copy(self.up, number * TINY_BYTES % self.num_bytes, TINY_BYTES)
@@ -67,7 +132,6 @@ class LinkCopies:
 
 
 def link_rates(copies: LinkCopies, sizes: TrialSizes) -> Link:
-    """Measure each direction alone, and both at once."""
     size = copies.num_bytes
     up, down = (size / _median_turn(copies, sizes, stream)[0] for stream in (copies.up, copies.down))
     up_s, down_s = _median_turn(copies, sizes, copies.up, copies.down)
@@ -79,7 +143,6 @@ def link_rates(copies: LinkCopies, sizes: TrialSizes) -> Link:
 
 
 def _median_turn(copies: LinkCopies, sizes: TrialSizes, *streams: Stream) -> list[float]:
-    """Return seconds by stream, of the turn in the middle."""
     turns = sorted(turns_of(partial(copies.turn, *streams), sizes), key=max)
     return turns[len(turns) // 2]
 
@@ -101,7 +164,6 @@ class HostUpdates:
         self._rule = Adam(**rates, decoupled=True, maximize=False, step=10, exact_root=exact)
 
     def step(self, num_threads: int) -> None:
-        """Update every parameter once."""
         update(self._rule, self._gradient, self._arrays, weight=self._gradient, num_threads=num_threads)
 
     def ns(self, num_threads: int, sizes: TrialSizes) -> float:
@@ -166,7 +228,9 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype, most: int, sizes: Tri
     side = min(SMALLEST_SIDE, most)
     rate = None
     while side <= most:
-        seconds = median_s(_product(device, dtype, side), sizes)
+        own = torch.Generator(device).manual_seed(0)  # the user's draws stay as they are
+        left, right = (torch.randn(side, side, device=device, generator=own).to(dtype) for _ in range(2))
+        seconds = median_s(partial(_multiply, left, right, torch.empty_like(left)), sizes)
         if rate is None and dtype is not torch.float32 and seconds > sizes.seconds / 10:
             return None
         rate = 2 * side**3 / seconds
@@ -177,13 +241,62 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype, most: int, sizes: Tri
     return rate
 
 
-def _product(device: torch.device, dtype: torch.dtype, side: int) -> Callable[[], None]:
-    own = torch.Generator(device).manual_seed(0)  # the user's draws stay as they are
-    left, right = (torch.randn(side, side, device=device, generator=own).to(dtype) for _ in range(2))
-    out = torch.empty_like(left)
+def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(left, right, out=out)
+    finish(out.device)
 
-    def work() -> None:
-        torch.mm(left, right, out=out)
-        finish(device)
 
-    return work
+# -- disk --
+
+
+def disk_rates(path: str, sizes: TrialSizes) -> DiskRates:
+    """Return the rates of files in `path`; the one made for it has no name and is gone afterwards."""
+    ledger = Ledger()
+    disk = Disk(path, ledger)
+    host = Host(torch.device("cpu"), ledger, 1)
+    try:
+        return _disk_rates(disk, host, sizes)
+    finally:
+        disk.close()
+        host.free_all()
+
+
+def _disk_rates(disk: Disk, host: Host, sizes: TrialSizes) -> DiskRates:
+    size = within(sizes.disk, free_disk(disk.path))
+    step = min(REQUEST_BYTES, max(PAGE, size // 8 // PAGE * PAGE))
+    file = disk.allocate(max(size, 2 * step), Kind.BUFFERS)
+    memory = host.allocate(2 * DEPTH * step, Kind.BUFFERS)
+    memory.view(torch.int64).random_(generator=torch.Generator())  # a file system may store zeros without writing them
+    into, out_of = memory.view(2, DEPTH, step).unbind()
+    whole = file.num_bytes // step
+
+    def write_first(number: int) -> Transfer:
+        return disk.write(file, number * step, out_of[number % DEPTH])
+
+    # Room that is reserved but was never written is not read from the drive.
+    _, count = _requests_per_s([write_first], whole, sizes)
+    half = max(1, count // 2)  # the first half is read, the second one written
+
+    def read(number: int) -> Transfer:
+        return disk.read(file, number % half * step, into[number % DEPTH])
+
+    def write(number: int) -> Transfer:
+        return disk.write(file, (half + number % half) * step, out_of[number % DEPTH])
+
+    rates = [_requests_per_s(requests, 2 * whole, sizes)[0] * step for requests in ([read], [write], [read, write])]
+    return DiskRates(disk.path, *rates)
+
+
+def _requests_per_s(requests: Sequence[Callable[[int], Transfer]], most: int, sizes: TrialSizes) -> tuple[float, int]:
+    """Return how many requests of each kind a second does, all kinds busy, and how many there was time for."""
+    under_way: deque[Transfer] = deque()
+    begin = time.perf_counter()
+    for number in itertools.count():
+        if number >= most or (number >= 2 and time.perf_counter() - begin > sizes.disk_seconds):
+            break
+        while len(under_way) > (DEPTH - 1) * len(requests):
+            under_way.popleft().wait()
+        under_way += [request(number) for request in requests]
+    for transfer in under_way:
+        transfer.wait()
+    return number / (time.perf_counter() - begin), number

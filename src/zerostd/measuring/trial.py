@@ -68,13 +68,9 @@ def try_forward(
         return _with_memory(model, blueprints, precision, batch, device)
 
 
-class _CopyError(Exception):
-    """The model cannot be copied, so there is nothing to try."""
-
-
 def _why_not_real(reason: Exception, leaves: list[Any]) -> str | None:
     """Return why the real forward would not help either, or None if it may."""
-    if isinstance(reason, _CopyError):
+    if isinstance(reason, copy.Error):
         return "copy.deepcopy of it fails, and it is tried on a copy only"
     if "saved tensor hooks" in str(reason):
         return "its forward uses torch.func, which does not allow to count what is saved"
@@ -166,7 +162,7 @@ def copy_of(model: nn.Module, make: Make) -> tuple[nn.Module, dict[int, Any]]:
     try:
         return copy.deepcopy(model, twins), twins
     except Exception as error:
-        raise _CopyError from error
+        raise copy.Error from error
 
 
 @contextlib.contextmanager
@@ -246,7 +242,6 @@ class ForwardCounter(TorchDispatchMode):
                     self._owners[ref] = index
 
     def run(self, model: nn.Module, batch: Any) -> Any:
-        """Call `model`, a copy that is thrown away, and count."""
         self._owners |= {ref: None for b in model.buffers() if (ref := _ref(b)) not in self._owners and ref is not None}
         for module in model.modules():
             index = self._groups.get(module)
@@ -328,8 +323,7 @@ class ForwardCounter(TorchDispatchMode):
         return tensor.detach()
 
     def _is_new(self, tensor: torch.Tensor, what: str) -> bool:
-        """Return whether a storage is no parameter's or buffer's, and was not counted as `what` yet. Weak references,
-        so that no address is used twice."""
+        """Return whether a storage is no parameter's or buffer's, and was not counted as `what` yet."""
         ref = _ref(tensor)
         if ref is None or ref in self._owners or ref in self._counted[what]:
             return False

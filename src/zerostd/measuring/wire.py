@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
+import numpy
 import torch
 
 from zerostd.communication import Wires, World
-from zerostd.measuring.timing import TrialSizes, finish
+from zerostd.measuring.rates import TrialSizes, finish
 from zerostd.monitoring.ledger import Ledger
-from zerostd.planning.machine import Wire
+from zerostd.planning.profiles import Wire
 from zerostd.tiers import Transfer
 
 SMALLEST_BYTES = 16 << 10
@@ -65,17 +66,11 @@ def _collective_s(wires: Wires, start: Callable[[], Transfer], num_turns: int) -
 
 def fit(points: Sequence[Point]) -> tuple[float, float]:
     """Return latency and bandwidth, neither below 0, so that latency + bytes / bandwidth comes nearest the seconds."""
-    ones = sum(1 / s**2 for _, s in points)
-    mixed = sum(size / s**2 for size, s in points)
-    squares = sum((size / s) ** 2 for size, s in points)
-    right = sum(1 / s for _, s in points)
-    left = sum(size / s for size, s in points)
-    det = ones * squares - mixed**2
-    if det > 1e-12 * ones * squares:
-        latency = (squares * right - mixed * left) / det
-        slope = (ones * left - mixed * right) / det
+    sizes, seconds = numpy.array(points).T
+    if len(set(sizes)) > 1:
+        slope, latency = numpy.polyfit(sizes, seconds, 1, w=1 / seconds)
         if latency >= 0 and slope > 0:
-            return latency, 1 / slope
-    size, seconds = max(points)  # one size only, or too much noise: the longest says most
-    rate = size / seconds
+            return float(latency), float(1 / slope)
+    size, longest = max(points)  # one size only, or too much noise: the longest says most
+    rate = size / longest
     return max(0.0, min(s - size / rate for size, s in points)), rate

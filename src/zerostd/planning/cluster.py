@@ -8,26 +8,25 @@ module's to the byte.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zerostd.errors import PrepareError
-from zerostd.planning.advice import if_most_are_clipped
-from zerostd.planning.costs import group_costs
 from zerostd.planning.demands import work
-from zerostd.planning.machine import MachineProfile, Processor
-from zerostd.planning.model import ModelProfile
 from zerostd.planning.plan import Plan
-from zerostd.planning.planner import plan_from, solve
+from zerostd.planning.planner import if_most_are_clipped, plan_from, solve
+from zerostd.planning.profiles import MachineProfile, ModelProfile, Processor
 from zerostd.planning.request import (
     FOR_ACTIVATIONS,
     WORTH_SPECULATING,
     PlanRequest,
+    group_costs,
     limits_for,
     stages_of,
     threads_of,
 )
-from zerostd.planning.search import SolvedLayout, StepLayout, divisions, shortest, table, try_all
 from zerostd.planning.solution import Solution, homes_by_group, model_state
 from zerostd.policy import Budget, Kind, Stage, Tier, shards
 
@@ -35,6 +34,11 @@ NUM_GATHERED = 3  # groups that are whole at once: the one at work, the next, an
 NUM_STAGING = 2  # groups whose gradients are on their way
 NO_WIRES = "The machine profile has no wires, so time of collectives is not in the plan."
 NOWHERE = MachineProfile("nowhere", "none", {"any": 1.0}, 0.0, {}, Processor(1, {1: 1.0}, 1.0), None)  # counts bytes
+MOST_TRIED = 8  # divisions of a batch into passes
+ALMOST = 0.01  # of a step
+MISSING = re.compile(r"[^:.]*(?:[.]\d[^:.]*)* is missing")  # what of a refusal goes into the table
+
+Refusal = tuple[PlanRequest, PrepareError]
 
 
 @dataclass(frozen=True)
@@ -76,25 +80,24 @@ class ScalingRow:
 
 def plan_on(model: ModelProfile, machine: MachineProfile, use: TrainingOptions) -> Plan:
     """Return the plan with the shortest step; PrepareError says what is missing if nothing fits."""
-    layouts = [
-        StepLayout(samples, passes, stage)
+    requests = [
+        _request(replace(model, samples=samples), machine, use, passes, stage)
         for samples, passes in _divided(model, use)
         for stage in stages_of(use.stage, use.world_size)
     ]
-    solved, refused = try_all(layouts, lambda layout: _fitted(_request(model, machine, use, layout)), _seconds)
-    best = shortest(solved)
-    solution = min([best.solution, *_speculating(solved, use)], key=_seconds)
+    solutions, refused = try_all(requests, _fitted)
+    best = shortest(solutions)
+    solution = min([best, *_speculating(solutions, use)], key=_seconds)
     plan = plan_from(solution, homes_by_group(solution), model_state(solution))
     if use.batch is None:
         notes = [*_notes(solution.request, use), *(str(error) for _, error in refused)]
     else:
-        use = replace(use, accumulate=best.layout.accumulate)
-        notes = [table(solved, refused, best.layout), *_notes(solution.request, use)]
-    return replace(plan, notes=(*plan.notes, *notes, *if_most_are_clipped(plan, best.seconds)))
+        use = replace(use, accumulate=best.request.accumulate)
+        notes = [table(solutions, refused, best), *_notes(solution.request, use)]
+    return replace(plan, notes=(*plan.notes, *notes, *if_most_are_clipped(plan, _seconds(best))))
 
 
 def _divided(model: ModelProfile, use: TrainingOptions) -> list[tuple[int | None, int | None]]:
-    """Return samples in a pass and passes in a step: as they are given, or all that are worth trying."""
     batch = use.batch
     samples = model.samples
     passes = use.accumulate
@@ -110,17 +113,67 @@ def _divided(model: ModelProfile, use: TrainingOptions) -> list[tuple[int | None
     return [(samples or batch // (passes or 1), passes or batch // (samples or 1))]
 
 
-def _request(model: ModelProfile, machine: MachineProfile, use: TrainingOptions, layout: StepLayout) -> PlanRequest:
-    model = replace(model, samples=layout.samples)
+def divisions(batch: int, most: int = MOST_TRIED) -> list[tuple[int, int]]:
+    """Return samples in a pass and passes: all that make the batch, or some, even on a scale of powers."""
+    sizes = [size for size in range(1, batch + 1) if batch % size == 0]
+    if len(sizes) > most:
+        wanted = [math.log(batch) * place / (most - 1) for place in range(most)]
+        sizes = sorted({min(sizes, key=lambda size: abs(math.log(size) - power)) for power in wanted})
+    return [(size, batch // size) for size in reversed(sizes)]
+
+
+def try_all(
+    requests: Iterable[PlanRequest], solve: Callable[[PlanRequest], Solution]
+) -> tuple[list[Solution], list[Refusal]]:
+    """Return the solutions, and the requests that were refused. Raises the last refusal if nothing fits."""
+    solutions = list[Solution]()
+    refused = list[Refusal]()
+    for request in requests:
+        try:
+            solutions.append(solve(request))
+        except PrepareError as error:
+            refused.append((request, error))
+    if refused and not solutions:
+        raise refused[-1][1]
+    return solutions, refused
+
+
+def shortest(solutions: Sequence[Solution]) -> Solution:
+    """Return the shortest, but at the same stage a pass of more samples for almost the same time."""
+    best = min(solutions, key=_seconds)
+    most_s = _seconds(best) * (1 + ALMOST)
+    near = [each for each in solutions if each.request.stage is best.request.stage and _seconds(each) <= most_s]
+    return max(near, key=lambda solution: (solution.request.model.samples or 0, -_seconds(solution)))
+
+
+def table(solutions: Sequence[Solution], refused: Sequence[Refusal], chosen: Solution) -> str:
+    """Return the divisions of a batch that were tried, in lines; of each the best stage."""
+    outcomes = {}
+    for request, error in refused:
+        match = MISSING.search(str(error))
+        outcomes[request.model.samples or 1, request.accumulate] = match.group().strip() if match else str(error)
+    for solution in sorted(solutions, key=_seconds, reverse=True):
+        request = solution.request
+        outcomes[request.model.samples or 1, request.accumulate] = f"{_seconds(solution):.3g} s a step"
+    passes = chosen.request.accumulate
+    samples = chosen.request.model.samples or 1
+    lines = [f"A step of {samples * passes} samples is made in passes of {samples}: accumulate={passes}. Tried:"]
+    lines += [f"  {size} x {count}: {outcomes[size, count]}" for size, count in sorted(outcomes, reverse=True)]
+    return "\n".join(lines)
+
+
+def _request(
+    model: ModelProfile, machine: MachineProfile, use: TrainingOptions, passes: int | None, stage: Stage
+) -> PlanRequest:
     local = min(use.world_size, machine.ranks_per_node)
     request = PlanRequest(
         model=model,
         machine=_share(machine, local),
         limits={},
-        stage=layout.stage,
+        stage=stage,
         world_size=use.world_size,
-        accumulate=layout.accumulate or 1,
-        waits_for_norm=use.clips or use.scales_loss or layout.accumulate is None,
+        accumulate=passes or 1,
+        waits_for_norm=use.clips or use.scales_loss or passes is None,
         num_threads=threads_of(machine, local),
     )
     limits = limits_of(machine, use.world_size, use.budget, knows_activations=request.knows_time)
@@ -131,21 +184,20 @@ def _seconds(solution: Solution) -> float:
     """Return those of a step; without a time, the most that a resource has to do."""
     if solution.request.knows_time:
         return solution.timeline.step_s
-    return max(work(solution.request, solution.costs, solution.shares).values(), default=0.0)
+    return max(work(solution.request, solution.shares).values(), default=0.0)
 
 
-def _speculating(solved: Sequence[SolvedLayout[Solution]], use: TrainingOptions) -> Iterator[Solution]:
+def _speculating(solutions: Sequence[Solution], use: TrainingOptions) -> Iterator[Solution]:
     """Yield the best of each stage once more with speculation, where that is worth its memory."""
-    if not use.clips or use.scales_loss:
+    knows_passes = use.batch is not None or use.accumulate is not None
+    if not use.clips or use.scales_loss or not knows_passes:
         return
-    for stage in {each.layout.stage for each in solved}:
-        best = shortest([each for each in solved if each.layout.stage is stage])
-        request = best.solution.request
-        knows = best.layout.accumulate is not None and request.knows_time
-        if knows and model_state(best.solution)[Tier.HOST]:
+    for stage in {solution.request.stage for solution in solutions}:
+        best = shortest([solution for solution in solutions if solution.request.stage is stage])
+        if best.request.knows_time and model_state(best)[Tier.HOST]:
             with contextlib.suppress(PrepareError):
-                speculating = _fitted(replace(request, speculates=True))
-                if speculating.timeline.step_s < (1.0 - WORTH_SPECULATING) * best.seconds:
+                speculating = _fitted(replace(best.request, speculates=True))
+                if speculating.timeline.step_s < (1.0 - WORTH_SPECULATING) * _seconds(best):
                     yield speculating
 
 
@@ -162,7 +214,6 @@ def _fitted(request: PlanRequest) -> Solution:
 
 
 def _working(request: PlanRequest, *, gathers: bool) -> int:
-    """Return the bytes of the device beside model state and activations."""
     model = request.model
     costs = group_costs(request)
     total = 0.0
@@ -217,8 +268,7 @@ def limits_of(
 
 
 def _share(machine: MachineProfile, local: int) -> MachineProfile:
-    """Return what one of several ranks of a node has where the device is the CPU. A device is a rank's own, and memory
-    and disk are shared out by the request."""
+    """Return what one of several ranks of a node has of the CPU, where that is the device."""
     if machine.link is not None:
         return machine
     matrix = {dtype: rate / local for dtype, rate in machine.matrix.items()}
@@ -229,8 +279,7 @@ def _share(machine: MachineProfile, local: int) -> MachineProfile:
 
 
 def state_bytes(model: ModelProfile, stage: Stage, world_size: int) -> float:
-    """Return the model state that one rank holds: in bf16, 2 bytes for a parameter, 2 for its gradient and 12 for its
-    states."""
+    """Return the bytes of model state that one rank holds."""
     costs = group_costs(PlanRequest(replace(model, samples=None, forward_s=None), NOWHERE, {}, stage, world_size))
     whole = sum(cost.parameters + cost.gradients + cost.pinned_gradients for cost in costs)
     return whole + model.state_bytes * sum(cost.updated for cost in costs)
@@ -261,15 +310,10 @@ def scaling(
     use: TrainingOptions | None = None,
     samples_per_step: int | None = None,
 ) -> list[ScalingRow]:
-    """Return a row for each world size, smallest first.
+    """Return a row for each number of ranks in `worlds`, smallest first, for `use` but its world size.
 
-    Args:
-        model: With `samples`, those of one pass on one rank, or with times.
-        machine: That of every rank.
-        worlds: Numbers of ranks.
-        use: As in `plan_on`, but for its world size.
-        samples_per_step: Of all ranks together: larger worlds make fewer passes. None: each rank makes the passes that
-            `use` says, and a step has more samples in a larger world.
+    With `samples_per_step`, of all ranks together, larger worlds make fewer passes. Without, each rank makes the passes
+    that `use` says, and a step has more samples in a larger world.
     """
     if model.samples is None:
         raise PrepareError("scaling needs to know the samples of one pass on one rank: give them with --samples")
@@ -284,10 +328,7 @@ def scaling(
             rows.append(ScalingRow(size, refused=f"a step of {samples} samples has none for some of {size} ranks"))
         else:
             rows.append(_row(model, machine, of_world, samples))
-    fits = [row for row in rows if not row.refused]
-    if not fits:
-        return rows
-    perfect = fits[0].samples_per_s / fits[0].world_size
+    perfect = next((row.samples_per_s / row.world_size for row in rows if not row.refused), 1.0)
     return [replace(row, efficiency=row.samples_per_s / row.world_size / perfect) for row in rows]
 
 
@@ -300,11 +341,8 @@ def _row(model: ModelProfile, machine: MachineProfile, use: TrainingOptions, sam
     no_wires = replace(_share(machine, min(use.world_size, machine.ranks_per_node)), wires=())
     alone = PlanRequest(model, no_wires, plan.limits, plan.stage, use.world_size, passes, activations=use.activations)
     costs = group_costs(alone)
-    longer_s = sum(
-        cost.activations.longer_s
-        for cost in costs
-        if cost.activations is not None and plan.activations_of(cost.name) == "recompute"
-    )
+    recomputed = [cost.activations for cost in costs if plan.activations_of(cost.name) == "recompute"]
+    longer_s = sum(activations.longer_s for activations in recomputed)
     held = {
         tier: sum(size for kind, size in kinds.items() if kind not in (Kind.ACTIVATIONS, Kind.BUFFERS))
         for tier, kinds in plan.predicted.bytes.items()

@@ -6,14 +6,13 @@ have a closed form where parameters and gradients of a group are in one place. F
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy
 
-from zerostd.planning.costs import ActivationCost, GroupCost
 from zerostd.planning.linear import Array
-from zerostd.planning.request import PlanRequest
+from zerostd.planning.request import GroupCost, PlanRequest
 from zerostd.policy import Tier
 
 Factors = dict[str, Array]  # by the name of a share or a product
@@ -21,8 +20,7 @@ Factors = dict[str, Array]  # by the name of a share or a product
 
 @dataclass(frozen=True)
 class GroupShares:
-    """What is where of one group: its states by route and tier, and the parts of its parameters, gradients and
-    activations that are off the device."""
+    """States of one group by route and tier, and what of its parameters, gradients and activations is off."""
 
     resident: float = 1.0
     cpu: float = 0.0
@@ -37,15 +35,9 @@ class GroupShares:
 
 
 STATES = ("resident", "cpu", "streamed", "disk_cpu", "disk_streamed")
-PRODUCTS = (
-    "weights_up",  # new parameters that go to the device from the CPU
-    "weights_down",  # and from the device to where they are kept
-    "weights_held",  # where the former wait, unless they take the place of the gradient's copy
-    "mirror",  # gradients on the device that the CPU reads a copy of
-    "gradients_up",  # gradients on the host that the device reads
-    "master_device",  # masters that are no parameters themselves
-    "master_host",
-)
+BY_CPU = ("cpu", "disk_cpu")
+OFF = ("parameters_host", "parameters_disk")
+PRODUCTS = ("weights_up", "weights_down", "weights_held", "mirror", "gradients_up", "master_device", "master_host")
 NAMES = tuple(field.name for field in fields(GroupShares))
 WHOLE = NAMES[len(STATES) :]  # what a group does as a whole, in the end
 
@@ -58,9 +50,9 @@ def states_of(share: GroupShares, whole: GroupShares) -> GroupShares:
 class ResourceDemands:
     """The factors of all groups of a request."""
 
-    def __init__(self, request: PlanRequest, costs: Sequence[GroupCost]) -> None:
+    def __init__(self, request: PlanRequest) -> None:
         model = request.model
-        activations = [cost.activations or ActivationCost() for cost in costs]
+        costs = request.costs
         self.request = request
         self.updated = _array(cost.updated for cost in costs)
         self.parameters = _array(cost.parameters for cost in costs)
@@ -70,11 +62,11 @@ class ResourceDemands:
         self.weights = self.updated * model.parameter_bytes
         self.states = self.updated * model.state_bytes
         self.masters = self.updated * model.master_bytes
-        self.kept = _array(cost.kept for cost in activations)
-        self.boundary = _array(cost.boundary for cost in activations)
-        self.longer_s = _array(cost.longer_s for cost in activations)
-
-    # Bytes
+        self.kept = _array(cost.activations.kept for cost in costs)
+        self.boundary = _array(cost.activations.boundary for cost in costs)
+        self.forward_s = _array(cost.forward_s for cost in costs)
+        self.backward_s = _array(cost.backward_s for cost in costs)
+        self.longer_s = _array(cost.activations.longer_s for cost in costs)
 
     def bytes(self, tier: Tier) -> tuple[Factors, float]:
         """Return what shares take of one tier, and what is there in any case."""
@@ -109,8 +101,6 @@ class ResourceDemands:
         on_disk = self.states + self.masters
         return {"disk_cpu": on_disk, "disk_streamed": on_disk, "parameters_disk": self.parameters}, 0.0
 
-    # Seconds
-
     def update(self) -> dict[str, Factors]:
         """Return, by resource, what the update of a group takes and what its next forward needs from elsewhere."""
         model = self.request.model
@@ -137,20 +127,20 @@ class ResourceDemands:
         work |= self._link(up, down, _sum(in_memory, up, down, _scaled(read, 2)))
         return work | self._disk(read, read)
 
-    def again(self) -> dict[str, Factors]:
-        """Return, by resource, what a pass needs from elsewhere beside the first forward."""
-        up = {"parameters_host": self.parameters, "parameters_disk": self.parameters}
-        return self._link(up, {}, up) | self._disk({"parameters_disk": self.parameters}, {})
-
-    def sums(self) -> dict[str, Factors]:
-        """Return, by resource, what it takes to add to sums of gradients on the host, which come up for that."""
-        moved = {"gradients_host": self.gradients}
-        return self._link(moved, moved, _scaled(moved, 2))
-
-    def activations(self) -> dict[str, Factors]:
-        """Return, by resource, what activations take that go down in a pass and come up again."""
-        moved = {"activations_host": self.kept}
-        return self._link(moved, moved, _scaled(moved, 2)) if self.request.chooses else {}
+    def passes(self) -> list[tuple[dict[str, Factors], Array | float]]:
+        """Return, by resource, what passes of a step need from elsewhere after the first forward, and how often."""
+        count = self.request.accumulate
+        off = dict.fromkeys(OFF, self.parameters)
+        brought = self._link(off, {}, off) | self._disk({"parameters_disk": self.parameters}, {})
+        often = numpy.full(len(self.updated), 2.0 * count - 1.0)
+        often[-1] = count - 1.0  # the last group stays for backward
+        summed = {"gradients_host": self.gradients}  # they come up to be added to
+        sent = {"activations_host": self.kept}
+        return [
+            (brought, often),
+            (self._link(summed, summed, _scaled(summed, 2)), count - 1.0),
+            (self._link(sent, sent, _scaled(sent, 2)) if self.request.chooses else {}, float(count)),
+        ]
 
     def _link(self, up: Factors, down: Factors, memory: Factors) -> dict[str, Factors]:
         link = self.request.machine.link
@@ -174,21 +164,20 @@ class ResourceDemands:
         }
 
 
-def values_of(request: PlanRequest, costs: Sequence[GroupCost], shares: Sequence[GroupShares]) -> Factors:
-    """Return given shares as arrays, with the products of them."""
-    values = {name: _array(getattr(share, name) for share in shares) for name in NAMES}
-    off = values["parameters_host"] + values["parameters_disk"]
-    by_cpu = values["cpu"] + values["disk_cpu"]
-    on_host = values["cpu"] + values["streamed"]
-    values["weights_up"] = _above(by_cpu - off)
-    values["weights_down"] = _above(off - by_cpu)
-    values["mirror"] = _above(by_cpu - values["gradients_host"])
-    values["gradients_up"] = _above(values["gradients_host"] - by_cpu)
-    values["master_device"] = _above(values["resident"] + off - 1.0)
-    values["master_host"] = on_host if request.speculates else _above(on_host - values["parameters_host"])
-    lands = numpy.array([lands_on_copy(request, cost) for cost in costs])
-    values["weights_held"] = _above(values["weights_up"] - numpy.where(lands, values["mirror"], 0.0))
-    return values
+def products(request: PlanRequest) -> Iterator[tuple[str, Sequence[str], Mapping[str, Array | float], float]]:
+    """Yield what depends on two shares at once: its name, shares that are added, those that are taken away with their
+    factors, and a number that is taken away. A product is the rest, if that is above 0: exact where parameters and
+    gradients of a group are in one place."""
+    off = dict.fromkeys(OFF, 1.0)
+    by_cpu = dict.fromkeys(BY_CPU, 1.0)
+    lands = _array(lands_on_copy(request, cost) for cost in request.costs)
+    yield "weights_up", BY_CPU, off, 0.0  # new parameters that go to the device from the CPU
+    yield "weights_down", OFF, by_cpu, 0.0  # and from the device to where they are kept
+    yield "mirror", BY_CPU, {"gradients_host": 1.0}, 0.0  # gradients on the device that the CPU reads a copy of
+    yield "gradients_up", ("gradients_host",), by_cpu, 0.0  # gradients on the host that the device reads
+    yield "master_device", ("resident", *OFF), {}, 1.0  # masters that are no parameters themselves
+    yield "master_host", ("cpu", "streamed"), {} if request.speculates else {"parameters_host": 1.0}, 0.0
+    yield "weights_held", ("weights_up",), {"mirror": lands}, 0.0  # where parameters wait that take no gradient's place
 
 
 def lands_on_copy(request: PlanRequest, cost: GroupCost) -> bool:
@@ -196,27 +185,15 @@ def lands_on_copy(request: PlanRequest, cost: GroupCost) -> bool:
     return cost.gradient_bytes == request.model.parameter_bytes and not request.speculates
 
 
-def times_brought(passes: int, num_groups: int) -> Array:
-    """Return how often parameters come to the device in a step beside the first forward; those of the last group stay
-    for backward."""
-    times = numpy.full(num_groups, 2.0 * passes - 1.0)
-    times[-1] = passes - 1.0
-    return times
-
-
-def work(request: PlanRequest, costs: Sequence[GroupCost], shares: Sequence[GroupShares]) -> dict[str, float]:
-    """Return the seconds of work in a step, by resource, for given shares."""
-    demands = ResourceDemands(request, costs)
-    values = values_of(request, costs, shares)
-    passes = request.accumulate
-    parts: list[tuple[dict[str, Factors], Array | float]] = [
-        (demands.update(), 1.0),
-        (demands.again(), times_brought(passes, len(costs))),
-        (demands.sums(), passes - 1.0),
-        (demands.activations(), float(passes)),
-    ]
+def work(request: PlanRequest, shares: Sequence[GroupShares]) -> dict[str, float]:
+    """Return the seconds of work in a step, by resource."""
+    values = {name: _array(getattr(share, name) for share in shares) for name in NAMES}
+    for name, plus, minus, bound in products(request):
+        rest = sum(values[share] for share in plus) - sum(values[share] * times for share, times in minus.items())
+        values[name] = numpy.maximum(rest - bound, 0.0)
+    demands = ResourceDemands(request)
     total: dict[str, float] = {}
-    for resources, times in parts:
+    for resources, times in [(demands.update(), 1.0), *demands.passes()]:
         for resource, factors in resources.items():
             seconds = sum(float((factor * values[name] * times).sum()) for name, factor in factors.items())
             total[resource] = total.get(resource, 0.0) + seconds
@@ -225,12 +202,6 @@ def work(request: PlanRequest, costs: Sequence[GroupCost], shares: Sequence[Grou
 
 def _array(numbers: Iterable[float]) -> Array:
     return numpy.array(list(numbers), float)
-
-
-def _above(values: Array) -> Array:
-    """Return the values, or 0 where they are less."""
-    above: Array = numpy.maximum(values, 0.0)
-    return above
 
 
 def _scaled(factors: Mapping[str, Array], by: float) -> Factors:

@@ -25,27 +25,18 @@ from typing import Any
 
 from zerostd.errors import PrepareError
 from zerostd.monitoring.decoding import decode
-from zerostd.planning.model import GroupProfile, ModelProfile
+from zerostd.planning.profiles import GroupProfile, ModelProfile
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 VOCABULARY = 50257  # of GPT-2 and GPT-3
 LEAST_UNTIED = 64000  # rows in embedding and head together, from which on they are taken for two matrices
 LONGEST = 4096  # tokens of a sample, if nobody says
-LAYERS = {  # published depths by number of parameters: GPT-2 and -3, MT-NLG, Megatron's 1T; below 100M our own
-    10**4: 1,
-    10**5: 2,
-    10**6: 4,
-    10**7: 6,
-    125 * 10**6: 12,
-    350 * 10**6: 24,
-    1300 * 10**6: 24,
-    2700 * 10**6: 32,
-    6700 * 10**6: 32,
-    13 * 10**9: 40,
-    175 * 10**9: 96,
-    530 * 10**9: 105,
-    10**12: 128,
-}
+LAYERS = {1e4: 1, 1e5: 2, 1e6: 4, 1e7: 6}  # depths by number of parameters: below 100M our own,
+LAYERS |= {125e6: 12, 350e6: 24, 1.3e9: 24, 2.7e9: 32, 6.7e9: 32, 13e9: 40, 175e9: 96}  # those of GPT-2 and GPT-3,
+LAYERS |= {530e9: 105, 1e12: 128}  # and those of MT-NLG and Megatron
+
+
+_Ends = tuple[int, int, int]  # parameters before and after the blocks, rows of the logits; 0: it pools its first token
 
 
 @dataclass(frozen=True)
@@ -72,15 +63,6 @@ class _Block:
             boundary_bytes=2.0 * sequence * self.hidden,
             peak_bytes=2.0 * sequence * self.inner,
         )
-
-
-@dataclass(frozen=True)
-class _Ends:
-    """What is before and after the blocks. A tied head has no matrix of its own, but takes its FLOPs."""
-
-    embedding: int
-    head: int
-    vocabulary: int  # rows of the logits; 0: the model has none, and pools its first token
 
 
 def parse_count(value: int | str) -> int:
@@ -116,17 +98,8 @@ def from_numbers(
     and head: to the embedding alone where it is about one matrix (tied), to both where it is two. Without them a
     published shape of about this size is taken, and the blocks are scaled so that the sum is right.
 
-    Args:
-        numel: Parameters: an integer, or a text such as "7.5B".
-        hidden: Width of the residual stream.
-        layers: Number of blocks.
-        vocabulary: Rows of the embedding. None: from what is left, or that of GPT-2.
-        sequence: Tokens in one sample.
-        samples: Sequences in one pass on one rank; None: not known.
-        name: Of the model; None: "gpt-" and its size.
-
-    Raises:
-        PrepareError: Numbers below 1, or blocks that are more than `numel`.
+    `hidden` is the width of the residual stream, `vocabulary` the rows of the embedding (None: from what is left, or
+    that of GPT-2), `sequence` the tokens in one sample, `samples` the sequences in one pass on one rank, if known.
     """
     total = parse_count(numel)
     _check(hidden=hidden, layers=layers, vocabulary=vocabulary, sequence=sequence, samples=samples)
@@ -145,7 +118,6 @@ def _check(**given: int | None) -> None:
 
 
 def _exact(total: int, hidden: int, layers: int, vocabulary: int | None) -> tuple[int, _Ends, list[int]]:
-    """Take blocks as the numbers say; embedding and head are what is left."""
     size = 12 * hidden**2 + 13 * hidden
     rest = total - layers * size
     if rest < 0:
@@ -156,11 +128,10 @@ def _exact(total: int, hidden: int, layers: int, vocabulary: int | None) -> tupl
     rows = rest // hidden
     is_tied = rows < (LEAST_UNTIED if vocabulary is None else 2 * vocabulary)
     head = min(2 * hidden, rest) if is_tied else rest // 2
-    return hidden, _Ends(rest - head, head, vocabulary or max(1, rows if is_tied else rows // 2)), [size] * layers
+    return hidden, (rest - head, head, vocabulary or max(1, rows if is_tied else rows // 2)), [size] * layers
 
 
 def _scaled(total: int, hidden: int | None, layers: int | None, vocabulary: int | None) -> tuple[int, _Ends, list[int]]:
-    """Take a published shape of about this size; the blocks make up the difference."""
     if vocabulary is None:
         vocabulary = VOCABULARY if total >= 10**8 else max(1, 5 * math.isqrt(total))
     if layers is None and hidden is not None:
@@ -173,18 +144,19 @@ def _scaled(total: int, hidden: int | None, layers: int | None, vocabulary: int 
     head = min(2 * hidden, total)
     embedding = min(vocabulary * hidden, total - head)
     share, more = divmod(total - embedding - head, layers)
-    return hidden, _Ends(embedding, head, vocabulary), [share + (index < more) for index in range(layers)]
+    return hidden, (embedding, head, vocabulary), [share + (index < more) for index in range(layers)]
 
 
 def _assemble(name: str, blocks: list[_Block], ends: _Ends, sequence: int, samples: int | None) -> ModelProfile:
+    before, after, vocabulary = ends
     hidden = blocks[0].hidden
     stream = 2.0 * sequence * hidden  # one activation in bf16
-    if ends.vocabulary:
-        logits = float(sequence * ends.vocabulary)
-        head = GroupProfile("head", ends.head, 0, 2.0 * hidden * logits, 2 * stream + 6 * logits, stream, 4 * logits)
+    if vocabulary:
+        logits = float(sequence * vocabulary)
+        head = GroupProfile("head", after, 0, 2.0 * hidden * logits, 2 * stream + 6 * logits, stream, 4 * logits)
     else:
-        head = GroupProfile("head", ends.head, 0, 2.0 * hidden**2, 4.0 * hidden, stream, 2.0 * hidden)
-    embedding = GroupProfile("embedding", ends.embedding, peak_bytes=stream)
+        head = GroupProfile("head", after, 0, 2.0 * hidden**2, 4.0 * hidden, stream, 2.0 * hidden)
+    embedding = GroupProfile("embedding", before, peak_bytes=stream)
     middle = (block.profile(f"blocks.{index}", sequence) for index, block in enumerate(blocks))
     return ModelProfile(name, (embedding, *middle, head), samples=samples)
 
@@ -198,13 +170,8 @@ def from_config(path: str | Path, *, sequence: int | None = None, samples: int |
     Counts are exact for GPT-2, for Llama, Mistral, Qwen2 and Qwen3 (the causal language models, with their head), and
     for BERT and RoBERTa (the encoder with its pooler).
 
-    Args:
-        path: The file, or the folder that holds it.
-        sequence: Tokens in one sample. None: as many as the model takes, at most 4096.
-        samples: Sequences in one pass on one rank; None: not known.
-
-    Raises:
-        PrepareError: No such file, a field that is missing, or a model_type that is not one of these.
+    `path` is the file, or the folder that holds it. A sample has `sequence` tokens, or as many as the model takes, at
+    most 4096. PrepareError names a field that is missing, or a model_type that is not one of these.
     """
     _check(sequence=sequence, samples=samples)
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
@@ -220,91 +187,75 @@ def from_config(path: str | Path, *, sequence: int | None = None, samples: int |
             f"{file}: model_type {kind!r} is not known here ({known} are); give a function that builds the model as "
             "`module:function` instead, or its size in numbers such as '7.5B'"
         )
-    config = _Config(file, data)
-    block, ends = FAMILIES[kind](config)
-    longest = config.number("max_position_embeddings", "n_positions", otherwise=LONGEST)
+    try:
+        block, ends = FAMILIES[kind](data)
+        longest = _number(data, "max_position_embeddings", "n_positions", otherwise=LONGEST)
+        layers = _number(data, "num_hidden_layers", "n_layer")
+    except PrepareError as error:
+        raise PrepareError(f"{file}: {error}") from None
     learns_positions = kind in ("gpt2", "bert", "roberta")
     if sequence is not None and learns_positions and sequence > longest:
         raise PrepareError(
             f"sequence={sequence} is longer than the {longest} positions of {file}; use at most {longest}"
         )
-    layers = config.number("num_hidden_layers", "n_layer")
     name = data.get("_name_or_path") or kind
     return _assemble(name, [block] * layers, ends, sequence or min(longest, LONGEST), samples)
 
 
-@dataclass(frozen=True)
-class _Config:
-    """Fields of a config.json; an error names the one that is missing."""
-
-    file: Path
-    fields: Mapping[str, Any]
-
-    def number(self, *names: str, otherwise: int | None = None) -> int:
-        """Return the first of these fields that is there."""
-        for name in names:
-            value = self.fields.get(name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise PrepareError(f"{self.file}: {name} is {value!r}, and must be a whole number above 0")
-            return value
-        if otherwise is None:
-            raise PrepareError(f"{self.file}: {' or '.join(names)} is missing; complete the file")
-        return otherwise
-
-    def flag(self, name: str, otherwise: bool) -> bool:
-        """Return a field that is true or false."""
-        return bool(self.fields.get(name, otherwise))
+def _number(config: Mapping[str, Any], *names: str, otherwise: int | None = None) -> int:
+    """Return the first of these fields that is there; an error names those that are missing."""
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise PrepareError(f"{name} is {value!r}, and must be a whole number above 0")
+        return value
+    if otherwise is None:
+        raise PrepareError(f"{' or '.join(names)} is missing; complete the file")
+    return otherwise
 
 
-def _gpt2(config: _Config) -> tuple[_Block, _Ends]:
-    h = config.number("n_embd", "hidden_size")
-    v = config.number("vocab_size")
-    inner = config.number("n_inner", otherwise=4 * h)
+def _gpt2(config: Mapping[str, Any]) -> tuple[_Block, _Ends]:
+    h = _number(config, "n_embd", "hidden_size")
+    v = _number(config, "vocab_size")
+    inner = _number(config, "n_inner", otherwise=4 * h)
     matrices = 4 * h * h + 2 * h * inner
     numel = matrices + 4 * h + (inner + h) + 4 * h  # biases of attention and feed-forward part, two norms
-    embedding = (v + config.number("n_positions", "max_position_embeddings")) * h
-    head = 2 * h + (0 if config.flag("tie_word_embeddings", True) else v * h)
-    return _Block(numel, matrices, h, h, h, inner), _Ends(embedding, head, v)
+    embedding = (v + _number(config, "n_positions", "max_position_embeddings")) * h
+    head = 2 * h + (0 if config.get("tie_word_embeddings", True) else v * h)
+    return _Block(numel, matrices, h, h, h, inner), (embedding, head, v)
 
 
-def _llama(config: _Config) -> tuple[_Block, _Ends]:
-    h, v, inner = (config.number(name) for name in ("hidden_size", "vocab_size", "intermediate_size"))
-    heads = config.number("num_attention_heads")
-    width = config.number("head_dim", otherwise=h // heads)
+def _llama(config: Mapping[str, Any]) -> tuple[_Block, _Ends]:
+    h, v, inner = (_number(config, name) for name in ("hidden_size", "vocab_size", "intermediate_size"))
+    heads = _number(config, "num_attention_heads")
+    width = _number(config, "head_dim", otherwise=h // heads)
     attention = heads * width
-    keys = config.number("num_key_value_heads", otherwise=heads) * width
+    keys = _number(config, "num_key_value_heads", otherwise=heads) * width
     matrices = 2 * h * attention + 2 * h * keys + 3 * h * inner
-    kind = config.fields["model_type"]
+    kind = config["model_type"]
     vectors = 2 * h  # two norms
     if kind == "qwen2":
         vectors += attention + 2 * keys
-    elif config.flag("attention_bias", False):
+    elif config.get("attention_bias", False):
         vectors += attention + 2 * keys + h
     if kind == "qwen3":
         vectors += 2 * width  # norms of queries and keys
-    if config.flag("mlp_bias", False):
+    if config.get("mlp_bias", False):
         vectors += 2 * inner + h
     block = _Block(matrices + vectors, matrices, h, attention, keys, inner, is_gated=True, drops=False)
-    head = h + (0 if config.flag("tie_word_embeddings", False) else v * h)
-    return block, _Ends(v * h, head, v)
+    head = h + (0 if config.get("tie_word_embeddings", False) else v * h)
+    return block, (v * h, head, v)
 
 
-def _bert(config: _Config) -> tuple[_Block, _Ends]:
-    h, v, inner = (config.number(name) for name in ("hidden_size", "vocab_size", "intermediate_size"))
+def _bert(config: Mapping[str, Any]) -> tuple[_Block, _Ends]:
+    h, v, inner = (_number(config, name) for name in ("hidden_size", "vocab_size", "intermediate_size"))
     matrices = 4 * h * h + 2 * h * inner
     numel = matrices + 4 * h + (inner + h) + 4 * h
-    rows = v + config.number("max_position_embeddings") + config.number("type_vocab_size", otherwise=2)
-    return _Block(numel, matrices, h, h, h, inner), _Ends(rows * h + 2 * h, h * h + h, 0)
+    rows = v + _number(config, "max_position_embeddings") + _number(config, "type_vocab_size", otherwise=2)
+    return _Block(numel, matrices, h, h, h, inner), (rows * h + 2 * h, h * h + h, 0)
 
 
-FAMILIES = {
-    "gpt2": _gpt2,
-    "llama": _llama,
-    "mistral": _llama,
-    "qwen2": _llama,
-    "qwen3": _llama,
-    "bert": _bert,
-    "roberta": _bert,
-}
+FAMILIES = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama)
+FAMILIES |= {"gpt2": _gpt2, "bert": _bert, "roberta": _bert}

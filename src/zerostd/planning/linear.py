@@ -21,6 +21,7 @@ CLOSE = 1e-3  # how far whole numbers may be from the best
 Array = numpy.ndarray[Any, Any]
 Terms = Mapping[int, float]
 Term = tuple[Array, Array | float]  # variables, one for each constraint, and their factors
+_Rows = tuple[Sequence[Term], Array]  # the bounds of some constraints; with one bound, all variables are in its sum
 
 
 class Infeasible(Exception):
@@ -36,50 +37,17 @@ class LinearSolution:
     prices: dict[str, float]  # of named constraints; >= 0
 
 
-class _Constraints:
-    """Constraints of one kind, as three arrays: row, column, factor."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._parts: list[tuple[Array, Array, Array]] = []
-        self._bounds: list[Array] = []
-
-    def add_one(self, columns: Array, factors: Array, bound: float) -> None:
-        """Add one row, a sum of all these."""
-        self._add([(columns, factors)], bound, numpy.full(len(columns), self.count), 1)
-
-    def add_many(self, terms: Sequence[Term], bound: Array | float) -> None:
-        """Add as many rows as the arrays are long."""
-        count = len(terms[0][0])
-        self._add(terms, bound, numpy.arange(self.count, self.count + count), count)
-
-    def _add(self, terms: Sequence[Term], bound: Array | float, rows: Array, count: int) -> None:
-        for columns, factors in terms:
-            self._parts.append((rows, columns, numpy.broadcast_to(factors, columns.shape)))
-        self._bounds.append(numpy.broadcast_to(numpy.asarray(bound, float), (count,)))
-        self.count += count
-
-    def matrix(self, size: int) -> tuple[csr_array | None, Array | None]:
-        from scipy.sparse import csr_array  # see `minimise`
-
-        if not self.count:
-            return None, None
-        rows, columns, factors = (numpy.concatenate(part) for part in zip(*self._parts, strict=True))
-        return csr_array((factors, (rows, columns)), shape=(self.count, size)), numpy.concatenate(self._bounds)
-
-
 class LinearProgram:
     """A program under construction. Variables are numbers from `variable`, or arrays of them from `variables`."""
 
     def __init__(self) -> None:
         self._lower: list[float] = []
         self._upper: list[float] = []
-        self._at_most = _Constraints()
-        self._equal = _Constraints()
-        self._names: dict[str, int] = {}
+        self._at_most: list[_Rows] = []
+        self._equal: list[_Rows] = []
+        self._names: dict[str, int] = {}  # of constraints, with their rows
 
     def variable(self, upper: float = numpy.inf) -> int:
-        """Return a new variable from 0 up to a bound."""
         return int(self.variables(1, upper)[0])
 
     def variables(self, count: int, upper: Array | float = numpy.inf) -> Array:
@@ -92,26 +60,23 @@ class LinearProgram:
     def at_most(self, terms: Terms, bound: float, name: str | None = None) -> None:
         """Add sum <= bound. The solution knows the price of a named constraint."""
         if name is not None:
-            self._names[name] = self._at_most.count
+            self._names[name] = sum(len(bounds) for _, bounds in self._at_most)
         columns = numpy.fromiter(terms.keys(), int, len(terms))
         factors = numpy.fromiter(terms.values(), float, len(terms))
-        self._at_most.add_one(columns, factors, bound)
+        self._at_most.append(([(columns, factors)], numpy.array([bound])))
 
     def each_at_most(self, terms: Sequence[Term], bound: Array | float) -> None:
         """Add sum <= bound, as often as the arrays are long."""
-        self._at_most.add_many(terms, bound)
+        self._at_most.append((terms, numpy.broadcast_to(bound, terms[0][0].shape)))
 
     def each_equals(self, terms: Sequence[Term], bound: Array | float) -> None:
-        """Add sum == bound, as often as the arrays are long."""
-        self._equal.add_many(terms, bound)
+        self._equal.append((terms, numpy.broadcast_to(bound, terms[0][0].shape)))
 
     def fix(self, index: int, value: float) -> None:
-        """Give a variable this value."""
         self._lower[index] = self._upper[index] = value
 
     def minimise(self, cost: Terms, whole: Array | None = None) -> LinearSolution:
-        """Return the best point, or raise Infeasible. Variables in `whole` take whole numbers; nothing has a price
-        then."""
+        """Return the best point, or raise Infeasible. With variables in `whole` numbers nothing has a price."""
         from scipy.optimize import linprog  # half of what importing zerostd would take, and few processes plan
 
         size = len(self._lower)
@@ -124,8 +89,8 @@ class LinearProgram:
             integrality[whole] = 1
         result = linprog(
             objective,
-            *self._at_most.matrix(size),
-            *self._equal.matrix(size),
+            *_matrix(self._at_most, size),
+            *_matrix(self._equal, size),
             bounds=numpy.array([self._lower, self._upper]).T,
             method="highs",
             integrality=integrality,
@@ -138,3 +103,20 @@ class LinearProgram:
             marginals = result.ineqlin.marginals
             prices = {name: max(0.0, -float(marginals[row])) for name, row in self._names.items()}
         return LinearSolution(result.x, float(result.fun), prices)
+
+
+def _matrix(blocks: Sequence[_Rows], size: int) -> tuple[csr_array | None, Array | None]:
+    from scipy.sparse import csr_array  # see `minimise`
+
+    if not blocks:
+        return None, None
+    bounds = numpy.concatenate([bounds for _, bounds in blocks])
+    parts = []
+    first = 0
+    for terms, block in blocks:
+        for columns, factors in terms:
+            rows = first + (numpy.arange(len(block)) if len(block) > 1 else numpy.zeros(len(columns), int))
+            parts.append((rows, columns, numpy.broadcast_to(factors, columns.shape)))
+        first += len(block)
+    rows, columns, factors = (numpy.concatenate(part) for part in zip(*parts, strict=True))
+    return csr_array((factors, (rows, columns)), shape=(len(bounds), size)), bounds

@@ -4,6 +4,7 @@ both ways; a plan written by hand is obeyed like any other."""
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -14,23 +15,13 @@ from typing import Any, Self
 from zerostd.errors import PrepareError
 from zerostd.monitoring.decoding import convert, decode
 from zerostd.monitoring.texts import size_text
-from zerostd.planning.model import WAYS
+from zerostd.planning.profiles import WAYS
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, Way
 
 VERSION = 1
 GIB = 2**30
 REMEDY = "correct it, or plan again"
-FIELDS = (  # in the order in which they are written
-    "stage",
-    "world_size",
-    "speculate",
-    "adaptive",
-    "homes",
-    "activations",
-    "limits",
-    "notes",
-    "predicted",
-)
+FIELDS = ("stage", "world_size", "speculate", "adaptive", "homes", "activations", "limits", "notes", "predicted")
 DOES = {"recompute": "recompute them in", "host": "send them to the host in", "keep": "keep them in"}
 MOST_NAMED = 4  # stretches of groups
 WORDS = {
@@ -59,12 +50,10 @@ class Prediction:
     prices: Mapping[Tier, float] = field(default_factory=dict)  # seconds a step is shorter for a byte of the next GiB
 
     def total(self, tier: Tier) -> int:
-        """Return the bytes of one tier."""
         return sum(self.bytes.get(tier, {}).values())
 
     @property
     def bottleneck(self) -> str:
-        """The resource with the most to do."""
         busy = {**self.busy, "compute": self.compute_s or 0.0}
         return max(busy, key=lambda name: busy[name]) if busy else "compute"
 
@@ -95,12 +84,12 @@ class Plan:
     def homes_of(self, group: str) -> Homes:
         """Return the homes of one group, by its name or by the first glob that fits it."""
         homes: Homes | None = _by_name(self.homes, group)
-        if homes is not None:
-            return homes
-        raise PrepareError(
-            f"the plan has no homes for group {group!r}: it was made for another model or other groups=. Plan again, "
-            "or give homes for '*'"
-        )
+        if homes is None:
+            raise PrepareError(
+                f"the plan has no homes for group {group!r}: it was made for another model or other groups=. Plan "
+                "again, or give homes for '*'"
+            )
+        return homes
 
     def activations_of(self, group: str) -> str | None:
         """Return what one group does with its activations: keep, recompute or host; None: the plan does not say."""
@@ -166,7 +155,6 @@ class Plan:
 
 
 def _tidy(tiers: Mapping[Tier, float]) -> str | dict[str, float]:
-    """Return one tier by its name; several as shares that sum to one."""
     kept = {tier: share for tier, share in tiers.items() if share > 1e-9}
     if len(kept) == 1:
         return next(iter(kept)).value
@@ -175,7 +163,6 @@ def _tidy(tiers: Mapping[Tier, float]) -> str | dict[str, float]:
 
 
 def _by_name(table: Mapping[str, Any], group: str) -> Any:
-    """Return the entry of a group, by its name or by the first glob that fits it; None if there is none."""
     if group in table:
         return table[group]
     return next((entry for pattern, entry in table.items() if fnmatch.fnmatchcase(group, pattern)), None)
@@ -224,17 +211,12 @@ def _sentences(plan: Plan) -> list[str]:
 
 def _activations_in_words(activations: Mapping[str, str]) -> Iterator[str]:
     """Yield which groups do what, neighbours together."""
-    stretches: dict[str, list[list[str]]] = {way: [] for way in DOES}
-    before = ""
-    for name, way in activations.items():
-        if way != before:
-            stretches[way].append([])
-        stretches[way][-1].append(name)
-        before = way
+    stretches = [(way, list(names)) for way, names in itertools.groupby(activations, key=activations.__getitem__)]
     for way, does in DOES.items():
-        if not stretches[way]:
+        alike = [names for each, names in stretches if each == way]
+        if not alike:
             continue
-        names = [stretch[0] if len(stretch) == 1 else f"{stretch[0]} to {stretch[-1]}" for stretch in stretches[way]]
-        count = sum(len(stretch) for stretch in stretches[way])
+        names = [stretch[0] if len(stretch) == 1 else f"{stretch[0]} to {stretch[-1]}" for stretch in alike]
+        count = sum(len(stretch) for stretch in alike)
         text = ", ".join(names[:MOST_NAMED]) + (" and more" if len(names) > MOST_NAMED else "")
         yield f"{does} {'all groups' if text == '*' else text}" + (f" ({count} groups)" if count > 1 else "")

@@ -8,17 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zerostd.errors import PrepareError
+from zerostd.monitoring.texts import size_text
 from zerostd.planning.activations import activation_bytes, way_of
-from zerostd.planning.advice import about_activations, explain_missing, recomputed_bytes
-from zerostd.planning.costs import GroupCost, group_costs, merged
 from zerostd.planning.demands import GroupShares, work
 from zerostd.planning.linear import Infeasible, LinearSolution
 from zerostd.planning.plan import GIB, Plan, Prediction
 from zerostd.planning.program import SLACK, optimise, prices_of, quickest
 from zerostd.planning.request import PlanRequest
-from zerostd.planning.rounding import optimise_whole
+from zerostd.planning.rounding import explain_missing, optimise_whole, recomputed_bytes
 from zerostd.planning.simulation import simulate
-from zerostd.planning.solution import Solution, activations_by_group, fits, shares_of
+from zerostd.planning.solution import Solution, activations_by_group, fits
 from zerostd.policy import Homes, Kind, Tier
 
 CPU_PARTS = (0.4, 0.5, 0.6, 0.7, 0.85)  # of states on the host that the CPU updates, tried in the simulation
@@ -27,7 +26,7 @@ FEW = 1e-3  # of the bytes off the device: as good as none
 WORTH_TELLING = 0.15  # of a step: what recomputing must bring
 WORTH_CHANGING = 0.01  # of a step: what another answer must bring
 WORTH_MOVING = 0.1  # of a step: what a plan must bring to move anything where all fits on the device
-MOST_GROUPS = 96  # that the program sees; neighbours of larger models are placed together
+WORTH_SAYING = 0.02  # of a step: what not speculating must bring where most gradients are clipped
 
 
 # -- plans --
@@ -42,21 +41,18 @@ def plan_from(
     """Return a solution as a plan, with bytes that were counted for its homes."""
     request = solution.request
     speculates = request.speculates and any(share.resident < 1 for share in solution.shares)
-    busy = work(request, solution.costs, solution.shares)
-    busy["wire"] = request.accumulate * sum(cost.wire_s for cost in solution.costs)
-    predicted = Prediction(
-        bytes=counted,
-        busy={name: seconds for name, seconds in busy.items() if seconds > 1e-9},
-        prices=_prices(solution),
-    )
+    busy = work(request, solution.shares)
+    busy["wire"] = request.accumulate * sum(cost.wire_s for cost in request.costs)
+    busy = {name: seconds for name, seconds in busy.items() if seconds > 1e-9}
+    predicted = Prediction(bytes=counted, busy=busy, prices=_prices(solution))
     if request.knows_time:
-        predicted = replace(
-            predicted,
-            step_s=solution.timeline.step_s,
-            compute_s=solution.timeline.compute_s,
-            clipped_s=_clipped_s(solution) if speculates else None,
-        )
-        notes = [*_notes(solution), *notes]
+        timeline = solution.timeline
+        clipped_s = None
+        if speculates:
+            clipped_s = simulate(replace(request, speculates=False), solution.shares).step_s
+        predicted = replace(predicted, step_s=timeline.step_s, compute_s=timeline.compute_s, clipped_s=clipped_s)
+        about = _about_activations if request.chooses else _if_recomputed
+        notes = [_twice_the_samples(solution), *about(solution), *notes]
     return Plan(
         homes=homes,
         stage=request.stage,
@@ -67,11 +63,6 @@ def plan_from(
         notes=tuple(notes),
         activations=activations_by_group(solution),
     )
-
-
-def _clipped_s(solution: Solution) -> float:
-    """Return what a step takes whose update waits for the norm after all."""
-    return simulate(replace(solution.request, speculates=False), solution.costs, solution.shares).step_s
 
 
 def _prices(solution: Solution) -> dict[Tier, float]:
@@ -87,7 +78,7 @@ def _prices(solution: Solution) -> dict[Tier, float]:
             more = {**request.limits, tier: request.limits[tier] + GIB}
             gain = shortest.objective - _shortest(replace(request, limits=more), solution).objective
             prices[tier] = min(prices[tier], max(0.0, gain) / GIB)
-    least_s = request.accumulate * sum(cost.compute_s for cost in solution.costs)
+    least_s = request.accumulate * sum(cost.compute_s for cost in request.costs)
     most_s = max(0.0, solution.timeline.step_s - least_s)
     return {tier: min(price, most_s / GIB) for tier, price in prices.items()}
 
@@ -95,24 +86,15 @@ def _prices(solution: Solution) -> dict[Tier, float]:
 def _shortest(request: PlanRequest, solution: Solution) -> LinearSolution:
     """Return the shortest step in shares of groups; in whole ones, where only those were found to fit."""
     with contextlib.suppress(Infeasible):
-        return quickest(request, solution.costs)[1]
-    return quickest(request, solution.costs, fixed=solution.shares)[1]
-
-
-def _notes(solution: Solution) -> Iterator[str]:
-    yield _twice_the_samples(solution)
-    if solution.request.chooses:
-        yield from about_activations(solution)
-    else:
-        yield from _if_recomputed(solution)
+        return quickest(request)[1]
+    return quickest(request, solution.shares)[1]
 
 
 def _if_recomputed(solution: Solution) -> Iterator[str]:
-    """Yield whether a step would be much shorter if the model recomputed activations, and so left room for model
-    state."""
+    """Yield whether recomputed activations would leave room for model state, and make a step much shorter."""
     request = solution.request
     activations = request.model.activations()
-    recomputed = recomputed_bytes(request)
+    recomputed = recomputed_bytes(request.model)
     most_gain = 1.0 - solution.timeline.compute_s / max(solution.timeline.step_s, 1e-12)
     if recomputed is None or recomputed >= activations or most_gain < WORTH_TELLING or not solution.bytes_off:
         return
@@ -123,7 +105,7 @@ def _if_recomputed(solution: Solution) -> Iterator[str]:
         return
     gain = 1.0 - changed.timeline.step_s / solution.timeline.step_s
     if gain > WORTH_TELLING:
-        pairs = zip(changed.costs, changed.shares, strict=True)
+        pairs = zip(changed.request.costs, changed.shares, strict=True)
         count = sum(len(cost.members) for cost, share in pairs if way_of(share) != "keep")
         yield (
             f"Recomputing the activations of {count} of {len(request.model.groups)} groups with "
@@ -132,7 +114,6 @@ def _if_recomputed(solution: Solution) -> Iterator[str]:
 
 
 def _twice_the_samples(solution: Solution) -> str:
-    """Return what twice the samples in a pass would buy, in words."""
     request = solution.request
     fixed = request.fixed
     if not request.chooses:
@@ -143,6 +124,33 @@ def _twice_the_samples(solution: Solution) -> str:
         return "Twice the samples in a pass would not fit."
     gain = 2 * solution.timeline.step_s / max(changed.timeline.step_s, 1e-12)
     return f"Twice the samples in a pass would train {gain:.2f} times as many of them in a second."
+
+
+def _about_activations(solution: Solution) -> Iterator[str]:
+    request = solution.request
+    kept, _ = activation_bytes(request, [GroupShares()] * len(request.costs))
+    held, sent = activation_bytes(request, solution.shares)
+    pairs = zip(request.costs, solution.shares, strict=True)
+    again_s = request.accumulate * sum(
+        cost.activations.again_s for cost, share in pairs if way_of(share) == "recompute"
+    )
+    if held < kept:
+        prices = []
+        if again_s > 0:
+            prices.append(f"{again_s:.3g} s of arithmetic a step")
+        if sent > 0:
+            prices.append(f"{size_text(sent)} of the host, over the link and back in every pass")
+        instead = f"{size_text(held)} of the device instead of {size_text(kept)}"
+        yield f"Activations take {instead}, for {' and '.join(prices)}."
+
+
+def if_most_are_clipped(plan: Plan, without_s: float) -> Iterator[str]:
+    """Yield what to do where a plan speculates and the best that does not takes `without_s`."""
+    if (plan.predicted.clipped_s or 0.0) > without_s * (1 + WORTH_SAYING):
+        yield (
+            f"Without speculating each step takes {without_s:.3g} s, clipped or not: if most are, leave accumulate= "
+            "out of prepare."
+        )
 
 
 # -- solutions --
@@ -156,27 +164,18 @@ def solve(request: PlanRequest) -> Solution:
     return best
 
 
-def evaluate(request: PlanRequest, homes: Mapping[str, Homes]) -> Solution:
-    """Return what given homes cost. Groups that are placed as one must have the same."""
-    costs = merged(group_costs(request), MOST_GROUPS)
-    shares = [shares_of(homes[cost.name]) for cost in costs]
-    return Solution(request, costs, shares, simulate(request, costs, shares))
-
-
 def place_states(solution: Solution, fixed: Mapping[Tier, int]) -> Solution | None:
-    """Place the states again beside other fixed bytes, with parameters and gradients where they are. Returns None if
-    they do not fit."""
+    """Place the states again beside other fixed bytes, and nothing else; None if they do not fit."""
     request = replace(solution.request, fixed=fixed)
     try:
-        _, shares = optimise(request, solution.costs, fixed=solution.shares)
+        _, shares = optimise(request, solution.shares)
     except Infeasible:
         return None
     asked = solution.asked and replace(solution.asked, fixed=fixed)
-    return replace(_choose(request, solution.costs, shares), asked=asked)
+    return replace(_choose(request, shares), asked=asked)
 
 
 def _solve_as_measured(request: PlanRequest) -> Solution:
-    """Return the best solution for a machine that stays as it was measured."""
     best = _solve(request)
     return _better(best, _simpler(request, best))
 
@@ -187,9 +186,9 @@ def _better(best: Solution, requests: Iterable[PlanRequest]) -> Solution:
     for request in requests:
         with contextlib.suppress(PrepareError):
             answer = _solve(request)
-            timeline = simulate(best.request, answer.costs, answer.shares)
+            timeline = simulate(best.request, answer.shares)
             asked = replace(request, machine=best.request.machine)
-            candidate = Solution(best.request, answer.costs, answer.shares, timeline, asked)
+            candidate = Solution(best.request, answer.shares, timeline, asked)
             if candidate.cost_s < best.cost_s * (1 - WORTH_CHANGING):
                 best = candidate
     return best
@@ -199,8 +198,8 @@ def _simpler(request: PlanRequest, solution: Solution) -> Iterator[PlanRequest]:
     """Yield the request with less to choose from, where that can be shorter."""
     ways = {way_of(share) for share in solution.shares}
     if request.chooses and "recompute" in request.ways and ways != {"recompute"}:
-        longer_s = sum(cost.activations.longer_s for cost in solution.costs if cost.activations is not None)
-        least_s = longer_s + sum(cost.forward_s + cost.backward_s for cost in solution.costs)
+        longer_s = sum(cost.activations.longer_s for cost in request.costs)
+        least_s = longer_s + sum(cost.forward_s + cost.backward_s for cost in request.costs)
         if request.accumulate * least_s < solution.cost_s:
             yield replace(request, activations=frozenset({"recompute"}))
     is_off = any(share.gradients_host + share.parameters_host + share.parameters_disk for share in solution.shares)
@@ -209,42 +208,33 @@ def _simpler(request: PlanRequest, solution: Solution) -> Iterator[PlanRequest]:
 
 
 def _solve(request: PlanRequest) -> Solution:
-    costs = merged(group_costs(request), MOST_GROUPS)
-    try:
-        _, shares = _optimise_with_and_without_host(request, costs)
-    except Infeasible:
-        raise PrepareError(explain_missing(request, costs)) from None
-    return _choose(request, costs, shares)
-
-
-def _optimise_with_and_without_host(
-    request: PlanRequest, costs: Sequence[GroupCost]
-) -> tuple[float, list[GroupShares]]:
     """Optimise whole groups. Activations that go to the host cost more as a whole than in shares, which hide behind the
-    arithmetic of their neighbours: so the same is tried without. Raises Infeasible."""
-    step_s, shares = optimise_whole(request, costs)
+    arithmetic of their neighbours: so the same is tried without."""
+    try:
+        step_s, shares = optimise_whole(request)
+    except Infeasible:
+        raise PrepareError(explain_missing(request)) from None
     without_host = request.ways - {"host"}
     if without_host and any(share.activations_host for share in shares):
         with contextlib.suppress(Infeasible):
-            without = optimise_whole(replace(request, activations=without_host), costs)
-            if without[0] < step_s:
-                return without
-    return step_s, shares
+            without_s, without = optimise_whole(replace(request, activations=without_host))
+            shares = without if without_s < step_s else shares
+    return _choose(request, shares)
 
 
-def _choose(request: PlanRequest, costs: list[GroupCost], shares: list[GroupShares]) -> Solution:
+def _choose(request: PlanRequest, shares: list[GroupShares]) -> Solution:
     """Return, of a few placements that the program finds alike, the one that the simulation likes best."""
-    placements = [shares, _even(costs, shares)]
+    placements = [shares, _even(request, shares)]
     if request.machine.link is not None:
         placements += [_alike(shares, part) for part in CPU_PARTS]
-    at_home = [_all_resident(cost) for cost in costs] if _fits_on_device(request, costs) else None
+    at_home = _all_resident(request)
     if at_home is not None:
         placements.append(at_home)
     solutions = list[Solution]()
     for placement in placements:
         is_new = all(placement != solution.shares for solution in solutions)
-        if is_new and (fits(request, costs, placement) or not solutions):
-            solutions.append(Solution(request, costs, placement, simulate(request, costs, placement)))
+        if is_new and (fits(request, placement) or not solutions):
+            solutions.append(Solution(request, placement, simulate(request, placement)))
     shortest_s = min(solution.timeline.step_s for solution in solutions)
     for solution in solutions:
         if solution.shares == at_home and solution.timeline.step_s <= shortest_s * (1 + WORTH_MOVING):
@@ -260,23 +250,21 @@ def _choose(request: PlanRequest, costs: list[GroupCost], shares: list[GroupShar
     return min(candidates, key=lambda solution: round(solution.cost_s, DIGITS))
 
 
-def _all_resident(cost: GroupCost) -> GroupShares:
-    """Return everything on the device that may be there."""
-    return GroupShares(parameters_host=float(cost.rests is Tier.HOST), parameters_disk=float(cost.rests is Tier.DISK))
-
-
-def _fits_on_device(request: PlanRequest, costs: Sequence[GroupCost]) -> bool:
-    states = sum(cost.updated for cost in costs) * request.model.state_bytes
-    rest = sum(cost.gradients + cost.pinned_gradients for cost in costs)
-    rest += sum(cost.parameters for cost in costs if cost.rests in (None, Tier.DEVICE))
+def _all_resident(request: PlanRequest) -> list[GroupShares] | None:
+    """Return everything on the device that may be there; None if it does not fit."""
+    costs = request.costs
+    size = request.fixed.get(Tier.DEVICE, 0) + sum(cost.updated for cost in costs) * request.model.state_bytes
+    size += sum(cost.gradients + cost.pinned_gradients for cost in costs)
+    size += sum(cost.parameters for cost in costs if cost.rests in (None, Tier.DEVICE))
     if request.chooses:
-        if "keep" not in request.ways:
-            return False
-        rest += activation_bytes(costs, [GroupShares() for _ in costs])[0]
-    return states + rest + request.fixed.get(Tier.DEVICE, 0) <= request.limits.get(Tier.DEVICE, 0)
+        size += activation_bytes(request, [GroupShares()] * len(costs))[0]
+    if size > request.limits.get(Tier.DEVICE, 0) or (request.chooses and "keep" not in request.ways):
+        return None
+    rests = [cost.rests for cost in costs]
+    return [GroupShares(parameters_host=tier is Tier.HOST, parameters_disk=tier is Tier.DISK) for tier in rests]
 
 
-def _even(costs: Sequence[GroupCost], shares: Sequence[GroupShares]) -> list[GroupShares]:
+def _even(request: PlanRequest, shares: Sequence[GroupShares]) -> list[GroupShares]:
     """Give the CPU the same part of what is on the host in all groups whose parameters and gradients are kept alike:
     the program does not care, but workers that take turns on every group wait less for each other."""
     alike: dict[tuple[float, float, float], list[int]] = {}
@@ -284,8 +272,8 @@ def _even(costs: Sequence[GroupCost], shares: Sequence[GroupShares]) -> list[Gro
         alike.setdefault((share.parameters_host, share.parameters_disk, share.gradients_host), []).append(index)
     even = list(shares)
     for indices in alike.values():
-        cpu = sum(costs[index].updated * shares[index].cpu for index in indices)
-        streamed = sum(costs[index].updated * shares[index].streamed for index in indices)
+        cpu = sum(request.costs[index].updated * shares[index].cpu for index in indices)
+        streamed = sum(request.costs[index].updated * shares[index].streamed for index in indices)
         part = cpu / (cpu + streamed) if cpu + streamed else 0.0
         for index in indices:
             even[index] = _with_cpu_part(shares[index], part)

@@ -21,18 +21,17 @@ from collections.abc import Mapping, Sequence
 import numpy
 
 from zerostd.planning.activations import NUM_BUFFERS, ActivationChoice, activation_choices, choice_of
-from zerostd.planning.costs import GroupCost
 from zerostd.planning.demands import (
     NAMES,
+    OFF,
     PRODUCTS,
     STATES,
     WHOLE,
     Factors,
     GroupShares,
     ResourceDemands,
-    lands_on_copy,
+    products,
     states_of,
-    times_brought,
 )
 from zerostd.planning.linear import Array, Infeasible, LinearProgram, LinearSolution, Term
 from zerostd.planning.request import PlanRequest
@@ -42,7 +41,6 @@ GIGA = 1e9
 SLACK = 0.03  # a step that much longer is worth fewer bytes on disk and host: no prediction is surer than that
 DISK_BYTE = 64.0  # bytes of the host that one of the disk is worth, among steps of the same length
 MOVED_BYTE = 0.5  # bytes of the host that one over the link is worth: what need not be moved cannot be late
-OFF = ("parameters_host", "parameters_disk")
 NEARER = 1e-3  # bytes of the host that it is worth to have a byte at the front on the device, and not one at the end
 
 
@@ -52,18 +50,21 @@ class ScheduleProgram:
     def __init__(
         self,
         request: PlanRequest,
-        costs: Sequence[GroupCost],
         choice: ActivationChoice,
         *,
         has_times: bool = True,
     ) -> None:
         self.request = request
-        self.costs = costs
+        self.costs = request.costs
         self.choice = choice
         self.linear = LinearProgram()
-        self.demands = ResourceDemands(request, costs)
+        self.demands = ResourceDemands(request)
         self.columns = self._share_variables()
-        self.columns |= self._product_variables()
+        self.columns |= {name: self.linear.variables(len(self.costs), 1.0) for name in PRODUCTS}
+        for name, plus, minus, bound in products(request):  # product >= plus - minus - bound
+            added = [(self.columns[share], 1.0) for share in plus]
+            taken = [(self.columns[share], -numpy.asarray(times)) for share, times in minus.items()]
+            self.linear.each_at_most([*added, *taken, (self.columns[name], -1.0)], bound)
         self.bytes: dict[Tier, dict[int, float]] = {}  # sums, in units of GIGA
         self.constant: dict[Tier, float] = {}  # bytes that are there in any case
         for tier in Tier:
@@ -81,17 +82,13 @@ class ScheduleProgram:
             self.linear.at_most({**self.bytes[tier], **more.get(tier, {})}, room / GIGA, tier.value)
 
     def hold(self, shares: Sequence[GroupShares], names: Sequence[str] = NAMES) -> None:
-        """Fix these shares as given."""
         for name in names:
             for column, share in zip(self.columns[name], shares, strict=True):
                 self.linear.fix(int(column), getattr(share, name))
 
     def shares(self, solution: LinearSolution) -> list[GroupShares]:
-        """Return the shares of a solution."""
         values = [numpy.clip(solution.values[self.columns[name]], 0.0, 1.0) for name in NAMES]
         return [GroupShares(*(float(share) for share in row)) for row in zip(*values, strict=True)]
-
-    # Variables
 
     def _share_variables(self) -> dict[str, Array]:
         request = self.request
@@ -115,10 +112,10 @@ class ScheduleProgram:
             "activations_host": self.choice.sent,
         }
         columns = {name: linear.variables(len(self.costs), may[name]) for name in NAMES}
-        for name, tier in (("parameters_host", Tier.HOST), ("parameters_disk", Tier.DISK)):
-            for column, cost in zip(columns[name], self.costs, strict=True):
-                if cost.rests is not None:
-                    linear.fix(int(column), float(cost.rests is tier))
+        for index, cost in enumerate(self.costs):
+            if cost.rests is not None:
+                linear.fix(int(columns["parameters_host"][index]), float(cost.rests is Tier.HOST))
+                linear.fix(int(columns["parameters_disk"][index]), float(cost.rests is Tier.DISK))
         share = {name: (variables, 1.0) for name, variables in columns.items()}
         linear.each_equals([share[name] for name in STATES], 1.0)
         linear.each_at_most([share["parameters_host"], share["parameters_disk"]], 1.0)
@@ -130,44 +127,13 @@ class ScheduleProgram:
             (linear.each_equals if self.choice.must else linear.each_at_most)(changed, 1.0)
         return columns
 
-    def _product_variables(self) -> dict[str, Array]:
-        """What depends on two shares at once; exact where parameters and gradients are at one place as a whole."""
-        share = {name: (columns, 1.0) for name, columns in self.columns.items()}
-        products = {name: self.linear.variables(len(self.costs), 1.0) for name in PRODUCTS}
-
-        def at_least(name: str, plus: Sequence[Term], minus: Sequence[Term] = (), bound: float = 0.0) -> None:
-            """product >= plus - minus - bound"""
-            negative = [(columns, -numpy.asarray(factor)) for columns, factor in minus]
-            self.linear.each_at_most([*plus, *negative, (products[name], -1.0)], bound)
-
-        off = [share["parameters_host"], share["parameters_disk"]]
-        landed = [share["gradients_host"]]
-        by_cpu = [share["cpu"], share["disk_cpu"]]
-        at_least("weights_up", by_cpu, off)
-        at_least("weights_down", off, by_cpu)
-        at_least("mirror", by_cpu, landed)
-        at_least("gradients_up", landed, by_cpu)
-        at_least("master_device", [share["resident"], *off], bound=1.0)
-        shared = [] if self.request.speculates else [share["parameters_host"]]
-        at_least("master_host", [share["cpu"], share["streamed"]], shared)
-        lands = numpy.array([float(lands_on_copy(self.request, cost)) for cost in self.costs])
-        at_least("weights_held", [(products["weights_up"], 1.0)], [(products["mirror"], lands)])
-        return products
-
     def _in_one(self, factors: Factors, times: Array | float) -> dict[int, float]:
-        """Return a sum over all groups."""
         total: dict[int, float] = {}
         for name, factor in factors.items():
             total |= zip(self.columns[name].tolist(), (factor * times).tolist(), strict=True)
         return total
 
-    def _seconds(self, name: str) -> Array:
-        return numpy.array([getattr(cost, name) for cost in self.costs])
-
-    # Time
-
     def _schedule(self) -> None:
-        """Add the times of groups, and that everything is done in time."""
         self.begin = self.linear.variables(len(self.costs))  # F
         self.end = self.linear.variables(len(self.costs))  # E
         self.step = self.linear.variable()
@@ -180,43 +146,35 @@ class ScheduleProgram:
 
     def _sequence(self) -> None:
         """Groups run one after the other: backward from the last to the first, forward the other way."""
-        forward_s = self._seconds("forward_s")
-        backward_s = self._seconds("backward_s")
-        longer = [(self.columns["activations_recomputed"], self.demands.longer_s)]
-        self.linear.each_at_most([*longer, _shifted(self.end, -1), (self.end, -1.0)], -backward_s)
-        self._in_order(self.begin, forward_s)
+        longer = (self.columns["activations_recomputed"], self.demands.longer_s)
+        self.linear.each_at_most([longer, _shifted(self.end, -1), (self.end, -1.0)], -self.demands.backward_s)
+        self._in_order(self.begin)
         resident = {"resident": self.demands.updated * self.request.machine.resident_ns * 1e-9}
         update = self._in_one(resident, 1.0)
         self.linear.at_most({int(self.end[0]): 1.0, int(self.begin[0]): -1.0, **update}, 0.0)
-        terms, constant = self._other_passes(self.request.accumulate - 1, forward_s, backward_s)
+        terms, constant = self._other_passes(self.request.accumulate - 1)
         last = {int(self.begin[-1]): 1.0, self.step: -1.0}
-        self.linear.at_most({**last, **terms}, -float(forward_s[-1] + constant))
+        self.linear.at_most({**last, **terms}, -float(self.demands.forward_s[-1] + constant))
 
-    def _in_order(self, begin: Array, forward_s: Array) -> None:
-        """Forward begins with a group when it is done with the one before."""
+    def _in_order(self, begin: Array) -> None:
         if len(begin) > 1:
-            self.linear.each_at_most([(begin[:-1], 1.0), (begin[1:], -1.0)], -forward_s[:-1])
+            self.linear.each_at_most([(begin[:-1], 1.0), (begin[1:], -1.0)], -self.demands.forward_s[:-1])
 
-    def _other_passes(self, count: int, forward_s: Array, backward_s: Array) -> tuple[dict[int, float], float]:
+    def _other_passes(self, count: int) -> tuple[dict[int, float], float]:
         """Return the seconds of so many more passes: a sum, and what it is in any case."""
         if not count or not self.choice.sent.any():
             longer = self._in_one({"activations_recomputed": self.demands.longer_s}, count)
-            return longer, count * (forward_s + backward_s).sum()
+            return longer, count * (self.demands.forward_s + self.demands.backward_s).sum()
         begin = self.linear.variables(len(self.costs))  # the pace that activations leave at
-        self._in_order(begin, forward_s)
+        self._in_order(begin)
         self._leaving(begin)
-        return {int(begin[-1]): float(count), int(self.end[0]): float(count)}, count * forward_s[-1]
+        return {int(begin[-1]): float(count), int(self.end[0]): float(count)}, count * self.demands.forward_s[-1]
 
     def _windows(self, sent: Mapping[str, Term]) -> None:
         """The work of all groups up to one is done between its E and its F; beside it, activations leave."""
         linear = self.linear
-        passes = self.request.accumulate
         start = self.end if self.request.is_early else numpy.full(len(self.costs), self.end[0])
-        later: list[tuple[dict[str, Factors], Array | float]] = [
-            (self.demands.again(), times_brought(passes, len(self.costs))),
-            (self.demands.sums(), passes - 1.0),
-            (self.demands.activations(), float(passes)),
-        ]
+        passes = self.demands.passes()
         for resource, factors in self.demands.update().items():
             of_group = [(self.columns[name], factor) for name, factor in factors.items()]
             so_far = linear.variables(len(self.costs))  # the work of a group and all before it
@@ -224,7 +182,7 @@ class ScheduleProgram:
             beside = [sent[resource]] if resource in sent else []
             linear.each_at_most([(so_far, 1.0), (self.begin, -1.0), (start, 1.0), *beside], 0.0)
             total = {int(so_far[-1]): 1.0}
-            for resources, times in later:
+            for resources, times in passes:
                 _add(total, self._in_one(resources.get(resource, {}), times))
             self.totals[resource] = total
             linear.at_most({**total, self.step: -1.0}, 0.0)
@@ -235,7 +193,7 @@ class ScheduleProgram:
         assert link is not None
         down = (self.columns["activations_host"], self.demands.kept / link.down)
         gone = self.linear.variables(len(self.costs))
-        self.linear.each_at_most([(begin, 1.0), down, (gone, -1.0)], -self._seconds("forward_s"))
+        self.linear.each_at_most([(begin, 1.0), down, (gone, -1.0)], -self.demands.forward_s)
         self.linear.each_at_most([_shifted(gone, 1), down, (gone, -1.0)], 0.0)
         self.linear.each_at_most([_shifted(gone, NUM_BUFFERS), (begin, -1.0)], 0.0)
 
@@ -258,7 +216,7 @@ class ScheduleProgram:
         link = self.request.machine.link
         if link is None:
             return
-        backward_s = self._seconds("backward_s")
+        backward_s = self.demands.backward_s
         longer = (self.columns["activations_recomputed"], self.demands.longer_s)
         needed = [(self.columns[name], numpy.append(self.demands.parameters[:-1], 0.0) / link.up) for name in OFF]
         activations = (self.columns["activations_host"], self.demands.kept / link.up)
@@ -274,7 +232,7 @@ class ScheduleProgram:
     def _one_processor(self) -> None:
         """Where the CPU is the device as well, it computes and updates, one thing after the other."""
         passes = self.request.accumulate
-        computed = passes * (self._seconds("forward_s") + self._seconds("backward_s")).sum()
+        computed = passes * (self.demands.forward_s + self.demands.backward_s).sum()
         own = {
             "resident": self.demands.updated * self.request.machine.resident_ns * 1e-9,
             "activations_recomputed": passes * self.demands.longer_s,
@@ -282,8 +240,7 @@ class ScheduleProgram:
         self.linear.at_most({**self.totals["cpu"], **self._in_one(own, 1.0), self.step: -1.0}, -float(computed))
 
     def bytes_cost(self) -> dict[int, float]:
-        """Return what steps of the same length are compared by: bytes on disk, then on the host, and how near what
-        forward needs first is."""
+        """Return what steps of the same length are compared by: bytes by tier, and how near what is needed first is."""
         demands = self.demands
         places = numpy.arange(len(self.costs)) / len(self.costs)
         nearest = {"resident": demands.states * places}
@@ -304,13 +261,13 @@ class ScheduleProgram:
 
 
 def quickest(
-    request: PlanRequest, costs: Sequence[GroupCost], *, fixed: Sequence[GroupShares] | None = None
+    request: PlanRequest, fixed: Sequence[GroupShares] | None = None
 ) -> tuple[ScheduleProgram, LinearSolution]:
     """Return the shortest step and the program it was found in: of several choices about activations the first within
     SLACK of the best. With `fixed`, what a group does as a whole is as these say. Raises Infeasible."""
     solved = []
-    for choice in activation_choices(request, costs) if fixed is None else [choice_of(costs, fixed)]:
-        program = ScheduleProgram(request, costs, choice)
+    for choice in activation_choices(request) if fixed is None else [choice_of(request, fixed)]:
+        program = ScheduleProgram(request, choice)
         if fixed is not None:
             program.hold(fixed, WHOLE)
         with contextlib.suppress(Infeasible):
@@ -322,16 +279,14 @@ def quickest(
 
 
 def prices_of(shortest: LinearSolution) -> dict[Tier, float]:
-    """Return the seconds by which the shortest step would be shorter with one more byte of a tier."""
+    """Return the seconds that one more byte of a tier would save."""
     return {tier: shortest.prices.get(tier.value, 0.0) / GIGA for tier in Tier}
 
 
-def optimise(
-    request: PlanRequest, costs: Sequence[GroupCost], *, fixed: Sequence[GroupShares] | None = None
-) -> tuple[float, list[GroupShares]]:
+def optimise(request: PlanRequest, fixed: Sequence[GroupShares] | None = None) -> tuple[float, list[GroupShares]]:
     """Return the seconds of the shortest step, and the shares with the fewest bytes off the device among those within
     SLACK of it. With `fixed` only the states are placed, and the rest is as these say. Raises Infeasible."""
-    program, shortest = quickest(request, costs, fixed=fixed)
+    program, shortest = quickest(request, fixed)
     program.linear.at_most({program.step: 1.0}, shortest.objective * (1 + SLACK) + 1e-9)
     shares = program.shares(program.linear.minimise(program.bytes_cost()))
     if fixed is not None:

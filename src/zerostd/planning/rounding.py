@@ -1,64 +1,61 @@
 """Whole groups: the program takes shares of parameters, gradients and activations, but a group does one thing with all
 of its own. Its shares are rounded; where that does not fit, the nearest whole shares that do are looked for, with whole
-numbers and about bytes alone, which is quick: any placement that fits has some step.
+numbers and about bytes alone, which is quick: any placement that fits has some step. Where nothing fits, a refusal
+says how many bytes are missing in which tier, and what would change that.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy
 
+from zerostd.monitoring.texts import size_text
 from zerostd.planning.activations import NUM_BUFFERS, any_choice, staying
-from zerostd.planning.costs import GroupCost
 from zerostd.planning.demands import WHOLE, GroupShares, states_of
 from zerostd.planning.linear import Array, Infeasible
+from zerostd.planning.profiles import ModelProfile
 from zerostd.planning.program import GIGA, ScheduleProgram, optimise
 from zerostd.planning.request import PlanRequest
 from zerostd.policy import Tier
 
 SAME = 1e-6  # of a share
+FEW = 1000.0  # bytes, within the solver's tolerance
+SPARE = 1e-5  # of model state, asked for beyond what is missing: whole numbers are found with some tolerance
 MARGINS = (0.0, 1e-7, 1e-6)  # of all bytes, that whole numbers leave free of each tier: they are not quite whole
 
 
-def optimise_whole(request: PlanRequest, costs: Sequence[GroupCost]) -> tuple[float, list[GroupShares]]:
+def optimise_whole(request: PlanRequest) -> tuple[float, list[GroupShares]]:
     """Return what `optimise` does, with groups that do one thing each as a whole. Raises Infeasible."""
     try:
-        step_s, relaxed = optimise(request, costs)
+        step_s, relaxed = optimise(request)
     except Infeasible:
         if not request.chooses:
             raise
-        return _optimise_near(request, costs, [GroupShares() for _ in costs])  # the choices are not all there are
-    whole = _spread(costs, [_rounded(share) for share in relaxed], relaxed)
-    if not request.chooses and all(_is_same(*pair) for pair in zip(whole, relaxed, strict=True)):
-        return step_s, [states_of(*pair) for pair in zip(relaxed, whole, strict=True)]
+        return _optimise_near(request, [GroupShares() for _ in request.costs])  # the choices are not all there are
+    whole = _spread(request, relaxed)
+    pairs = list(zip(relaxed, whole, strict=True))
+    moved = (abs(getattr(share, name) - getattr(to, name)) for share, to in pairs for name in WHOLE)
+    if not request.chooses and all(distance < SAME for distance in moved):
+        return step_s, [states_of(*pair) for pair in pairs]
     try:
-        return optimise(request, costs, fixed=whole)
+        return optimise(request, whole)
     except Infeasible:
-        return _optimise_near(
-            request, costs, [_with_activations_of(*pair) for pair in zip(relaxed, whole, strict=True)]
-        )
+        wanted = [
+            replace(share, activations_recomputed=to.activations_recomputed, activations_host=to.activations_host)
+            for share, to in pairs
+        ]
+        return _optimise_near(request, wanted)
 
 
-def _is_same(whole: GroupShares, relaxed: GroupShares) -> bool:
-    return all(abs(getattr(whole, name) - getattr(relaxed, name)) < SAME for name in WHOLE)
-
-
-def _with_activations_of(share: GroupShares, whole: GroupShares) -> GroupShares:
-    return replace(share, activations_recomputed=whole.activations_recomputed, activations_host=whole.activations_host)
-
-
-def _optimise_near(
-    request: PlanRequest, costs: Sequence[GroupCost], wanted: Sequence[GroupShares]
-) -> tuple[float, list[GroupShares]]:
-    """Take the whole shares nearest to these that fit."""
-    total = sum(cost.updated * request.model.state_bytes + cost.parameters + cost.gradients for cost in costs)
+def _optimise_near(request: PlanRequest, wanted: Sequence[GroupShares]) -> tuple[float, list[GroupShares]]:
+    total = sum(cost.updated * request.model.state_bytes + cost.parameters + cost.gradients for cost in request.costs)
     for margin in MARGINS:
-        whole = _nearest(request, costs, wanted, int(margin * total))
+        whole = _nearest(request, wanted, int(margin * total))
         with contextlib.suppress(Infeasible):
-            return optimise(request, costs, fixed=whole)
+            return optimise(request, whole)
     raise Infeasible("no whole groups fit")
 
 
@@ -78,16 +75,15 @@ def _rounded(share: GroupShares) -> GroupShares:
     )
 
 
-def _spread(
-    costs: Sequence[GroupCost], rounded: Sequence[GroupShares], wanted: Sequence[GroupShares]
-) -> list[GroupShares]:
-    """Where all groups should do something with a part of their activations, let some do it with all of theirs, at even
-    distances: as many bytes up to each of them as were wanted."""
+def _spread(request: PlanRequest, wanted: Sequence[GroupShares]) -> list[GroupShares]:
+    """Round shares. Where all groups should do something with a part of their activations, let some do it with all of
+    theirs, at even distances: as many bytes up to each of them as were wanted."""
     owed_recomputed = 0.0  # bytes that were wanted so far and are not done yet
     owed_host = 0.0
     spread = []
-    for cost, share, want in zip(costs, rounded, wanted, strict=True):
-        size = 0.0 if cost.activations is None else cost.activations.kept
+    for cost, want in zip(request.costs, wanted, strict=True):
+        share = _rounded(want)
+        size = cost.activations.kept
         if not size:
             spread.append(share)
             continue
@@ -99,22 +95,18 @@ def _spread(
         owed = owed_host if sends else owed_recomputed
         keeps = 1.0 - (want.activations_recomputed + want.activations_host)
         is_due = (may_recompute or may_send) and (owed > size / 2 or keeps < SAME)
-        if is_due and sends:
-            owed_host -= size
-        elif is_due:
-            owed_recomputed -= size
-        spread.append(
-            replace(share, activations_recomputed=float(is_due and not sends), activations_host=float(is_due and sends))
-        )
+        recomputed = float(is_due and not sends)
+        sent = float(is_due and sends)
+        owed_recomputed -= size * recomputed
+        owed_host -= size * sent
+        spread.append(replace(share, activations_recomputed=recomputed, activations_host=sent))
     return spread
 
 
-def _nearest(
-    request: PlanRequest, costs: Sequence[GroupCost], wanted: Sequence[GroupShares], spare: int
-) -> list[GroupShares]:
+def _nearest(request: PlanRequest, wanted: Sequence[GroupShares], spare: int) -> list[GroupShares]:
     """Return the whole shares that fit and are nearest to these, in bytes; `spare` are left free of each tier."""
     fixed = {tier: request.fixed.get(tier, 0) + spare * (tier in request.limits) for tier in Tier}
-    program, _ = _bytes_program(replace(request, fixed=fixed), costs, {})
+    program, _ = _bytes_program(replace(request, fixed=fixed), {})
     demands = program.demands
     sizes = {
         "parameters_host": demands.parameters,
@@ -131,18 +123,18 @@ def _nearest(
 
 
 def missing_bytes(
-    request: PlanRequest, costs: Sequence[GroupCost], *, is_whole: bool = False, of: Collection[Tier] = tuple(Tier)
+    request: PlanRequest, *, is_whole: bool = False, of: Collection[Tier] = tuple(Tier)
 ) -> dict[Tier, float]:
     """Return how many bytes the tiers `of` lack when there is no solution, the fewest in all: for any shares, or with
     `is_whole` for groups that do one thing each. Raises Infeasible if more of these tiers does not help."""
-    program, short = _bytes_program(request, costs, dict.fromkeys(of, -1.0))
+    program, short = _bytes_program(request, dict.fromkeys(of, -1.0))
     solution = program.linear.minimise(dict.fromkeys(short, 1.0), _whole(program) if is_whole else None)
     return {tier: float(solution.values[column]) * GIGA for tier, column in zip(of, short, strict=True)}
 
 
-def most_room(request: PlanRequest, costs: Sequence[GroupCost]) -> float:
+def most_room(request: PlanRequest) -> float:
     """Return the most bytes of the device that whole groups can leave free; below 0 if they do not fit at all."""
-    program, (spare,) = _bytes_program(request, costs, {Tier.DEVICE: 1.0})
+    program, (spare,) = _bytes_program(request, {Tier.DEVICE: 1.0})
     try:
         return float(program.linear.minimise({spare: -1.0}, _whole(program)).values[spare]) * GIGA
     except Infeasible:
@@ -153,27 +145,111 @@ def _whole(program: ScheduleProgram) -> Array:
     return numpy.concatenate([program.columns[name] for name in WHOLE])
 
 
-def _bytes_program(
-    request: PlanRequest, costs: Sequence[GroupCost], beside: Mapping[Tier, float]
-) -> tuple[ScheduleProgram, list[int]]:
+def _bytes_program(request: PlanRequest, beside: Mapping[Tier, float]) -> tuple[ScheduleProgram, list[int]]:
     """Return the constraints about bytes, and for each tier in `beside` a variable that counts there with this factor,
     in units of GIGA: -1.0 for what a tier lacks, 1.0 for what is left of it."""
-    program = ScheduleProgram(request, costs, any_choice(request, costs), has_times=False)
+    program = ScheduleProgram(request, any_choice(request), has_times=False)
     linear = program.linear
-    activations = [cost.activations for cost in costs if cost.activations is not None]
     more: dict[Tier, dict[int, float]] = {tier: {} for tier in Tier}
-    if activations:  # what one group needs while it runs
-        inside = linear.variables(1)
-        buffers = linear.variables(1)
-        more[Tier.DEVICE] = {int(inside[0]): 1.0, int(buffers[0]): 1.0}
-        every = numpy.zeros(len(activations), int)
-        peak = (numpy.array([cost.peak for cost in activations]) + staying(activations)) / GIGA
-        again = (numpy.array([cost.inside for cost in activations]) + staying(activations)) / GIGA - peak
-        linear.each_at_most([(program.columns["activations_recomputed"], again), (inside[every], -1.0)], -peak)
+    if request.chooses:  # what one group needs while it runs
+        activations = [cost.activations for cost in request.costs]
+        inside = linear.variable()
+        buffers = linear.variable()
+        more[Tier.DEVICE] = {inside: 1.0, buffers: 1.0}
+        peak = (numpy.array([cost.peak for cost in activations]) + staying(request)) / GIGA
+        again = (numpy.array([cost.inside for cost in activations]) + staying(request)) / GIGA - peak
+        of_each = numpy.full(len(peak), inside)
+        linear.each_at_most([(program.columns["activations_recomputed"], again), (of_each, -1.0)], -peak)
         largest = numpy.array([cost.largest for cost in activations]) * NUM_BUFFERS / GIGA
-        linear.each_at_most([(program.columns["activations_host"], largest), (buffers[every], -1.0)], 0.0)
+        of_each = numpy.full(len(peak), buffers)
+        linear.each_at_most([(program.columns["activations_host"], largest), (of_each, -1.0)], 0.0)
     columns = [linear.variable() for _ in beside]
     for (tier, factor), column in zip(beside.items(), columns, strict=True):
         more[tier][column] = factor
     program.limit(more)
     return program, columns
+
+
+# -- when nothing fits --
+
+
+def explain_missing(request: PlanRequest) -> str:
+    least = {tier: size for tier, size in missing_bytes(request).items() if size > FEW}
+    whole = _in_whole_groups(request, tuple(Tier)) or least
+    whole = whole or dict.fromkeys(request.limits, _spare(request))
+    limits = ", ".join(f"{size_text(size)} of the {tier.value}" for tier, size in request.limits.items())
+    if least:
+        where = f"at least {_of_tiers(least)} is missing"
+    else:
+        largest = max(cost.gathered for cost in request.costs)
+        where = f"{_of_tiers(whole)} is missing, since groups move as a whole (the largest has {int(largest)} bytes)"
+    return (
+        f"no placement fits {request.model.numel / 1e9:.4g} B parameters at stage {request.stage.value} on "
+        f"{request.world_size} rank(s) into {limits} each: {where}. What would fit: "
+        + "; or ".join(_changes(request, whole))
+    )
+
+
+def _changes(request: PlanRequest, whole: Mapping[Tier, float]) -> Iterator[str]:
+    """Yield what would fit, the smallest change first."""
+    yield _larger(request, whole)
+    for tier in request.limits:
+        alone = _in_whole_groups(request, (tier,)) if {*whole} != {tier} else {}
+        if alone:
+            yield _larger(request, alone)
+    if Tier.DISK not in request.limits:
+        plenty = replace(request, limits={**request.limits, Tier.HOST: 1 << 60})  # more of what is not the device
+        if sum(missing_bytes(plenty).values()) < sum(missing_bytes(request).values()) - FEW:
+            yield "a disk: Budget(disk=..., disk_path=...)"
+    yield from _fewer_activations(request)
+    if request.world_size == 1 or request.stage < 3:
+        yield "more ranks" if request.stage == 3 else "stage=3"
+
+
+def _in_whole_groups(request: PlanRequest, of: Sequence[Tier]) -> dict[Tier, float]:
+    """Return the bytes that are enough for groups that move as a whole; empty if more of these tiers does not help."""
+    try:
+        missing = missing_bytes(request, is_whole=True, of=of)
+    except Infeasible:
+        return {}
+    return {tier: size + _spare(request) for tier, size in missing.items() if size > FEW}
+
+
+def _spare(request: PlanRequest) -> float:
+    return FEW + SPARE * sum(cost.updated * request.model.state_bytes + cost.parameters for cost in request.costs)
+
+
+def _fewer_activations(request: PlanRequest) -> Iterator[str]:
+    model = request.model
+    activations = model.activations()
+    if request.chooses or model.samples is None:
+        if activations:
+            more = "" if request.chooses or model.recomputes else ", or recomputed activations"
+            yield f"fewer samples in a pass{more}"
+        return
+    fixed = max(0, request.fixed.get(Tier.DEVICE, 0) - activations)
+    room = most_room(replace(request, fixed={**request.fixed, Tier.DEVICE: fixed}))
+    samples = int(model.samples * min(1.0, room / activations)) if activations else 0
+    if 0 < samples < model.samples:
+        yield f"{samples} samples in a pass instead of {model.samples}"
+    recomputed = recomputed_bytes(model)
+    if recomputed is not None:
+        enough = "" if recomputed <= room else ": not enough by itself"
+        yield f"recomputed activations, which take {size_text(activations - recomputed)} less{enough}"
+
+
+def recomputed_bytes(model: ModelProfile) -> int | None:
+    """Return the bytes of activations if all groups recomputed them; None: some do already, or it is not known."""
+    if model.recomputes or model.recomputed or not model.knows_activations:
+        return None
+    return replace(model, groups=model.measured_groups, recomputes=True, activation_bytes=None).activations()
+
+
+def _of_tiers(sizes: Mapping[Tier, float]) -> str:
+    return " and ".join(f"{size_text(size)} ({int(size)} bytes) of the {tier.value}" for tier, size in sizes.items())
+
+
+def _larger(request: PlanRequest, by: Mapping[Tier, float]) -> str:
+    each = " for each rank" if request.ranks_beside > 1 else ""
+    parts = [f"Budget({tier.value}=...) larger by {size_text(size)} ({int(size)} bytes)" for tier, size in by.items()]
+    return " and ".join(parts) + each

@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zerostd.planning.activation_traffic import ActivationTraffic
-from zerostd.planning.activations import way_of
-from zerostd.planning.costs import GroupCost
+from zerostd.planning.activations import ActivationTraffic, way_of
 from zerostd.planning.demands import GroupShares
 from zerostd.planning.request import PlanRequest
 
@@ -55,9 +53,9 @@ class Timeline:
 class StepSimulation:
     """The state of the simulation."""
 
-    def __init__(self, request: PlanRequest, costs: Sequence[GroupCost], shares: Sequence[GroupShares]) -> None:
+    def __init__(self, request: PlanRequest, shares: Sequence[GroupShares]) -> None:
         self.request = request
-        self.costs = costs
+        self.costs = request.costs
         self.shares = shares
         self.now = 0.0
         self.timeline = Timeline()
@@ -66,13 +64,13 @@ class StepSimulation:
             worker: [] for worker in ("cpu", "streamed", "disk", "land", "resident")
         }
         self.running: dict[str, _Job] = {}
-        self.unfinished = [0] * len(costs)  # jobs of each group's update
+        self.unfinished = [0] * len(shares)  # jobs of each group's update
         self.present = [not _is_off(share) for share in shares]
         self.wanted: list[int] = []  # groups to bring, in order
-        self.traffic = ActivationTraffic(costs, shares)
+        self.traffic = ActivationTraffic(request, shares)
+        # Whether gradients are on the host before their update may begin.
+        self.lands_before = not request.is_early and request.machine.link is not None
         self.speeds: dict[Any, dict[str, float]] = {}  # by what is running: it is the same again and again
-
-    # Jobs
 
     def land(self, group: int, *, last: bool, adds: bool) -> None:
         """A group's gradient is there, on the device or on its way to the host; in the last pass its update follows.
@@ -81,7 +79,7 @@ class StepSimulation:
         share = self.shares[group]
         updates = last and self.request.is_early
         on_host = share.gradients_host > 0.5
-        read = share.cpu + share.disk_cpu if last and self._lands_before() else 0.0
+        read = share.cpu + share.disk_cpu if last and self.lands_before else 0.0
         part = 1.0 if on_host else read  # else what the CPU reads goes down as part of the update
         if not part:
             if updates:
@@ -93,12 +91,7 @@ class StepSimulation:
         self.waiting["land"].append((-group, job))  # the last group's comes first
         self.unfinished[group] += 1
 
-    def _lands_before(self) -> bool:
-        """Return whether gradients are on the host before their update may begin."""
-        return not self.request.is_early and self.request.machine.link is not None
-
     def update_when_landed(self, group: int) -> None:
-        """The update of a group may begin as soon as its gradient is there."""
         landing = [job for _, job in self.waiting["land"] if job.group == group]
         if "land" in self.running and self.running["land"].group == group:
             landing.insert(0, self.running["land"])
@@ -108,7 +101,6 @@ class StepSimulation:
             self.update(group)
 
     def update(self, group: int) -> None:
-        """The update of a group may begin."""
         for worker, job in self._update_jobs(group):
             self.waiting[worker].append((group, job))
             self.unfinished[group] += 1
@@ -119,7 +111,7 @@ class StepSimulation:
         model = self.request.model
         states = model.state_bytes + model.master_bytes
         gradient_up = cost.gradient_bytes if share.gradients_host > 0.5 else 0
-        gradient_down = 0 if share.gradients_host > 0.5 or self._lands_before() else cost.gradient_bytes
+        gradient_down = 0 if share.gradients_host > 0.5 or self.lands_before else cost.gradient_bytes
         weight_down = model.parameter_bytes if _is_off(share) else 0
         weight_up = 0 if _is_off(share) else model.parameter_bytes
         cpu_memory = cost.gradient_bytes + model.parameter_bytes + 2 * states + weight_up + gradient_down
@@ -164,17 +156,12 @@ class StepSimulation:
                 takes = {"down" if worker == "send" else "up": 1.0, "link": 1.0, "memory": 1.0}
                 self.running[worker] = _Job(self.traffic.sizes[group], takes, group)
 
-    # Speeds
-
     def _speeds(self) -> dict[str, float]:
         """Return the units a second of each running job: as fast as its scarcest resource allows, shared evenly among
         those that want it and what they leave to the others."""
         running = tuple((worker, job.kind, job.behind > 0) for worker, job in self.running.items())
-        if running not in self.speeds:
-            self.speeds[running] = self._find_speeds()
-        return self.speeds[running]
-
-    def _find_speeds(self) -> dict[str, float]:
+        if running in self.speeds:
+            return self.speeds[running]
         speeds = {worker: job.most for worker, job in self.running.items()}
         if "bring" in speeds and "streamed" in speeds:  # one after the other in a stream
             speeds["bring" if self.running["bring"].behind > 0 else "streamed"] = 0.0
@@ -189,10 +176,10 @@ class StepSimulation:
             if not scarcest:
                 break
             speeds |= self._share(speeds, scarcest)
+        self.speeds[running] = speeds
         return speeds
 
     def _share(self, speeds: dict[str, float], resource: str) -> dict[str, float]:
-        """Return the speeds for even parts of one resource, but none gets more than it wants."""
         takes = {worker: job.takes.get(resource, 0.0) for worker, job in self.running.items()}
         users = [worker for worker in takes if takes[worker] > 0]
         users.sort(key=lambda worker: speeds[worker] * takes[worker])
@@ -202,8 +189,6 @@ class StepSimulation:
             shared[worker] = min(speeds[worker], left / (len(users) - place) / takes[worker])
             left -= shared[worker] * takes[worker]
         return shared
-
-    # Time
 
     def run(self, seconds: float, what: str = "compute") -> None:
         """Let the device do something. Where it is the CPU, that takes longer while updates are made there."""
@@ -227,7 +212,6 @@ class StepSimulation:
         self.timeline.waits[what] = self.timeline.waits.get(what, 0.0) + self.now - begun
 
     def wait_until(self, is_ready: Callable[[int], bool], group: int) -> None:
-        """Let time pass while activations are on their way."""
         begun = self.now
         while not is_ready(group):
             self._advance()
@@ -266,8 +250,6 @@ class StepSimulation:
                 self.update(job.group)
             self.unfinished[job.group] -= 1
 
-    # Passes
-
     def passes(self, count: int) -> None:
         """Run the passes of a step. Of many passes all but the first two and the last are alike, and run once."""
         num_run = min(count, MOST_PASSES)
@@ -303,27 +285,23 @@ class StepSimulation:
                 self.want(ahead, len(self.wanted))
             self.traffic.want(group)
             self.wait_for(group, "parameters")
-            self.wait_until(self.traffic.is_back, group)
-            again = cost.activations if way_of(self.shares[group]) == "recompute" else None
-            self.run(cost.backward_s + (again.longer_s if again is not None else 0.0))
+            self.wait_until(lambda group: not self.traffic.gone[group], group)
+            recomputes = way_of(self.shares[group]) == "recompute"
+            self.run(cost.backward_s + (cost.activations.longer_s if recomputes else 0.0))
             self._let_go(group)
             self.land(group, last=last, adds=adds)
 
     def _let_go(self, group: int) -> None:
-        if _is_off(self.shares[group]):
-            self.present[group] = False
+        self.present[group] = not _is_off(self.shares[group])
 
 
-def simulate(request: PlanRequest, costs: Sequence[GroupCost], shares: Sequence[GroupShares]) -> Timeline:
+def simulate(request: PlanRequest, shares: Sequence[GroupShares]) -> Timeline:
     """Return one step in the steady state, for whole placements of parameters and gradients."""
-    steps = StepSimulation(request, costs, shares)
-    recomputed = [cost.activations for cost, share in zip(costs, shares, strict=True) if way_of(share) == "recompute"]
-    again_s = sum(activations.again_s for activations in recomputed if activations is not None)
-    compute_s = request.accumulate * (sum(cost.compute_s for cost in costs) + again_s)
-    resident_s = sum(
-        cost.updated * share.resident * request.machine.resident_ns * 1e-9
-        for cost, share in zip(costs, shares, strict=True)
-    )
+    steps = StepSimulation(request, shares)
+    pairs = list(zip(request.costs, shares, strict=True))
+    again_s = sum(cost.activations.again_s for cost, share in pairs if way_of(share) == "recompute")
+    compute_s = request.accumulate * (sum(cost.compute_s for cost in request.costs) + again_s)
+    resident_s = sum(cost.updated * share.resident * request.machine.resident_ns * 1e-9 for cost, share in pairs)
     begun = 0.0
     for _ in range(NUM_STEPS):
         begun = steps.now
@@ -331,14 +309,13 @@ def simulate(request: PlanRequest, costs: Sequence[GroupCost], shares: Sequence[
         steps.passes(request.accumulate)
         steps.run(resident_s, "update")
         if not request.is_early:
-            for group in range(len(costs)):
+            for group in range(len(shares)):
                 steps.update_when_landed(group)
     step_s = max(steps.now - begun, compute_s + resident_s)  # but for rounding it never is less
     return replace(steps.timeline, step_s=step_s, compute_s=compute_s + resident_s)
 
 
 def _rates(request: PlanRequest) -> dict[str, float]:
-    """Return what each shared resource can do in a second."""
     link = request.machine.link
     rates = {"cpu": 1.0}
     if link is not None:
@@ -349,7 +326,6 @@ def _rates(request: PlanRequest) -> dict[str, float]:
 
 
 def _repeat(total: dict[str, float], before: dict[str, float], times: int) -> None:
-    """Add what has come to `total` since `before`, as often."""
     for name, seconds in total.items():
         total[name] = seconds + times * (seconds - before.get(name, 0.0))
 

@@ -1,19 +1,24 @@
-"""A solution of the planner: the shares of groups, and what they are as homes and as bytes of tiers."""
+"""A solution of the planner: the shares of groups, and what they are as homes and as bytes of tiers. Steps that use it
+show how fast each worker really is: `refit` makes a request of that."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from zerostd.planning.activations import activation_bytes, way_of
-from zerostd.planning.costs import GroupCost
 from zerostd.planning.demands import GroupShares, lands_on_copy
-from zerostd.planning.request import PlanRequest
+from zerostd.planning.profiles import MachineProfile
+from zerostd.planning.request import GroupCost, PlanRequest
 from zerostd.planning.simulation import Timeline, simulate
 from zerostd.policy import Homes, Kind, Route, Tier
 
 TOLERANCE = 1e-5
+MOST_ROUNDS = 8  # of fitting rates
+CLOSE = 0.02  # of what a worker was observed to take
+LEAST_SECONDS = 1e-4  # of a worker in a step, for its rate to be told, and
+LEAST_PART = 0.1  # of a step: in less, what it shares with others hides how fast it is
 SLOW_PACE = 0.8  # of its rates, that a CPU has in slow minutes: 0.5 to 1.1 were seen within one hour
 NAMES = {  # of shares of states
     (Tier.DEVICE, Route.RESIDENT): "resident",
@@ -29,7 +34,6 @@ class Solution:
     """A placement of whole groups, and what it costs."""
 
     request: PlanRequest
-    costs: list[GroupCost]
     shares: list[GroupShares]
     timeline: Timeline
     asked: PlanRequest | None = None  # with less to choose from, where this is the answer to that
@@ -42,11 +46,10 @@ class Solution:
 
     @cached_property
     def slow_s(self) -> float:
-        """A step in such minutes, never a shorter one. Where the device is the CPU, they say nothing about
-        placements."""
+        """A step in such minutes, never a shorter one."""
         if self.request.machine.link is None:
             return self.timeline.step_s
-        return max(self.timeline.step_s, simulate(self.slow_request, self.costs, self.shares).step_s)
+        return max(self.timeline.step_s, simulate(self.slow_request, self.shares).step_s)
 
     @property
     def cost_s(self) -> float:
@@ -60,17 +63,19 @@ class Solution:
             cost.updated * self.request.model.state_bytes * (1 - share.resident)
             + cost.parameters * (share.parameters_host + share.parameters_disk)
             + cost.gradients * share.gradients_host
-            for cost, share in zip(self.costs, self.shares, strict=True)
+            for cost, share in zip(self.request.costs, self.shares, strict=True)
         )
 
 
+def evaluate(request: PlanRequest, homes: Mapping[str, Homes]) -> Solution:
+    """Return what given homes cost. Groups that are placed as one must have the same."""
+    shares = [shares_of(homes[cost.name]) for cost in request.costs]
+    return Solution(request, shares, simulate(request, shares))
+
+
 def homes_by_group(solution: Solution) -> dict[str, Homes]:
-    """Return the shares as homes, by name of group."""
-    homes = {
-        index: _homes(share)
-        for cost, share in zip(solution.costs, solution.shares, strict=True)
-        for index in cost.members
-    }
+    pairs = zip(solution.request.costs, solution.shares, strict=True)
+    homes = {index: _homes(share) for cost, share in pairs for index in cost.members}
     return {group.name: homes[index] for index, group in enumerate(solution.request.model.groups)}
 
 
@@ -100,21 +105,18 @@ def shares_of(homes: Homes) -> GroupShares:
 
 
 def model_state(solution: Solution) -> dict[Tier, dict[Kind, int]]:
-    """Return bytes by the closed form: 2 for a parameter, 2 for its gradient, 12 for its states, by what this rank
-    holds."""
-    return _model_state(solution.request, solution.costs, solution.shares)
+    """Return the bytes of this rank by the closed form: 2 for a parameter, 2 for its gradient, 12 for its states."""
+    return _model_state(solution.request, solution.shares)
 
 
-def _model_state(
-    request: PlanRequest, costs: Sequence[GroupCost], shares: Sequence[GroupShares]
-) -> dict[Tier, dict[Kind, int]]:
+def _model_state(request: PlanRequest, shares: Sequence[GroupShares]) -> dict[Tier, dict[Kind, int]]:
     model = request.model
     total = {tier: dict[Kind, float]() for tier in Tier}
 
     def add(tier: Tier, kind: Kind, size: float) -> None:
         total[tier][kind] = total[tier].get(kind, 0.0) + size
 
-    for cost, share in zip(costs, shares, strict=True):
+    for cost, share in zip(request.costs, shares, strict=True):
         homes = _homes(share)
         add(homes.parameters, Kind.PARAMETERS, cost.parameters)
         add(homes.gradients, Kind.GRADIENTS, cost.gradients)
@@ -128,7 +130,7 @@ def _model_state(
                 passes = Tier.DEVICE if request.has_one_memory else Tier.HOST
                 add(passes, Kind.BUFFERS, cost.updated * part * _passing(request, cost, homes))
     if request.chooses:
-        device, host = activation_bytes(costs, shares)
+        device, host = activation_bytes(request, shares)
         add(Tier.DEVICE, Kind.ACTIVATIONS, device)
         add(Tier.HOST, Kind.ACTIVATIONS, host)
     for tier, size in request.fixed.items():
@@ -151,14 +153,78 @@ def activations_by_group(solution: Solution) -> dict[str, str]:
     """Return what each group does with its activations, or one word for all; nothing where there is no choice."""
     if not solution.request.chooses:
         return {}
-    pairs = zip(solution.costs, solution.shares, strict=True)
+    pairs = zip(solution.request.costs, solution.shares, strict=True)
     ways = {index: way_of(share) for cost, share in pairs for index in cost.members}
     if len(set(ways.values())) == 1:
         return {"*": ways[0]}
     return {group.name: ways[index] for index, group in enumerate(solution.request.model.groups)}
 
 
-def fits(request: PlanRequest, costs: Sequence[GroupCost], shares: Sequence[GroupShares]) -> bool:
-    """Return whether shares of whole groups stay inside the limits."""
-    held = {tier: sum(kinds.values()) for tier, kinds in _model_state(request, costs, shares).items()}
+def fits(request: PlanRequest, shares: Sequence[GroupShares]) -> bool:
+    held = {tier: sum(kinds.values()) for tier, kinds in _model_state(request, shares).items()}
     return all(size <= request.limits.get(tier, 0) * (1 + TOLERANCE) + 1 for tier, size in held.items())
+
+
+# -- rates as they were observed --
+
+
+@dataclass(frozen=True)
+class ObservedStep:
+    """What steps were observed to take, on the rank that took longest."""
+
+    step_s: float
+    forward_s: float  # of one pass with all else that the loop does, which hides updates as well; without waiting
+    backward_s: float
+    num_passes: int = 1  # in a step
+    busy: Mapping[str, float] = field(default_factory=dict)  # seconds of each worker in a step: cpu, streamed, disk
+    activation_bytes: int | None = None  # on the device beside model state, at most; None: not known
+
+
+def refit(request: PlanRequest, homes: Mapping[str, Homes], observed: ObservedStep) -> PlanRequest:
+    """Return the request with compute and rates as they were observed under a plan with these homes.
+
+    What a worker was seen to take is held against what it takes in the simulation of the same plan, and the rate it
+    leans on is changed by that ratio. What it shares with others is in the simulation too, so it is not counted twice.
+    """
+    model = replace(request.model, forward_s=observed.forward_s, backward_s=observed.backward_s)
+    if observed.activation_bytes is not None:
+        model = replace(model, activation_bytes=observed.activation_bytes)
+    request = replace(request, model=model)
+    busy = dict(observed.busy)
+    if request.machine.link is None:  # the CPU computes, and what else it did has made that longer
+        busy["compute"] = request.accumulate * (observed.forward_s + observed.backward_s)
+    forward_s = observed.forward_s
+    backward_s = observed.backward_s
+    for _ in range(MOST_ROUNDS):
+        expected = evaluate(request, homes).timeline.busy
+        ratios = {
+            worker: seconds / expected[worker]
+            for worker, seconds in busy.items()
+            if min(seconds, expected.get(worker, 0.0)) > LEAST_SECONDS and seconds > LEAST_PART * observed.step_s
+        }
+        if all(abs(ratio - 1.0) < CLOSE for ratio in ratios.values()):
+            break
+        computing = ratios.pop("compute", 1.0)
+        forward_s *= computing
+        backward_s *= computing
+        model = replace(model, forward_s=forward_s, backward_s=backward_s)
+        request = replace(request, model=model, machine=_slower(request.machine, ratios))
+    return request
+
+
+def _slower(machine: MachineProfile, by: Mapping[str, float]) -> MachineProfile:
+    """Return the machine with each worker's rates divided by a ratio. The CPU is as fast as its cores or its memory let
+    it be; it was its memory as far as what is streamed, which is in that memory too, was seen to be slower as well."""
+    cpu = by.get("cpu", 1.0)
+    streamed = by.get("streamed", 1.0)
+    memory = min(cpu, streamed) if "streamed" in by else 1.0
+    update_ns = {threads: ns * cpu for threads, ns in machine.processor.update_ns.items()}
+    processor = replace(machine.processor, update_ns=update_ns, memory=machine.processor.memory / memory)
+    link = machine.link
+    if link is not None:
+        link = replace(link, up=link.up / streamed, down=link.down / streamed, both=link.both / streamed)
+    disk = machine.disk
+    if disk is not None:
+        slower = by.get("disk", 1.0)
+        disk = replace(disk, read=disk.read / slower, write=disk.write / slower, both=disk.both / slower)
+    return replace(machine, processor=processor, link=link, disk=disk)

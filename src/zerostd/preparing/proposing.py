@@ -21,13 +21,11 @@ from zerostd.measuring.identity import free_bytes
 from zerostd.measuring.model import state_widths
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Plan, PlanRequest, Prediction
-from zerostd.planning.advice import if_most_are_clipped
-from zerostd.planning.model import WAYS
-from zerostd.planning.planner import evaluate, place_states, plan_from, solve
+from zerostd.planning.planner import if_most_are_clipped, place_states, plan_from, solve
+from zerostd.planning.profiles import WAYS
 from zerostd.planning.program import SLACK
-from zerostd.planning.refitting import ObservedStep, refit
 from zerostd.planning.request import WORTH_SPECULATING, limits_for, stages_of, threads_of
-from zerostd.planning.solution import Solution, homes_by_group, model_state
+from zerostd.planning.solution import ObservedStep, Solution, evaluate, homes_by_group, model_state, refit
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats

@@ -26,8 +26,8 @@ from zerostd.monitoring.loop_timer import LoopPhase
 from zerostd.monitoring.texts import size_text
 from zerostd.parameters.observing import StepObserver
 from zerostd.planning import MachineProfile, Plan
-from zerostd.planning.refitting import ObservedStep
 from zerostd.planning.request import MARGIN
+from zerostd.planning.solution import ObservedStep
 from zerostd.policy import Kind, Tier
 from zerostd.preparing.proposing import PlanSearch
 from zerostd.replanning.moving import move

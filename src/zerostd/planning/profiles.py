@@ -1,0 +1,240 @@
+"""What a machine can do and what a model needs, as plain data.
+
+`measuring` makes both; a machine that is elsewhere is written by hand, in JSON, and a model that does not exist yet is
+made from a few numbers. Rates are in bytes or operations per second, times in seconds. A sample is one row of the
+batch: an image, a sequence, a graph.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Self
+
+from zerostd.errors import PrepareError
+from zerostd.monitoring.decoding import convert, decode
+from zerostd.policy import Way
+
+DIVISORS = re.compile(  # of bytes and operations, by name
+    r"matrix[.].*|processor[.].*|(link|disk)[.](up|down|read|write|both)|wires[.].*(ranks|bandwidth)|ranks_per_node|achieved"
+)
+REMEDY = "measure again with `zerostd measure`, or correct it"
+WAYS = tuple(way.in_plan for way in (Way.DEVICE, Way.RECOMPUTE, Way.HOST))  # that plans choose among
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link between host and device."""
+
+    up: float  # bytes/s, host to device, large pinned copies
+    down: float  # bytes/s, device to host
+    both: float  # bytes/s, the two directions together when both are busy
+    latency: float = 1e-5  # s, before a copy's first byte
+
+
+@dataclass(frozen=True)
+class Processor:
+    """The host's cores and memory."""
+
+    num_cores: int
+    update_ns: Mapping[int, float]  # ns to update one parameter (AdamW, 28 bytes), by number of threads, nothing beside
+    memory: float  # bytes/s of host memory when the processor updates and the link is busy both ways
+
+    def ns(self, num_threads: int) -> float:
+        """Return nanoseconds for one parameter with this many threads; rates in between are interpolated."""
+        known = sorted(self.update_ns.items())
+        if num_threads <= known[0][0]:
+            return known[0][1] * known[0][0] / max(1, num_threads)
+        for (low, slow), (high, fast) in pairwise(known):
+            if num_threads <= high:
+                part = (num_threads - low) / (high - low)
+                return 1.0 / ((1.0 - part) / slow + part / fast)
+        return known[-1][1]
+
+    def at_pace(self, pace: float) -> Processor:
+        """Return the same processor with this part of its rates, as when others use it too."""
+        slower = {num_threads: ns / pace for num_threads, ns in self.update_ns.items()}
+        return replace(self, update_ns=slower, memory=self.memory * pace)
+
+
+@dataclass(frozen=True)
+class DiskRates:
+    """The file system of one directory."""
+
+    path: str
+    read: float  # bytes/s alone
+    write: float  # bytes/s alone
+    both: float  # bytes/s of each direction when both are busy
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Collectives among `ranks` neighbours: levels of a cluster from the inside out, the last one for all beyond."""
+
+    name: str
+    ranks: int
+    bandwidth: float  # bytes/s that one rank sends and receives
+    latency: float  # s of one collective
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """One rank's machine: what the planner knows of the hardware."""
+
+    name: str  # of the device and the processor; what a cached profile is checked against
+    device: str
+    matrix: Mapping[str, float]  # FLOP/s of large matrix products, by dtype: "bfloat16", "float32"
+    resident_ns: float  # ns to update one parameter where it rests on the device
+    free: Mapping[str, int]  # bytes, by tier: device, host, disk
+    processor: Processor
+    link: Link | None  # None: the device is the processor
+    disk: DiskRates | None = None
+    wires: tuple[Wire, ...] = ()
+    ranks_per_node: int = 1
+    achieved: float = 0.65  # of the matrix rate, in training
+    versions: Mapping[str, str] = field(default_factory=dict)
+    measured: str = ""  # date; empty: written by hand
+
+    def __post_init__(self) -> None:
+        for name, table in (("matrix", self.matrix), ("processor.update_ns", self.processor.update_ns)):
+            if not table:
+                raise PrepareError(f"machine profile: {name} is {table!r}, and must have fields")
+        for name, value in _leaves("", asdict(self)):
+            is_number = isinstance(value, int | float)
+            if is_number and not (math.isfinite(value) and value >= 0):
+                raise PrepareError(f"machine profile: {name} is {value!r}; rates, times and bytes are numbers >= 0")
+            if DIVISORS.fullmatch(name) and not (is_number and value):
+                raise PrepareError(f"machine profile: {name} is {value!r}, and must be a number above 0")
+
+    def to_json(self) -> str:
+        """Return it as text that from_json takes."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "machine profile") -> Self:
+        """Read what to_json wrote; an error names the field that is missing, unknown or not what it must be."""
+        data = decode(text, dict[str, Any], what=source, error=PrepareError, remedy=REMEDY)
+        return convert(_whole(data), cls, what=source, error=PrepareError, remedy=REMEDY, refuse_unknown=True)
+
+
+def _whole(value: Any) -> Any:
+    """Return JSON with integers in place of floats without a fraction: people write bytes as 80e9."""
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping | tuple):
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _leaves(f"{name}.{key}".lstrip("."), part)
+    else:
+        yield name, value
+
+
+# -- models --
+
+
+@dataclass(frozen=True)
+class GroupProfile:
+    """One group, whole: what a rank holds of it follows from the stage."""
+
+    name: str
+    trained: int  # parameters that are updated
+    frozen: int = 0  # parameters that are not
+    forward_flops: float = 0.0  # of one sample; backward takes twice that
+    kept_bytes: float = 0.0  # of activations that one sample leaves for backward
+    boundary_bytes: float = 0.0  # of them when the group is recomputed: its inputs
+    peak_bytes: float = 0.0  # most that one sample needs beside what is kept, while the group runs
+    stays: bool = False  # its activations are kept, whatever others do with theirs
+    again_flops: float | None = None  # when it is recomputed, up to the last tensor that is saved; None: all
+
+    @property
+    def again(self) -> float:
+        if self.again_flops is None or not self.forward_flops:
+            return 1.0
+        return self.again_flops / self.forward_flops
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """A model and how it is to be trained."""
+
+    name: str
+    groups: tuple[GroupProfile, ...]
+    parameter_bytes: int = 2  # of one parameter, as it computes
+    gradient_bytes: int = 2  # of one gradient, as it rests when a step is one pass
+    state_bytes: int = 12  # of one parameter's master and optimizer states
+    master_bytes: int = 0  # more off the device, where a parameter on it is its own master
+    dtype: str = "bfloat16"  # of the matrix products
+    samples: int | None = None  # in one pass on one rank; None: not known, so neither is the time to compute
+    recomputes: bool = False  # blocks keep only their inputs
+    recomputed: float = 0.0  # of forward, by the model itself: what it keeps is in the groups already
+    forward_s: float | None = None  # of one pass, if measured
+    backward_s: float | None = None
+    activation_bytes: int | None = None  # on the device at most, beside model state, if measured
+
+    @property
+    def trained(self) -> int:
+        return sum(group.trained for group in self.groups)
+
+    @property
+    def numel(self) -> int:
+        return sum(group.trained + group.frozen for group in self.groups)
+
+    def activations(self) -> int:
+        """Return the bytes of activations on one rank at their peak, measured or estimated; 0 without samples."""
+        return int(self._estimate()) if self.activation_bytes is None else self.activation_bytes
+
+    def with_twice_the_samples(self) -> ModelProfile:
+        """Return the same model with twice the samples in a pass, as far as anything is known of a pass."""
+        return replace(
+            self,
+            samples=None if self.samples is None else 2 * self.samples,
+            forward_s=None if self.forward_s is None else 2 * self.forward_s,
+            backward_s=None if self.backward_s is None else 2 * self.backward_s,
+            activation_bytes=None if self.activation_bytes is None else 2 * self.activation_bytes,
+        )
+
+    @cached_property
+    def knows_activations(self) -> bool:
+        """Whether it is known what a pass leaves for backward in each group."""
+        return self.samples is not None and any(group.kept_bytes for group in self.groups)
+
+    @cached_property
+    def measured_groups(self) -> tuple[GroupProfile, ...]:
+        """The groups with activations that add up to what was measured. If that is less than the estimate, all are in
+        proportion less. What is more is needed for a moment only: what is kept was seen, what an operation needs beside
+        its output was not."""
+        estimate = self._estimate()
+        measured = self.activation_bytes
+        if measured is None or not estimate:
+            return self.groups
+        most = (self.samples or 0) * max(group.peak_bytes for group in self.groups)
+        more = measured - estimate
+        if more <= 0 or not most or self.recomputes:
+            part = measured / estimate
+            return tuple(
+                replace(
+                    group,
+                    kept_bytes=part * group.kept_bytes,
+                    boundary_bytes=part * group.boundary_bytes,
+                    peak_bytes=part * group.peak_bytes,
+                )
+                for group in self.groups
+            )
+        return tuple(replace(group, peak_bytes=(1 + more / most) * group.peak_bytes) for group in self.groups)
+
+    def _estimate(self) -> float:
+        if self.samples is None:
+            return 0.0
+        kept = sum(group.boundary_bytes if self.recomputes else group.kept_bytes for group in self.groups)
+        inside = max((g.kept_bytes + g.peak_bytes if self.recomputes else g.peak_bytes for g in self.groups), default=0)
+        return self.samples * (kept + inside)
