@@ -244,13 +244,11 @@ def _pairs(objects: Sequence[Any]) -> list[tuple[nn.Module, torch.optim.Optimize
     for model in (item for item in objects if isinstance(item, nn.Module)):
         parameters = {parameter for parameter in model.parameters() if parameter.requires_grad}
         own = [optimizer for optimizer in optimizers if parameters & _trained(optimizer)]
-        if len(own) > 1:
-            raise common.several_optimizers(model, len(own))
         if parameters and not own:
             raise zerostd.MisuseError(ALONE.format("prepare()"))
-        for optimizer in own:
-            pairs.append((model, optimizer))
-            optimizers.remove(optimizer)
+        if own:
+            pairs.append((model, common.only_one(own, model)))
+            optimizers.remove(own[0])
     if optimizers:
         raise zerostd.MisuseError(ALONE.format("prepare()"))
     return pairs

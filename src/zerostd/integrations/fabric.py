@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ class ZeroStrategy(DDPStrategy):
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, scheduler: Any = None) -> Any:
         """Shard a module with its one optimizer."""
-        root = prepare_root(module, only_one(optimizers, module), self.zero)
+        root = prepare_root(module, common.only_one(optimizers, module), self.zero)
         return root, [root.optimizer], scheduler
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -156,12 +156,11 @@ class ZeroStrategy(DDPStrategy):
             super().save_checkpoint(path, state, storage_options, filter)
             return
         filters = filter or {}
-        for name in filters:
-            if name in state and name not in rest:
-                raise zerostd.NotSupportedError(
-                    f"fabric.save(filter={{{name!r}: ...}}): shards are saved whole; choose from "
-                    "zerostd.full_state_dict(model) instead"
-                )
+        for name in sorted(set(filters) & set(state) - set(rest)):
+            raise zerostd.NotSupportedError(
+                f"fabric.save(filter={{{name!r}: ...}}): shards are saved whole; choose from "
+                "zerostd.full_state_dict(model) instead"
+            )
         rest = self._convert_stateful_objects_in_state(rest, filter=filters)
         save_shards(self, Path(self.broadcast(path)), root, rest, optimizer)
 
@@ -195,14 +194,11 @@ def _split(objects: Mapping[str, Any]) -> tuple[Root | None, Any, dict[str, Any]
         raise zerostd.NotSupportedError(
             f"a checkpoint of {len(roots)} models at once ({', '.join(roots)}): give each a path of its own"
         )
-    rest = {name: value for name, value in objects.items() if name not in roots}
-    if not roots:
-        return None, None, rest
-    (root,) = roots.values()
-    names = [name for name, value in rest.items() if value is not None and value is root.optimizer]
-    for name in names:
-        del rest[name]
-    return root, root.optimizer if names else None, rest
+    root = next(iter(roots.values()), None)
+    optimizer = None if root is None else root.optimizer
+    sharded = [name for name, value in objects.items() if optimizer is not None and value is optimizer]
+    rest = {name: value for name, value in objects.items() if name not in (*roots, *sharded)}
+    return root, optimizer if sharded else None, rest
 
 
 def prepare_root(module: nn.Module, optimizer: torch.optim.Optimizer | None, zero: Mapping[str, Any]) -> Root:
@@ -210,13 +206,6 @@ def prepare_root(module: nn.Module, optimizer: torch.optim.Optimizer | None, zer
     root = Root(module)
     root.__dict__["optimizer"] = zerostd.prepare(root, optimizer, **zero)[1]
     return root
-
-
-def only_one(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer, or refuse several."""
-    if len(optimizers) != 1:
-        raise common.several_optimizers(module, len(optimizers))
-    return optimizers[0]
 
 
 def backend_for(device: torch.device) -> str:

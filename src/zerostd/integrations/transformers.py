@@ -2,14 +2,8 @@
 
 trainer = Trainer(model, args, train_dataset=data, zero={"stage": 3})
 
-    create_accelerator_and_postprocess   the Accelerator becomes ours: prepare without DDP, clipping over all shards
-    save_model, _save                    weights are gathered by all ranks, then written by one
-    _save_optimizer_and_scheduler,
-    _load_optimizer_and_scheduler        checkpoints of zerostd: each rank writes and reads its shards
-    _load_from_checkpoint,
-    _load_best_model                     the same checkpoints, instead of whole weights on every rank
-    _move_model_to_device                a model without memory stays where it is until it is prepared
-    train                                resume_from_checkpoint=True passes over what a killed run left
+The Accelerator becomes ours: prepare without DDP, clipping over all shards. Models are saved whole by one rank, as
+without zerostd. In checkpoints each rank also writes its shards, from which a run resumes.
 """
 
 from __future__ import annotations
@@ -82,8 +76,9 @@ class Trainer(transformers.Trainer):
             if self.accelerator.optimizer_of(self.model) is not None:
                 rank = None if self.args.save_on_each_node else 0
                 self._whole = zerostd.full_state_dict(self.model, rank=rank)
-                for module in _parts_saved_whole(self.model):
-                    parts.enter_context(zerostd.gathered(module))
+                for module in list(self.model.modules()):
+                    if hasattr(module, "adapter_state_dict"):  # peft asks it for its own, beside LoRA's matrices
+                        parts.enter_context(zerostd.gathered(module))
             try:
                 super().save_model(output_dir, _internal_call)
             finally:
@@ -150,11 +145,6 @@ def _load(path: str, model: nn.Module, optimizer: torch.optim.Optimizer | None =
     """Load a checkpoint but its random states: Trainer restores those after it has skipped the batches of the past."""
     with torch.random.fork_rng(devices=[]):
         return zerostd.load(path, model, optimizer)
-
-
-def _parts_saved_whole(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a peft model that are asked for their own state_dict, beside LoRA's matrices."""
-    return [module for module in model.modules() if hasattr(module, "adapter_state_dict")]
 
 
 def _newest_complete(folder: Path) -> str | None:
