@@ -35,10 +35,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     raised, nothing was changed.
     """
 
-    container: nn.Module  # has the parameters, and was prepared
-    parameters: list[nn.Parameter]
-    loaded: dict[str, Any] | None  # whole states, until this rank takes its shards of them
-
     @on_all_ranks
     def __init__(
         self,
@@ -59,7 +55,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._max_passes = backward_passes_per_step
         self._forget_passes()
         self._follows = False  # in join
-        self.loaded = optimizer.state_dict() if optimizer.state else None
+        self.loaded = optimizer.state_dict() if optimizer.state else None  # until this rank takes its shards of it
         with contextlib.ExitStack() as hooks:
             # before those of prepare: a pass is announced before its first reduce
             for index, parameter in enumerate(self.parameters):
@@ -153,26 +149,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
             while True:
                 self._announce(Event.JOIN)
                 calls = session().receive()
-                active = [call for call in calls if call.event is not Event.JOIN]
-                if not active:
-                    return session().last_rank
-                self._follow(active[0], calls)
+                call = next((call for call in calls if call.event is not Event.JOIN), None)
+                match call:
+                    case None:
+                        return session().last_rank
+                    case Call(Event.BACKWARD, index, adds):
+                        if not adds:
+                            self._zero.zero_grad()
+                        parameter = self.parameters[int(index)]
+                        torch.autograd.backward([parameter], [torch.zeros_like(parameter)])
+                    case Call(Event.CLIP, max_norm, norm_type):
+                        self._zero.clip_grad_norm_(max_norm, norm_type)
+                    case Call(Event.STEP):
+                        self._step(calls)
         finally:
             self._follows = False
             self._forget_passes()
-
-    def _follow(self, active: Call, calls: list[Call]) -> None:
-        match active.event:
-            case Event.BACKWARD:
-                adds = bool(active.second)
-                if not adds:
-                    self._zero.zero_grad()
-                parameter = self.parameters[int(active.first)]
-                torch.autograd.backward([parameter], [torch.zeros_like(parameter)])
-            case Event.CLIP:
-                self._zero.clip_grad_norm_(active.first, active.second)
-            case Event.STEP:
-                self._step(calls)
 
     def _announce(self, event: Event) -> None:
         """Announce a call for which `_agree` compares the ranks."""

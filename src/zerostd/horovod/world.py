@@ -44,19 +44,13 @@ class Call(NamedTuple):
 class Session:
     """The announcements of all ranks, over the CPU. They are sent at once and received when somebody asks."""
 
-    rank: int
-    size: int
-    optimizers: weakref.WeakSet[Any]  # distributed optimizers that are alive
-    num_joined: int  # ranks in join, as of the last announcement received
-    last_rank: int  # the last rank that was not
-
     def __init__(self, owns_world: bool) -> None:
         is_distributed = dist.is_initialized()
         self.rank = dist.get_rank() if is_distributed else 0
         self.size = dist.get_world_size() if is_distributed else 1
-        self.optimizers = weakref.WeakSet()
-        self.num_joined = 0
-        self.last_rank = self.size - 1
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # distributed optimizers that are alive
+        self.num_joined = 0  # ranks in join, as of the last announcement received
+        self.last_rank = self.size - 1  # the last rank that was not
         self.owns_world = owns_world  # init made the process group, so shutdown destroys it
         self.group: Any = dist.new_group(backend="gloo") if is_distributed else None
         self._work: Any = None
