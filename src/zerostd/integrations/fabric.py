@@ -91,8 +91,6 @@ class ZeroStrategy(DDPStrategy):
         else:
             self._set_world_ranks()
 
-    # -- setup --
-
     def setup_module(self, module: nn.Module) -> Root:
         """Shard a module without an optimizer, to evaluate."""
         return prepare_root(module, None, self.zero)
@@ -113,8 +111,6 @@ class ZeroStrategy(DDPStrategy):
         """Move a module, unless it has no memory yet."""
         if common.has_memory(module):
             module.to(self.root_device)
-
-    # -- the loop --
 
     def clip_gradients_norm(
         self,
@@ -140,8 +136,6 @@ class ZeroStrategy(DDPStrategy):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """Reduce the passes inside later: this strategy is its own control of `fabric.no_backward_sync`."""
         return common.late_reduction(module, self.zero) if enabled else contextlib.nullcontext()
-
-    # -- checkpoints --
 
     def save_checkpoint(
         self,

@@ -70,8 +70,6 @@ class ZeroStrategy(DDPStrategy):
             reset_seed()
             self.set_world_ranks()
 
-    # -- setup --
-
     def setup(self, trainer: Trainer) -> None:
         """Shard the module: to fit, with the optimizer of configure_optimizers, otherwise without."""
         module = self.lightning_module
@@ -134,14 +132,12 @@ class ZeroStrategy(DDPStrategy):
         assert self.model is not None
         return common.late_reduction(self.model, self.zero)
 
-    # -- checkpoints --
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return nothing: `save_checkpoint` writes the weights, on all ranks."""
         return {}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return nothing: `save_checkpoint` writes the states, on all ranks."""
+        """Return nothing, likewise."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

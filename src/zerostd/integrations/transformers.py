@@ -54,7 +54,22 @@ class Trainer(transformers.Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse what cannot be honoured: this is the first thing that Trainer does with its arguments."""
-        check_arguments(self.args, self.zero)
+        args = self.args
+        for name, remedy in REFUSED.items():
+            if getattr(args, name, None):
+                value = getattr(args, name)
+                raise zerostd.NotSupportedError(f"TrainingArguments({name}={value!r}) with zerostd: {remedy}")
+        if args.ddp_broadcast_buffers is False:
+            raise zerostd.NotSupportedError(
+                "TrainingArguments(ddp_broadcast_buffers=False) with zerostd: buffers of rank 0 go to all; leave it out"
+            )
+        common.check_options(self.zero, CALL, SETTINGS)
+        common.check_precision(self.zero, CALL, "bf16" if args.bf16 else "no", PRECISIONS)
+        if args.n_gpu > 1:
+            raise zerostd.NotSupportedError(
+                f"one process sees {args.n_gpu} devices, and Trainer would copy the model to each: start it with "
+                "torchrun, one process a device, or set CUDA_VISIBLE_DEVICES"
+            )
         super().create_accelerator_and_postprocess()
         Accelerator.take_over(self.accelerator, self.zero)
 
@@ -67,8 +82,6 @@ class Trainer(transformers.Trainer):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if common.has_memory(model):
             super()._move_model_to_device(model, device)
-
-    # -- saving --
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write an ordinary directory of Hugging Face, for `from_pretrained`. Every rank must call it."""
@@ -90,8 +103,6 @@ class Trainer(transformers.Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         extra = {"scheduler": self.lr_scheduler.state_dict()}
         self.accelerator.save_shards(Path(output_dir), self.model, extra)
-
-    # -- loading --
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if _newest_shards(resume_from_checkpoint) is None:  # those are loaded once the model is sharded
@@ -117,24 +128,6 @@ class Trainer(transformers.Trainer):
             super()._load_best_model()
         else:
             _load(path, self.model)
-
-
-def check_arguments(args: transformers.TrainingArguments, zero: Mapping[str, Any]) -> None:
-    """Refuse what cannot be honoured, and what is asked for twice."""
-    for name, remedy in REFUSED.items():
-        if getattr(args, name, None):
-            raise zerostd.NotSupportedError(f"TrainingArguments({name}={getattr(args, name)!r}) with zerostd: {remedy}")
-    if args.ddp_broadcast_buffers is False:
-        raise zerostd.NotSupportedError(
-            "TrainingArguments(ddp_broadcast_buffers=False) with zerostd: buffers of rank 0 go to all; leave it out"
-        )
-    common.check_options(zero, CALL, SETTINGS)
-    common.check_precision(zero, CALL, "bf16" if args.bf16 else "no", PRECISIONS)
-    if args.n_gpu > 1:
-        raise zerostd.NotSupportedError(
-            f"one process sees {args.n_gpu} devices, and Trainer would copy the model to each: start it with torchrun, "
-            "one process a device, or set CUDA_VISIBLE_DEVICES"
-        )
 
 
 def _newest_shards(folder: str) -> str | None:
