@@ -15,6 +15,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import zerostd
 import zerostd.horovod as hvd  # was: import horovod.torch as hvd
 
 NUM_TEST = 360
@@ -96,7 +97,9 @@ def main() -> None:
     with torch.no_grad():
         right = (model(images[mine]).argmax(dim=1) == labels[mine]).float().mean().item()
     accuracy = metric_average(right, "accuracy")
-    states = optimizer.memory().now["device"]["optimizer_states"]  # what zerostd adds: states are sharded
+    states = zerostd.memory(optimizer.container).now["device"][
+        "optimizer_states"
+    ]  # what zerostd adds: states are sharded
     if hvd.rank() == 0:
         path = os.path.join(tempfile.mkdtemp(), "digits.pt")
         torch.save(model.state_dict(), path)

@@ -35,7 +35,7 @@ def reductions(rank: int) -> None:
             (everyone.amin(0), {"op": hvd.Min}),
             (everyone.amax(0), {"op": hvd.Max}),
             (everyone.prod(0), {"op": hvd.Product}),
-            (total * 6, {"op": hvd.Sum, "prescale_factor": 2.0, "postscale_factor": 3.0}),
+            (total, {"op": hvd.Sum, "prescale_factor": 1.0, "process_set": None}),  # Horovod's defaults
         ):
             reduced = hvd.allreduce(mine, name="x", **options)
             torch.testing.assert_close(reduced, expected)
@@ -57,6 +57,9 @@ def gathers(rank: int) -> None:
     torch.testing.assert_close(hvd.allgather(mine), torch.cat([value(n, n + 1, 2) for n in range(size)]))
     empty = value(rank, 2 if rank == 0 else 0, 2)
     torch.testing.assert_close(hvd.allgather(empty), value(0, 2, 2))
+    flags = value(rank, 3, dtype=torch.int16) > 2
+    torch.testing.assert_close(hvd.allgather(flags), torch.cat([value(n, 3) > 2 for n in range(size)]))
+    assert hvd.allgather(value(rank, 0, 2)).shape == (0, 2)
     assert hvd.allgather_object({"rank": rank}) == [{"rank": number} for number in range(size)]
 
 
@@ -72,64 +75,15 @@ def broadcasts(rank: int) -> None:
     assert hvd.broadcast_object({"of": rank}, root_rank=root) == {"of": root}
 
 
-def scatters(rank: int) -> None:
-    size = hvd.size()
-    rows = 2 * size + 1  # one is left over, for the first rank
-    everyone = torch.stack([value(number, rows, 2) for number in range(size)])
-    begin = 2 * rank + min(rank, 1)
-    part = slice(begin, begin + 2 + (rank == 0))
-    torch.testing.assert_close(hvd.reducescatter(value(rank, rows, 2)), everyone.mean(0)[part])
-    torch.testing.assert_close(hvd.reducescatter(value(rank, rows, 2), op=hvd.Sum), everyone.sum(0)[part])
-
-
-def exchanges(rank: int) -> None:
-    size = hvd.size()
-    for dtype in (torch.float32, torch.int64):
-        mine = 100 * rank + torch.arange(2 * size * 3).reshape(2 * size, 3).to(dtype)
-        rows = [
-            (100 * n + torch.arange(2 * size * 3).reshape(2 * size, 3))[2 * rank : 2 * rank + 2] for n in range(size)
-        ]
-        torch.testing.assert_close(hvd.alltoall(mine), torch.cat(rows).to(dtype))
-    splits = [(rank + peer) % 3 for peer in range(size)]
-    sent = torch.arange(sum(splits)) + 10 * rank
-    received, counts = hvd.alltoall(sent, splits=torch.tensor(splits))
-    assert counts.tolist() == [(number + rank) % 3 for number in range(size)]
-    expected = []
-    for number in range(size):
-        theirs = [(number + peer) % 3 for peer in range(size)]
-        begin = sum(theirs[:rank])
-        expected += [10 * number + i for i in range(begin, begin + theirs[rank])]
-    assert received.tolist() == expected
-
-
-def gradients(rank: int) -> None:
-    size = hvd.size()
-
-    def back(call: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> torch.Tensor:
-        x = value(rank, *shape).requires_grad_()
-        out = call(x)
-        (out * (rank + 1)).sum().backward()
-        return x.grad
-
-    mean = sum(range(1, size + 1)) / size
-    torch.testing.assert_close(back(hvd.allreduce, 2, 2), torch.full((2, 2), mean))
-    torch.testing.assert_close(back(hvd.allgather, rank + 1, 2), torch.full((rank + 1, 2), mean))
-    torch.testing.assert_close(back(lambda x: hvd.broadcast(x, 0), 3), torch.full((3,), mean if rank == 0 else 0.0))
-    expected = torch.arange(1.0, size + 1).repeat_interleave(2).unsqueeze(1)
-    torch.testing.assert_close(back(hvd.reducescatter, 2 * size, 1), expected)
-    torch.testing.assert_close(back(hvd.alltoall, 2 * size, 1), expected)
-
-
 def places(rank: int) -> None:
     assert hvd.is_initialized() and hvd.rank() == rank
     assert (hvd.local_rank(), hvd.local_size()) == (rank, hvd.size())
-    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
     hvd.barrier()
 
 
 def every(rank: int) -> str:
     with session():
-        for check in (places, reductions, gathers, broadcasts, scatters, exchanges, gradients):
+        for check in (places, reductions, gathers, broadcasts):
             check(rank)
     return "done" if not hvd.is_initialized() else "still open"
 
@@ -145,21 +99,18 @@ def test_collectives_in_a_world_of_one(monkeypatch):
     assert every(0) == "done"
 
 
-HOROVOD = {  # parameters of Horovod 0.28 but process sets, in their order
-    "allreduce": "tensor average name compression op prescale_factor postscale_factor",
-    "allreduce_": "tensor average name op prescale_factor postscale_factor",
+HOROVOD = {  # parameters of Horovod 0.28, in their order, up to those that have one accepted value
+    "allreduce": "tensor average name compression op",
+    "allreduce_": "tensor average name op",
     "allgather": "tensor name",
     "broadcast": "tensor root_rank name",
     "broadcast_": "tensor root_rank name",
-    "reducescatter": "tensor name compression op prescale_factor postscale_factor",
-    "alltoall": "tensor splits name",
     "join": "device",
     "broadcast_parameters": "params root_rank",
     "broadcast_optimizer_state": "optimizer root_rank model",
     "broadcast_object": "obj root_rank name",
     "allgather_object": "obj name",
-    "DistributedOptimizer": "optimizer named_parameters compression backward_passes_per_step op "
-    "gradient_predivide_factor num_groups groups sparse_as_dense",
+    "DistributedOptimizer": "optimizer named_parameters compression backward_passes_per_step op",
 }
 
 
@@ -179,6 +130,9 @@ def test_arguments_are_in_horovods_order(name):
         ("ProcessSet", "leave process_set out"),
         ("allreduce_async_", "without _async"),
         ("grouped_allreduce", "one tensor at a time"),
+        ("alltoall", "torch.distributed.all_to_all_single"),
+        ("reducescatter", "torch.distributed.reduce_scatter_tensor"),
+        ("cross_rank", r"hvd.local_size\(\)"),
         ("elastic", "examples/elastic.py"),
         ("nccl_built", "torch.distributed.is_nccl_available"),
         ("SyncBatchNorm", "torch.nn.SyncBatchNorm"),
@@ -199,17 +153,16 @@ def make(**options: Any) -> Any:
     ("options", "error", "message"),
     [
         ({"op": hvd.Max}, NotSupportedError, "hvd.Average or hvd.Sum"),
-        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, PrepareError, "1 unless op is Average"),
-        ({"gradient_predivide_factor": 0.0}, PrepareError, "must be positive"),
+        ({"gradient_predivide_factor": 2.0}, NotSupportedError, "leave it out"),
+        ({"process_set": 0}, NotSupportedError, r"hvd.DistributedOptimizer\(process_set=0\).*new_group"),
         ({"backward_passes_per_step": 0}, PrepareError, "1 or more"),
         ({"compression": "fp16"}, NotSupportedError, "Compression.fp16"),
         ({"groups": 3}, NotSupportedError, "leave groups out"),
-        ({"num_groups": 3}, NotSupportedError, "leave groups out"),
+        ({"num_groups": 3}, NotSupportedError, "leave num_groups out"),
         ({"stage": 3}, NotSupportedError, "zerostd.prepare"),
         ({"stage": 7}, PrepareError, "stage=7"),
-        ({"named_parameters": [("a", 1), 2]}, PrepareError, "pairs"),
-        ({"named_parameters": [("a", nn.Parameter(torch.ones(1)))]}, PrepareError, "is not in named_parameters"),
-        ({"named_parameters": [("a.b", None), ("a/b", None)]}, PrepareError, "more than once"),
+        ({"named_parameters": [("a", nn.Parameter(torch.ones(1)))]}, PrepareError, "lacks 2 of the optimizer's"),
+        ({"named_parameters": [("a.b", None), ("a/b", None)]}, PrepareError, "1 names for 2"),
     ],
 )
 def test_options_that_cannot_be_honoured_are_refused(options, error, message):
@@ -248,13 +201,17 @@ def test_calls_that_make_no_sense_are_refused(monkeypatch):
         hvd.init([0, 1])
     with session():
         ones = torch.ones(3)
+        trained = torch.ones(3, requires_grad=True)
         refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
             (MisuseError, "root_rank=5", lambda: hvd.broadcast(ones, 5)),
             (MisuseError, "leave average out", lambda: hvd.allreduce(ones, average=True, op=hvd.Sum)),
             (NotSupportedError, "hvd.Average", lambda: hvd.allreduce(ones, op="sum")),
-            (NotSupportedError, "requires grad", lambda: hvd.allreduce(ones.clone().requires_grad_(), op=hvd.Max)),
+            (NotSupportedError, "functional.all_reduce", lambda: hvd.allreduce(trained)),
+            (NotSupportedError, "functional.all_gather", lambda: hvd.allgather(trained)),
+            (NotSupportedError, r"tensor.detach\(\)", lambda: hvd.broadcast(trained, 0)),
+            (NotSupportedError, r"hvd.allreduce_\(process_set=1\)", lambda: hvd.allreduce_(ones, process_set=1)),
+            (NotSupportedError, "multiply the result", lambda: hvd.allreduce(ones, postscale_factor=2.0)),
             (MisuseError, "unsqueeze", lambda: hvd.allgather(torch.tensor(1.0))),
-            (MisuseError, "sum to 3", lambda: hvd.alltoall(ones, splits=[2])),
             (MisuseError, "broadcast_object", lambda: hvd.broadcast_parameters({"extra": "text"}, 0)),
             (NotSupportedError, "float32", lambda: _half()),
             (MisuseError, "laid out", lambda: make().add_param_group({"params": []})),
@@ -262,12 +219,9 @@ def test_calls_that_make_no_sense_are_refused(monkeypatch):
         for error, message, call in refused:
             with pytest.raises(error, match=message):
                 call()
-        first = make()
-        second = make()
-        with pytest.raises(NotSupportedError, match="2 distributed optimizers"):
-            hvd.join()
-        del first, second
         assert hvd.join() == 0
+        with torch.no_grad():
+            assert torch.equal(hvd.allreduce(trained), ones)
 
 
 def _half() -> Any:

@@ -126,9 +126,6 @@ def loaded_on_one(rank: int) -> list[str]:
         with pytest.raises(MisuseError) as error:
             optimizer.step()
         messages.append(str(error.value))
-        with pytest.raises(MisuseError) as error:
-            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        messages.append(str(error.value))
         hvd.broadcast_optimizer_state(optimizer, root_rank=1)
         optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank)
         with pytest.raises(MisuseError) as error:
@@ -141,10 +138,9 @@ def loaded_on_one(rank: int) -> list[str]:
 
 
 def test_what_ranks_have_apart_is_told_and_can_be_mended(ranks):
-    for first, second, third in ranks(2, loaded_on_one):
+    for first, second in ranks(2, loaded_on_one):
         assert "on some ranks only" in first and "broadcast_optimizer_state" in first
-        assert "rank 1 has loaded a state and rank 0 has not" in second
-        assert "different options in param_groups, such as lr" in third
+        assert "different options in param_groups, such as lr" in second
 
 
 def saved_on_one(rank: int) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import zerostd
 import zerostd.horovod as hvd
 from horovod.scripts import STEPS, adamw, by_hand, distance, loss_of, make_model, session, sgd
 from zerostd import MisuseError, NotSupportedError
@@ -35,7 +36,7 @@ def script(rank: int, rules: str, wrap_first: bool) -> tuple[float, float, int]:
             optimizer.step()
             scheduler.step()
         reference, _ = by_hand(RULES[rules], [STEPS] * hvd.size(), scheduled=True)
-        states = optimizer.memory().now["device"]["optimizer_states"]
+        states = zerostd.memory(optimizer.container).now["device"]["optimizer_states"]
         saved = model.state_dict()  # as on hvd.rank() == 0 for torch.save
         fresh = make_model(seed=9)
         fresh.load_state_dict(saved)
@@ -66,10 +67,12 @@ def other_root(rank: int) -> tuple[float, bool, float]:
     with session():
         model = make_model(seed=rank)
         model[1].running_mean += rank
-        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
         hvd.broadcast_parameters(model.state_dict(), root_rank=1)
         start = distance(model, make_model(seed=1))
         buffer = bool((model[1].running_mean == 1).all())
+        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+        with pytest.raises(NotSupportedError, match="rank 0's values: call it before"):
+            hvd.broadcast_parameters(model.state_dict(), root_rank=1)
         for step in range(3):
             loss_of(model, step, rank).backward()
             optimizer.step()
@@ -113,16 +116,12 @@ def combined(rank: int, **options: object) -> tuple[float, float, dict[str, int]
             optimizer.step()
             optimizer.zero_grad()
         mean, total = (by_hand(adamw, [STEPS, STEPS], op=op)[0] for op in ("mean", "sum"))
-        memory = optimizer.memory()
+        memory = zerostd.memory(optimizer.container)
         return distance(model, mean), distance(model, total), memory.sent, memory.gradients
 
 
 def run_sum(rank: int) -> object:
     return combined(rank, op=hvd.Sum)
-
-
-def run_divided(rank: int) -> object:
-    return combined(rank, gradient_predivide_factor=4.0)
 
 
 def run_compressed(rank: int) -> object:
@@ -136,11 +135,6 @@ def run_stage_1(rank: int) -> object:
 def test_sum_over_ranks(ranks):
     for to_mean, to_sum, _, _ in ranks(2, run_sum):
         assert to_sum < LIMIT < to_mean
-
-
-def test_predivided_average_is_the_average(ranks):
-    for to_mean, to_sum, _, _ in ranks(2, run_divided):
-        assert to_mean < LIMIT < to_sum
 
 
 def test_compressed_gradients_cross_the_wire_in_half_the_bytes(ranks):
@@ -236,7 +230,13 @@ def uneven_synchronized(rank: int) -> str:
             optimizer.step()
             with pytest.raises(NotSupportedError, match=r"hvd.allreduce\(\) while 1 rank"):
                 hvd.allreduce(torch.ones(1))
+            with pytest.raises(NotSupportedError, match=r"optimizer.state_dict\(\) while 1 rank"):
+                optimizer.state_dict()
         hvd.join()
+        second = hvd.DistributedOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+        with pytest.raises(NotSupportedError, match="2 distributed optimizers"):
+            hvd.join()
+        del second
         assert hvd.allreduce(torch.ones(1)).item() == 1
         return str(raised.value) if rank == 0 else ""
 
@@ -324,7 +324,7 @@ def wide(rank: int) -> tuple[float, int, bool]:
             plain.step()
             plain.zero_grad()
         untouched = torch.equal(model["never"].weight, start)
-        return distance(model, reference), optimizer.memory().now["device"]["gradients"], untouched
+        return distance(model, reference), zerostd.memory(optimizer.container).now["device"]["gradients"], untouched
 
 
 def test_groups_that_some_ranks_use_and_none(ranks):

@@ -24,7 +24,6 @@ WIDE_FUNCTIONS: dict[str, str] = {  # "room/file.py::Class.method": reason
     "api.py::prepare": "the front door: one keyword per policy, all of them optional",
     "api.py::plan": "the same keywords as prepare",
     "cli/plan.py::plan": "one parameter for each option of the command line",
-    "horovod/optimizer.py::DistributedOptimizer": "Horovod's own signature, and the stage",
 }
 WIDE_CLASSES: dict[str, str] = {}  # "room/file.py::Class": reason
 

@@ -1,196 +1,320 @@
-"""DistributedOptimizer and the calls around it: join, broadcast_parameters, broadcast_optimizer_state."""
+"""DistributedOptimizer, zerostd's optimizer with Horovod's calls, and the calls that take it or its parameters.
+
+The optimizer knows the parameters and not the model, so they are prepared in a container module of their own. Their
+hooks see gradients arrive, whichever forward these belong to. Parameters are kept whole (stages 0 to 2), and are whole
+again when step() returns. Ranks announce each call to the session, so that all make the same ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import functools
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+import zerostd
 from zerostd import MisuseError, NotSupportedError, PrepareError
-from zerostd.horovod import collectives
-from zerostd.horovod.collectives import Average, Compression, ReduceOp, Sum
-from zerostd.horovod.sharded import Named, ShardedOptimizer
-from zerostd.horovod.states import on_host, read_options, write_options
-from zerostd.horovod.world import SESSION, rank, size
+from zerostd.horovod import collectives, states
+from zerostd.horovod.collectives import Average, Compression, ReduceOp, Sum, broadcast_object, on_all_ranks
+from zerostd.horovod.world import Call, Event, rank, session, size
+
+Named = list[tuple[str, nn.Parameter]]
 
 
-def DistributedOptimizer(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
-    compression: Compression = Compression.none,
-    backward_passes_per_step: int = 1,
-    op: ReduceOp = Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    sparse_as_dense: bool = False,
-    *,
-    stage: int = 2,
-) -> ShardedOptimizer:
-    """Shard an optimizer over the ranks; gradients are averaged while backward runs.
+class DistributedOptimizer(torch.optim.Optimizer):
+    """An optimizer that is sharded over the ranks; gradients are averaged, or summed, while backward runs.
 
-    Args:
-        optimizer: Any element-wise torch optimizer on fp32 parameters.
-        named_parameters: `model.named_parameters()`, for names in messages.
-        compression: Compression.fp16 sends gradients in half the bytes, and keeps them so until the step.
-        backward_passes_per_step: Passes whose gradients are summed, not divided by their number.
-        op: Average or Sum over the ranks.
-        gradient_predivide_factor: Without effect: the sum behind an average cannot overflow here.
-        num_groups: Refused, as is `groups`: parameters are grouped by size.
-        sparse_as_dense: Sparse gradients become dense in either case.
-        stage: 1 shards optimizer states, 2 also gradients, 0 nothing.
-
-    Returns:
-        The optimizer to use instead of the one passed. Its parameters have rank 0's values on all ranks.
-
-    Raises:
-        PrepareError: Nothing was changed; the message says what to do.
+    It takes any element-wise torch optimizer on fp32 parameters, which get rank 0's values on all ranks. Gradients of
+    `backward_passes_per_step` passes are summed and not divided. Compression.fp16 sends them in half the bytes, and
+    keeps them so until the step. Stage 1 shards optimizer states, 2 also gradients, 0 nothing. If PrepareError is
+    raised, nothing was changed.
     """
-    if not isinstance(compression, Compression):
-        raise NotSupportedError(f"compression={compression!r}: use hvd.Compression.none or hvd.Compression.fp16")
-    if isinstance(backward_passes_per_step, bool) or backward_passes_per_step < 1:
-        raise PrepareError(f"backward_passes_per_step={backward_passes_per_step!r} must be a whole number, 1 or more")
-    _check_reduction(op, gradient_predivide_factor)
-    if num_groups != 0 or groups is not None:
-        raise NotSupportedError(
-            f"groups={groups if groups is not None else num_groups!r}: parameters are grouped by size, neighbours up "
-            "to some MiB; leave groups out"
-        )
-    if stage == 3:
-        raise NotSupportedError(
-            "stage=3 shards parameters, and those are gathered by the modules that use them, which an optimizer does "
-            "not know: use model, optimizer = zerostd.prepare(model, optimizer, stage=3) instead"
-        )
-    named = _name_parameters(optimizer, named_parameters)
-    _check_parameters(named, compression)
-    sharded = ShardedOptimizer(
-        optimizer,
-        named,
-        stage=stage,
-        compression=compression,
-        max_passes=backward_passes_per_step,
-        factor=float(size()) if op == Sum else 1.0,
-    )
-    SESSION.optimizers.add(sharded)
-    return sharded
+
+    @on_all_ranks
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+        compression: torch.dtype | None = Compression.none,
+        backward_passes_per_step: int = 1,
+        op: ReduceOp = Average,
+        *,
+        sparse_as_dense: bool = False,
+        stage: int = 2,
+    ) -> None:
+        _check_options(compression, backward_passes_per_step, op, stage)
+        named = _name_parameters(optimizer, named_parameters)
+        _check_parameters(named, compression)
+        self._is_built = False
+        self.parameters = [parameter for _, parameter in named]
+        self._max_passes = backward_passes_per_step
+        self._forget_passes()
+        self._follows = False  # in join
+        self.loaded = optimizer.state_dict() if optimizer.state else None  # until this rank takes its shards of it
+        with contextlib.ExitStack() as hooks:
+            # before those of prepare: a pass is announced before its first reduce
+            for index, parameter in enumerate(self.parameters):
+                if parameter.requires_grad:
+                    arrived = functools.partial(self._arrived, weakref.ref(self), index)
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(arrived).remove)
+                if parameter.requires_grad and op == Sum:
+                    scale = functools.partial(torch.mul, other=size())
+                    hooks.callback(parameter.register_hook(scale).remove)
+            self.container, self._zero = _prepare(named, optimizer, stage, compression)
+            self._hooks = hooks.pop_all()
+        super().__init__(self._zero.param_groups, self._zero.defaults)
+        self.param_groups = self._zero.param_groups
+        self.state = self._zero.state
+        self._is_built = True
+        session().optimizers.add(self)
+        if size() == 1:
+            self.take_loaded()
+
+    # -- the loop --
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient on any rank. A closure is called once, before the update."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._announce(Event.STEP)
+        self._step(session().receive())
+        return loss
+
+    def _step(self, calls: list[Call]) -> None:
+        """Do what ranks in join follow."""
+        self._agree(calls)
+        if session().num_joined:
+            states.write_options(self.param_groups, session().share(states.read_options(self.param_groups)))
+        self._zero.step()
+        list(self.container.parameters())  # reading them waits until they are whole
+        self._forget_passes()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients."""
+        self.container(None)  # as at the start of a forward: a backward that raised is forgotten
+        self._zero.zero_grad(set_to_none)
+        self._forget_passes()
+
+    def synchronize(self) -> None:
+        """Wait until `p.grad` stands for averaged gradients, which are sharded. Clip then with
+        torch.nn.utils.clip_grad_norm_, or without synchronize() with `optimizer.clip_grad_norm_`, which is faster."""
+        session().check_present("optimizer.synchronize()")
+
+    def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that does nothing: `step()` after `synchronize()` does nothing twice."""
+        return contextlib.nullcontext()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip all gradients to a global norm, exactly; return the norm before. Every rank must call it."""
+        session().announce(Event.CLIP, max_norm, norm_type)
+        session().receive()
+        norm: torch.Tensor = self._zero.clip_grad_norm_(max_norm, norm_type)
+        return norm
+
+    @staticmethod
+    def _arrived(reference: weakref.ref[DistributedOptimizer], index: int, parameter: nn.Parameter) -> None:
+        """Count a gradient of one parameter. Parameters keep this hook where Python's collector does not look, so it
+        holds the optimizer weakly."""
+        optimizer = reference()
+        if optimizer is None or optimizer._follows:
+            return
+        optimizer._num_passes[index] += 1
+        num_passes = optimizer._num_passes[index]
+        if num_passes > optimizer._max_passes:
+            raise MisuseError(
+                f"backward pass {num_passes} since the last step, but backward_passes_per_step={optimizer._max_passes}:"
+                " say how many there are, or call optimizer.zero_grad() after a pass that failed"
+            )
+        if num_passes > optimizer._num_announced:
+            optimizer._num_announced += 1
+            adds = type(parameter.grad) is not torch.Tensor  # autograd has added it to an earlier one
+            session().announce(Event.BACKWARD, index, adds)
+
+    def _forget_passes(self) -> None:
+        self._num_passes = [0] * len(self.parameters)  # since the last step, by parameter
+        self._num_announced = 0  # passes since the last step that the other ranks know of
+
+    def join(self) -> int:
+        """Follow the steps of ranks that still have data, with zeros, until none has; see `hvd.join`."""
+        self._follows = True
+        try:
+            while True:
+                self._announce(Event.JOIN)
+                calls = session().receive()
+                call = next((call for call in calls if call.event is not Event.JOIN), None)
+                match call:
+                    case None:
+                        return session().last_rank
+                    case Call(Event.BACKWARD, index, adds):
+                        if not adds:
+                            self._zero.zero_grad()
+                        parameter = self.parameters[int(index)]
+                        torch.autograd.backward([parameter], [torch.zeros_like(parameter)])
+                    case Call(Event.CLIP, max_norm, norm_type):
+                        self._zero.clip_grad_norm_(max_norm, norm_type)
+                    case Call(Event.STEP):
+                        self._step(calls)
+        finally:
+            self._follows = False
+            self._forget_passes()
+
+    def _announce(self, event: Event) -> None:
+        """Announce a call for which `_agree` compares the ranks."""
+        options = zlib.crc32(repr(states.read_options(self.param_groups)).encode())
+        session().announce(event, options, self.loaded is not None)
+
+    def _agree(self, calls: list[Call]) -> None:
+        """Refuse a call if ranks differ. Otherwise keep this rank's shards of loaded states."""
+        options = {call.first for call in calls if call.event is not Event.JOIN}
+        has_loaded = {call.second for call in calls}
+        if len(options) > 1 or len(has_loaded) > 1:
+            raise MisuseError(
+                "ranks have different options in param_groups, such as lr, or load_state_dict() was called on some "
+                "ranks only: call hvd.broadcast_optimizer_state(optimizer, root_rank) with the rank that is right"
+            )
+        self.take_loaded()
+
+    # -- states --
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return whole states in torch's format, as the wrapped optimizer would. Every rank must call it."""
+        self._announce(Event.STATE)
+        session().check_present("optimizer.state_dict()")
+        self._agree(session().receive())
+        return states.gather_states(self._zero.state_dict(), states.parameters_of(self.param_groups))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take options now, and states before the next step, or in `hvd.broadcast_optimizer_state` if only one rank
+        has them."""
+        counts = [len(group["params"]) for group in state_dict["param_groups"]]
+        expected = [len(group["params"]) for group in self.param_groups]
+        if counts != expected:
+            raise MisuseError(
+                f"the state_dict is of param_groups with {counts} parameters, and this optimizer has {expected}: it "
+                "was saved from another model"
+            )
+        states.write_options(self.param_groups, states.read_options(state_dict["param_groups"]))
+        self.loaded = state_dict
+        if size() == 1:
+            self.take_loaded()
+
+    def take_loaded(self) -> None:
+        """Keep this rank's shards of loaded states. All ranks have some, or none."""
+        if self.loaded is not None:
+            parameters = states.parameters_of(self.param_groups)
+            self._zero.load_state_dict(states.shard_states(self.loaded, self._zero.state_dict(), parameters))
+            self.loaded = None
+            list(self.container.parameters())  # reading them waits until they are whole
+
+    def release(self) -> None:
+        """Make the parameters ordinary ones again; this optimizer cannot step any more. Every rank must call it."""
+        zerostd.release(self.container)
+        self._hooks.close()
+        session().optimizers.discard(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse it: shards are laid out when the optimizer is made."""
+        if self._is_built:
+            raise MisuseError("add_param_group after DistributedOptimizer: shards are laid out already; call it before")
+        self.param_groups.append(param_group)  # by torch's own __init__
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise MisuseError("a distributed optimizer cannot be copied or pickled: use its state_dict(), on all ranks")
 
 
 def join(device: int = -1) -> int:
-    """Wait for ranks that still have data, on a rank that has none left. Its gradients count as zero in their averages.
-    When every rank is here, all have the same parameters.
+    """Wait for ranks that still have data, on a rank that has none left, and return a rank that came last.
 
-    Returns:
-        A rank that came last.
+    Gradients of this rank count as zero in their averages. When every rank is here, all have the same parameters.
     """
-    optimizers = list(SESSION.optimizers)
-    if len(optimizers) > 1:
-        raise NotSupportedError(
-            f"hvd.join() with {len(optimizers)} distributed optimizers: a rank without data could not know which one "
-            "its peers step. Give all ranks as many batches, or call release() of those that are done"
-        )
     if size() == 1:
         return 0
-    if not optimizers:
-        raise MisuseError(
-            "hvd.join() without a distributed optimizer: there is nothing to take part in; use hvd.barrier()"
+    optimizers: list[DistributedOptimizer] = list(session().optimizers)
+    if len(optimizers) != 1:
+        raise NotSupportedError(
+            f"hvd.join() with {len(optimizers)} distributed optimizers: a rank without data follows the steps of one. "
+            "Use hvd.barrier(), give all ranks as many batches, or call release() of optimizers that are done"
         )
-    last_rank: int = optimizers[0].join()
-    return last_rank
+    return optimizers[0].join()
 
 
+@on_all_ranks
 @torch.no_grad()
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
-    """Give all ranks the root's parameters and buffers, in place.
-
-    After DistributedOptimizer these are the values that the root had before it, when rank 0's took their place.
-
-    Args:
-        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`.
-        root_rank: The rank whose values count.
-    """
-    collectives.check_root(root_rank)
+    """Give all ranks the root's `model.state_dict()`, `model.named_parameters()` or `model.parameters()`, in place."""
+    if root_rank != 0 and session().optimizers:
+        raise NotSupportedError(
+            f"broadcast_parameters(root_rank={root_rank}) after hvd.DistributedOptimizer, which has given all ranks "
+            "rank 0's values: call it before, or with root_rank=0"
+        )
     items = sorted(params.items()) if isinstance(params, Mapping) else list(params)  # in one order on all ranks
-    named = [item if isinstance(item, tuple) else ("an entry", item) for item in items]
-    for name, value in named:
+    for item in items:
+        name, value = item if isinstance(item, tuple) else ("an entry", item)
         if not isinstance(value, torch.Tensor):
             raise MisuseError(
                 f"broadcast_parameters: {name!r} is a {type(value).__name__} and no tensor; send it with "
                 "hvd.broadcast_object, and leave it out here"
             )
-    addresses = {tensor.data_ptr() for _, tensor in named}
-    for optimizer in SESSION.optimizers:
-        for parameter, value in optimizer.replaced.items():
-            if rank() == root_rank and parameter.data_ptr() in addresses:
-                parameter.copy_(value)
-        optimizer.replaced.clear()
-    for _, tensor in named:
-        collectives.broadcast_(tensor, root_rank)
+        collectives.broadcast_(value, root_rank)
 
 
+@on_all_ranks
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: nn.Module | None = None) -> None:
-    """Give all ranks the root's optimizer states and options. States that training made are in agreement already.
-
-    Args:
-        optimizer: A torch optimizer, or what DistributedOptimizer returned.
-        root_rank: The rank whose states count, and the only one that has to load them.
-        model: Not needed.
-    """
-    collectives.check_root(root_rank)
-    if not isinstance(optimizer, ShardedOptimizer):
-        state = collectives.broadcast_object(on_host(optimizer.state_dict()), root_rank)
+    """Give all ranks the root's optimizer states and options; the root is the only rank that has to load them."""
+    if not isinstance(optimizer, DistributedOptimizer):
+        state = broadcast_object(states.on_host(optimizer.state_dict()), root_rank)
         if rank() != root_rank:
             optimizer.load_state_dict(state)
         return
-    has_loaded = collectives.allgather_object(optimizer.loaded is not None)
-    if any(has_loaded) and not has_loaded[root_rank]:
-        raise MisuseError(
-            f"broadcast_optimizer_state(root_rank={root_rank}): rank {has_loaded.index(True)} has loaded a state and "
-            f"rank {root_rank} has not; name a rank that has"
-        )
-    write_options(optimizer.param_groups, collectives.broadcast_object(read_options(optimizer.param_groups), root_rank))
-    if any(has_loaded):
-        optimizer.loaded = collectives.broadcast_object(on_host(optimizer.loaded), root_rank)
-        optimizer.take_loaded()
+    options = broadcast_object(states.read_options(optimizer.param_groups), root_rank)
+    states.write_options(optimizer.param_groups, options)
+    optimizer.loaded = broadcast_object(states.on_host(optimizer.loaded), root_rank)
+    optimizer.take_loaded()
 
 
-def _check_reduction(op: ReduceOp, predivide: float) -> None:
+def _check_options(compression: torch.dtype | None, num_passes: int, op: ReduceOp, stage: int) -> None:
+    if compression not in (Compression.none, Compression.fp16):
+        raise NotSupportedError(f"compression={compression!r}: use hvd.Compression.none or hvd.Compression.fp16")
+    if isinstance(num_passes, bool) or num_passes < 1:
+        raise PrepareError(f"backward_passes_per_step={num_passes!r} must be a whole number, 1 or more")
     if op not in (Average, Sum):
         raise NotSupportedError(f"op={op!r}: gradients are combined by hvd.Average or hvd.Sum")
-    if not predivide > 0.0 or (predivide != 1.0 and op != Average):
-        raise PrepareError(
-            f"gradient_predivide_factor={predivide!r} with op={op!r}: it must be positive, and 1 unless op is Average"
+    if stage == 3:
+        raise NotSupportedError(
+            "stage=3 shards parameters, and those are gathered by the modules that use them, which an optimizer does "
+            "not know: use model, optimizer = zerostd.prepare(model, optimizer, stage=3) instead"
         )
 
 
 def _name_parameters(optimizer: torch.optim.Optimizer, named_parameters: Iterable[Any] | None) -> Named:
     """Return the optimizer's parameters in the order of the model, with their names."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = {id(parameter): parameter for parameter in states.parameters_of(optimizer.param_groups)}
     if named_parameters is None:
-        return [(f"parameter.{number}", parameter) for number, parameter in enumerate(parameters)]
-    named = list(named_parameters)
-    if any(not isinstance(item, tuple) or len(item) != 2 for item in named):
-        raise PrepareError("named_parameters must be pairs (name, parameter), as model.named_parameters() gives them")
-    names = [name.replace(".", "/") for name, _ in named]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise PrepareError(f"named_parameters has {repeated[0]!r} more than once: give each parameter its own name")
-    known = {id(parameter) for _, parameter in named}
-    for number, parameter in enumerate(parameters):
-        if id(parameter) not in known:
-            raise PrepareError(
-                f"parameter {number} of the optimizer, shape {tuple(parameter.shape)}, is not in named_parameters: "
-                "pass those of the whole model, or leave named_parameters out"
-            )
-    wanted = {id(parameter) for parameter in parameters}
-    return [(name, parameter) for name, parameter in named if id(parameter) in wanted]
+        return [(f"parameter.{number}", parameter) for number, parameter in enumerate(parameters.values())]
+    everything = list(named_parameters)
+    named = [(name, parameter) for name, parameter in everything if id(parameter) in parameters]
+    missing = set(parameters) - {id(parameter) for _, parameter in named}
+    names = {name.replace(".", "/") for name, _ in everything}
+    if missing or len(names) < len(everything):
+        raise PrepareError(
+            f"named_parameters lacks {len(missing)} of the optimizer's parameters, and has {len(names)} names "
+            f"for {len(everything)}: pass model.named_parameters(), or leave named_parameters out"
+        )
+    return named
 
 
-def _check_parameters(named: Named, compression: Compression) -> None:
+def _check_parameters(named: Named, compression: torch.dtype | None) -> None:
     """Refuse parameters that cannot be sharded under Horovod's rules."""
-    allowed = (torch.float32, torch.float64) if compression is Compression.none else (torch.float32,)
-    sharded = {id(parameter) for optimizer in SESSION.optimizers for parameter in optimizer.parameters}
+    allowed = (torch.float32, torch.float64) if compression is None else (torch.float32,)
+    sharded = {id(parameter) for optimizer in session().optimizers for parameter in optimizer.parameters}
     for name, parameter in named:
         if parameter.requires_grad and parameter.dtype not in allowed:
             raise NotSupportedError(
@@ -201,3 +325,24 @@ def _check_parameters(named: Named, compression: Compression) -> None:
             raise PrepareError(
                 f"{name!r} is in a distributed optimizer already: call release() of that one first, on all ranks"
             )
+
+
+def _prepare(
+    named: Named, optimizer: torch.optim.Optimizer, stage: int, compression: torch.dtype | None
+) -> tuple[nn.Module, Any]:
+    """Shard the parameters, with rank 0's values on all ranks. The optimizer's options stay this rank's own."""
+    container = nn.Identity()  # computes nothing: the script's own modules do
+    for name, parameter in named:  # in one child each: grouping then packs neighbours by size alone
+        container.add_module("model/" + name.replace(".", "/"), nn.ParameterList([parameter]))
+    precision = zerostd.Precision("compressed", None, compression) if compression and size() > 1 else None
+    options = states.read_options(optimizer.param_groups)
+    own = dict(optimizer.state)
+    states.write_options(optimizer.param_groups, broadcast_object(options, 0))  # ranks may differ until they broadcast
+    optimizer.state.clear()  # likewise: taken when all ranks have them
+    try:
+        return zerostd.prepare(container, optimizer, stage=stage, placement=zerostd.Placement(), precision=precision)
+    except BaseException:
+        optimizer.state.update(own)
+        raise
+    finally:
+        states.write_options(optimizer.param_groups, options)

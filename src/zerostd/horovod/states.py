@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostd import MisuseError
-from zerostd.horovod.collectives import gather_objects
+from zerostd.horovod.collectives import allgather_object
 from zerostd.horovod.world import rank, size
 
 Groups = list[dict[str, Any]]  # param_groups, or their options alone
@@ -30,43 +29,24 @@ def write_options(param_groups: Groups, options: Groups) -> None:
                 group[key] = value
 
 
-def check_states(state_dict: dict[str, Any], param_groups: Groups) -> None:
-    """Refuse the state_dict of another model."""
-    counts = [len(group["params"]) for group in state_dict["param_groups"]]
-    expected = [len(group["params"]) for group in param_groups]
-    if counts != expected:
-        raise MisuseError(
-            f"the state_dict is of param_groups with {counts} parameters, and this optimizer has {expected}: it was "
-            "saved from another model"
-        )
-    parameters = [parameter for group in param_groups for parameter in group["params"]]
-    for number, states in state_dict["state"].items():
-        numel = parameters[number].numel()
-        for key, value in states.items():
-            if _is_elementwise(value) and value.numel() != numel:
-                raise MisuseError(
-                    f"state {key!r} of parameter {number} has {value.numel()} elements and the parameter {numel}: it "
-                    "was saved from another model"
-                )
-
-
-def full_states(shards: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
+def gather_states(shards: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
     """Return whole states in torch's format from the shards of each rank. Collective, one parameter at a time."""
     whole: dict[int, dict[str, Any]] = {}
     for number, parameter in enumerate(parameters):
         begin, _ = shards["zerostd"]["intervals"].get(number, (0, 0))
-        parts = gather_objects((begin, on_host(shards["state"].get(number, {}))))
+        parts = allgather_object((begin, on_host(shards["state"].get(number, {}))))
         states = [part for _, part in sorted(parts, key=lambda part: part[0]) if part]
         if states:
             whole[number] = {key: _join([part[key] for part in states], parameter) for key in states[0]}
     return {"state": whole, "param_groups": shards["param_groups"]}
 
 
-def own_states(whole: dict[str, Any], shards: dict[str, Any]) -> dict[str, Any]:
-    """Return this rank's shards of whole states, as zerostd's optimizer loads them; options are those of `shards`."""
+def shard_states(whole: dict[str, Any], shards: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
+    """Return this rank's shards of whole states, as zerostd's optimizer loads them; options are those of `shards`.
+    States of another length than the parameter stay as they are, and zerostd refuses them."""
     states = {
         number: {
-            key: value.reshape(-1)[begin:end] if _is_elementwise(value) else value
+            key: value.reshape(-1)[begin:end] if _is_whole(value, parameters[number]) else value
             for key, value in whole["state"].get(number, {}).items()
         }
         for number, (begin, end) in shards["zerostd"]["intervals"].items()
@@ -85,12 +65,18 @@ def on_host(value: Any) -> Any:
     return value
 
 
+def parameters_of(param_groups: Groups) -> list[nn.Parameter]:
+    """Return the parameters in the order in which torch numbers them."""
+    return [parameter for group in param_groups for parameter in group["params"]]
+
+
 def _join(parts: list[Any], parameter: nn.Parameter) -> Any:
     """Return one state from its parts in the order of elements. Ranks that hold all of it have the same."""
-    if not _is_elementwise(parts[0]) or parts[0].numel() == parameter.numel():
-        return parts[0]
+    first = parts[0]
+    if not isinstance(first, torch.Tensor) or first.dim() == 0 or first.numel() == parameter.numel():
+        return first
     return torch.cat([part.reshape(-1) for part in parts]).reshape(parameter.shape)
 
 
-def _is_elementwise(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+def _is_whole(value: Any, parameter: nn.Parameter) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == parameter.numel()

@@ -1,92 +1,161 @@
-"""The processes under Horovod's names: who this one is, and how many there are.
+"""The processes under Horovod's names, and the Session between `init` and `shutdown`.
 
-`init` and `shutdown` open and close the SESSION that the other files of this room look into. A process that no
-launcher started is a world of one, which needs no process group.
+A process that no launcher started is a world of one, which needs no process group. Every rank announces what it is
+about to do with its optimizer. One that diverges from its peers, such as a rank that alone asks for a state_dict,
+raises at once instead of waiting for them. A rank in `join` receives what the others do, and follows them.
 """
 
 from __future__ import annotations
 
+import enum
 import os
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from zerostd import MisuseError, NotSupportedError
-from zerostd.horovod.agreement import CallAgreement
+from zerostd import CommunicationError, MisuseError, NotSupportedError
 
 OTHER_LAUNCHERS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
+class Event(enum.Enum):
+    """What a rank is about to do, in the words of messages."""
+
+    JOIN = "hvd.join()"
+    BACKWARD = "a backward pass"
+    STEP = "optimizer.step()"
+    CLIP = "optimizer.clip_grad_norm_()"
+    STATE = "optimizer.state_dict()"
+
+
+EVENTS = tuple(Event)  # they are sent by number
+
+
+class Call(NamedTuple):
+    """The announcement of one rank, with two numbers whose meaning depends on the event."""
+
+    event: Event
+    first: float
+    second: float
+
+
 class Session:
-    """State between `init` and `shutdown`."""
+    """The announcements of all ranks, over the CPU. They are sent at once and received when somebody asks."""
 
-    def __init__(self) -> None:
-        self.agreement: CallAgreement | None = None  # there is one while the session is open
-        self.owns_group = False  # init made the process group, so shutdown destroys it
+    def __init__(self, owns_world: bool) -> None:
+        is_distributed = dist.is_initialized()
+        self.rank = dist.get_rank() if is_distributed else 0
+        self.size = dist.get_world_size() if is_distributed else 1
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # distributed optimizers that are alive
+        self.num_joined = 0  # ranks in join, as of the last announcement received
+        self.last_rank = self.size - 1  # the last rank that was not
+        self.owns_world = owns_world  # init made the process group, so shutdown destroys it
+        self.group: Any = dist.new_group(backend="gloo") if is_distributed else None
+        self._work: Any = None
+        self._rows = [torch.zeros(len(Call._fields)) for _ in range(self.size)]
+
+    def announce(self, event: Event, first: float = 0.0, second: float = 0.0) -> None:
+        """Start to send what this rank does now. Earlier announcements are received first."""
+        self.receive()
+        row = torch.tensor([EVENTS.index(event), first, second], dtype=torch.float64)
+        self._rows = [row.clone() for _ in self._rows]
+        if self.group is not None:
+            self._work = dist.all_gather(self._rows, row, group=self.group, async_op=True)
+
+    def receive(self) -> list[Call]:
+        """Wait for the last announcement of each rank. Raise if ranks that have not joined differ."""
+        if self._work is not None:
+            work = self._work
+            self._work = None
+            work.wait()
+        rows = [row.tolist() for row in self._rows]
+        calls = [Call(EVENTS[int(number)], first, second) for number, first, second in rows]
+        active = [rank for rank, call in enumerate(calls) if call.event is not Event.JOIN]
+        self.num_joined = self.size - len(active) if active else 0  # when all have joined, all continue
+        if active:
+            self.last_rank = active[-1]
+        for rank in active:
+            event = calls[active[0]].event
+            if calls[rank].event is not event:
+                raise CommunicationError(
+                    f"rank {active[0]} is at {event.value} and rank {rank} at {calls[rank].event.value}: every rank "
+                    "must make these calls, so move them out of `if hvd.rank() == 0:`. A rank that has no data left "
+                    "calls hvd.join()"
+                )
+        return calls
+
+    def check_present(self, call: str) -> None:
+        """Refuse a call in which ranks in join would not take part."""
+        self.receive()
+        if self.num_joined:
+            raise NotSupportedError(
+                f"{call} while {self.num_joined} rank(s) are in hvd.join(): they follow backward passes, "
+                "optimizer.clip_grad_norm_() and optimizer.step(), and nothing else. Call it after hvd.join()"
+            )
+
+    def share(self, value: Any) -> Any:
+        """Return the value of a rank that has not joined."""
+        objects = [value]
+        dist.broadcast_object_list(objects, group_src=self.last_rank, group=self.group)
+        return objects[0]
 
 
-SESSION = Session()
+OPEN: list[Session] = []  # the session, from init to shutdown
+
+
+def session() -> Session:
+    """Return the session that `init` opened."""
+    if not OPEN:
+        raise MisuseError("hvd was used before hvd.init(): call hvd.init() first, on every process")
+    return OPEN[0]
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Join the processes that torchrun started, or be a world of one. An existing process group is used.
 
-    Raises:
-        NotSupportedError: A communicator or process sets are passed, or a launcher other than torchrun is used.
+    A communicator, process sets, and a launcher other than torchrun are refused.
     """
     if comm is not None or process_sets is not None:
-        raise NotSupportedError(
-            f"hvd.init(comm={comm!r}, process_sets={process_sets!r}): all processes take part in everything; call "
-            "hvd.init() and start as many processes as there should be ranks"
-        )
+        raise NotSupportedError("hvd.init(comm, process_sets): all processes take part in everything; leave them out")
+    if OPEN:
+        return
     num_processes = int(os.environ.get("WORLD_SIZE", "0"))
-    if not dist.is_initialized() and num_processes == 0:
-        _check_launcher()
-    if not dist.is_initialized() and num_processes > 1:
+    owns_world = not dist.is_initialized() and num_processes > 1
+    if owns_world:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        SESSION.owns_group = True
-    if SESSION.agreement is None:
-        SESSION.agreement = CallAgreement()
-
-
-def _check_launcher() -> None:
-    for name in OTHER_LAUNCHERS:
-        if int(os.environ.get(name, "1")) > 1:
-            raise NotSupportedError(
-                f"{name}={os.environ[name]}: the processes were started by mpirun or horovodrun, and each would be a "
-                "world of one. Start them with `torchrun --nproc-per-node N script.py`"
-            )
+    elif not dist.is_initialized() and num_processes == 0:
+        for name in OTHER_LAUNCHERS:
+            if int(os.environ.get(name, "1")) > 1:
+                raise NotSupportedError(
+                    f"{name}={os.environ[name]}: the processes were started by mpirun or horovodrun, and each would be "
+                    "a world of one. Start them with `torchrun --nproc-per-node N script.py`"
+                )
+    OPEN.append(Session(owns_world))
 
 
 def shutdown() -> None:
     """Close the session, and destroy the process group if `init` made it. Distributed optimizers cannot step then."""
-    SESSION.optimizers.clear()
-    if SESSION.agreement is not None:
-        SESSION.agreement.close()
-        SESSION.agreement = None
-    if SESSION.owns_group and dist.is_initialized():
-        dist.destroy_process_group()
-    SESSION.owns_group = False
+    while OPEN:
+        last = OPEN.pop()
+        if last.group is not None and dist.is_initialized():
+            dist.destroy_process_group(None if last.owns_world else last.group)
 
 
 def is_initialized() -> bool:
     """Return whether `init` was called."""
-    return SESSION.agreement is not None
+    return bool(OPEN)
 
 
 def rank() -> int:
     """Return the number of this process."""
-    agreement()
-    return dist.get_rank() if dist.is_initialized() else 0
+    return session().rank
 
 
 def size() -> int:
     """Return the number of processes."""
-    agreement()
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return session().size
 
 
 def local_rank() -> int:
@@ -97,20 +166,3 @@ def local_rank() -> int:
 def local_size() -> int:
     """Return the number of processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", size()))
-
-
-def cross_rank() -> int:
-    """Return the number of this machine."""
-    return rank() // local_size()
-
-
-def cross_size() -> int:
-    """Return the number of machines, all of which have the same number of processes."""
-    return -(-size() // local_size())
-
-
-def agreement() -> CallAgreement:
-    """Return the agreement of this session's ranks."""
-    if SESSION.agreement is None:
-        raise MisuseError("hvd was used before hvd.init(): call hvd.init() first, on every process")
-    return SESSION.agreement

@@ -29,8 +29,6 @@ OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGAT
 class PreparedOptimizer(AcceleratedOptimizer):
     """accelerate's wrapper around zerostd's optimizer, with the model that it was prepared with."""
 
-    model: nn.Module
-
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         super().__init__(optimizer, device_placement=False)
         self.model = model
@@ -50,7 +48,6 @@ class Accelerator(accelerate.Accelerator):
     masters are `zero={"precision": "bf16"}`, or "fp16".
     """
 
-    zero: dict[str, Any]
     _models: list[nn.Module]
     _optimizers: list[PreparedOptimizer]
 
@@ -92,8 +89,6 @@ class Accelerator(accelerate.Accelerator):
                 "shards: compile its blocks with module.compile() before prepare, and leave the backend out"
             )
         self.zero = dict(zero)
-
-    # -- prepare --
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Prepare each model together with its optimizer by zerostd, loaders and schedulers by accelerate."""
@@ -140,8 +135,6 @@ class Accelerator(accelerate.Accelerator):
         """Return the prepared optimizer of a model; None if the model was not prepared to train."""
         return next((optimizer for optimizer in self._optimizers if optimizer.model is model), None)
 
-    # -- the loop --
-
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Reduce the passes inside later, where that saves anything; see `late_reduction`."""
@@ -157,8 +150,6 @@ class Accelerator(accelerate.Accelerator):
             if wanted == _trained(optimizer):
                 return optimizer.optimizer.clip_grad_norm_(max_norm, norm_type)
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
-
-    # -- saving --
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return the whole state_dict on the main process, an empty one elsewhere. Every rank must call it."""
@@ -244,13 +235,11 @@ def _pairs(objects: Sequence[Any]) -> list[tuple[nn.Module, torch.optim.Optimize
     for model in (item for item in objects if isinstance(item, nn.Module)):
         parameters = {parameter for parameter in model.parameters() if parameter.requires_grad}
         own = [optimizer for optimizer in optimizers if parameters & _trained(optimizer)]
-        if len(own) > 1:
-            raise common.several_optimizers(model, len(own))
         if parameters and not own:
             raise zerostd.MisuseError(ALONE.format("prepare()"))
-        for optimizer in own:
-            pairs.append((model, optimizer))
-            optimizers.remove(optimizer)
+        if own:
+            pairs.append((model, common.only_one(own, model)))
+            optimizers.remove(own[0])
     if optimizers:
         raise zerostd.MisuseError(ALONE.format("prepare()"))
     return pairs

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import zerostd
 
 OPTIONS = set(inspect.signature(zerostd.prepare).parameters) - {"model", "optimizer"}
 FOLDER = "zerostd"  # in a directory that the other library writes: the checkpoints of zerostd, by number
-REDUCED_LATER = (0, 1)  # stages whose gradients are whole anyway
 
 
 def check_options(zero: Mapping[str, Any], call: str, settings: Mapping[str, str]) -> None:
@@ -46,12 +45,14 @@ def check_precision(zero: Mapping[str, Any], call: str, precision: str, allowed:
         )
 
 
-def several_optimizers(model: nn.Module, count: int) -> zerostd.NotSupportedError:
-    """Return the error for a model that `count` optimizers train."""
-    return zerostd.NotSupportedError(
-        f"{count} optimizers train one {type(model).__name__}: make them param_groups of one optimizer, or prepare "
-        "models one by one, each with its own"
-    )
+def only_one(optimizers: Sequence[Any], model: nn.Module) -> Any:
+    """Return the optimizer of a model, or refuse several."""
+    if len(optimizers) != 1:
+        raise zerostd.NotSupportedError(
+            f"{len(optimizers)} optimizers train one {type(model).__name__}: make them param_groups of one optimizer, "
+            "or prepare models one by one, each with its own"
+        )
+    return optimizers[0]
 
 
 def has_memory(model: nn.Module) -> bool:
@@ -62,7 +63,7 @@ def has_memory(model: nn.Module) -> bool:
 def late_reduction(model: nn.Module, zero: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
     """Reduce the passes inside with the first one outside, at stages 0 and 1. At stages 2 and 3 each is reduced at once
     and summed on its shard: whole gradients are what these stages save."""
-    return zerostd.no_sync(model) if zero.get("stage") in REDUCED_LATER else contextlib.nullcontext()
+    return zerostd.no_sync(model) if zero.get("stage") in (0, 1) else contextlib.nullcontext()
 
 
 def next_number(parent: Path) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +91,13 @@ class ZeroStrategy(DDPStrategy):
         else:
             self._set_world_ranks()
 
-    # -- setup --
-
     def setup_module(self, module: nn.Module) -> Root:
         """Shard a module without an optimizer, to evaluate."""
         return prepare_root(module, None, self.zero)
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, scheduler: Any = None) -> Any:
         """Shard a module with its one optimizer."""
-        root = prepare_root(module, only_one(optimizers, module), self.zero)
+        root = prepare_root(module, common.only_one(optimizers, module), self.zero)
         return root, [root.optimizer], scheduler
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -113,8 +111,6 @@ class ZeroStrategy(DDPStrategy):
         """Move a module, unless it has no memory yet."""
         if common.has_memory(module):
             module.to(self.root_device)
-
-    # -- the loop --
 
     def clip_gradients_norm(
         self,
@@ -141,8 +137,6 @@ class ZeroStrategy(DDPStrategy):
         """Reduce the passes inside later: this strategy is its own control of `fabric.no_backward_sync`."""
         return common.late_reduction(module, self.zero) if enabled else contextlib.nullcontext()
 
-    # -- checkpoints --
-
     def save_checkpoint(
         self,
         path: Any,
@@ -156,12 +150,11 @@ class ZeroStrategy(DDPStrategy):
             super().save_checkpoint(path, state, storage_options, filter)
             return
         filters = filter or {}
-        for name in filters:
-            if name in state and name not in rest:
-                raise zerostd.NotSupportedError(
-                    f"fabric.save(filter={{{name!r}: ...}}): shards are saved whole; choose from "
-                    "zerostd.full_state_dict(model) instead"
-                )
+        for name in sorted(set(filters) & set(state) - set(rest)):
+            raise zerostd.NotSupportedError(
+                f"fabric.save(filter={{{name!r}: ...}}): shards are saved whole; choose from "
+                "zerostd.full_state_dict(model) instead"
+            )
         rest = self._convert_stateful_objects_in_state(rest, filter=filters)
         save_shards(self, Path(self.broadcast(path)), root, rest, optimizer)
 
@@ -195,14 +188,11 @@ def _split(objects: Mapping[str, Any]) -> tuple[Root | None, Any, dict[str, Any]
         raise zerostd.NotSupportedError(
             f"a checkpoint of {len(roots)} models at once ({', '.join(roots)}): give each a path of its own"
         )
-    rest = {name: value for name, value in objects.items() if name not in roots}
-    if not roots:
-        return None, None, rest
-    (root,) = roots.values()
-    names = [name for name, value in rest.items() if value is not None and value is root.optimizer]
-    for name in names:
-        del rest[name]
-    return root, root.optimizer if names else None, rest
+    root = next(iter(roots.values()), None)
+    optimizer = None if root is None else root.optimizer
+    sharded = [name for name, value in objects.items() if optimizer is not None and value is optimizer]
+    rest = {name: value for name, value in objects.items() if name not in (*roots, *sharded)}
+    return root, optimizer if sharded else None, rest
 
 
 def prepare_root(module: nn.Module, optimizer: torch.optim.Optimizer | None, zero: Mapping[str, Any]) -> Root:
@@ -210,13 +200,6 @@ def prepare_root(module: nn.Module, optimizer: torch.optim.Optimizer | None, zer
     root = Root(module)
     root.__dict__["optimizer"] = zerostd.prepare(root, optimizer, **zero)[1]
     return root
-
-
-def only_one(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer, or refuse several."""
-    if len(optimizers) != 1:
-        raise common.several_optimizers(module, len(optimizers))
-    return optimizers[0]
 
 
 def backend_for(device: torch.device) -> str:

@@ -2,12 +2,8 @@
 
 trainer = Trainer(strategy=ZeroStrategy(stage=3))  # or, when this was imported, strategy="zerostd"
 
-    setup                     model and optimizer are passed to zerostd; there is no DDP
-    training_step, ...        are Lightning's own, called through the root that zerostd prepared
-    block_backward_sync       is around passes that accumulate
-    save_checkpoint,
-    load_checkpoint           use a directory, where each rank has its shards; weights alone are one file
-    precision_plugin          clips to the norm over all shards; one that casts or scales is refused
+The Trainer calls the root that zerostd prepared, without DDP. Checkpoints are directories, where each rank has its
+shards; weights alone are one file. Precision plugins that cast or scale are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +70,6 @@ class ZeroStrategy(DDPStrategy):
             reset_seed()
             self.set_world_ranks()
 
-    # -- setup --
-
     def setup(self, trainer: Trainer) -> None:
         """Shard the module: to fit, with the optimizer of configure_optimizers, otherwise without."""
         module = self.lightning_module
@@ -99,7 +93,7 @@ class ZeroStrategy(DDPStrategy):
         optimizer = None
         if is_fitting:
             self.setup_optimizers(trainer)
-            optimizer = fabric.only_one(self._optimizers, module)
+            optimizer = common.only_one(self._optimizers, module)
         has_parameters = optimizer is not None and bool(optimizer.param_groups)  # configure_optimizers may give None
         root = fabric.prepare_root(module, optimizer if has_parameters else None, self.zero)
         module.__dict__[ROOT] = root
@@ -133,23 +127,17 @@ class ZeroStrategy(DDPStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    # -- the loop --
-
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
         """Reduce passes that accumulate later; see `late_reduction`."""
         assert self.model is not None
-        with common.late_reduction(self.model, self.zero):
-            yield
-
-    # -- checkpoints --
+        return common.late_reduction(self.model, self.zero)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return nothing: `save_checkpoint` writes the weights, on all ranks."""
         return {}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return nothing: `save_checkpoint` writes the states, on all ranks."""
+        """Return nothing, likewise."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

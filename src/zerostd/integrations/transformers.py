@@ -2,14 +2,8 @@
 
 trainer = Trainer(model, args, train_dataset=data, zero={"stage": 3})
 
-    create_accelerator_and_postprocess   the Accelerator becomes ours: prepare without DDP, clipping over all shards
-    save_model, _save                    weights are gathered by all ranks, then written by one
-    _save_optimizer_and_scheduler,
-    _load_optimizer_and_scheduler        checkpoints of zerostd: each rank writes and reads its shards
-    _load_from_checkpoint,
-    _load_best_model                     the same checkpoints, instead of whole weights on every rank
-    _move_model_to_device                a model without memory stays where it is until it is prepared
-    train                                resume_from_checkpoint=True passes over what a killed run left
+The Accelerator becomes ours: prepare without DDP, clipping over all shards. Models are saved whole by one rank, as
+without zerostd. In checkpoints each rank also writes its shards, from which a run resumes.
 """
 
 from __future__ import annotations
@@ -60,7 +54,22 @@ class Trainer(transformers.Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse what cannot be honoured: this is the first thing that Trainer does with its arguments."""
-        check_arguments(self.args, self.zero)
+        args = self.args
+        for name, remedy in REFUSED.items():
+            if getattr(args, name, None):
+                value = getattr(args, name)
+                raise zerostd.NotSupportedError(f"TrainingArguments({name}={value!r}) with zerostd: {remedy}")
+        if args.ddp_broadcast_buffers is False:
+            raise zerostd.NotSupportedError(
+                "TrainingArguments(ddp_broadcast_buffers=False) with zerostd: buffers of rank 0 go to all; leave it out"
+            )
+        common.check_options(self.zero, CALL, SETTINGS)
+        common.check_precision(self.zero, CALL, "bf16" if args.bf16 else "no", PRECISIONS)
+        if args.n_gpu > 1:
+            raise zerostd.NotSupportedError(
+                f"one process sees {args.n_gpu} devices, and Trainer would copy the model to each: start it with "
+                "torchrun, one process a device, or set CUDA_VISIBLE_DEVICES"
+            )
         super().create_accelerator_and_postprocess()
         Accelerator.take_over(self.accelerator, self.zero)
 
@@ -74,16 +83,15 @@ class Trainer(transformers.Trainer):
         if common.has_memory(model):
             super()._move_model_to_device(model, device)
 
-    # -- saving --
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write an ordinary directory of Hugging Face, for `from_pretrained`. Every rank must call it."""
         with contextlib.ExitStack() as parts:
             if self.accelerator.optimizer_of(self.model) is not None:
                 rank = None if self.args.save_on_each_node else 0
                 self._whole = zerostd.full_state_dict(self.model, rank=rank)
-                for module in _parts_saved_whole(self.model):
-                    parts.enter_context(zerostd.gathered(module))
+                for module in list(self.model.modules()):
+                    if hasattr(module, "adapter_state_dict"):  # peft asks it for its own, beside LoRA's matrices
+                        parts.enter_context(zerostd.gathered(module))
             try:
                 super().save_model(output_dir, _internal_call)
             finally:
@@ -95,8 +103,6 @@ class Trainer(transformers.Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         extra = {"scheduler": self.lr_scheduler.state_dict()}
         self.accelerator.save_shards(Path(output_dir), self.model, extra)
-
-    # -- loading --
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if _newest_shards(resume_from_checkpoint) is None:  # those are loaded once the model is sharded
@@ -124,24 +130,6 @@ class Trainer(transformers.Trainer):
             _load(path, self.model)
 
 
-def check_arguments(args: transformers.TrainingArguments, zero: Mapping[str, Any]) -> None:
-    """Refuse what cannot be honoured, and what is asked for twice."""
-    for name, remedy in REFUSED.items():
-        if getattr(args, name, None):
-            raise zerostd.NotSupportedError(f"TrainingArguments({name}={getattr(args, name)!r}) with zerostd: {remedy}")
-    if args.ddp_broadcast_buffers is False:
-        raise zerostd.NotSupportedError(
-            "TrainingArguments(ddp_broadcast_buffers=False) with zerostd: buffers of rank 0 go to all; leave it out"
-        )
-    common.check_options(zero, CALL, SETTINGS)
-    common.check_precision(zero, CALL, "bf16" if args.bf16 else "no", PRECISIONS)
-    if args.n_gpu > 1:
-        raise zerostd.NotSupportedError(
-            f"one process sees {args.n_gpu} devices, and Trainer would copy the model to each: start it with torchrun, "
-            "one process a device, or set CUDA_VISIBLE_DEVICES"
-        )
-
-
 def _newest_shards(folder: str) -> str | None:
     return zerostd.latest(Path(folder) / common.FOLDER)
 
@@ -150,11 +138,6 @@ def _load(path: str, model: nn.Module, optimizer: torch.optim.Optimizer | None =
     """Load a checkpoint but its random states: Trainer restores those after it has skipped the batches of the past."""
     with torch.random.fork_rng(devices=[]):
         return zerostd.load(path, model, optimizer)
-
-
-def _parts_saved_whole(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a peft model that are asked for their own state_dict, beside LoRA's matrices."""
-    return [module for module in model.modules() if hasattr(module, "adapter_state_dict")]
 
 
 def _newest_complete(folder: Path) -> str | None:
