@@ -128,7 +128,10 @@ BAD_LINES = [  # and what is said of them, as a regular expression
     ('{"kind": "step", "step": 1, "start": 0, "end": 1, "loss": true}', "loss is True"),
     ('{"kind": "memory", "step": 1, "time": 0, "bytes": {"attic": {}}}', r"bytes.*device\|host\|disk"),
     ('{"kind": "memory", "step": 1, "time": 0, "bytes": {"host": {"toys": 1}}}', r"bytes.*parameters\|gradients"),
-    ('{"kind": "memory", "step": 1, "time": 0, "bytes": {"host": {"gradients": -1}}}', "bytes.*gradients is -1.*`int` >= 0"),
+    (
+        '{"kind": "memory", "step": 1, "time": 0, "bytes": {"host": {"gradients": -1}}}',
+        "bytes.*gradients is -1.*`int` >= 0",
+    ),
     ('{"kind": "memory", "step": 1, "time": 0, "bytes": []}', r"bytes is \[\]"),
     ('{"kind": "event", "step": 1, "start": 0, "end": 1, "name": "gather"}', "the field 'lane' is missing"),
     ('{"kind": "waiting", "step": 1, "seconds": {"updates": -1}}', "seconds.*updates is -1.*`float` >= 0"),
