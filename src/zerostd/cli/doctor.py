@@ -43,9 +43,6 @@ MEETING_S = 60.0
 TRIAL = TrialSizes(disk=64 << 20, disk_seconds=0.4)
 COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
 
-DiskPath = Annotated[str | None, typer.Option("--disk", metavar="PATH", help="The directory for a disk tier.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the findings as JSON, and nothing else.")]
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -60,7 +57,10 @@ class Finding:
 Findings = Iterator[Finding]
 
 
-def doctor(disk: DiskPath = None, as_json: Json = False) -> None:
+def doctor(
+    disk: Annotated[str | None, typer.Option(metavar="PATH", help="The directory for a disk tier.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, and nothing else.")] = False,
+) -> None:
     """Check what training needs: versions, kernels, accelerator, memory, disk, process group. Takes a few seconds.
 
     The exit code is 0, or 1 if something does not work. Under torchrun all ranks meet, and rank 0 prints the findings.
@@ -83,10 +83,9 @@ def doctor(disk: DiskPath = None, as_json: Json = False) -> None:
 
 
 def examine(disk_path: str | None = None) -> list[Finding]:
-    """Look at everything, in a few seconds. All ranks call it together, if there are several.
+    """Check everything in a few seconds; the disk is that of `disk_path`, or of temporary files if it is None.
 
-    Args:
-        disk_path: The directory that a disk tier would use; None: the one for temporary files.
+    Collective: all ranks call it together, if there are several.
     """
     path = tempfile.gettempdir() if disk_path is None else disk_path
     checks: dict[str, Callable[[], Findings]] = {

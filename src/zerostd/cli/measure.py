@@ -19,14 +19,16 @@ from zerostd.monitoring.texts import size_text
 from zerostd.planning import MachineProfile
 from zerostd.tiers.limits import check_disk
 
-DiskPath = Annotated[str | None, typer.Option(metavar="DIR", help="The directory that a disk tier would use.")]
-Again = Annotated[bool, typer.Option("--again", help="Measure, whatever was kept of this machine.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the profile as JSON, and nothing else.")]
-Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Save the profile there too.")]
+DISK = "The directory that a disk tier would use."
 
 
-def measure(disk_path: DiskPath = None, again: Again = False, as_json: Json = False, output: Output = None) -> None:
-    """Measure this machine: its link, processor, memory, matrix products, disk. Takes less than half a minute.
+def measure(
+    disk_path: Annotated[str | None, typer.Option(metavar="DIR", help=DISK)] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure even if a profile of this machine is kept.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON, and nothing else.")] = False,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Also save the profile to this file.")] = None,
+) -> None:
+    """Measure this machine: its link, CPU, memory, matrix products and disk. Takes less than half a minute.
 
     The profile is kept, and measured again when the machine or the versions change. Under torchrun the wires between
     the ranks are measured too.

@@ -177,10 +177,8 @@ def _show_scaling(
     if as_json:
         typer.echo(rows_json(rows, sequence), nl=False)
         return
-    show(
-        f"{model.name}: {parameters_text(model.numel)} on {machine.name}; predicted, not measured",
-        scaling_table(rows, sequence),
-    )
+    title = f"{model.name}: {parameters_text(model.numel)} on {machine.name}; predicted, not measured"
+    show(title, scaling_table(rows, sequence))
     for row in rows:
         if row.refused:
             typer.echo(f"{row.world_size:,} ranks: {row.refused}")

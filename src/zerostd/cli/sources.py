@@ -153,25 +153,16 @@ def _own_traceback(what: str) -> Iterator[None]:
 def _unpack(name: str, result: Any) -> tuple[nn.Module, torch.optim.Optimizer | None, Any]:
     parts = result if isinstance(result, tuple) else (result,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
+        types = ", ".join(type(part).__name__ for part in parts)
+        what = f"({types})" if isinstance(result, tuple) else types
         raise PrepareError(
-            f"{name!r} returned {_words(result)}; it must return a model, (model, optimizer) or (model, optimizer, "
-            "batch)"
+            f"{name!r} returned {what}; it must return a model, (model, optimizer) or (model, optimizer, batch)"
         )
     model, optimizer, batch = (*parts, None, None)[:3]
     if not isinstance(optimizer, torch.optim.Optimizer | None):
-        raise PrepareError(
-            f"{name!r} returned {_words(optimizer)} as its optimizer; it must be a torch.optim.Optimizer"
-        )
+        what = type(optimizer).__name__
+        raise PrepareError(f"{name!r} returned {what} as its optimizer; it must be a torch.optim.Optimizer")
     return model, optimizer, batch
-
-
-def _words(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(type(part).__name__ for part in value)})"
-    return type(value).__name__
-
-
-# -- values of options --
 
 
 def parse_budget(text: str | None, disk_path: str | None) -> Budget:

@@ -24,6 +24,7 @@ MOST_POINTS = 600  # of a line or an area
 MOST_DRAWN = 8  # ranks
 
 Steps = Mapping[int, Mapping[int, StepLine]]  # by number, then by rank
+Point = tuple[int, float | None]  # step and value; a value of None is a gap
 Item = TypeVar("Item")
 
 
@@ -70,9 +71,6 @@ def _rate(steps: Steps, count: Callable[[StepLine], float | None]) -> float | No
     return finite(median(rates)) if rates else None
 
 
-# -- losses and quality --
-
-
 def losses(steps: Steps) -> dict[str, Any]:
     """Return the loss by step; points of a loss that is not finite are null."""
     values = {number: [line.loss for line in step.values() if line.loss is not None] for number, step in steps.items()}
@@ -116,9 +114,6 @@ def _mean(values: Iterable[float]) -> float | None:
         return finite(fmean(values))
     except (OverflowError, ValueError):  # inf - inf
         return None
-
-
-# -- busy and waiting --
 
 
 def utilisation(run: Run) -> list[dict[str, Any]]:
@@ -188,9 +183,6 @@ def _totals(logs: Iterable[RankLog], kind: str, order: Sequence[str]) -> tuple[d
 
 def _share(part: float, whole: float) -> float | None:
     return finite(part / whole) if whole > 0 else None
-
-
-# -- memory --
 
 
 def memory(run: Run) -> dict[str, Any]:
@@ -279,21 +271,13 @@ def leaks(run: Run) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
-# -- what JSON and a page can hold --
-
-
 def finite(value: float) -> float | None:
     """Return the number if JSON has it."""
     return value if math.isfinite(value) else None
 
 
-def thin_extremes(
-    points: Sequence[tuple[int, float | None]], most: int = MOST_POINTS
-) -> list[tuple[int, float | None]]:
-    """Return of each stretch of points the lowest and the highest, in their order; the first and the last stay.
-
-    A point of None is a gap, and the first of a stretch stays.
-    """
+def thin_extremes(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """Return the lowest, the highest and the first gap of each stretch of points; the first and the last point stay."""
     if len(points) <= most:
         return list(points)
     kept = {0, len(points) - 1}
@@ -305,7 +289,7 @@ def thin_extremes(
 
 
 def thin_largest(items: Sequence[Item], size: Callable[[Item], float], most: int = MOST_POINTS) -> list[Item]:
-    """Return of each stretch of items the largest; the first and the last stay."""
+    """Return the largest item of each stretch; the first and the last stay."""
     if len(items) <= most:
         return list(items)
     kept = {0, len(items) - 1}

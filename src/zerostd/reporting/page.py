@@ -76,6 +76,8 @@ def page_of(report: Report) -> str:
 
 # -- how values are written --
 
+_count = "{:,}".format
+
 
 def _seconds(value: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("\N{MICRO SIGN}s", 1e-6)):
@@ -106,10 +108,6 @@ def _loss(value: float) -> str:
     return f"{value:.4g}".replace("-", MINUS)
 
 
-def _count(value: int) -> str:
-    return f"{value:,}"
-
-
 def _plain(value: Any) -> str:
     """Return a text, or a value of run.json's settings."""
     if value is None or value == "":
@@ -123,9 +121,6 @@ def _word(value: Any) -> str:
     """Return a word of the report as the page says it. Cells with it are not numbers."""
     text = _plain(value)
     return WORDS.get(text, text)
-
-
-# -- cells and tables --
 
 
 def _at(report: Report, path: str) -> Any:
@@ -167,9 +162,6 @@ def _table(report: Report, name: str, title: str, path: str, columns: Sequence[C
 def _titled(name: str, title: str, heads: list[str], rows: list[list[Cell]], about: str = "") -> Table:
     are_numbers = [any(row[at]["is_number"] for row in rows) for at in range(len(heads))]
     return {"name": name, "title": title, "heads": heads, "are_numbers": are_numbers, "rows": rows, "about": about}
-
-
-# -- one or several runs --
 
 
 def _figures(report: Report, path: str, run: dict[str, Any]) -> list[tuple[str, Cell]]:

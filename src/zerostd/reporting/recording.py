@@ -26,21 +26,8 @@ from zerostd.measuring.identity import machine_name, versions
 from zerostd.monitoring.events import HOST, Span
 from zerostd.monitoring.timestamps import Timestamp
 from zerostd.parameters.observing import StepObserver
+from zerostd.reporting import records
 from zerostd.reporting.reading import RANK_FILE
-from zerostd.reporting.records import (
-    FORMAT,
-    EndLine,
-    EventLine,
-    LeakLine,
-    Line,
-    MemoryLine,
-    Named,
-    PlanLine,
-    QualityLine,
-    RunInfo,
-    SecondsLine,
-    StepLine,
-)
 from zerostd.reporting.timeline import covered_seconds
 
 EVERY = 20
@@ -131,14 +118,13 @@ class Recording(StepObserver):
         self.every = every
         self._runtime = runtime
         self._device = runtime.world.device
-        self._file: TextIO | None = None
         self._steps: list[_Step] = []  # the last one may still get numbers
         self._later: list[Span] = []  # of steps that have not ended
         self.waited: float | None = None  # part of the last recorded step in which the loop waited
         path.mkdir(parents=True, exist_ok=True)
         if runtime.world.rank == 0:
             _write_info(runtime, path)
-        self._file = (path / f"rank-{runtime.world.rank}.jsonl").open("w", encoding="utf-8")
+        self._file: TextIO | None = (path / f"rank-{runtime.world.rank}.jsonl").open("w", encoding="utf-8")
         runtime.observers.append(self)
         self._zero = Timestamp.of_idle(self._device)
         self._begun = Timestamp(self._device)
@@ -174,7 +160,7 @@ class Recording(StepObserver):
             torch.accelerator.synchronize(self._device)
         self._assign(self._runtime.ledger.events.take())
         self._write_steps(all_of_them=True)
-        self._write_line(EndLine(Timestamp(self._device).after(self._zero)))
+        self._write_line(records.EndLine(Timestamp(self._device).after(self._zero)))
         self._file.close()
         self._file = None
 
@@ -198,7 +184,7 @@ class Recording(StepObserver):
             self._leaks.start(step.number + 1)
             if plan is not None:
                 reason = plan.notes[-1] if plan.notes else ""
-                self._write_line(PlanLine(step.number, json.loads(plan.to_json()), reason))
+                self._write_line(records.PlanLine(step.number, json.loads(plan.to_json()), reason))
         self._begun = now
         self._choose(step.number)
         self._write_steps()
@@ -235,9 +221,9 @@ class Recording(StepObserver):
         start = self._moment(step.begun)
         end = self._moment(step.ended)
         numbers = {name: float(number) for name, number in step.numbers.items()}
-        self._write_line(StepLine(step.number, start, end, *(numbers.pop(name, None) for name in OF_STEP)))
+        self._write_line(records.StepLine(step.number, start, end, *(numbers.pop(name, None) for name in OF_STEP)))
         for name, value in numbers.items():
-            self._write_line(QualityLine(step.number, name, value))
+            self._write_line(records.QualityLine(step.number, name, value))
         if not step.has_events:
             return
         spans = [
@@ -250,11 +236,11 @@ class Recording(StepObserver):
         busy: dict[str, list[tuple[float, float]]] = {}
         for span, begun, ended in spans:
             times = (round(begun, DIGITS), round(ended, DIGITS))
-            tier, to = span.way or (None, None)
-            cause = span.cause or None
-            self._write_line(
-                EventLine(step.number, span.name, span.lane, *times, span.group, tier, to, span.num_bytes, cause)
-            )
+            line = records.EventLine(step.number, span.name, span.lane, *times, span.group)
+            line.tier, line.to = span.way or (None, None)
+            line.bytes = span.num_bytes
+            line.cause = span.cause or None
+            self._write_line(line)
             if span.name == "wait":
                 waiting[span.cause] = waiting.get(span.cause, 0.0) + ended - begun
             elif span.lane != "compute":
@@ -264,12 +250,12 @@ class Recording(StepObserver):
         most = end - start  # no more than the line of the step says
         self.waited = min(1.0, sum(waiting.values()) / max(most, 1e-9))
         covered = {lane: min(most, covered_seconds(times)) for lane, times in busy.items()}
-        self._write_line(SecondsLine("waiting", step.number, waiting))
-        self._write_line(SecondsLine("busy", step.number, covered))
+        self._write_line(records.SecondsLine("waiting", step.number, waiting))
+        self._write_line(records.SecondsLine("busy", step.number, covered))
 
     def _write_memory(self, step: int) -> None:
         memory = self._runtime.ledger.memory()
-        line = MemoryLine(step, self._moment(Timestamp(HOST)), memory.now, memory.peak)
+        line = records.MemoryLine(step, self._moment(Timestamp(HOST)), memory.now, memory.peak)
         if self._device.type != "cpu":
             line.allocated = torch.accelerator.memory_allocated(self._device)
             line.most_allocated = torch.accelerator.max_memory_allocated(self._device)
@@ -278,14 +264,14 @@ class Recording(StepObserver):
 
     def _write_leaks(self, step: int) -> None:
         for leak in self._leaks.after(step):
-            line = LeakLine(leak.step, leak.group, leak.kind.value, leak.tier.value, leak.num_bytes, leak.where)
+            line = records.LeakLine(leak.step, leak.group, leak.kind.value, leak.tier.value, leak.num_bytes, leak.where)
             self._write_line(line)
             log.warning(
                 "%d bytes of %s of group %r on the %s were taken in step %d and are still there after the next: %s",
                 *(line.bytes, line.what, line.group, line.tier, line.step, line.where),
             )
 
-    def _write_line(self, line: Line) -> None:
+    def _write_line(self, line: records.Line) -> None:
         if self._file is not None:
             self._file.write(json.dumps(msgspec.to_builtins(line)) + "\n")
 
@@ -298,14 +284,14 @@ def _write_info(runtime: Runtime, path: Path) -> None:
     settings = runtime.settings
     layouts = [flat.layout for group in runtime.groups for flat in group.flats]
     num_parameters = sum(layout.numel - layout.padding for layout in layouts)
-    info = RunInfo(
-        format=FORMAT,
+    info = records.RunInfo(
+        format=records.FORMAT,
         zerostd=versions(runtime.world.device)["zerostd"],
         begun=datetime.now().isoformat(timespec="seconds"),
         world_size=runtime.world.size,
         command=" ".join(sys.argv),
-        model=Named(type(runtime.model).__name__, num_parameters),
-        machine=Named(machine_name(runtime.world.device)),
+        model=records.Named(type(runtime.model).__name__, num_parameters),
+        machine=records.Named(machine_name(runtime.world.device)),
         settings={
             "stage": int(settings.decided[0]),
             "precision": settings.precision.name,

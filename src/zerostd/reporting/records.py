@@ -82,10 +82,8 @@ class SecondsLine(Struct):
 
 
 class QualityLine(Struct, tag_field="kind", tag="quality"):
-    """A number that says how good the model is."""
-
     step: Count
-    name: Name
+    name: Name  # of a number that says how good the model is
     value: float
 
 
@@ -109,23 +107,12 @@ class PlanLine(Struct, tag_field="kind", tag="plan"):
 
 
 class EndLine(Struct, tag_field="kind", tag="end"):
-    """The run ended by itself."""
-
-    time: Moment
+    time: Moment  # the run ended by itself
 
 
 Line = StepLine | MemoryLine | EventLine | SecondsLine | QualityLine | LeakLine | PlanLine | EndLine  # of a rank's file
-KINDS: dict[str, type[Line]] = {
-    "step": StepLine,
-    "memory": MemoryLine,
-    "event": EventLine,
-    "waiting": SecondsLine,
-    "busy": SecondsLine,
-    "quality": QualityLine,
-    "leak": LeakLine,
-    "plan": PlanLine,
-    "end": EndLine,
-}
+TAGGED: tuple[type[Line], ...] = (StepLine, MemoryLine, EventLine, QualityLine, LeakLine, PlanLine, EndLine)
+KINDS = {str(line.__struct_config__.tag): line for line in TAGGED} | {"waiting": SecondsLine, "busy": SecondsLine}
 
 
 class Named(Struct, frozen=True, omit_defaults=True):
