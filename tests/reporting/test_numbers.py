@@ -11,7 +11,7 @@ import pytest
 
 from reporting.runs import GIB, end, event, held, plan_data, seconds, step, write_run
 from zerostd.reporting import read_run, report_json, report_of
-from zerostd.reporting.thinning import thin_extremes, thin_largest
+from zerostd.reporting.numbers import thin_extremes, thin_largest
 
 
 def numbers(path: Path, ranks: dict[int, list[Any]], **about: Any) -> dict[str, Any]:

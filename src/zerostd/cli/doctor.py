@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 import torch
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from zerostd.cli.printing import show
 from zerostd.communication.rendezvous import try_group
@@ -42,9 +42,6 @@ MEETING_S = 60.0
 TRIAL = TrialSizes(disk=64 << 20, disk_seconds=0.4)
 COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
 
-DiskPath = Annotated[str | None, typer.Option("--disk", metavar="PATH", help="The directory of a disk tier.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the findings as JSON, and nothing else.")]
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -59,44 +56,35 @@ class Finding:
 Findings = Iterator[Finding]
 
 
-def doctor(disk: DiskPath = None, as_json: Json = False) -> None:
-    """Look at what training needs: versions, kernels, accelerator, memory, disk, process group. Takes a few seconds.
+def doctor(
+    disk: Annotated[str | None, typer.Option(metavar="PATH", help="The directory for a disk tier.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, and nothing else.")] = False,
+) -> None:
+    """Check what training needs: versions, kernels, accelerator, memory, disk, process group. Takes a few seconds.
 
-    The exit code is 0, or 1 if something does not work. Under torchrun all ranks meet, and the first one speaks.
+    The exit code is 0, or 1 if something does not work. Under torchrun all ranks meet, and rank 0 prints the findings.
     """
     findings = examine(disk)
     is_healthy = all(finding.status != "failure" for finding in findings)
     if os.environ.get("RANK", "0") == "0":
         if as_json:
-            typer.echo(
-                json.dumps({"healthy": is_healthy, "findings": [asdict(finding) for finding in findings]}, indent=2)
-            )
+            objects = [asdict(finding) for finding in findings]
+            typer.echo(json.dumps({"healthy": is_healthy, "findings": objects}, indent=2))
         else:
-            show(_summary(findings), _table(findings))
+            counts = Counter(finding.status for finding in findings)
+            table = Table(*(Column(name, overflow="fold") for name in ("", "", "found", "remedy")))
+            for finding in findings:
+                status = f"[{COLOURS[finding.status]}]{finding.status}[/]"
+                table.add_row(finding.name, status, escape(finding.value), escape(finding.remedy))
+            show(f"{counts['ok']} ok, {counts['warning']} to look at, {counts['failure']} broken", table)
     if not is_healthy:
         raise typer.Exit(1)
 
 
-def _summary(findings: list[Finding]) -> str:
-    counts = Counter(finding.status for finding in findings)
-    return f"{counts['ok']} ok, {counts['warning']} to look at, {counts['failure']} broken"
-
-
-def _table(findings: list[Finding]) -> Table:
-    table = Table()
-    for name in ("", "", "found", "remedy"):
-        table.add_column(name, overflow="fold")
-    for finding in findings:
-        status = f"[{COLOURS[finding.status]}]{finding.status}[/]"
-        table.add_row(finding.name, status, escape(finding.value), escape(finding.remedy))
-    return table
-
-
 def examine(disk_path: str | None = None) -> list[Finding]:
-    """Look at everything, in a few seconds. All ranks call it together, if there are several.
+    """Check everything in a few seconds; the disk is that of `disk_path`, or of temporary files if it is None.
 
-    Args:
-        disk_path: The directory that a disk tier would use; None: the one for temporary files.
+    Collective: all ranks call it together, if there are several.
     """
     path = tempfile.gettempdir() if disk_path is None else disk_path
     checks: dict[str, Callable[[], Findings]] = {
@@ -164,21 +152,19 @@ def _host() -> Findings:
         text += f", the cgroup's limit is {size_text(group.limit)}"
     remedy = "end other programs, or raise the container's memory limit"
     yield _warned("host memory", text, remedy, is_good=free >= LEAST_HOST)
-    yield _pinned(memlock_limit(), free)
+    limit = memlock_limit()
+    text = "no limit" if limit is None else f"limit {size_text(limit)}, {size_text(free)} of host memory free"
+    if choose_device(None).type == "cpu":
+        yield Finding("pinned memory", "ok", f"{text}; not needed without an accelerator")
+    else:
+        remedy = "if pinning fails: `ulimit -l unlimited`, or `--ulimit memlock=-1` for a container"
+        yield _warned("pinned memory", text, remedy, is_good=limit is None or limit >= free)
     if not os.path.isdir("/dev/shm"):
         yield Finding("shared memory", "warning", "no /dev/shm", "mount it: data loaders with workers need it")
         return
     shared = free_disk("/dev/shm")
     remedy = "`--shm-size 8g` for a container: data loaders with workers need it"
     yield _warned("shared memory", f"{size_text(shared)} free in /dev/shm", remedy, is_good=shared >= LEAST_SHARED)
-
-
-def _pinned(limit: int | None, free: int) -> Finding:
-    text = "no limit" if limit is None else f"limit {size_text(limit)}, {size_text(free)} of host memory free"
-    if choose_device(None).type == "cpu":
-        return Finding("pinned memory", "ok", f"{text}; not needed without an accelerator")
-    remedy = "if pinning fails: `ulimit -l unlimited`, or `--ulimit memlock=-1` for a container"
-    return _warned("pinned memory", text, remedy, is_good=limit is None or limit >= free)
 
 
 def _disk(path: str) -> Findings:
@@ -202,21 +188,19 @@ def _disk(path: str) -> Findings:
 
 
 def _group() -> Findings:
+    device = choose_device(None)
+    if device.type == "cpu" or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        device = torch.device("cpu")  # alone, the CPU is enough to try
+    else:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        device = torch.device(device.type, local_rank % torch.accelerator.device_count())
     try:
-        met, backend, seconds = try_group(_own_device(), MEETING_S)
+        met, backend, seconds = try_group(device, MEETING_S)
     except (RuntimeError, ValueError, OSError) as error:
         remedy = "name the network interface that ranks share: GLOO_SOCKET_IFNAME=eth0, NCCL_SOCKET_IFNAME=eth0"
         yield Finding("process group", "failure", _line(error), remedy)
         return
     yield Finding("process group", "ok", f"{met} rank(s) met over {backend}, {seconds * 1e3:.2g} ms a collective")
-
-
-def _own_device() -> torch.device:
-    """The one that this rank would train on; alone, the CPU is enough to try."""
-    device = choose_device(None)
-    if device.type == "cpu" or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return torch.device("cpu")
-    return torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
 
 
 def _extras() -> Findings:

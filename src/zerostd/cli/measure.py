@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from zerostd.cli.printing import machine_table, show, write
+from zerostd.cli.printing import show, write
 from zerostd.measuring import load_or_measure
 from zerostd.monitoring.progress import ProgressBar
+from zerostd.monitoring.texts import size_text
 from zerostd.planning import MachineProfile
 from zerostd.tiers.limits import check_disk
 
-DiskPath = Annotated[str | None, typer.Option(metavar="DIR", help="The directory that a disk tier would use.")]
-Again = Annotated[bool, typer.Option("--again", help="Measure, whatever was kept of this machine.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the profile as JSON, and nothing else.")]
-Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Save the profile there too.")]
+DISK = "The directory that a disk tier would use."
 
 
-def measure(disk_path: DiskPath = None, again: Again = False, as_json: Json = False, output: Output = None) -> None:
-    """Measure this machine: its link, processor, memory, matrix products, disk. Takes less than half a minute.
+def measure(
+    disk_path: Annotated[str | None, typer.Option(metavar="DIR", help=DISK)] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure even if a profile of this machine is kept.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON, and nothing else.")] = False,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Also save the profile to this file.")] = None,
+) -> None:
+    """Measure this machine: its link, CPU, memory, matrix products and disk. Takes less than half a minute.
 
     The profile is kept, and measured again when the machine or the versions change. Under torchrun the wires between
     the ranks are measured too.
@@ -35,11 +41,14 @@ def measure(disk_path: DiskPath = None, again: Again = False, as_json: Json = Fa
     if as_json:
         typer.echo(profile.to_json(), nl=False)
     else:
-        show(profile.name, machine_table(profile))
+        table = Table(show_header=False)
+        for name, value in _parts(profile):
+            table.add_row(name, escape(value))
+        show(profile.name, table)
 
 
 def measured(disk_path: str | None = None, *, again: bool = False) -> MachineProfile:
-    """The profile of this machine, with a bar on stderr while it is measured."""
+    """Return the profile of this machine, with a bar on stderr while it is measured."""
     if disk_path is not None:
         check_disk(0, disk_path)  # before anything takes its time
     columns = (BarColumn(bar_width=30), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -49,3 +58,39 @@ def measured(disk_path: str | None = None, *, again: bool = False) -> MachinePro
 
 def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
+
+
+def _parts(profile: MachineProfile) -> Iterator[tuple[str, str]]:
+    """Yield all that a profile says, as rows of a table."""
+    link = profile.link
+    disk = profile.disk
+    processor = profile.processor
+    yield "device", profile.device
+    if link is None:
+        yield "link", "none: the device is the processor"
+    else:
+        yield "link", f"{_rate(link.up)} up, {_rate(link.down)} down, {_rate(link.both)} both ways together"
+    for threads, ns in sorted(processor.update_ns.items()):
+        yield "processor", f"{ns:.3g} ns a parameter with {threads} thread{'s' if threads > 1 else ''}"
+    yield "memory", f"{_rate(processor.memory)} with everything busy"
+    yield "device's updates", f"{profile.resident_ns:.3g} ns a parameter"
+    for dtype, rate in profile.matrix.items():
+        yield "matrix products", f"{rate / 1e12:.3g} TFLOP/s in {dtype}"
+    if disk is None:
+        yield "disk", "not measured"
+    else:
+        rates = f"{_rate(disk.read)} read, {_rate(disk.write)} written, {_rate(disk.both)} each at once"
+        yield "disk", f"{rates}: {disk.path}"
+    for wire in profile.wires:
+        text = f"{_rate(wire.bandwidth)} a rank among {wire.ranks} ({wire.name}), {wire.latency * 1e6:.0f} us"
+        yield "wires", text
+    if not profile.wires:
+        yield "wires", "not measured: one rank"
+    for tier, size in profile.free.items():
+        yield f"free, {tier}", size_text(size)
+    if profile.measured:
+        yield "measured", profile.measured
+
+
+def _rate(rate: float) -> str:
+    return f"{rate / 1e9:.3g} GB/s"

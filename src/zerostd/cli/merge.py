@@ -12,17 +12,19 @@ import typer
 from zerostd.checkpointing.storage import merging
 from zerostd.errors import StorageError
 
-From = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A directory that zerostd.save wrote.")]
-To = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that is not there yet.")]
-Dtype = Annotated[str | None, typer.Option(metavar="NAME", help="fp32, bf16 or fp16. Default: that before prepare.")]
-Most = Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of a file.")]
-Json = Annotated[bool, typer.Option("--json", help="Print what was written as JSON, and nothing else.")]
+DTYPE = "fp32, bf16 or fp16. Default: the one before prepare."
 
 
-def merge(checkpoint: From, out: To, dtype: Dtype = None, max_shard_size: Most = "5GB", as_json: Json = False) -> None:
+def merge(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A directory that zerostd.save wrote.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to create.")],
+    dtype: Annotated[str | None, typer.Option(metavar="NAME", help=DTYPE)] = None,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The largest size of a file.")] = "5GB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the files as JSON, and nothing else.")] = False,
+) -> None:
     """Write the model of a checkpoint as safetensors files, which torch, transformers and the Hugging Face hub read.
 
-    On one process, without a GPU or the model, in little memory.
+    It takes one process and little memory, and needs neither a GPU nor the model.
     """
     paths = merging.merge(checkpoint, out, dtype, max_shard_size)
     try:

@@ -18,7 +18,7 @@ from zerostd.cli.printing import parameters_text, rows_json, scaling_table, show
 from zerostd.cli.sources import SEQUENCE, Source, parse_budget, parse_counts, parse_ways
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_profile
-from zerostd.planning import MachineProfile, Plan
+from zerostd.planning import MachineProfile, ModelProfile, Plan
 from zerostd.planning.cluster import NO_WIRES, TrainingOptions, plan_on
 from zerostd.planning.cluster import scaling as scale
 from zerostd.policy import Precision, Stage
@@ -28,8 +28,19 @@ WHERE = "Where"
 HOW = "How it is trained"
 SHOWN = "What is shown"
 
+FACTORY = "A function that returns a model, (model, optimizer) or (model, optimizer, batch)."
+META = "Call the function on the meta device: nothing is allocated."
+PARAMS = "A GPT with this many parameters, such as 350M, 7.5B or 1T."
+CLUSTER = "Profile of another machine, as JSON. Default: this machine."
+LIMITS = "The most to use of each tier, such as device=24GiB,host=96GiB,disk=200GiB."
+BATCH = "Samples of a step on one rank. Without --samples, the size of a pass is searched."
+RECOMPUTE = "Blocks keep only their inputs and are recomputed in backward."
+WAYS = "Ways to treat activations, of which the best is chosen: keep,recompute,host, or any."
+STEP_SAMPLES = "With --scaling: samples of a step, all ranks together."
+PAPER = "Model state by stage and number of devices, as in Table 1 of the ZeRO paper."
 
-def _option(text: str, panel: str, metavar: str | None = None) -> Any:
+
+def _option(text: str, panel: str, metavar: str) -> Any:
     return typer.Option(help=text, rich_help_panel=panel, metavar=metavar)
 
 
@@ -37,87 +48,38 @@ def _flag(name: str, text: str, panel: str) -> Any:
     return typer.Option(name, help=text, rich_help_panel=panel)
 
 
-Function = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[MODULE:FUNCTION]",
-        help="A function that returns a model, (model, optimizer) or (model, optimizer, batch).",
-    ),
-]
-Meta = Annotated[bool, _flag("--meta", "Call the function under the meta device: nothing is allocated.", WHAT)]
-Params = Annotated[
-    list[str] | None, _option("A GPT with this many parameters, such as 350M, 7.5B or 1T.", WHAT, "SIZE")
-]
-Hidden = Annotated[int | None, _option("Width of the GPT.", WHAT, "N")]
-Layers = Annotated[int | None, _option("Number of blocks of the GPT.", WHAT, "N")]
-Vocabulary = Annotated[int | None, _option("Rows of the embedding of the GPT.", WHAT, "N")]
-Config = Annotated[Path | None, _option("The model of a Hugging Face config.json.", WHAT, "FILE")]
-
-Cluster = Annotated[Path | None, _option("Profile of another machine, as JSON. Default: this one.", WHERE, "FILE")]
-World = Annotated[int | None, _option("Number of ranks. Default: those of this job.", WHERE, "N")]
-Limits = Annotated[
-    str | None, _option("The most to use, such as device=24GiB,host=96GiB,disk=200GiB.", WHERE, "TIER=SIZE")
-]
-DiskPath = Annotated[str | None, _option("The directory of a disk tier on this machine.", WHERE, "DIR")]
-
-Chosen = Annotated[int | None, _option("0 to 3. Default: the one with the shortest step.", HOW, "STAGE")]
-Samples = Annotated[int | None, _option("Samples of one pass on one rank.", HOW, "N")]
-Sequence = Annotated[int | None, _option("Tokens of a sample.", HOW, "N")]
-Accumulate = Annotated[int | None, _option("Passes in a step.", HOW, "N")]
-Clip = Annotated[bool, _flag("--clip", "Gradients are clipped to a norm.", HOW)]
-Recompute = Annotated[bool, _flag("--recompute", "Blocks keep only their inputs and are recomputed in backward.", HOW)]
-Ways = Annotated[
-    str | None,
-    _option("Ways to treat activations, of which the best is chosen: keep,recompute,host, or any.", HOW, "WAYS"),
-]
-StepBatch = Annotated[
-    int | None, _option("Samples of a step on one rank. Without --samples, the size of a pass is searched.", HOW, "N")
-]
-Numbers = Annotated[str | None, _option("fp32, bf16 or fp16.", HOW, "NAME")]
-
-Worlds = Annotated[str | None, _option("Compare numbers of ranks, such as 64,256,1024.", SHOWN, "N,N,...")]
-StepSamples = Annotated[int | None, _option("With --scaling: samples of a step, all ranks together.", SHOWN, "N")]
-Paper = Annotated[bool, _flag("--table", "Model state by stage and devices, as Table 1 of the ZeRO paper.", SHOWN)]
-Json = Annotated[bool, _flag("--json", "Print JSON, and nothing else.", SHOWN)]
-Output = Annotated[Path | None, _option("Save the plan there, for prepare(plan=...).", SHOWN, "FILE")]
-
-
 def plan(
-    function: Function = None,
-    meta: Meta = False,
-    params: Params = None,
-    hidden: Hidden = None,
-    layers: Layers = None,
-    vocabulary: Vocabulary = None,
-    config: Config = None,
-    cluster: Cluster = None,
-    world: World = None,
-    budget: Limits = None,
-    disk_path: DiskPath = None,
-    stage: Chosen = None,
-    samples: Samples = None,
-    sequence: Sequence = None,
-    accumulate: Accumulate = None,
-    batch: StepBatch = None,
-    clip: Clip = False,
-    recompute: Recompute = False,
-    activations: Ways = None,
-    precision: Numbers = None,
-    scaling: Worlds = None,
-    step_samples: StepSamples = None,
-    table: Paper = False,
-    as_json: Json = False,
-    output: Output = None,
+    function: Annotated[str | None, typer.Argument(metavar="[MODULE:FUNCTION]", help=FACTORY)] = None,
+    meta: Annotated[bool, _flag("--meta", META, WHAT)] = False,
+    params: Annotated[list[str] | None, _option(PARAMS, WHAT, "SIZE")] = None,
+    hidden: Annotated[int | None, _option("Width of the GPT.", WHAT, "N")] = None,
+    layers: Annotated[int | None, _option("Number of blocks of the GPT.", WHAT, "N")] = None,
+    vocabulary: Annotated[int | None, _option("Rows of the GPT's embedding.", WHAT, "N")] = None,
+    config: Annotated[Path | None, _option("The model of a Hugging Face config.json.", WHAT, "FILE")] = None,
+    cluster: Annotated[Path | None, _option(CLUSTER, WHERE, "FILE")] = None,
+    world: Annotated[int | None, _option("Number of ranks. Default: those of this job.", WHERE, "N")] = None,
+    budget: Annotated[str | None, _option(LIMITS, WHERE, "TIER=SIZE")] = None,
+    disk_path: Annotated[str | None, _option("The directory of a disk tier on this machine.", WHERE, "DIR")] = None,
+    stage: Annotated[int | None, _option("0 to 3. Default: the one with the shortest step.", HOW, "STAGE")] = None,
+    samples: Annotated[int | None, _option("Samples of one pass on one rank.", HOW, "N")] = None,
+    sequence: Annotated[int | None, _option("Tokens in a sample.", HOW, "N")] = None,
+    accumulate: Annotated[int | None, _option("Passes in a step.", HOW, "N")] = None,
+    batch: Annotated[int | None, _option(BATCH, HOW, "N")] = None,
+    clip: Annotated[bool, _flag("--clip", "Gradients are clipped to a norm.", HOW)] = False,
+    recompute: Annotated[bool, _flag("--recompute", RECOMPUTE, HOW)] = False,
+    activations: Annotated[str | None, _option(WAYS, HOW, "WAYS")] = None,
+    precision: Annotated[str | None, _option("fp32, bf16 or fp16.", HOW, "NAME")] = None,
+    scaling: Annotated[str | None, _option("Compare numbers of ranks, such as 64,256,1024.", SHOWN, "N,N,...")] = None,
+    step_samples: Annotated[int | None, _option(STEP_SAMPLES, SHOWN, "N")] = None,
+    table: Annotated[bool, _flag("--table", PAPER, SHOWN)] = False,
+    as_json: Annotated[bool, _flag("--json", "Print JSON, and nothing else.", SHOWN)] = False,
+    output: Annotated[Path | None, _option("Save the plan there, for prepare(plan=...).", SHOWN, "FILE")] = None,
 ) -> None:
     """Plan where model state is kept, and predict how long a step takes."""
     numbers = Precision.parse(precision)
     source = Source(
         numbers, function, meta, tuple(params or ()), hidden, layers, vocabulary, config, samples, sequence, recompute
     )
-    ways = parse_ways(activations)
-    _check_pass(function, ways, samples, sequence, batch, is_recomputed=recompute)
-    if step_samples is not None and (scaling is None or step_samples < 1):
-        raise PrepareError(f"--step-samples {step_samples} goes with --scaling, and is 1 or more")
     options = TrainingOptions(
         1 if world is None else world,
         None if stage is None else Stage.parse(stage),
@@ -125,60 +87,52 @@ def plan(
         clip,
         numbers.scales_loss,
         parse_budget(budget, disk_path),
-        ways,
+        parse_ways(activations),
         batch,
     )
+    _check_pass(source, options)
+    if step_samples is not None and (scaling is None or step_samples < 1):
+        raise PrepareError(f"--step-samples {step_samples} goes with --scaling, and is 1 or more")
     if table:
         if scaling is not None:
             raise PrepareError("--table and --scaling are two things: ask for one")
         if function or output is not None:
             raise PrepareError("--table goes with --params or --config, and with --json, nothing else")
-        _show_table(source, as_json=as_json)
+        _show_table(source.profiles(), as_json=as_json)
     elif scaling is not None:
         if output is not None:
             raise PrepareError("--output saves one plan; for --scaling use --json and the shell's >")
         _show_scaling(source, options, cluster, parse_counts(scaling), step_samples, as_json=as_json)
     else:
-        title, plan = _plan_one(source, options, cluster, world)
+        title, plan = _plan(source, options, cluster, world)
         if output is not None:
             write(output, plan.to_json())
         typer.echo(plan.to_json() if as_json else f"{title}\n\n{plan.explain()}\n", nl=False)
 
 
-def _check_pass(
-    function: str | None,
-    ways: frozenset[str],
-    samples: int | None,
-    sequence: int | None,
-    batch: int | None,
-    *,
-    is_recomputed: bool,
-) -> None:
+def _check_pass(source: Source, options: TrainingOptions) -> None:
     """Refuse options about a pass that contradict each other, or that a function's own batch answers."""
-    if ways and is_recomputed:
+    ways = options.activations
+    sizes = (source.samples, source.sequence, options.batch)
+    if ways and source.recomputes:
         raise PrepareError("--recompute says what --activations leaves open: give one of them")
-    if ways and samples is None and batch is None:
+    if ways and source.samples is None and options.batch is None:
         raise PrepareError("--activations needs to know how large a pass is: give --samples or --batch")
-    if function and (ways or is_recomputed or any(value is not None for value in (samples, sequence, batch))):
+    if source.function and (ways or source.recomputes or any(size is not None for size in sizes)):
         raise PrepareError(
             "--samples, --sequence, --batch, --recompute and --activations go with --params and --config; a function "
             "says it itself: let it return (model, optimizer, batch)"
         )
 
 
-def _plan_one(source: Source, options: TrainingOptions, cluster: Path | None, world: int | None) -> tuple[str, Plan]:
-    """Return a title and the plan."""
-    if source.function:
-        return _plan_module(source, options, cluster, world)
-    model = source.profile()
-    machine = _machine(cluster, options.budget.disk_path)
-    with _status("planning"):
-        plan = plan_on(model, machine, options)
-    return f"{model.name}: {parameters_text(model.numel)} on {machine.name}", plan
-
-
-def _plan_module(source: Source, options: TrainingOptions, cluster: Path | None, world: int | None) -> tuple[str, Plan]:
-    """Return a title and the plan that prepare would make, to the byte."""
+def _plan(source: Source, options: TrainingOptions, cluster: Path | None, world: int | None) -> tuple[str, Plan]:
+    """Return a title and the plan; for a module the one that prepare would make, to the byte."""
+    if not source.function:
+        profile = source.profile()
+        described = _machine(cluster, options.budget.disk_path)
+        with _status("planning"):
+            plan = plan_on(profile, described, options)
+        return f"{profile.name}: {parameters_text(profile.numel)} on {described.name}", plan
     model, optimizer, batch = source.make()
     budget = options.budget
     machine = None if cluster is None else _machine(cluster, budget.disk_path)
@@ -223,17 +177,14 @@ def _show_scaling(
     if as_json:
         typer.echo(rows_json(rows, sequence), nl=False)
         return
-    show(
-        f"{model.name}: {parameters_text(model.numel)} on {machine.name}; predicted, not measured",
-        scaling_table(rows, sequence),
-    )
+    title = f"{model.name}: {parameters_text(model.numel)} on {machine.name}; predicted, not measured"
+    show(title, scaling_table(rows, sequence))
     for row in rows:
         if row.refused:
             typer.echo(f"{row.world_size:,} ranks: {row.refused}")
 
 
-def _show_table(source: Source, *, as_json: bool) -> None:
-    models = source.profiles()
+def _show_table(models: list[ModelProfile], *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({model.name: state_rows(model) for model in models}, indent=2))
         return

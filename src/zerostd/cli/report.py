@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -13,23 +13,19 @@ from zerostd.reporting import page_of, read_run, report_json, report_of, trace_o
 
 PAGE = Path("report.html")
 
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Directories of runs, side by side.")]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page to write. Default: report.html.")
-]
-Trace = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Also write the events of one run as a trace for Chrome or Perfetto."),
-]
-Scalars = Annotated[
-    Path | None,
-    typer.Option("--tensorboard", metavar="DIR", help="Also write the numbers of each step as TensorBoard's scalars."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the page's numbers as JSON; no page unless -o names one.")]
+RUNS = "One or more run directories, compared side by side."
+OUTPUT = "The page to write. Default: report.html."
+TRACE = "Also write the events of one run as a trace for Chrome or Perfetto."
+SCALARS = "Also write the numbers of each step as TensorBoard scalars."
+JSON = "Print the page's numbers as JSON; write no page unless -o names one."
 
 
 def report(
-    run_dirs: Runs, output: Output = None, as_json: Json = False, trace: Trace = None, tensorboard: Scalars = None
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help=RUNS)],
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help=OUTPUT)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help=JSON)] = False,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help=TRACE)] = None,
+    tensorboard: Annotated[Path | None, typer.Option(metavar="DIR", help=SCALARS)] = None,
 ) -> None:
     """Write a page about one run or several: memory, time, waiting, the plan against what happened, quality.
 
@@ -37,7 +33,11 @@ def report(
     """
     if trace is not None and len(run_dirs) > 1:
         raise MisuseError(f"--trace {trace} is of one run, and {len(run_dirs)} are named: ask for one after the other")
-    runs = [read_run(path, name) for path, name in zip(run_dirs, _names(run_dirs), strict=True)]
+    names = [path.resolve().name for path in run_dirs]
+    runs = [
+        read_run(path, name if names.count(name) == 1 else str(path))  # all of a path where its last part is not unique
+        for path, name in zip(run_dirs, names, strict=True)
+    ]
     numbers = report_of(runs)
     if trace is not None:
         write(trace, trace_of(runs[0]))
@@ -49,20 +49,10 @@ def report(
     if as_json:
         typer.echo(report_json(numbers), nl=False)
         return
-    for line in _lines(numbers):
-        typer.echo(line)
+    for notice in numbers["notices"]:
+        typer.echo(notice)
+    for shown in numbers["runs"]:
+        typer.echo(f"{shown['name']}: {shown['speed']['steps']:,} steps, {shown['lines']['read']:,} lines")
+        for notice in shown["notices"]:
+            typer.echo(f"  {notice}")
     typer.echo(f"Written: {', '.join(str(path) for path in (output or PAGE, trace, tensorboard) if path is not None)}")
-
-
-def _names(paths: list[Path]) -> list[str]:
-    """Return the last part of each path, or all of it where that is not unique."""
-    short = [path.resolve().name for path in paths]
-    return [name if short.count(name) == 1 else str(path) for name, path in zip(short, paths, strict=True)]
-
-
-def _lines(numbers: dict[str, Any]) -> list[str]:
-    lines = [*numbers["notices"]]
-    for run in numbers["runs"]:
-        lines.append(f"{run['name']}: {run['speed']['steps']:,} steps, {run['lines']['read']:,} lines")
-        lines += [f"  {notice}" for notice in run["notices"]]
-    return lines

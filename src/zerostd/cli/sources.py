@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,10 +83,15 @@ class Source:
     def make(self) -> tuple[nn.Module, torch.optim.Optimizer | None, Any]:
         """Call the function, with the current directory importable, and return model, optimizer and batch."""
         assert self.function is not None
-        with _importable(os.getcwd()), torch.device("meta") if self.is_meta else contextlib.nullcontext():
-            function = _find(self.function)
-            with _own_traceback(f"the function {self.function!r}"):
-                result = function()
+        folder = os.getcwd()
+        sys.path.insert(0, folder)
+        try:
+            with torch.device("meta") if self.is_meta else contextlib.nullcontext():
+                function = _find(self.function)
+                with _own_traceback(f"the function {self.function!r}"):
+                    result = function()
+        finally:
+            sys.path.remove(folder)
         return _unpack(self.function, result)
 
 
@@ -109,7 +114,7 @@ def _in_precision(model: ModelProfile, precision: Precision) -> ModelProfile:
     return replace(model, parameter_bytes=4, gradient_bytes=4, state_bytes=8, master_bytes=4)
 
 
-def _find(name: str) -> Callable[[], Any]:
+def _find(name: str) -> Any:
     module_name, *rest = name.split(":")
     if len(rest) != 1 or not module_name or not rest[0]:
         raise PrepareError(f"{name!r} is not module:function, such as 'train:make_model'")
@@ -129,17 +134,7 @@ def _find(name: str) -> Callable[[], Any]:
         member = getattr(member, part)
     if not callable(member):
         raise PrepareError(f"{name!r} is {type(member).__name__}, not a function that makes a model")
-    function: Callable[[], Any] = member
-    return function
-
-
-@contextlib.contextmanager
-def _importable(folder: str) -> Iterator[None]:
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
+    return member
 
 
 @contextlib.contextmanager
@@ -158,25 +153,16 @@ def _own_traceback(what: str) -> Iterator[None]:
 def _unpack(name: str, result: Any) -> tuple[nn.Module, torch.optim.Optimizer | None, Any]:
     parts = result if isinstance(result, tuple) else (result,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
+        types = ", ".join(type(part).__name__ for part in parts)
+        what = f"({types})" if isinstance(result, tuple) else types
         raise PrepareError(
-            f"{name!r} returned {_words(result)}; it must return a model, (model, optimizer) or (model, optimizer, "
-            "batch)"
+            f"{name!r} returned {what}; it must return a model, (model, optimizer) or (model, optimizer, batch)"
         )
     model, optimizer, batch = (*parts, None, None)[:3]
     if not isinstance(optimizer, torch.optim.Optimizer | None):
-        raise PrepareError(
-            f"{name!r} returned {_words(optimizer)} as its optimizer; it must be a torch.optim.Optimizer"
-        )
+        what = type(optimizer).__name__
+        raise PrepareError(f"{name!r} returned {what} as its optimizer; it must be a torch.optim.Optimizer")
     return model, optimizer, batch
-
-
-def _words(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(type(part).__name__ for part in value)})"
-    return type(value).__name__
-
-
-# -- values of options --
 
 
 def parse_budget(text: str | None, disk_path: str | None) -> Budget:

@@ -13,11 +13,9 @@ from typing import Any
 from zerostd.errors import ZerostdError
 from zerostd.planning.plan import Plan
 from zerostd.policy import Kind, Tier
-from zerostd.reporting.memory import allocator_peak, peaks, total
+from zerostd.reporting.numbers import Steps, allocator_peak, finite, peaks, step_seconds, total
 from zerostd.reporting.reading import Run
-from zerostd.reporting.records import Bytes, MemoryLine, PlanLine, tidy_text
-from zerostd.reporting.speeds import Steps, step_seconds
-from zerostd.reporting.thinning import finite
+from zerostd.reporting.records import MemoryLine, PlanLine, tidy_text
 
 GIB = 2**30
 LARGEST = 1e19  # seconds and bytes
@@ -76,6 +74,7 @@ def _checked(data: Any, source: str) -> Plan:
 def _compared(run: Run, steps: Steps, plan: Plan, in_force: range) -> dict[str, Any]:
     measured = {number: step for number, step in steps.items() if number in in_force}
     words = plan.explain().split("\n\n", 1)[-1]  # after the table, which the page has as rows
+    savings = {tier: price * GIB for tier, price in plan.predicted.prices.items()}
     return {
         "first_step": min(measured, default=in_force.start),
         "last_step": max(measured, default=None),
@@ -83,14 +82,12 @@ def _compared(run: Run, steps: Steps, plan: Plan, in_force: range) -> dict[str, 
         "stage": plan.stage.value,
         "rows": [*_time_rows(run, measured, plan, in_force), *_byte_rows(run, plan, in_force)],
         "sentences": [tidy_text(line) for line in words.splitlines() if line.strip()][:MOST_SENTENCES],
-        "prices": [_price(plan, tier) for tier in Tier if tier in plan.predicted.prices or tier in plan.limits],
+        "prices": [
+            {"tier": tier.value, "limit": plan.limits.get(tier), "saved_s_per_gib": savings.get(tier)}
+            for tier in Tier
+            if tier in savings or tier in plan.limits
+        ],
     }
-
-
-def _price(plan: Plan, tier: Tier) -> dict[str, Any]:
-    price = plan.predicted.prices.get(tier)
-    gain = None if price is None else price * GIB
-    return {"tier": tier.value, "limit": plan.limits.get(tier), "saved_s_per_gib": gain}
 
 
 def _time_rows(run: Run, steps: Steps, plan: Plan, in_force: range) -> Iterator[dict[str, Any]]:
@@ -117,11 +114,13 @@ def _byte_rows(run: Run, plan: Plan, in_force: range) -> Iterator[dict[str, Any]
         lines = [line for line in log.of(MemoryLine) if line.step in in_force]
         books.append((peaks(lines), allocator_peak(lines)))
     for tier in Tier:
-        book, allocated = max(books, key=lambda pair: _held(pair[0], pair[1], tier))
+        on_device = tier is Tier.DEVICE
+        held = [max(total(book, tier), (allocated or 0) if on_device else 0) for book, allocated in books]
+        book, allocated = books[held.index(max(held))]
         planned = {kind: size for kind, size in plan.predicted.bytes.get(tier, {}).items() if size}
         measured = {Kind(kind): size for kind, size in book.get(tier, {}).items() if size}
         unknown = set[Kind]()
-        if book and tier is Tier.DEVICE and Kind.ACTIVATIONS in planned and Kind.ACTIVATIONS not in measured:
+        if book and on_device and Kind.ACTIVATIONS in planned and Kind.ACTIVATIONS not in measured:
             if allocated is None:
                 unknown.add(Kind.ACTIVATIONS)
             else:
@@ -134,11 +133,6 @@ def _byte_rows(run: Run, plan: Plan, in_force: range) -> Iterator[dict[str, Any]
         for kind in kinds:
             size = measured.get(kind, 0) if book and kind not in unknown else None
             yield _row(tier.value, kind.value, "bytes", planned.get(kind, 0), size)
-
-
-def _held(book: Bytes, allocated: int | None, tier: Tier) -> int:
-    """Return the bytes of a tier, by the ledger or by the device's allocator, whichever says more."""
-    return max(total(book, tier), allocated or 0) if tier is Tier.DEVICE else total(book, tier)
 
 
 def _row(what: str, part: str, unit: str, predicted: float | None, measured: float | None) -> dict[str, Any]:

@@ -8,28 +8,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec import Struct
+
 from zerostd.errors import StorageError
-from zerostd.reporting.records import (
-    EndLine,
-    Line,
-    RunInfo,
-    SecondsLine,
-    StepLine,
-    parse_line,
-    parse_run_info,
-    tidy_text,
-)
+from zerostd.reporting.records import EndLine, RunInfo, SecondsLine, StepLine, parse_line, parse_run_info, tidy_text
 
 MOST_NAMED = 5  # lines, ranks or kinds in a notice
 LONGEST_REASON = 200  # characters
 RANK_FILE = re.compile(r"rank-(0|[1-9][0-9]{0,6})\.jsonl")
-AnyLine = TypeVar("AnyLine", bound=Line)
+AnyLine = TypeVar("AnyLine", bound=Struct)
 
 
 @dataclass
@@ -37,7 +29,7 @@ class RankLog:
     """What one rank wrote, by kind, in the order it was written."""
 
     rank: int
-    lines: dict[type[Line], list[Any]] = field(default_factory=dict)
+    lines: dict[type[Struct], list[Any]] = field(default_factory=dict)
     num_lines: int = 0
     is_torn: bool = False  # the last line is not whole
     num_unreadable: int = 0
@@ -81,10 +73,18 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
             format. The message names the file and the remedy.
     """
     directory = Path(path)
+    file = directory / "run.json"
     if not directory.is_dir():
         raise StorageError(f"{directory} is not a directory; name one that holds a run.json")
-    info = _read_info(directory)
-    logs = tuple(_read_rank(file, rank) for rank, file in _rank_files(directory))
+    try:
+        if not file.exists():
+            raise StorageError(f"{directory} holds no run.json, so it is no run directory; name one that does")
+        info = parse_run_info(file.read_bytes(), str(file))
+        matches = [(RANK_FILE.fullmatch(file.name), file) for file in directory.iterdir()]
+        files = sorted((int(match[1]), file) for match, file in matches if match)
+        logs = tuple(_read_rank(rank, file) for rank, file in files)
+    except OSError as error:
+        raise StorageError(f"{error.filename or directory} cannot be read: {error.strerror}") from error
     if not logs:
         raise StorageError(
             f"{directory} holds a run.json and no rank-0.jsonl: nothing was recorded, or the files of the ranks are "
@@ -93,33 +93,12 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
     return Run(tidy_text(name or directory.resolve().name) or "run", info, logs, tuple(_notices(info.world_size, logs)))
 
 
-def _read_info(directory: Path) -> RunInfo:
-    file = directory / "run.json"
-    try:
-        return parse_run_info(file.read_bytes(), str(file))
-    except FileNotFoundError:
-        raise StorageError(f"{directory} holds no run.json, so it is no run directory; name one that does") from None
-    except OSError as error:
-        raise StorageError(f"{file} cannot be read: {error.strerror}") from error
-
-
-def _rank_files(directory: Path) -> list[tuple[int, Path]]:
-    try:
-        matches = [(RANK_FILE.fullmatch(file.name), file) for file in directory.iterdir()]
-    except OSError as error:
-        raise StorageError(f"{directory} cannot be read: {error.strerror}") from error
-    return sorted((int(match[1]), file) for match, file in matches if match)
-
-
-def _read_rank(file: Path, rank: int) -> RankLog:
+def _read_rank(rank: int, file: Path) -> RankLog:
     log = RankLog(rank)
-    try:
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    _add_line(log, line, f"{file.name}:{number}")
-    except OSError as error:
-        raise StorageError(f"{file} cannot be read: {error.strerror}") from error
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                _add_line(log, line, f"{file.name}:{number}")
     steps = log.of(StepLine)
     last = {step.step: step for step in steps}
     log.num_repeated = len(steps) - len(last)
@@ -145,55 +124,42 @@ def _add_line(log: RankLog, text: bytes, where: str) -> None:
         log.lines.setdefault(type(line), []).append(line)
 
 
-# -- what the reader should know --
-
-
 def _notices(world_size: int, logs: tuple[RankLog, ...]) -> Iterator[str]:
+    """Yield what the reader should know about ranks and lines, a sentence each."""
     there = {log.rank for log in logs}
-    beyond = sorted(rank for rank in there if rank >= world_size)
-    num_missing = world_size - len(there) + len(beyond)
-    if num_missing:
-        missing = (rank for rank in range(world_size) if rank not in there)
+    missing = [rank for rank in range(world_size) if rank not in there]
+    if missing:
         yield (
-            f"{_ranks_are(missing, num_missing)} missing of {world_size}: sums over ranks, such as samples a second, "
-            "are of those that are here."
+            f"{_ranks_are(missing)} missing of {world_size}: sums over ranks, such as samples a second, are of those "
+            "that are here."
         )
-    if beyond:
-        yield f"{_ranks_are(beyond, len(beyond))} here, and run.json says there were {world_size}."
+    if beyond := sorted(rank for rank in there if rank >= world_size):
+        yield f"{_ranks_are(beyond)} here, and run.json says there were {world_size}."
     if not any(log.of(StepLine) for log in logs):
         yield "No step was recorded."
-    going_on = [log.rank for log in logs if not log.has_ended]
-    if going_on:
-        who = "" if len(going_on) == len(logs) else f" ({_ranks_are(going_on, len(going_on))} without an end)"
+    if going_on := [log.rank for log in logs if not log.has_ended]:
+        who = "" if len(going_on) == len(logs) else f" ({_ranks_are(going_on)} without an end)"
         yield f"The run is partial: it still goes on, or was ended from outside{who}."
-    torn = [log.rank for log in logs if log.is_torn]
-    if torn:
+    if torn := [log.rank for log in logs if log.is_torn]:
         files = "file" if len(torn) == 1 else "files"
-        yield f"A torn last line was left out of {len(torn)} {files} (rank {_first_of(torn, len(torn))})."
-    yield from _notices_of_lines(logs)
-
-
-def _notices_of_lines(logs: tuple[RankLog, ...]) -> Iterator[str]:
-    num_unreadable = sum(log.num_unreadable for log in logs)
-    if num_unreadable:
+        yield f"A torn last line was left out of {len(torn)} {files} (rank {_first_of(torn)})."
+    if num_unreadable := sum(log.num_unreadable for log in logs):
         lines = "line" if num_unreadable == 1 else "lines"
         named = [text for log in logs for text in log.unreadable][:MOST_NAMED]
         rest = f" and {num_unreadable - len(named):,} more" if num_unreadable > len(named) else ""
         yield f"{num_unreadable:,} {lines} cannot be read, and left out: {'; '.join(named)}{rest}."
-    unknown: Counter[str] = sum((log.unknown for log in logs), Counter())
-    if unknown:
+    if unknown := sum((log.unknown for log in logs), Counter[str]()):
         kinds = ", ".join(f"{kind or '(no name)'} ({count:,})" for kind, count in unknown.most_common(MOST_NAMED))
         yield f"Lines of kinds that this version does not know were left out: {kinds}."
-    num_repeated = sum(log.num_repeated for log in logs)
-    if num_repeated:
+    if num_repeated := sum(log.num_repeated for log in logs):
         steps = "1 step was" if num_repeated == 1 else f"{num_repeated:,} steps were"
         yield f"{steps} written more than once; the last line counts."
 
 
-def _ranks_are(ranks: Iterable[int], count: int) -> str:
-    return f"Rank {_first_of(ranks, 1)} is" if count == 1 else f"Ranks {_first_of(ranks, count)} are"
+def _ranks_are(ranks: Sequence[int]) -> str:
+    return f"Rank {ranks[0]} is" if len(ranks) == 1 else f"Ranks {_first_of(ranks)} are"
 
 
-def _first_of(numbers: Iterable[int], count: int) -> str:
-    named = [str(number) for number in islice(numbers, MOST_NAMED)]
-    return ", ".join(named) + (f" and {count - len(named):,} more" if count > len(named) else "")
+def _first_of(numbers: Sequence[int]) -> str:
+    rest = len(numbers) - MOST_NAMED
+    return ", ".join(map(str, numbers[:MOST_NAMED])) + (f" and {rest:,} more" if rest > 0 else "")

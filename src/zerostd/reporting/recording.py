@@ -14,7 +14,6 @@ import sys
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 import msgspec
@@ -27,27 +26,15 @@ from zerostd.measuring.identity import machine_name, versions
 from zerostd.monitoring.events import HOST, Span
 from zerostd.monitoring.timestamps import Timestamp
 from zerostd.parameters.observing import StepObserver
+from zerostd.reporting import records
 from zerostd.reporting.reading import RANK_FILE
-from zerostd.reporting.records import (
-    FORMAT,
-    EndLine,
-    EventLine,
-    LeakLine,
-    Line,
-    MemoryLine,
-    Named,
-    PlanLine,
-    QualityLine,
-    RunInfo,
-    SecondsLine,
-    StepLine,
-)
 from zerostd.reporting.timeline import covered_seconds
 
 EVERY = 20
 NUM_FIRST = 3  # a step of this number is recorded too: the first ones are not like the others
 DIGITS = 7  # of seconds, behind the point
 COMPUTES = ("forward", "backward", "step")
+OF_STEP = ("loss", "samples", "tokens", "grad_norm", "lr")  # fields of a step's line, in order; others are qualities
 
 log = logging.getLogger("zerostd")
 
@@ -69,14 +56,12 @@ def record(model: nn.Module, path: str | os.PathLike[str], *, every: int = EVERY
     if any(isinstance(observer, Recording) for observer in runtime.observers):
         raise MisuseError("this model is being recorded already: close that recording first")
     folder = Path(path)
-    taken = runtime.gatherer.control.collect(sorted(file.name for file in folder.glob("*") if _is_ours(file.name)))
+    names = sorted(file.name for file in folder.glob("*"))
+    ours = [name for name in names if name == "run.json" or RANK_FILE.fullmatch(name)]
+    taken = runtime.gatherer.control.collect(ours)
     if any(taken):
         raise MisuseError(f"{folder} holds another run already ({taken[0] or taken[-1]}): name a new directory")
     return Recording(runtime, folder, every=every)
-
-
-def _is_ours(name: str) -> bool:
-    return name == "run.json" or RANK_FILE.fullmatch(name) is not None
 
 
 class PendingNumber:
@@ -85,23 +70,23 @@ class PendingNumber:
     def __init__(self, value: Any) -> None:
         self._value = value
         self._arrived: Timestamp | None = None
-        if isinstance(value, torch.Tensor):
-            if value.numel() != 1:
-                raise MisuseError(f"a number to record has the shape {tuple(value.shape)}: give one value a step")
-            value = value.detach().reshape(())
-            if value.device.type != "cpu":
-                host = torch.empty((), dtype=value.dtype, pin_memory=True)
-                self._value = host.copy_(value, non_blocking=True)
-                self._arrived = Timestamp(value.device)
-            else:
-                self._value = value.clone()
+        if not isinstance(value, torch.Tensor):
+            return
+        if value.numel() != 1:
+            raise MisuseError(f"a number to record has the shape {tuple(value.shape)}: give one value a step")
+        value = value.detach().reshape(())
+        if value.device.type == "cpu":
+            self._value = value.clone()
+        else:
+            host = torch.empty((), dtype=value.dtype, pin_memory=True)
+            self._value = host.copy_(value, non_blocking=True)
+            self._arrived = Timestamp(value.device)
 
-    def is_there(self) -> bool:
-        """Whether `get` would not wait."""
+    def has_arrived(self) -> bool:
+        """Whether the host has the value, so that `float` of this does not wait."""
         return self._arrived is None or self._arrived.has_passed()
 
-    def get(self) -> float:
-        """Its value."""
+    def __float__(self) -> float:
         return float(self._value)
 
 
@@ -119,9 +104,8 @@ class _Step:
     def is_over(self) -> bool:
         """Whether the device has come past all of it."""
         stamps = [self.ended, *(span.ended for span in self.spans if span.ended is not None)]
-        return all(stamp.has_passed() for stamp in stamps) and all(
-            number.is_there() for number in self.numbers.values()
-        )
+        have_passed = all(stamp.has_passed() for stamp in stamps)
+        return have_passed and all(number.has_arrived() for number in self.numbers.values())
 
 
 class Recording(StepObserver):
@@ -134,14 +118,13 @@ class Recording(StepObserver):
         self.every = every
         self._runtime = runtime
         self._device = runtime.world.device
-        self._file: TextIO | None = None
         self._steps: list[_Step] = []  # the last one may still get numbers
         self._later: list[Span] = []  # of steps that have not ended
         self.waited: float | None = None  # part of the last recorded step in which the loop waited
         path.mkdir(parents=True, exist_ok=True)
         if runtime.world.rank == 0:
             _write_info(runtime, path)
-        self._file = (path / f"rank-{runtime.world.rank}.jsonl").open("w", encoding="utf-8")
+        self._file: TextIO | None = (path / f"rank-{runtime.world.rank}.jsonl").open("w", encoding="utf-8")
         runtime.observers.append(self)
         self._zero = Timestamp.of_idle(self._device)
         self._begun = Timestamp(self._device)
@@ -153,7 +136,7 @@ class Recording(StepObserver):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def log(self, **numbers: Any) -> None:
@@ -177,7 +160,7 @@ class Recording(StepObserver):
             torch.accelerator.synchronize(self._device)
         self._assign(self._runtime.ledger.events.take())
         self._write_steps(all_of_them=True)
-        self._write_line(EndLine(self._seconds(Timestamp(self._device))))
+        self._write_line(records.EndLine(Timestamp(self._device).after(self._zero)))
         self._file.close()
         self._file = None
 
@@ -200,9 +183,8 @@ class Recording(StepObserver):
             self._plan = plan
             self._leaks.start(step.number + 1)
             if plan is not None:
-                self._write_line(
-                    PlanLine(step.number, json.loads(plan.to_json()), plan.notes[-1] if plan.notes else "")
-                )
+                reason = plan.notes[-1] if plan.notes else ""
+                self._write_line(records.PlanLine(step.number, json.loads(plan.to_json()), reason))
         self._begun = now
         self._choose(step.number)
         self._write_steps()
@@ -238,24 +220,14 @@ class Recording(StepObserver):
     def _write_step(self, step: _Step) -> None:
         start = self._moment(step.begun)
         end = self._moment(step.ended)
-        numbers = {name: number.get() for name, number in step.numbers.items()}
-        line = StepLine(
-            step.number,
-            start,
-            end,
-            loss=numbers.pop("loss", None),
-            samples=numbers.pop("samples", None),
-            tokens=numbers.pop("tokens", None),
-            grad_norm=numbers.pop("grad_norm", None),
-            lr=numbers.pop("lr", None),
-        )
-        self._write_line(line)
+        numbers = {name: float(number) for name, number in step.numbers.items()}
+        self._write_line(records.StepLine(step.number, start, end, *(numbers.pop(name, None) for name in OF_STEP)))
         for name, value in numbers.items():
-            self._write_line(QualityLine(step.number, name, value))
+            self._write_line(records.QualityLine(step.number, name, value))
         if not step.has_events:
             return
         spans = [
-            (span, self._seconds(span.begun), self._seconds(span.ended))
+            (span, span.begun.after(self._zero), span.ended.after(self._zero))
             for span in step.spans
             if span.ended is not None
         ]
@@ -263,7 +235,12 @@ class Recording(StepObserver):
         waiting = {"updates": 0.0, "parameters": 0.0}
         busy: dict[str, list[tuple[float, float]]] = {}
         for span, begun, ended in spans:
-            self._write_event(span, step.number, round(begun, DIGITS), round(ended, DIGITS))
+            times = (round(begun, DIGITS), round(ended, DIGITS))
+            line = records.EventLine(step.number, span.name, span.lane, *times, span.group)
+            line.tier, line.to = span.way or (None, None)
+            line.bytes = span.num_bytes
+            line.cause = span.cause or None
+            self._write_line(line)
             if span.name == "wait":
                 waiting[span.cause] = waiting.get(span.cause, 0.0) + ended - begun
             elif span.lane != "compute":
@@ -273,28 +250,12 @@ class Recording(StepObserver):
         most = end - start  # no more than the line of the step says
         self.waited = min(1.0, sum(waiting.values()) / max(most, 1e-9))
         covered = {lane: min(most, covered_seconds(times)) for lane, times in busy.items()}
-        self._write_line(SecondsLine("waiting", step.number, waiting))
-        self._write_line(SecondsLine("busy", step.number, covered))
-
-    def _write_event(self, span: Span, step: int, start: float, end: float) -> None:
-        tier, to = span.way or (None, None)
-        line = EventLine(
-            step,
-            span.name,
-            span.lane,
-            start,
-            end,
-            group=span.group,
-            tier=tier,
-            to=to,
-            bytes=span.num_bytes,
-            cause=span.cause or None,
-        )
-        self._write_line(line)
+        self._write_line(records.SecondsLine("waiting", step.number, waiting))
+        self._write_line(records.SecondsLine("busy", step.number, covered))
 
     def _write_memory(self, step: int) -> None:
         memory = self._runtime.ledger.memory()
-        line = MemoryLine(step, self._moment(Timestamp(HOST)), memory.now, memory.peak)
+        line = records.MemoryLine(step, self._moment(Timestamp(HOST)), memory.now, memory.peak)
         if self._device.type != "cpu":
             line.allocated = torch.accelerator.memory_allocated(self._device)
             line.most_allocated = torch.accelerator.max_memory_allocated(self._device)
@@ -303,36 +264,34 @@ class Recording(StepObserver):
 
     def _write_leaks(self, step: int) -> None:
         for leak in self._leaks.after(step):
-            self._write_line(
-                LeakLine(leak.step, leak.group, leak.kind.value, leak.tier.value, leak.num_bytes, leak.where)
-            )
+            line = records.LeakLine(leak.step, leak.group, leak.kind.value, leak.tier.value, leak.num_bytes, leak.where)
+            self._write_line(line)
             log.warning(
                 "%d bytes of %s of group %r on the %s were taken in step %d and are still there after the next: %s",
-                *(leak.num_bytes, leak.kind.value, leak.group, leak.tier.value, leak.step, leak.where),
+                *(line.bytes, line.what, line.group, line.tier, line.step, line.where),
             )
 
-    def _write_line(self, line: Line) -> None:
+    def _write_line(self, line: records.Line) -> None:
         if self._file is not None:
             self._file.write(json.dumps(msgspec.to_builtins(line)) + "\n")
 
-    def _seconds(self, moment: Timestamp) -> float:
-        return moment.after(self._zero)
-
     def _moment(self, moment: Timestamp) -> float:
-        return round(self._seconds(moment), DIGITS)
+        return round(moment.after(self._zero), DIGITS)
 
 
 def _write_info(runtime: Runtime, path: Path) -> None:
     """Write run.json: what the run is."""
     settings = runtime.settings
-    info = RunInfo(
-        format=FORMAT,
+    layouts = [flat.layout for group in runtime.groups for flat in group.flats]
+    num_parameters = sum(layout.numel - layout.padding for layout in layouts)
+    info = records.RunInfo(
+        format=records.FORMAT,
         zerostd=versions(runtime.world.device)["zerostd"],
         begun=datetime.now().isoformat(timespec="seconds"),
         world_size=runtime.world.size,
         command=" ".join(sys.argv),
-        model=Named(type(runtime.model).__name__, _num_parameters(runtime)),
-        machine=Named(machine_name(runtime.world.device)),
+        model=records.Named(type(runtime.model).__name__, num_parameters),
+        machine=records.Named(machine_name(runtime.world.device)),
         settings={
             "stage": int(settings.decided[0]),
             "precision": settings.precision.name,
@@ -342,7 +301,3 @@ def _write_info(runtime: Runtime, path: Path) -> None:
         plan=None if settings.plan is None else json.loads(settings.plan.to_json()),
     )
     (path / "run.json").write_text(json.dumps(msgspec.to_builtins(info), indent=1) + "\n", encoding="utf-8")
-
-
-def _num_parameters(runtime: Runtime) -> int:
-    return sum(flat.layout.numel - flat.layout.padding for group in runtime.groups for flat in group.flats)

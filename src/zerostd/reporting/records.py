@@ -29,12 +29,8 @@ KindName = Annotated[str, Meta(pattern=f"^({'|'.join(Kind)})$")]
 Bytes = dict[TierName, dict[KindName, Count]]
 
 
-class Line(Struct, tag_field="kind"):
-    """One line of a rank's file. Numbers are of the rank that writes it."""
-
-
-class StepLine(Line, tag="step"):
-    """One step."""
+class StepLine(Struct, tag_field="kind", tag="step"):
+    """One step. Numbers of all lines are of the rank that writes them."""
 
     step: Count
     start: Moment
@@ -47,11 +43,10 @@ class StepLine(Line, tag="step"):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
         return self.end - self.start
 
 
-class MemoryLine(Line, tag="memory"):
+class MemoryLine(Struct, tag_field="kind", tag="memory"):
     """Bytes at one moment, and the peak of each kind since the model was prepared."""
 
     step: Count
@@ -63,7 +58,7 @@ class MemoryLine(Line, tag="memory"):
     reserved: Count | None = None
 
 
-class EventLine(Line, tag="event"):
+class EventLine(Struct, tag_field="kind", tag="event"):
     """Something that took from `start` to `end` on one lane."""
 
     step: Count
@@ -78,7 +73,7 @@ class EventLine(Line, tag="event"):
     cause: str | None = None  # of a wait
 
 
-class SecondsLine(Line, tag=False):
+class SecondsLine(Struct):
     """Seconds of one step by name: by cause for which the loop waited, or by resource that was busy."""
 
     kind: Literal["waiting", "busy"]
@@ -86,15 +81,13 @@ class SecondsLine(Line, tag=False):
     seconds: dict[str, Amount] = {}
 
 
-class QualityLine(Line, tag="quality"):
-    """A number that says how good the model is."""
-
+class QualityLine(Struct, tag_field="kind", tag="quality"):
     step: Count
-    name: Name
+    name: Name  # of a number that says how good the model is
     value: float
 
 
-class LeakLine(Line, tag="leak"):
+class LeakLine(Struct, tag_field="kind", tag="leak"):
     """Bytes that should have been given back."""
 
     step: Count
@@ -105,7 +98,7 @@ class LeakLine(Line, tag="leak"):
     where: str = ""
 
 
-class PlanLine(Line, tag="plan"):
+class PlanLine(Struct, tag_field="kind", tag="plan"):
     """A new plan, in force from this step on."""
 
     step: Count
@@ -113,23 +106,13 @@ class PlanLine(Line, tag="plan"):
     reason: str = ""
 
 
-class EndLine(Line, tag="end"):
-    """The run ended by itself."""
-
-    time: Moment
+class EndLine(Struct, tag_field="kind", tag="end"):
+    time: Moment  # the run ended by itself
 
 
-KINDS: dict[str, type[Line]] = {
-    "step": StepLine,
-    "memory": MemoryLine,
-    "event": EventLine,
-    "waiting": SecondsLine,
-    "busy": SecondsLine,
-    "quality": QualityLine,
-    "leak": LeakLine,
-    "plan": PlanLine,
-    "end": EndLine,
-}
+Line = StepLine | MemoryLine | EventLine | SecondsLine | QualityLine | LeakLine | PlanLine | EndLine  # of a rank's file
+TAGGED: tuple[type[Line], ...] = (StepLine, MemoryLine, EventLine, QualityLine, LeakLine, PlanLine, EndLine)
+KINDS = {str(line.__struct_config__.tag): line for line in TAGGED} | {"waiting": SecondsLine, "busy": SecondsLine}
 
 
 class Named(Struct, frozen=True, omit_defaults=True):
@@ -159,10 +142,9 @@ def parse_object(text: bytes, what: str, *, parse_float: Callable[[str], float] 
         value = json.loads(text.decode("utf-8"), object_hook=_tidy_texts, parse_float=parse_float)
     except UnicodeDecodeError as error:
         raise StorageError(f"{what}: byte {error.start} is not UTF-8") from error
-    except ValueError as error:  # also an integer of thousands of digits
-        raise StorageError(f"{what} is not JSON ({error})") from error
-    except RecursionError as error:
-        raise StorageError(f"{what} is not JSON (nested too deeply)") from error
+    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
+        problem = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise StorageError(f"{what} is not JSON ({problem})") from error
     if not isinstance(value, dict):
         raise StorageError(f"{what} is not a JSON object")
     return {name: field for name, field in value.items() if field is not None}

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from zerostd.reporting.numbers import MOST_DRAWN, Steps, step_seconds
 from zerostd.reporting.reading import Run
 from zerostd.reporting.records import EventLine, StepLine
-from zerostd.reporting.speeds import Steps, step_seconds
 
 LANES = ("loop", "compute", "gradients", "up", "down", "update", "cpu", "disk", "wire")  # shown in this order
 MOST_BARS = 3000  # of one step
 LEAST_BARS = 40  # of one lane, whatever the number of lanes
-MOST_RANKS = 8
 MOST_LANES = 16
 MOST_TRACKS = 4  # bars of one lane above each other
 NEVER = float("-inf")
@@ -29,7 +28,7 @@ def timelines(run: Run, steps: Steps) -> dict[str, Any]:
             events.setdefault(event.step, {}).setdefault(log.rank, []).append(event)
     chosen: dict[int, str] = {}
     if events:
-        seconds = {step: step_seconds(steps[step]) if step in steps else _span(events[step]) for step in events}
+        seconds = {step: _seconds(ranks, steps.get(step)) for step, ranks in events.items()}
         middle = median(seconds.values())
         typical = min(seconds, key=lambda step: (abs(seconds[step] - middle), step))
         longest = max(seconds, key=lambda step: (seconds[step], -step))
@@ -54,19 +53,31 @@ def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
     return seconds
 
 
-def _span(ranks: Events) -> float:
-    """Return the seconds from the first start to the last end."""
+def _seconds(ranks: Events, step: Mapping[int, StepLine] | None) -> float:
+    """Return how long a step took; without its lines, the seconds from the first start to the last end."""
+    if step is not None:
+        return step_seconds(step)
     events = [event for lines in ranks.values() for event in lines]
     return max(event.end for event in events) - min(event.start for event in events)
 
 
 def _drawn(ranks: Events, steps: Mapping[int, StepLine]) -> dict[str, Any]:
-    shown = sorted(ranks)[:MOST_RANKS]
+    shown = sorted(ranks)[:MOST_DRAWN]
     lines = [steps[rank] for rank in shown if rank in steps]
     begin = min([line.start for line in lines] or [event.start for rank in shown for event in ranks[rank]])
     lanes = [(rank, lane, events) for rank in shown for lane, events in _by_lane(ranks[rank])]
     most = max(LEAST_BARS, MOST_BARS // len(lanes))
-    rows = [_row(rank, lane, events, begin, most) for rank, lane, events in lanes]
+    rows: list[dict[str, Any]] = [
+        {
+            "rank": rank,
+            "lane": lane,
+            "busy_s": covered_seconds((event.start, event.end) for event in events),
+            "bytes": sum(event.bytes for event in events),
+            "events": len(events),
+            "bars": _with_tracks([_bar(neighbours, begin) for neighbours in _joined(events, most)]),
+        }
+        for rank, lane, events in lanes
+    ]
     bars = [bar for row in rows for bar in row["bars"]]
     end = max([bar["end"] for bar in bars] + [line.end - begin for line in lines])
     return {
@@ -87,17 +98,6 @@ def _by_lane(events: Sequence[EventLine]) -> list[tuple[str, list[EventLine]]]:
         lanes.setdefault(event.lane, []).append(event)
     names = [lane for lane in LANES if lane in lanes] + sorted(lanes.keys() - set(LANES))
     return [(name, lanes[name]) for name in names[:MOST_LANES]]
-
-
-def _row(rank: int, lane: str, events: list[EventLine], begin: float, most: int) -> dict[str, Any]:
-    return {
-        "rank": rank,
-        "lane": lane,
-        "busy_s": covered_seconds((event.start, event.end) for event in events),
-        "bytes": sum(event.bytes for event in events),
-        "events": len(events),
-        "bars": _with_tracks([_bar(neighbours, begin) for neighbours in _joined(events, most)]),
-    }
 
 
 def _joined(events: list[EventLine], most: int) -> Iterable[list[EventLine]]:
@@ -133,13 +133,10 @@ def _with_tracks(bars: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ends = [NEVER]
     for bar in bars:
         free = [track for track, end in enumerate(ends) if end <= bar["start"]]
-        if free:
-            track = free[0]
-        elif len(ends) < MOST_TRACKS:
+        if not free and len(ends) < MOST_TRACKS:
+            free = [len(ends)]
             ends.append(NEVER)
-            track = len(ends) - 1
-        else:
-            track = ends.index(min(ends))
+        track = free[0] if free else ends.index(min(ends))
         ends[track] = max(ends[track], bar["end"])
         bar["track"] = track
     return bars

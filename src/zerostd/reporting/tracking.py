@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sized
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -67,18 +67,21 @@ class Tracker(Generic[Batch]):
         self._numbers: dict[str, PendingNumber] = {}
         self._shown: dict[str, float] = {}
         self._step_s: float | None = None
-        self._rates = (0, 0)  # samples and tokens of a batch, as far as they can be seen
+        self._sizes = (0, 0)  # samples and tokens of a batch, as far as they can be seen
         self._bar: ProgressBar | None = None
         self._last_line = time.perf_counter()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __iter__(self) -> Iterator[Batch]:
-        self._start()
+        if self._bar is None and self._runtime.world.rank == 0 and sys.stderr.isatty():
+            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+            self._bar = ProgressBar(*columns, TimeRemainingColumn(), total=self._total, is_transient=False)
+            self._bar.update(0)
         try:
             begun = time.perf_counter()
             for number, batch in enumerate(self._loader):
@@ -86,7 +89,7 @@ class Tracker(Generic[Batch]):
                     now = time.perf_counter()
                     self._passed(number, now - begun)
                     begun = now
-                self._rates = _sizes(batch)
+                self._sizes = _sizes(batch)
                 yield batch
             self._passed(self._total or 0, time.perf_counter() - begun)
         finally:
@@ -95,8 +98,7 @@ class Tracker(Generic[Batch]):
     def log(self, **numbers: Any) -> None:
         """Numbers of the step that was taken last, such as `loss`; tensors may be on the device. Samples and tokens
         are those of the batch, if they can be told from it, unless given here."""
-        samples, tokens = self._rates
-        known = {name: value for name, value in (("samples", samples), ("tokens", tokens)) if value}
+        known = {name: size for name, size in zip(("samples", "tokens"), self._sizes, strict=True) if size}
         logged = {**known, **numbers}
         if self.recording is not None:
             self.recording.log(**logged)
@@ -110,19 +112,11 @@ class Tracker(Generic[Batch]):
         if self.recording is not None:
             self.recording.close()
 
-    def _start(self) -> None:
-        if self._bar is not None or self._runtime.world.rank != 0 or not sys.stderr.isatty():
-            return
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
-        self._bar = ProgressBar(*columns, TimeRemainingColumn(), total=self._total, is_transient=False)
-        self._bar.update(0)
-
     def _passed(self, number: int, seconds: float) -> None:
         """Show that one more batch is done."""
-        before = self._step_s
-        self._step_s = seconds if before is None else SMOOTH * before + (1 - SMOOTH) * seconds
-        for name in [name for name, number in self._numbers.items() if number.is_there()]:
-            self._shown[name] = self._numbers.pop(name).get()
+        self._step_s = seconds if self._step_s is None else SMOOTH * self._step_s + (1 - SMOOTH) * seconds
+        for name in [name for name, number in self._numbers.items() if number.has_arrived()]:
+            self._shown[name] = float(self._numbers.pop(name))
         if self._runtime.world.rank != 0:
             return
         if self._bar is not None:
@@ -136,16 +130,15 @@ class Tracker(Generic[Batch]):
         parts = [f"{name} {value:.4g}" for name, value in self._shown.items() if name not in ("samples", "tokens")]
         step_s = self._step_s or 0.0
         parts.append(f"{step_s:.3g} s a step")
-        for name in ("tokens", "samples"):
-            if self._shown.get(name) and step_s:
-                parts.append(f"{self._shown[name] / step_s:.4g} {name}/s")
-                break
-        held: dict[str, int] = {}
+        counted = [name for name in ("tokens", "samples") if self._shown.get(name) and step_s]
+        parts += [f"{self._shown[name] / step_s:.4g} {name}/s" for name in counted[:1]]
+        held = Counter[str]()
         for (tier, _), size in self._runtime.ledger.now.items():
-            held[tier.value] = held.get(tier.value, 0) + size
+            held[tier.value] += size
         parts += [f"{tier} {size_text(size)}" for tier, size in held.items() if size]
-        waited = self.recording.waited if self.recording is not None else None
-        return ", ".join(parts + ([f"waiting {waited:.0%}"] if waited is not None else []))
+        if self.recording is not None and self.recording.waited is not None:
+            parts.append(f"waiting {self.recording.waited:.0%}")
+        return ", ".join(parts)
 
 
 def _sizes(batch: Any) -> tuple[int, int]:
@@ -157,8 +150,4 @@ def _sizes(batch: Any) -> tuple[int, int]:
         is_text = batch.dim() == 2 and not batch.is_floating_point() and batch.dtype != torch.bool
         return batch.shape[0], batch.numel() if is_text else 0
     parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
-    for part in parts:
-        sizes = _sizes(part)
-        if sizes != (0, 0):
-            return sizes
-    return 0, 0
+    return next((sizes for part in parts if (sizes := _sizes(part)) != (0, 0)), (0, 0))
