@@ -12,7 +12,7 @@ from offload.jobs import Drift
 from zerostd import kernels
 from zerostd.errors import MisuseError
 from zerostd.kernels import Adagrad, Adam, Sgd, native
-from zerostd.optimizers.arithmetic import OptimizerClone, clone_optimizer, native_rule, next_scalars, state_names
+from zerostd.optimizers.arithmetic import OptimizerClone, clone_optimizer, native_rule, next_scalars
 from zerostd.optimizers.tasks import StepOptions, snapshot
 
 NUMEL = 100
@@ -65,9 +65,9 @@ def test_native_rule_trains_with_torchs_bits_and_counts_with_it(name):
     for step in range(STEPS):
         rule = native_rule(inner, inner.param_groups[0], scalars, exact_root=False)
         assert rule is not None
-        for state in state_names(rule):
+        for state in rule.state_names:
             long_states.setdefault(state, torch.zeros(NUMEL))
-        tensors = (master, *(long_states[state] for state in state_names(rule)))
+        tensors = (master, *(long_states[state] for state in rule.state_names))
         kernels.update(rule, gradient(step), tensors, None, factor=1.0, weight=None, num_threads=1)
         scalars = next_scalars(rule, scalars)
     assert torch.equal(master, expected)

@@ -74,15 +74,6 @@ def next_scalars(rule: Rule, scalars: ScalarStates | None) -> ScalarStates:
     return {**(scalars or {}), "step": torch.tensor(float(rule.step))}
 
 
-def state_names(rule: Rule) -> tuple[str, ...]:
-    """Return torch's names for a rule's long states, in the order the kernels take them."""
-    if isinstance(rule, Adam):
-        return ("exp_avg", "exp_avg_sq")
-    if isinstance(rule, Adagrad):
-        return ("sum",)
-    return ("momentum_buffer",) if rule.num_states else ()
-
-
 def clone_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the same optimizer as an object of its own, without hooks; param_groups and state are still to be set.
     torch's own copy would leave out the attributes of a subclass."""

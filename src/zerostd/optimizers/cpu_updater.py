@@ -19,7 +19,7 @@ import torch
 from zerostd import kernels
 from zerostd.errors import MisuseError
 from zerostd.kernels import Rule
-from zerostd.optimizers.arithmetic import OptimizerClone, native_rule, next_scalars, state_names
+from zerostd.optimizers.arithmetic import OptimizerClone, native_rule, next_scalars
 from zerostd.optimizers.spans import ScalarStates
 from zerostd.optimizers.tasks import Tensors, UpdateTask
 from zerostd.parameters import Flat
@@ -87,7 +87,7 @@ class CpuUpdater:
         rule = native_rule(self.inner, options, task.span.scalars, exact_root=not is_on_cpu)
         if rule is None:
             return None
-        missing = [name for name in state_names(rule) if name not in task.source]
+        missing = [name for name in rule.state_names if name not in task.source]
         if missing:
             raise MisuseError(
                 f"the optimizer now needs the state {missing[0]!r}, which its options at prepare did not: set them "
@@ -146,7 +146,7 @@ class CpuUpdater:
         """Update one tile by the kernel, or by the clone; the latter returns its scalar states."""
         if task.rule is None:
             return self._update_by_clone(task, tile, source, target, factor)
-        names = (MASTER, *state_names(task.rule))
+        names = (MASTER, *task.rule.state_names)
         kernels.update(
             task.rule,
             task.gradient[tile],
