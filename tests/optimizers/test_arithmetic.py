@@ -12,8 +12,9 @@ from offload.jobs import Drift
 from zerostd import kernels
 from zerostd.errors import MisuseError
 from zerostd.kernels import Adagrad, Adam, Sgd, native
-from zerostd.optimizers.arithmetic import OptimizerClone, clone_optimizer, native_rule, next_scalars
-from zerostd.optimizers.tasks import StepOptions, snapshot
+from zerostd.optimizers.arithmetic import clone_optimizer, native_rule, next_scalars, update_by_clone
+from zerostd.optimizers.spans import StepOptions, UpdateSpan, snapshot
+from zerostd.parameters.state_shard import MASTER
 
 NUMEL = 100
 STEPS = 3
@@ -48,6 +49,10 @@ def by_torch(make: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         parameter.grad = gradient(step)
         optimizer.step()
     return parameter.detach(), optimizer.state[parameter]
+
+
+def span(scalars: dict[str, Any] | None) -> Any:
+    return UpdateSpan((), 0, None, None, scalars)
 
 
 def inner_of(make: Any) -> torch.optim.Optimizer:
@@ -112,7 +117,7 @@ def test_clone_trains_in_tiles_with_the_bits_of_the_users_optimizer(name):
     inner = inner_of(CLONED[name])
     untouched = str(inner.state_dict())
     names = [key for key, value in states.items() if isinstance(value, torch.Tensor) and value.dim()]
-    clone = OptimizerClone(inner)
+    clone = clone_optimizer(inner)
     master = start()
     long_states = {state: torch.full((NUMEL,), torch.nan) for state in names}
     scalars = None
@@ -121,7 +126,8 @@ def test_clone_trains_in_tiles_with_the_bits_of_the_users_optimizer(name):
         after = None
         for tile in (slice(0, 37), slice(37, NUMEL)):  # both count from the same step
             part = {state: tensor[tile] for state, tensor in long_states.items()}
-            after = clone.update(options, 0, master[tile], part, scalars, gradient(step)[tile].clone())
+            part[MASTER] = master[tile]
+            after = update_by_clone(clone, options, span(scalars), part, gradient(step)[tile].clone())
         scalars = after
     assert torch.equal(master, expected)
     assert all(torch.equal(long_states[state], states[state]) for state in names)
@@ -146,13 +152,14 @@ def test_clone_reports_what_it_wrote_into_its_options():
 
     inner = Counting([nn.Parameter(torch.zeros(3))], lr=0.1)
     options = StepOptions(snapshot(inner.param_groups))
-    OptimizerClone(inner).update(options, 0, torch.zeros(3), {}, None, torch.ones(3))
+    update_by_clone(clone_optimizer(inner), options, span(None), {MASTER: torch.zeros(3)}, torch.ones(3))
     assert options.written[0]["count"] == 1
     assert "count" not in inner.param_groups[0] and "count" not in options.param_groups[0]
 
 
 def test_a_state_that_was_not_seen_at_prepare_is_refused():
-    clone = OptimizerClone(inner_of(NATIVE["adamw"]))
-    options = StepOptions(snapshot(clone.optimizer.param_groups))
+    clone = clone_optimizer(inner_of(NATIVE["adamw"]))
+    options = StepOptions(snapshot(clone.param_groups))
+    states = {MASTER: torch.zeros(3), "exp_avg": torch.zeros(3)}
     with pytest.raises(MisuseError, match="'exp_avg_sq' that its trial at prepare did not show"):
-        clone.update(options, 0, torch.zeros(3), {"exp_avg": torch.zeros(3)}, None, torch.ones(3))
+        update_by_clone(clone, options, span(None), states, torch.ones(3))

@@ -15,8 +15,8 @@ import torch
 from zerostd.compat import move_step_hooks
 from zerostd.errors import MisuseError
 from zerostd.kernels import Adagrad, Adam, Rule, Sgd
-from zerostd.optimizers.spans import ScalarStates
-from zerostd.optimizers.tasks import StepOptions, Tensors
+from zerostd.optimizers.spans import ScalarStates, StepOptions, Tensors, UpdateSpan, copy_values
+from zerostd.parameters.state_shard import MASTER
 
 
 def native_rule(
@@ -84,44 +84,30 @@ def clone_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return clone
 
 
-class OptimizerClone:
-    """A clone that updates one tensor per call, with parameters and states only for the length of the call."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.optimizer = clone_optimizer(inner)
-
-    def update(
-        self,
-        options: StepOptions,
-        index: int,
-        master: torch.Tensor,
-        long_states: Tensors,
-        scalars: ScalarStates | None,
-        gradient: torch.Tensor,
-    ) -> ScalarStates:
-        """Update `master` and `long_states` in place with the options of param_group `index`. `scalars` are the scalar
-        states before, which stay as they are; None: there are no states yet. Returns the scalar states after."""
-        parameter = master.detach()
-        parameter.grad = gradient
-        group = {**options.param_groups[index], "params": [parameter]}
-        is_captured = group.get("capturable") and master.device.type == "cpu"
-        if is_captured:
-            group["capturable"] = False  # torch has it for devices only; here it changes nothing
-        self.optimizer.param_groups = [group]
-        self.optimizer.state = defaultdict(dict)
-        if scalars is not None:
-            self.optimizer.state[parameter] = {**_copied(scalars), **long_states}
-        self.optimizer.step()
-        parameter.grad = None
-        options.written[index] = {**group, "capturable": True} if is_captured else group
-        states = self.optimizer.state[parameter]
-        _store_new(states, long_states)
-        return {name: value for name, value in states.items() if name not in long_states}
-
-
-def _copied(scalars: ScalarStates) -> ScalarStates:
-    """Every tile counts from the same step, so the counters given must not move."""
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in scalars.items()}
+def update_by_clone(
+    clone: torch.optim.Optimizer, options: StepOptions, span: UpdateSpan, states: Tensors, gradient: torch.Tensor
+) -> ScalarStates:
+    """Update `states`, the master and the long states of a part of the span, in place. Returns the scalar states after:
+    those of the span stay as they are, since every tile counts from the same step. The clone has parameters and states
+    only for the length of the call."""
+    index = span.param_group
+    long_states = {name: tensor for name, tensor in states.items() if name != MASTER}
+    parameter = states[MASTER].detach()
+    parameter.grad = gradient
+    group = {**options.param_groups[index], "params": [parameter]}
+    is_captured = group.get("capturable") and parameter.device.type == "cpu"
+    if is_captured:
+        group["capturable"] = False  # torch has it for devices only; here it changes nothing
+    clone.param_groups = [group]
+    clone.state = defaultdict(dict)
+    if span.scalars is not None:
+        clone.state[parameter] = {**copy_values(span.scalars), **long_states}
+    clone.step()
+    parameter.grad = None
+    options.written[index] = {**group, "capturable": True} if is_captured else group
+    after = clone.state[parameter]
+    _store_new(after, long_states)
+    return {name: value for name, value in after.items() if name not in long_states}
 
 
 def _store_new(states: dict[str, Any], long_states: Tensors) -> None:

@@ -17,7 +17,7 @@ import torch
 from zerostd.errors import MisuseError
 from zerostd.monitoring.ledger import explain_out_of_memory
 from zerostd.optimizers.gradients import Gradients
-from zerostd.optimizers.tasks import StepOptions, snapshot
+from zerostd.optimizers.spans import StepOptions, snapshot
 from zerostd.optimizers.updater import Scope, Updater
 from zerostd.parameters import Group
 

@@ -15,45 +15,45 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch.optim import Optimizer
 
 from zerostd import kernels
 from zerostd.errors import MisuseError
 from zerostd.kernels import Rule
-from zerostd.optimizers.arithmetic import OptimizerClone, native_rule, next_scalars
-from zerostd.optimizers.spans import ScalarStates
-from zerostd.optimizers.tasks import Tensors, UpdateTask
+from zerostd.optimizers.arithmetic import clone_optimizer, native_rule, next_scalars, update_by_clone
+from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask
+from zerostd.optimizers.streamed_updater import UP
 from zerostd.parameters import Flat
 from zerostd.parameters.state_shard import MASTER, StateShard
 from zerostd.policy import Kind, Route, Tier
 from zerostd.tiers import Streams, TierAllocator, Transfer, Worker
 
-UP = (Tier.HOST.value, Tier.DEVICE.value)
+Placed = Sequence[tuple[Flat, StateShard]]  # shards with their flats
 TILE_NUMEL = 16 << 20  # elements updated before their new parameters start on their way
 
 
 class CpuUpdater:
     """Updates spans in a thread of its own."""
 
+    name = "the update on the CPU"
+
     def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        placed: Sequence[tuple[Flat, StateShard]],
-        allocator: TierAllocator,
-        streams: Streams,
-        *,
-        num_threads: int,
-        name: str = "the update on the CPU",
+        self, inner: Optimizer, placed: Placed, allocator: TierAllocator, streams: Streams, *, num_threads: int
     ) -> None:
-        """`placed` are its shards, with their flats."""
         self.inner = inner
-        self.clone = OptimizerClone(inner)
+        self.clone = clone_optimizer(inner)
         self.allocator = allocator
         self.streams = streams
         self.num_threads = num_threads
-        self.worker = Worker(name, allocator.device)
+        self.worker = Worker(self.name, allocator.device)
         self.busy_s = 0.0  # that the thread has worked, in all
         self._weights: dict[StateShard, torch.Tensor] = {}  # on the host: new parameters on their way
-        self._reserve(placed)
+        if allocator.device.type == "cpu":
+            return
+        for flat, shard in placed:  # host memory where new parameters cannot take the place of the gradient's copy
+            takes_its_place = not shard.spare and _fits_gradient_copy(flat)
+            if shard.route is Route.CPU and flat.rest.tier is not Tier.HOST and not takes_its_place:
+                self._weights_of(flat, shard)
 
     def close(self) -> None:
         """End the thread and give its memory back."""
@@ -71,18 +71,14 @@ class CpuUpdater:
         return self.submit(task)
 
     def submit(self, task: UpdateTask) -> Transfer:
-        """Put a task into the thread tile by tile, so that what is needed sooner can come in between."""
-        numel = task.span.numel
-        length = numel if task.rule is None else TILE_NUMEL
-        tiles = [slice(start, min(numel, start + length)) for start in range(0, numel, length)]
-        return task.submit(self.worker, [partial(self._do, task, tile) for tile in tiles])
+        """Put a task into the thread."""
+        return task.submit(self.worker, self._do, task.span.numel if task.rule is None else TILE_NUMEL)
 
     def _rule(self, task: UpdateTask) -> Rule | None:
         """Return a native rule if the numbers are fp32 and the user has not asked for torch's fused kernel here."""
         options = task.options.param_groups[task.span.param_group]
         is_on_cpu = self.allocator.device.type == "cpu"
-        is_asked_for_fused = bool(options.get("fused")) and is_on_cpu
-        if is_asked_for_fused or task.span.shard.master.dtype != torch.float32:
+        if (options.get("fused") and is_on_cpu) or task.span.shard.master.dtype != torch.float32:
             return None
         rule = native_rule(self.inner, options, task.span.scalars, exact_root=not is_on_cpu)
         if rule is None:
@@ -115,23 +111,13 @@ class CpuUpdater:
             self._weights[shard] = memory.view(dtype)
         return self._weights[shard]
 
-    def _reserve(self, placed: Sequence[tuple[Flat, StateShard]]) -> None:
-        """Take host memory beforehand where new parameters cannot take the place of the gradient's copy."""
-        if self.allocator.device.type == "cpu":
-            return
-        for flat, shard in placed:
-            takes_its_place = not shard.spare and _fits_gradient_copy(flat)
-            if shard.route is Route.CPU and flat.rest.tier is not Tier.HOST and not takes_its_place:
-                self._weights_of(flat, shard)
-
     # In the thread
 
     def _do(self, task: UpdateTask, tile: slice) -> None:
         task.ready.synchronize()
         factor = task.options.read_factor()
         begun = time.perf_counter()
-        source = task.source_tile(tile)
-        target = task.target_tile(tile) if task.is_speculative else source
+        source, target = task.tensors_of(tile)
         num_bytes = sum(tensor.nbytes for tensor in source.values())
         with self.allocator.ledger.events.within("update", "cpu", task.group.name, num_bytes, step=task.step):
             scalars = self.update_tile(task, tile, source, target, factor)
@@ -164,15 +150,12 @@ class CpuUpdater:
         if target is not source:
             for name, tensor in source.items():
                 target[name].copy_(tensor)
-        master = target[MASTER]
-        gradient = task.gradient[tile].to(master.dtype, copy=True)
+        gradient = task.gradient[tile].to(target[MASTER].dtype, copy=True)
         if factor != 1.0:
             gradient.mul_(factor)
-        long_states = {name: tensor for name, tensor in target.items() if name != MASTER}
-        span = task.span
-        scalars = self.clone.update(task.options, span.param_group, master, long_states, span.scalars, gradient)
+        scalars = update_by_clone(self.clone, task.options, task.span, target, gradient)
         if task.host_weights is not None:
-            task.host_weights[tile].copy_(master)
+            task.host_weights[tile].copy_(target[MASTER])
         return scalars
 
     def send_weights(self, task: UpdateTask, tile: slice) -> None:

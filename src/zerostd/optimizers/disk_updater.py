@@ -7,18 +7,12 @@ whole pages, so neighbouring spans may share one: what is on its way out is writ
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
 
-import torch
+from torch.optim import Optimizer
 
-from zerostd.optimizers.cpu_updater import CpuUpdater
-from zerostd.optimizers.spans import ScalarStates, UpdateSpan
-from zerostd.optimizers.staging import NUM_SLOTS, StagingSlot, tile_numel, widest_dtypes
-from zerostd.optimizers.streamed_updater import StreamedUpdater
-from zerostd.optimizers.tasks import Tensors, UpdateTask
-from zerostd.parameters import Flat
-from zerostd.parameters.state_shard import StateShard
+from zerostd.optimizers.cpu_updater import CpuUpdater, Placed
+from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateSpan, UpdateTask
+from zerostd.optimizers.streamed_updater import NUM_SLOTS, StagingSlot, StreamedUpdater, tile_numel, widest_dtypes
 from zerostd.policy import Kind, Route
 from zerostd.sharding.portions import UNIT
 from zerostd.tiers import Done, Streams, TierAllocator, Transfer
@@ -30,33 +24,23 @@ TILE_NUMEL = 4 << 20
 class DiskUpdater(CpuUpdater):
     """Updates spans whose states are on disk, in a thread of its own."""
 
+    name = "the update of states on disk"
+
     def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        placed: Sequence[tuple[Flat, StateShard]],
-        allocator: TierAllocator,
-        streams: Streams,
-        *,
-        num_threads: int,
-        streamed: StreamedUpdater | None,
+        self, inner: Optimizer, placed: Placed, allocator: TierAllocator, streams: Streams, *, num_threads: int
     ) -> None:
-        """`placed` are its shards, with their flats; `streamed` updates those that pass through the device."""
-        super().__init__(
-            inner, placed, allocator, streams, num_threads=num_threads, name="the update of states on disk"
-        )
-        self.streamed = streamed
+        super().__init__(inner, placed, allocator, streams, num_threads=num_threads)
         shards = [shard for _, shard in placed]
-        self._tile_numel = tile_numel(TILE_NUMEL, max(shard.numel for shard in shards))
+        self._tile_numel = tile_numel(TILE_NUMEL, shards)
+        streamed = [shard for shard in shards if shard.route is Route.STREAMED]
+        self.streamed: StreamedUpdater | None = None  # for those that pass through the device
+        if streamed:
+            self.streamed = StreamedUpdater(inner, streamed, self._tile_numel, allocator, streams)
         sizes = {name: self._tile_numel * dtype.itemsize for name, dtype in widest_dtypes(shards).items()}
         self._slots = [
             StagingSlot({name: allocator.host.allocate(size, Kind.BUFFERS) for name, size in sizes.items()})
             for _ in range(NUM_SLOTS)
         ]
-
-    @staticmethod
-    def buffer_bytes(dtypes: Mapping[str, torch.dtype], longest: int) -> int:
-        """Return the bytes that the slots take on the host, if the longest shard has so many elements."""
-        return NUM_SLOTS * tile_numel(TILE_NUMEL, longest) * sum(dtype.itemsize for dtype in dtypes.values())
 
     def close(self) -> None:
         """End the threads and give their memory back."""
@@ -76,16 +60,15 @@ class DiskUpdater(CpuUpdater):
 
     def launch(self, task: UpdateTask) -> Transfer:
         """Start an update; done when the new parameters are where they belong."""
-        is_streamed = task.span.shard.route is Route.STREAMED
-        return self.submit(task) if is_streamed else super().launch(task)
+        return self.submit(task) if task.span.shard.route is Route.STREAMED else super().launch(task)
 
     def submit(self, task: UpdateTask) -> Transfer:
         """Put a task into the thread with all its tiles at once: reading ahead and writing behind overlap inside it."""
-        return task.submit(self.worker, [partial(self._do_all, task)])
+        return task.submit(self.worker, self._do_all, task.span.numel)
 
     # In the thread
 
-    def _do_all(self, task: UpdateTask) -> None:
+    def _do_all(self, task: UpdateTask, _: slice) -> None:
         span = task.span
         is_streamed = span.shard.route is Route.STREAMED
         if not is_streamed:
@@ -131,7 +114,8 @@ class DiskUpdater(CpuUpdater):
         """Start reading a block into a slot, when what overlaps it has been written."""
         _wait_writes(slot)
         for writing in self._slots:
-            if _overlaps(writing, task, block):
+            is_shards = writing.task is not None and writing.task.span.shard is task.span.shard
+            if is_shards and writing.block.start < block.stop and block.start < writing.block.stop:
                 _wait_writes(writing)
         slot.task = task
         slot.block = block
@@ -144,13 +128,6 @@ def _wait_writes(slot: StagingSlot) -> None:
         slot.wait_writes()
         for memory in slot.memory.values():
             DEBUG.poison(memory)
-
-
-def _overlaps(slot: StagingSlot, task: UpdateTask, block: slice) -> bool:
-    """Whether a slot holds elements of this block of the task's shard."""
-    if slot.task is None or slot.block is None or slot.task.span.shard is not task.span.shard:
-        return False
-    return bool(slot.block.start < block.stop and block.start < slot.block.stop)
 
 
 def _inside(span: UpdateSpan, block: slice, staged: Tensors) -> tuple[slice, Tensors]:

@@ -12,11 +12,9 @@ import torch
 from zerostd.optimizers import disk_updater, streamed_updater
 from zerostd.optimizers.cpu_updater import CpuUpdater
 from zerostd.optimizers.disk_updater import DiskUpdater
-from zerostd.optimizers.staging import tile_numel, widest_dtypes
-from zerostd.optimizers.streamed_updater import StreamedUpdater
-from zerostd.optimizers.tasks import UpdateTask
+from zerostd.optimizers.spans import UpdateTask
+from zerostd.optimizers.streamed_updater import NUM_SLOTS, StreamedUpdater, tile_numel
 from zerostd.parameters import Group
-from zerostd.parameters.state_shard import StateShard
 from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding import Portion
 from zerostd.tiers import Streams, TierAllocator, Transfer, record_event
@@ -26,10 +24,6 @@ NUM_FACTORS = 4
 
 class OffloadUpdater:
     """Sends each task to the updater of its shard's route."""
-
-    cpu: CpuUpdater | None
-    streamed: StreamedUpdater | None
-    disk: DiskUpdater | None
 
     def __init__(
         self,
@@ -43,26 +37,19 @@ class OffloadUpdater:
         self.allocator = allocator
         self.device = allocator.device
         flats = [flat for group in groups for flat in group.trainable]
-        placed = [(flat, shard) for flat in flats for shard in flat.state_shards]
-        shards = [shard for _, shard in placed]
-
-        def make_streamed(tier: Tier) -> StreamedUpdater | None:
-            numel = _streamed_tile_numel(shards, tier)
-            if not numel:
-                return None
-            dtypes = widest_dtypes(_on_route(shards, tier, Route.STREAMED))
-            return StreamedUpdater(inner, dtypes, numel, self.device, streams, allocator.ledger)
-
-        self.cpu = None
-        if _on_route(shards, Tier.HOST, Route.CPU):
-            on_host = [(flat, shard) for flat, shard in placed if shard.tier is Tier.HOST]
+        on_host = [(flat, shard) for flat in flats for shard in flat.state_shards if shard.tier is Tier.HOST]
+        on_disk = [(flat, shard) for flat in flats for shard in flat.state_shards if shard.tier is Tier.DISK]
+        streamed = [shard for _, shard in on_host if shard.route is Route.STREAMED]
+        self.cpu: CpuUpdater | None = None
+        self.streamed: StreamedUpdater | None = None
+        self.disk: DiskUpdater | None = None
+        if any(shard.route is Route.CPU for _, shard in on_host):
             self.cpu = CpuUpdater(inner, on_host, allocator, streams, num_threads=num_threads)
-        self.streamed = make_streamed(Tier.HOST)
-        self.disk = None
-        on_disk = [(flat, shard) for flat, shard in placed if shard.tier is Tier.DISK]
+        if streamed:
+            numel = tile_numel(streamed_updater.TILE_NUMEL, streamed)
+            self.streamed = StreamedUpdater(inner, streamed, numel, allocator, streams)
         if on_disk:
-            streamed = make_streamed(Tier.DISK)
-            self.disk = DiskUpdater(inner, on_disk, allocator, streams, num_threads=num_threads, streamed=streamed)
+            self.disk = DiskUpdater(inner, on_disk, allocator, streams, num_threads=num_threads)
         for updater in self._updaters.values():
             allocator.before_close(updater.worker.stop)
         self._factors = allocator.host.allocate(NUM_FACTORS * 4, Kind.BUFFERS).view(torch.float32)
@@ -71,12 +58,15 @@ class OffloadUpdater:
     @staticmethod
     def buffer_bytes(portions: Sequence[Portion], dtypes: Mapping[str, torch.dtype]) -> dict[Tier, int]:
         """Return the bytes of all staging slots by tier; `dtypes` are those of master and states."""
-        on_device = [
-            StreamedUpdater.buffer_bytes(dtypes, _streamed_tile_numel(portions, tier))
-            for tier in (Tier.HOST, Tier.DISK)
-        ]
-        longest = max((portion.numel for portion in portions if portion.tier is Tier.DISK), default=0)
-        return {Tier.DEVICE: sum(on_device), Tier.HOST: DiskUpdater.buffer_bytes(dtypes, longest)}
+        on_disk = [portion for portion in portions if portion.tier is Tier.DISK]
+        disk_tile = tile_numel(disk_updater.TILE_NUMEL, on_disk)
+        streamed = [portion for portion in portions if portion.route is Route.STREAMED]
+        from_host = [portion for portion in streamed if portion.tier is Tier.HOST]
+        on_device = tile_numel(streamed_updater.TILE_NUMEL, from_host)
+        if len(from_host) < len(streamed):
+            on_device += disk_tile
+        on_host = NUM_SLOTS * disk_tile * sum(dtype.itemsize for dtype in dtypes.values())
+        return {Tier.DEVICE: StreamedUpdater.buffer_bytes(dtypes, on_device), Tier.HOST: on_host}
 
     def launch(self, task: UpdateTask) -> Transfer:
         """Start the update of one span."""
@@ -122,18 +112,3 @@ class OffloadUpdater:
         """Raise if a thread has failed."""
         for updater in self._updaters.values():
             updater.worker.check()
-
-
-def _on_route(shards: Sequence[StateShard], tier: Tier, route: Route) -> list[StateShard]:
-    return [shard for shard in shards if shard.tier is tier and shard.route is route]
-
-
-def _streamed_tile_numel(stretches: Sequence[Portion | StateShard], tier: Tier) -> int:
-    """Return the elements of a tile that passes through the device; 0 if no states of the tier do."""
-    in_tier = [stretch for stretch in stretches if stretch.tier is tier]
-    streamed = [stretch.numel for stretch in in_tier if stretch.route is Route.STREAMED]
-    if not streamed:
-        return 0
-    if tier is Tier.HOST:
-        return tile_numel(streamed_updater.TILE_NUMEL, max(streamed))
-    return tile_numel(disk_updater.TILE_NUMEL, max(stretch.numel for stretch in in_tier))  # as the disk cuts them

@@ -1,26 +1,35 @@
-"""Spans: the stretches of a region that are updated together, as few and as long as possible.
+"""Spans, the stretches of a region that are updated together, and what a step asks of them.
 
 Neighbouring parameters with equal options whose states are in one shard form one span, so an optimizer sees long flat
 tensors instead of many small ones. When some parameters of a span get no gradient in a step, the span is cut there, and
 its states with it: untouched parameters stay untouched and keep their own step count.
+
+Updates go on after step() has returned, when a scheduler may have changed the user's options already, and a commit the
+tensors of a shard: a task fixes both when the update is asked for. `Updater` makes one for each span off the device.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerostd.parameters import Flat
+from zerostd.kernels import Rule
+from zerostd.parameters import Flat, Group
 from zerostd.parameters.state_shard import MASTER, StateShard
+from zerostd.policy import Route
 from zerostd.sharding import Piece
+from zerostd.tiers import AllOf, Done, QueuedTransfer, TierTensor, Transfer, Worker, record_event
 
+Options = dict[str, Any]  # of one param_group
 ScalarStates = dict[str, Any]  # states of one value for all elements, such as the count of steps
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -47,7 +56,6 @@ class UpdateSpan:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return sum(piece.numel for piece in self.pieces)
 
     def part_of(self, piece: Piece) -> slice:
@@ -71,8 +79,7 @@ class UpdateSpan:
     def finish_commit(self) -> None:
         """Take the scalar states of a committed speculative update over; it must be done."""
         if self.is_committed:
-            self.scalars = self.speculative_scalars
-            self.speculative_scalars = None
+            self.keep(self.speculative_scalars, is_speculative=False)
             self.is_committed = False
 
 
@@ -162,3 +169,95 @@ def _slice_states(states: dict[str, Any], whole: torch.Tensor, part: slice) -> d
         key: value[part] if isinstance(value, torch.Tensor) and value.shape == whole.shape else copy.deepcopy(value)
         for key, value in states.items()
     }
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Options and factor of one step, shared by its updates."""
+
+    param_groups: list[Options]  # a snapshot, without "params"
+    factor: torch.Tensor | None = None  # on the gradients: one element, fp32, on the device; None: one
+    host_factor: torch.Tensor | None = None  # the same, in host memory
+    arrived: Transfer = field(default_factory=Done)  # when `host_factor` is there
+    written: dict[int, Options] = field(default_factory=dict)  # param_groups as an update has left them, by index
+
+    def read_factor(self) -> float:
+        """Return the factor as a number; holds the calling thread until it has arrived."""
+        if self.host_factor is None:
+            return 1.0
+        self.arrived.synchronize()
+        return self.host_factor.item()
+
+
+def snapshot(param_groups: Sequence[Options]) -> list[Options]:
+    """Return the options as they are now, without parameters; later changes do not reach it."""
+    return [copy_values({key: value for key, value in group.items() if key != "params"}) for group in param_groups]
+
+
+def copy_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values as they are now: tensors are cloned."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateTask:
+    """The update of one span by one step."""
+
+    group: Group
+    flat: Flat
+    span: UpdateSpan
+    options: StepOptions
+    step: int  # that asks for it, as events count
+    source: dict[str, TierTensor]  # those of the moment: a commit may exchange the shard's before it is carried out
+    target: dict[str, TierTensor]  # the source itself, or the spare tensors
+    asked: Transfer  # the device's work so far: parameters are read no more, and the factor is known
+    gradient: torch.Tensor  # of the span; on the host for the CPU
+    ready: Transfer  # when the update can begin
+    weights: torch.Tensor | None  # where new parameters belong; None: on disk, or the master is the parameter
+    host_weights: torch.Tensor | None = None  # CPU only: where it writes them; they go to `weights` from there
+    rule: Rule | None = None  # CPU only; None: a clone of the user's optimizer does the arithmetic
+    transfer: QueuedTransfer = field(default_factory=QueuedTransfer)  # done when new parameters are where they belong
+
+    @classmethod
+    def make(
+        cls, group: Group, flat: Flat, span: UpdateSpan, options: StepOptions, *, step: int, is_speculative: bool
+    ) -> UpdateTask:
+        """Fix the update of a span as of now. It can begin when the gradient is there and the device has come to this
+        point. The gradient may be there long before: begun then, the update would hold up its stream, and everything
+        behind it."""
+        span.finish_commit()
+        shard = span.shard
+        target = shard.spare if is_speculative else shard.tensors
+        asked = record_event(flat.full.device)
+        assert flat.gradient is not None
+        if shard.route is Route.CPU:
+            gradient, arrived = flat.gradient.host_view(span.region)
+        else:
+            gradient = flat.gradient.current[span.region]
+            arrived = flat.gradient.arrived
+        place = None if shard.holds_parameters else flat.parameters_of(shard)
+        weights = None if place is None else place[span.in_shard]
+        ready = AllOf(arrived, asked)
+        return cls(group, flat, span, options, step, shard.tensors, target, asked, gradient, ready, weights)
+
+    @property
+    def is_speculative(self) -> bool:
+        """Whether it is written to the spare tensors, and counts only if it is committed."""
+        return self.target is not self.source
+
+    def submit(self, worker: Worker, update_tile: Callable[[UpdateTask, slice], None], tile_numel: int) -> Transfer:
+        """Let a thread update the span tile by tile, so that what is needed sooner can come in between: groups that
+        forward needs first go first. Tiles are slices that count from the span's start."""
+        numel = self.span.numel
+        tiles = [slice(start, min(numel, start + tile_numel)) for start in range(0, numel, tile_numel)]
+        parts = [partial(update_tile, self, tile) for tile in tiles]
+        self.transfer.work = worker.submit_parts(parts, self.group.place, self.ready)
+        return self.transfer
+
+    def tensors_of(self, tile: slice) -> tuple[Tensors, Tensors]:
+        """Return what a tile reads and what it writes, where they are in memory."""
+        part = self.span.part_in_shard(tile)
+        source = {name: tensor.tensor[part] for name, tensor in self.source.items() if tensor.tensor is not None}
+        if not self.is_speculative:
+            return source, source
+        return source, {name: tensor.tensor[part] for name, tensor in self.target.items() if tensor.tensor is not None}

@@ -1,13 +1,14 @@
-"""Optimizer states to torch's state_dict format and back, parameter by parameter.
+"""Optimizer states to torch's state_dict format and back, parameter by parameter; and what checkpoints store.
 
 Spans are ours; users know parameters. Saving cuts each span's states at parameter boundaries, loading puts them
 together again. 16-bit parameters also have `master`, the fp32 values behind the rounded ones. `take_states` and
-`replace_states` carry the states of one flat over a move to another home.
+`replace_states` carry the states of one flat over a move to another home. Checkpoints store long states and gradients
+as intervals of the tensors they are kept in, and scalar states by name of parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -16,13 +17,15 @@ from torch import nn
 
 from zerostd.communication import World
 from zerostd.errors import MisuseError
-from zerostd.optimizers.scaling import LossScale
+from zerostd.optimizers.gradients import LossScale
 from zerostd.optimizers.spans import UpdateSpan, UpdateSpans
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
+from zerostd.parameters.saved_intervals import SavedInterval, owned_pieces
 from zerostd.parameters.state_shard import MASTER
-from zerostd.policy import Route
+from zerostd.policy import Route, Tier
 from zerostd.sharding import Piece
+from zerostd.tiers import TierTensor
 
 States = dict[str, Any]
 Places = list[tuple[UpdateSpan, Piece]]
@@ -226,3 +229,81 @@ def _put_scalar(updater: Updater, span: UpdateSpan, key: str, value: Any) -> Non
         follows = follows and span.shard.route is Route.STREAMED
         scalar = scalar.to(updater.scratch.device if follows else "cpu")
     span.scalars = {**(span.scalars or {}), key: scalar}
+
+
+# As checkpoints store it: each rank gives what it owns
+
+
+def state_records(updater: Updater, flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
+    """Yield the long states of a trained flat's parameters, as far as this rank owns them."""
+    for span in updater.spans[flat]:
+        states = _long_states(updater, span)
+        for piece, low, high in owned_pieces(flat, rank, span.pieces):
+            interval = flat.layout.intervals[piece.index]
+            start = piece.start + low
+            stop = piece.start + high
+            for name, (tensor, base) in states.items():
+                offset = base + span.part_of(piece).start + low
+                yield SavedInterval("state", interval.name, interval.shape, start, stop, tensor, offset, name, group)
+
+
+def _long_states(updater: Updater, span: UpdateSpan) -> dict[str, tuple[TierTensor, int]]:
+    """Return the long states of a span, and where in them it begins."""
+    span.finish_commit()
+    if span.tensor is None:
+        tensors = span.shard.tensors.items() if span.scalars is not None else ()
+        return {name: (tensor, span.in_shard.start) for name, tensor in tensors if name != MASTER}
+    return {
+        name: (TierTensor(value.numel(), value.dtype, Tier.DEVICE, value), 0)
+        for name, value in updater.inner.state.get(span.tensor, {}).items()
+        if isinstance(value, torch.Tensor) and value.shape == span.tensor.shape
+    }
+
+
+def gradient_records(flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
+    """Yield what the passes of an incomplete step have brought for a flat's parameters, as far as this rank owns it;
+    parameters without elements are rank 0's."""
+    tensor = gradient_tensor(flat)
+    empty = [index for index, interval in enumerate(flat.layout.intervals) if rank == 0 and not interval.numel]
+    places = [(index, 0, 0, 0) for index in empty]
+    for piece, low, high in owned_pieces(flat, rank):
+        places.append((piece.index, piece.start + low, piece.start + high, piece.offset + low))
+    for index, start, stop, offset in places:
+        if flat.parameters[index].grad is not None:
+            interval = flat.layout.intervals[index]
+            yield SavedInterval("gradient", interval.name, interval.shape, start, stop, tensor, offset, group=group)
+
+
+def gradient_tensor(flat: Flat, dtypes: Collection[torch.dtype] = ()) -> TierTensor:
+    """Return the gradient of a flat's region where it is kept, in a form that loses nothing of these dtypes."""
+    gradient = flat.gradient
+    assert gradient is not None
+    if any(torch.promote_types(dtype, gradient.rest_dtype) != gradient.rest_dtype for dtype in dtypes):
+        gradient.use_sum()
+    rest = gradient.wait_landed()
+    return TierTensor(rest.numel(), rest.dtype, Tier.HOST if gradient.is_on_host else Tier.DEVICE, rest)
+
+
+def scalar_states(updater: Updater, rank: int) -> dict[str, dict[str, Any]]:
+    """Return scalar states, such as counts of steps, by name of parameter, as far as this rank owns any of it."""
+    by_name: dict[str, dict[str, Any]] = {}
+    for flat, spans in updater.spans.items():
+        owned = {piece.index for piece, _, _ in owned_pieces(flat, rank)}
+        for span in spans:
+            span.finish_commit()
+            states = updater.inner.state.get(span.tensor, {}) if span.tensor is not None else span.scalars or {}
+            scalars = {
+                key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+                for key, value in states.items()
+                if not (isinstance(value, torch.Tensor) and value.dim() and value.numel() == span.numel)
+            }
+            if scalars:
+                names = [flat.layout.intervals[piece.index].name for piece in span.pieces if piece.index in owned]
+                by_name |= dict.fromkeys(names, scalars)
+    return by_name
+
+
+def updated_intervals(flat: Flat) -> list[tuple[str, int, int]]:
+    """Return the elements of each parameter that this rank updates: name, start, stop."""
+    pieces = flat.layout.pieces(flat.region)
+    return [(flat.layout.intervals[piece.index].name, piece.start, piece.stop) for piece in pieces]

@@ -18,8 +18,7 @@ from torch import nn
 from zerostd.monitoring import Ledger
 from zerostd.optimizers.elementwise import writes_options
 from zerostd.optimizers.offload_updater import OffloadUpdater
-from zerostd.optimizers.spans import UpdateSpan, UpdateSpans
-from zerostd.optimizers.tasks import StepOptions, UpdateTask, snapshot
+from zerostd.optimizers.spans import StepOptions, UpdateSpan, UpdateSpans, UpdateTask, snapshot
 from zerostd.parameters import Flat, Group
 from zerostd.policy import Kind
 

@@ -77,7 +77,7 @@ def cut_by_shares(numel: int, shares: Sequence[tuple[Tier, Route, float]]) -> tu
 
 
 def assign_tiers(sizes: Sequence[int], shares: Mapping[Tier, float]) -> list[Tier]:
-    """Return one tier for each buffer, which cannot be cut: nearest tiers first, each filled to the nearest boundary."""
+    """Return one tier per buffer, which cannot be cut: nearest tiers first, each filled to the nearest boundary."""
     tiers = [tier for tier in Tier if shares.get(tier, 0.0) > 0]
     ends = [end * sum(sizes) for end in accumulate(shares[tier] for tier in tiers)]
     chosen = []
