@@ -103,7 +103,6 @@ class Runtime:
             for flat in group.trainable:
                 for index, (parameter, interval) in enumerate(zip(flat.parameters, flat.layout.intervals, strict=True)):
                     handle = GradientHandle(interval.name, parameter, self.gradients)
-                    self.gradients.add(interval.name, flat, index)
                     trained.append(TrainedParameter(group, flat, index, parameter, handle))
         return trained
 

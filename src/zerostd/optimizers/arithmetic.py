@@ -5,8 +5,6 @@ kernels have none, a clone of the user's optimizer does it: same class and attri
 that the object the user holds is not touched. Trial steps at prepare use a clone too.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 
@@ -106,13 +104,7 @@ def update_by_clone(
     parameter.grad = None
     options.written[index] = {**group, "capturable": True} if is_captured else group
     after = clone.state[parameter]
-    _store_new(after, long_states)
-    return {name: value for name, value in after.items() if name not in long_states}
-
-
-def _store_new(states: dict[str, Any], long_states: Tensors) -> None:
-    """Copy long states that the optimizer has made anew to where they are kept."""
-    for name, value in states.items():
+    for name, value in after.items():
         if not isinstance(value, torch.Tensor) or not value.dim():
             continue
         if name not in long_states:
@@ -121,4 +113,5 @@ def _store_new(states: dict[str, Any], long_states: Tensors) -> None:
                 "for it off the device: use Placement(optimizer_states='device')"
             )
         if value.data_ptr() != long_states[name].data_ptr():
-            long_states[name].copy_(value)
+            long_states[name].copy_(value)  # made anew by the step
+    return {name: value for name, value in after.items() if name not in long_states}

@@ -7,8 +7,6 @@ tensors of the states. If the norm agrees, they are committed; if not, step() up
 Results are the same bits as without.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -27,10 +25,6 @@ NUM_UNCLIPPED = 2  # steps in a row that did not clip before the next one specul
 class BackwardUpdates:
     """Starts updates inside backward for one prepared optimizer."""
 
-    is_speculative: bool  # whether what is updated may have to be done again
-    num_speculated: int  # steps
-    num_committed: int  # of those
-
     def __init__(
         self, updater: Updater, gradients: Gradients, renew: Callable[[Group], None], *, is_speculative: bool
     ) -> None:
@@ -38,9 +32,9 @@ class BackwardUpdates:
         self.updater = updater
         self.gradients = gradients
         self._renew = renew
-        self.is_speculative = is_speculative
-        self.num_speculated = 0
-        self.num_committed = 0
+        self.is_speculative = is_speculative  # what is updated may have to be done again
+        self.num_speculated = 0  # steps
+        self.num_committed = 0  # of those
         self._options: StepOptions | None = None  # of the step that has begun
         self._done: dict[Group, None] = {}
         self._num_unclipped = 0
@@ -56,7 +50,7 @@ class BackwardUpdates:
             if self.is_speculative and not self._is_confident():
                 return
             self._options = self.updater.step_options(None)
-            self.gradients.lock(
+            self.gradients.locked = (
                 "the update has begun inside backward, since prepare was told with accumulate= how many passes make a "
                 "step"
             )
@@ -66,9 +60,9 @@ class BackwardUpdates:
                 "would update it twice: load the last checkpoint into a new model, or leave accumulate out of prepare, "
                 "so that updates wait for optimizer.step()"
             )
-        scope = Scope.SPECULATIVE if self.is_speculative else Scope.ALL
         with explain_out_of_memory(self.updater.ledger):
             self.updater.check_memory()
+            scope: Scope = "speculative" if self.is_speculative else "all"
             self.updater.update(group, self._options, scope, is_complete=True)
         self._done[group] = None
         self._renew(group)
@@ -84,7 +78,7 @@ class BackwardUpdates:
         done = self._done
         self._options = None
         self._done = {}
-        self.gradients.unlock()
+        self.gradients.locked = None
         if not self.is_speculative:
             return set(done)
         self.num_speculated += 1
@@ -95,7 +89,7 @@ class BackwardUpdates:
         for group in order:
             if group in done:
                 self.updater.commit_speculative(group)
-                self.updater.update(group, options, Scope.REST)
+                self.updater.update(group, options, "rest")
                 self._renew(group)
         return set(done)
 

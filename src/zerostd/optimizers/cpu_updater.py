@@ -7,8 +7,6 @@
 Optimizers that the kernels do not have run as a clone of the user's own, on the CPU.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -131,7 +129,16 @@ class CpuUpdater:
     ) -> ScalarStates | None:
         """Update one tile by the kernel, or by the clone; the latter returns its scalar states."""
         if task.rule is None:
-            return self._update_by_clone(task, tile, source, target, factor)
+            if target is not source:
+                for name, tensor in source.items():
+                    target[name].copy_(tensor)
+            gradient = task.gradient[tile].to(target[MASTER].dtype, copy=True)
+            if factor != 1.0:
+                gradient.mul_(factor)
+            scalars = update_by_clone(self.clone, task.options, task.span, target, gradient)
+            if task.host_weights is not None:
+                task.host_weights[tile].copy_(target[MASTER])
+            return scalars
         names = (MASTER, *task.rule.state_names)
         kernels.update(
             task.rule,
@@ -143,20 +150,6 @@ class CpuUpdater:
             num_threads=self.num_threads,
         )
         return None
-
-    def _update_by_clone(
-        self, task: UpdateTask, tile: slice, source: Tensors, target: Tensors, factor: float
-    ) -> ScalarStates:
-        if target is not source:
-            for name, tensor in source.items():
-                target[name].copy_(tensor)
-        gradient = task.gradient[tile].to(target[MASTER].dtype, copy=True)
-        if factor != 1.0:
-            gradient.mul_(factor)
-        scalars = update_by_clone(self.clone, task.options, task.span, target, gradient)
-        if task.host_weights is not None:
-            task.host_weights[tile].copy_(target[MASTER])
-        return scalars
 
     def send_weights(self, task: UpdateTask, tile: slice) -> None:
         """Start new parameters of a tile on their way to the device."""

@@ -4,8 +4,6 @@ The CPU updates them in place, or they pass through the device as on the streame
 whole pages, so neighbouring spans may share one: what is on its way out is written before it is read again.
 """
 
-from __future__ import annotations
-
 import time
 
 from torch.optim import Optimizer

@@ -5,8 +5,6 @@ by name with the reason. Any other class, the user's own included, is tried on a
 the same tensor updated in two pieces must come out equal.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from typing import Any
@@ -57,9 +55,8 @@ def writes_options(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step changes the optimizer's own param_groups, as those do that count steps there."""
     for index, group in enumerate(optimizer.param_groups):
         if group["params"]:
-            before = {key: value for key, value in group.items() if key != "params"}
             _, _, after = _trial(optimizer, index, pieces=False)
-            if any(str(before.get(key)) != str(value) for key, value in after.items() if key != "params"):
+            if any(str(group.get(key)) != str(value) for key, value in after.items() if key != "params"):
                 return True
     return False
 

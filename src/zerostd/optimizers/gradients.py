@@ -8,8 +8,6 @@ backward, so the user's loop stays as it is, and the update takes it out again. 
 rank is skipped on all, and the scale halved.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,42 +58,29 @@ def scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 class Gradients(StepObserver):
     """All gradients of one prepared model; also what the handles in `p.grad` pass their calls to."""
 
-    groups: tuple[Group, ...]
-    factor: torch.Tensor | float  # still to be multiplied in: clipping, unscaling
-
     def __init__(
         self, groups: tuple[Group, ...], wires: Wires, loss_scale: LossScale | None, wait: Callable[[], None]
     ) -> None:
         self.groups = groups
         self.wires = wires
         self.loss_scale = loss_scale
-        self.factor = 1.0
+        self.factor: torch.Tensor | float = 1.0  # still to be multiplied in: clipping, unscaling
+        self.locked: str | None = None  # why gradients cannot be changed any more: an update is using them
         self._wait = wait  # until all gradients have landed, before they are read
-        self._locked: str | None = None  # why gradients cannot be changed any more
-        self._places: dict[str, tuple[Flat, int]] = {}
+        self._places = {
+            interval.name: (flat, index) for flat in self._flats for index, interval in enumerate(flat.layout.intervals)
+        }
         self._norms: dict[tuple[float, str], torch.Tensor] = {}  # by order and parameter, of the gradients as they are
 
     def before_backward(self) -> None:
         """Gradients have changed."""
         self._norms.clear()
 
-    def add(self, name: str, flat: Flat, index: int) -> None:
-        """Note where a parameter's gradient is kept."""
-        self._places[name] = (flat, index)
-
-    def lock(self, reason: str) -> None:
-        """Refuse changes from now on: an update is using the gradients."""
-        self._locked = reason
-
-    def unlock(self) -> None:
-        """Allow changes again."""
-        self._locked = None
-
     def check_unlocked(self, call: str) -> None:
         """Raise if `call` would change gradients that an update is using already."""
-        if self._locked is not None:
+        if self.locked is not None:
             raise MisuseError(
-                f"{call} between backward and optimizer.step(), but {self._locked}: call step() first, pass "
+                f"{call} between backward and optimizer.step(), but {self.locked}: call step() first, pass "
                 "max_grad_norm= to prepare to clip, or leave accumulate= out to keep gradients until step()"
             )
 

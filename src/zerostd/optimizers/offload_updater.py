@@ -3,11 +3,10 @@
 `Updater` hands every task for such states to `launch`; the updaters carry tasks out in threads of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.optim import Optimizer
 
 from zerostd.optimizers import disk_updater, streamed_updater
 from zerostd.optimizers.cpu_updater import CpuUpdater
@@ -26,13 +25,7 @@ class OffloadUpdater:
     """Sends each task to the updater of its shard's route."""
 
     def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        groups: tuple[Group, ...],
-        allocator: TierAllocator,
-        streams: Streams,
-        *,
-        num_threads: int,
+        self, inner: Optimizer, groups: Sequence[Group], allocator: TierAllocator, streams: Streams, *, num_threads: int
     ) -> None:
         self.allocator = allocator
         self.device = allocator.device

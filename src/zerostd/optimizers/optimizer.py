@@ -10,8 +10,6 @@ the last backward pass (backward_updates.py).
 `param_groups` are the user's own dicts with the user's own parameters, so schedulers and edits work as ever.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -19,14 +17,13 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zerostd.communication import World
 from zerostd.communication.world import thread_budget
 from zerostd.compat import move_step_hooks, note_step
 from zerostd.errors import MisuseError
 from zerostd.monitoring.ledger import explain_out_of_memory
 from zerostd.optimizers.backward_updates import BackwardUpdates
 from zerostd.optimizers.elementwise import check_elementwise
-from zerostd.optimizers.gradients import Gradients, LossScale
+from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.spans import StepOptions
 from zerostd.optimizers.states import load_states, save_states
 from zerostd.optimizers.updater import Updater
@@ -37,61 +34,42 @@ THREADED_FROM = 1_000_000  # elements: below, waking threads costs more than the
 
 
 class Schedule(Protocol):
-    """What the optimizer asks of the schedule; it never learns how groups move.
+    """What a step asks of the schedule, in this order; the optimizer never learns how groups move.
 
-    A step calls check_step, settle, then update_order, renew for each group it updates, and stepped at its end.
+    1. check_step raises if a step now would lose gradients.
+    2. settle returns when all gradients have landed.
+    3. update_order returns the groups, those the next forward needs first in front.
+    4. renew notes that a group's masters have changed; once for each group that is updated.
+    5. stepped notes that the step was taken, or skipped.
     """
 
-    def check_step(self) -> None:
-        """Raise if a step now would lose gradients."""
-
-    def settle(self) -> None:
-        """Return when all gradients have landed."""
-
-    def update_order(self) -> list[Group]:
-        """Return the groups, those the next forward needs first in front."""
-
-    def renew(self, group: Group) -> None:
-        """Note that the group's masters have changed."""
-
-    def stepped(self) -> None:
-        """Note that a step was taken, or skipped."""
+    def check_step(self) -> None: ...
+    def settle(self) -> None: ...
+    def update_order(self) -> list[Group]: ...
+    def renew(self, group: Group) -> None: ...
+    def stepped(self) -> None: ...
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
     """Wraps the user's optimizer; see the module's docstring."""
 
-    inner: torch.optim.Optimizer
-    max_grad_norm: float | None
-    loss_scale: LossScale | None
-    updater: Updater
-    backward_updates: BackwardUpdates | None  # None: updates wait for step()
-    grad_norm: torch.Tensor | None  # of the last step that clipped or scaled, before clipping
-
     def __init__(
-        self,
-        updater: Updater,
-        gradients: Gradients,
-        schedule: Schedule,
-        world: World,
-        *,
-        max_grad_norm: float | None,
-        loss_scale: LossScale | None,
+        self, updater: Updater, gradients: Gradients, schedule: Schedule, *, max_grad_norm: float | None
     ) -> None:
         self._is_built = False
         self._is_retired = False
         self.inner = updater.inner
         self.updater = updater
-        self.backward_updates = None
+        self.backward_updates: BackwardUpdates | None = None  # None: updates wait for step()
         self._gradients = gradients
         self._schedule = schedule
-        self._world = world
         self.max_grad_norm = max_grad_norm
-        self.loss_scale = loss_scale
-        self.grad_norm = None
+        self.loss_scale = gradients.loss_scale
+        self.grad_norm: torch.Tensor | None = None  # of the last step that clipped or scaled, before clipping
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
+        world = gradients.wires.world
         self._num_threads = thread_budget(world.local_size) if world.device.type == "cpu" else 1
         move_step_hooks(self.inner, self)  # once a step, not once a group
         self._is_built = True
@@ -136,8 +114,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def begin_backward_updates(self, *, knows_last_pass: bool, may_speculate: bool) -> BackwardUpdates | None:
         """Let updates begin inside backward from now on, if it is known which is the last pass of a step and nothing
-        has to wait for step(). With clipping they are speculative. Returns what backward reports groups to; None if
-        all updates wait for step()."""
+        has to wait for step(). Returns what backward reports groups to; None if all updates wait for step()."""
         is_speculative = self.max_grad_norm is not None
         waits_for_step = (
             self.updater.offload is None
@@ -242,13 +219,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         state holds this rank's interval of it, and loads on the same rank of as many ranks."""
         self.check_consistent("state_dict()")
         self.synchronize()
-        return save_states(self.updater, self._world, self.loss_scale)
+        return save_states(self.updater, self._gradients)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict returned; everything is checked before anything changes."""
         self.check_consistent("load_state_dict()")
         self.synchronize()
-        load_states(self.updater, self._world, self.loss_scale, state_dict)
+        load_states(self.updater, self._gradients, state_dict)
         for group in self._schedule.update_order():
             self._schedule.renew(group)
 
@@ -295,7 +272,13 @@ class LateOptimizer:
         if not any(p in self._ours for group in optimizer.param_groups for p in group["params"]):
             return None
         if self._prepared is None:
-            self._check(optimizer)
+            foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in self._ours]
+            if foreign:
+                raise MisuseError(
+                    f"an optimizer mixes parameters of a prepared model with {len(foreign)} others, the first of shape "
+                    f"{tuple(foreign[0].shape)}: give them an optimizer of their own"
+                )
+            check_elementwise(optimizer)
             self._prepared = self._make(optimizer)
             optimizer.state_dict = self._prepared.state_dict  # type: ignore[method-assign]
             optimizer.load_state_dict = self._prepared.load_state_dict  # type: ignore[method-assign]
@@ -318,12 +301,3 @@ class LateOptimizer:
         if is_ours and self._hidden is not None and not self._is_stepping:
             optimizer.param_groups = self._hidden
             self._hidden = None
-
-    def _check(self, optimizer: torch.optim.Optimizer) -> None:
-        foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in self._ours]
-        if foreign:
-            raise MisuseError(
-                f"an optimizer mixes parameters of a prepared model with {len(foreign)} others, the first of shape "
-                f"{tuple(foreign[0].shape)}: give them an optimizer of their own"
-            )
-        check_elementwise(optimizer)

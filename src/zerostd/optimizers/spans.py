@@ -23,7 +23,7 @@ from torch import nn
 from zerostd.kernels import Rule
 from zerostd.parameters import Flat, Group
 from zerostd.parameters.state_shard import MASTER, StateShard
-from zerostd.policy import Route
+from zerostd.policy import Route, Tier
 from zerostd.sharding import Piece
 from zerostd.tiers import AllOf, Done, QueuedTransfer, TierTensor, Transfer, Worker, record_event
 
@@ -84,10 +84,10 @@ class UpdateSpan:
 
 
 class UpdateSpans:
-    """The spans of one flat. `state` is the inner optimizer's, keyed by the tensors of resident spans."""
+    """The spans of one flat. `param_groups` has an index for each parameter; None: the user's optimizer does not have
+    it. `state` is the inner optimizer's, keyed by the tensors of resident spans."""
 
     def __init__(self, flat: Flat, param_groups: Sequence[int | None], state: MutableMapping[Any, Any]) -> None:
-        """`param_groups` has an index for each parameter; None: the user's optimizer does not have it."""
         self.flat = flat
         self.state = state
         self._spans: list[UpdateSpan] = []
@@ -121,7 +121,10 @@ class UpdateSpans:
             part.scalars = copy.deepcopy(span.scalars)
             if states and span.tensor is not None:
                 start = part.region.start - span.region.start
-                self.state[part.tensor] = _slice_states(states, span.tensor, slice(start, start + part.numel))
+                self.state[part.tensor] = {
+                    key: value[start : start + part.numel] if _is_as_long(value, span.tensor) else copy.deepcopy(value)
+                    for key, value in states.items()
+                }
         return parts
 
     def by_parameter(self) -> dict[nn.Parameter, list[tuple[UpdateSpan, Piece]]]:
@@ -132,17 +135,33 @@ class UpdateSpans:
                 places.setdefault(self.flat.parameters[piece.index], []).append((span, piece))
         return places
 
+    def long_states(self, span: UpdateSpan) -> dict[str, tuple[TierTensor, int]]:
+        """Return the states of a span that have a value for each element, and where in them it begins."""
+        span.finish_commit()
+        if span.tensor is None:
+            tensors = span.shard.tensors.items() if span.scalars is not None else ()
+            return {name: (tensor, span.in_shard.start) for name, tensor in tensors if name != MASTER}
+        return {
+            name: (TierTensor(value.numel(), value.dtype, Tier.DEVICE, value), 0)
+            for name, value in self.state.get(span.tensor, {}).items()
+            if _is_as_long(value, span.tensor)
+        }
+
+    def scalar_states(self, span: UpdateSpan) -> ScalarStates:
+        """Return copies of the other states of a span."""
+        span.finish_commit()
+        if span.tensor is None:
+            return copy.deepcopy(span.scalars or {})
+        states = self.state.get(span.tensor, {})
+        return {name: copy.deepcopy(value) for name, value in states.items() if not _is_as_long(value, span.tensor)}
+
     def read(self, span: UpdateSpan, piece: Piece) -> dict[str, Any]:
         """Return the states of one piece of a span, in memory."""
-        part = span.part_of(piece)
-        if span.tensor is not None:
-            return _slice_states(self.state.get(span.tensor, {}), span.tensor, part)
-        span.finish_commit()
-        if span.scalars is None:
-            return {}
-        place = span.part_in_shard(part)
-        tensors = {name: tensor.read(place) for name, tensor in span.shard.tensors.items() if name != MASTER}
-        return {**copy.deepcopy(span.scalars), **tensors}
+        states = self.scalar_states(span)
+        for name, (tensor, base) in self.long_states(span).items():
+            start = base + span.part_of(piece).start
+            states[name] = tensor.read(slice(start, start + piece.numel))
+        return states
 
 
 def _make_span(pieces: tuple[Piece, ...], param_group: int, shard: StateShard) -> UpdateSpan:
@@ -163,12 +182,8 @@ def _pieces_in(shard: StateShard, pieces: Sequence[Piece]) -> Iterator[Piece]:
             yield replace(piece, start=start, stop=start + high - low, offset=low)
 
 
-def _slice_states(states: dict[str, Any], whole: torch.Tensor, part: slice) -> dict[str, Any]:
-    """Return the states of a part: tensors as long as the whole are sliced, anything else is copied."""
-    return {
-        key: value[part] if isinstance(value, torch.Tensor) and value.shape == whole.shape else copy.deepcopy(value)
-        for key, value in states.items()
-    }
+def _is_as_long(value: Any, tensor: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == tensor.shape
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,15 @@ together again. 16-bit parameters also have `master`, the fp32 values behind the
 as intervals of the tensors they are kept in, and scalar states by name of parameter.
 """
 
-from __future__ import annotations
-
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerostd.communication import World
 from zerostd.errors import MisuseError
-from zerostd.optimizers.gradients import LossScale
+from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.spans import UpdateSpan, UpdateSpans
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
@@ -31,7 +28,7 @@ States = dict[str, Any]
 Places = list[tuple[UpdateSpan, Piece]]
 
 
-def save_states(updater: Updater, world: World, loss_scale: LossScale | None) -> dict[str, Any]:
+def save_states(updater: Updater, gradients: Gradients) -> dict[str, Any]:
     """Return the inner optimizer's state_dict as if it had been built on the user's parameters."""
     numbers = {parameter: number for number, parameter in enumerate(updater.parameters())}
     saved: dict[int, States] = {}
@@ -49,9 +46,10 @@ def save_states(updater: Updater, world: World, loss_scale: LossScale | None) ->
         options = {key: value for key, value in group.items() if key != "params"}
         groups.append({**options, "params": list(range(count, count + len(group["params"])))})
         count += len(group["params"])
+    world = gradients.wires.world
     ours = {"rank": world.rank, "size": world.size, "intervals": intervals}
-    if loss_scale is not None:
-        ours["loss_scale"] = asdict(loss_scale)
+    if gradients.loss_scale is not None:
+        ours["loss_scale"] = asdict(gradients.loss_scale)
     return {"state": dict(sorted(saved.items())), "param_groups": groups, "zerostd": ours}
 
 
@@ -86,8 +84,9 @@ def _shaped(value: Any, parameter: nn.Parameter) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def load_states(updater: Updater, world: World, loss_scale: LossScale | None, state_dict: dict[str, Any]) -> None:
+def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, Any]) -> None:
     """Take over what `save_states` gave on the same rank, or a plain torch state_dict in a world of one."""
+    world = gradients.wires.world
     ours = state_dict.get("zerostd", {"rank": 0, "size": 1})
     groups = state_dict["param_groups"]
     if (ours["rank"], ours["size"]) != (world.rank, world.size):
@@ -102,23 +101,19 @@ def load_states(updater: Updater, world: World, loss_scale: LossScale | None, st
     saved = {p: state_dict["state"].get(number, {}) for number, p in enumerate(updater.parameters())}
     for spans in updater.spans.values():
         for parameter, places in spans.by_parameter().items():
-            _check_lengths(parameter, places, saved[parameter])
+            start, stop = _interval(places)
+            for key, value in saved[parameter].items():
+                if _is_long(value) and value.numel() != stop - start:
+                    raise MisuseError(
+                        f"state {key!r} of a parameter of shape {tuple(parameter.shape)} has {value.numel()} elements, "
+                        f"this rank's interval has {stop - start}: it was saved from another model, stage or world size"
+                    )
     for user, group in zip(updater.user_groups, groups, strict=True):
         user.update({key: value for key, value in group.items() if key != "params"})
-    if loss_scale is not None:
+    if gradients.loss_scale is not None:
         for key, value in ours.get("loss_scale", {}).items():
-            setattr(loss_scale, key, value)
+            setattr(gradients.loss_scale, key, value)
     put_states(updater, saved)
-
-
-def _check_lengths(parameter: nn.Parameter, places: Places, states: States) -> None:
-    start, stop = _interval(places)
-    for key, value in states.items():
-        if _is_long(value) and value.numel() != stop - start:
-            raise MisuseError(
-                f"state {key!r} of a parameter of shape {tuple(parameter.shape)} has {value.numel()} elements, "
-                f"this rank's interval has {stop - start}: it was saved from another model, stage or world size"
-            )
 
 
 @torch.no_grad()
@@ -174,8 +169,9 @@ def _copied(value: Any) -> Any:
 
 
 def _fill(updater: Updater, spans: UpdateSpans, saved: Mapping[nn.Parameter, States]) -> None:
-    """Fill the spans of one flat, which have no states yet."""
-    spans.cut([_label(saved.get(parameter, {})) for parameter in spans.flat.parameters])
+    """Fill the spans of one flat, which have no states yet. Parameters with equal scalar states share a span."""
+    states = [saved.get(parameter, {}) for parameter in spans.flat.parameters]
+    spans.cut([tuple((key, str(value)) for key, value in of.items() if not _is_long(value)) for of in states])
     for span in spans:
         span.scalars = None
     for parameter, places in spans.by_parameter().items():
@@ -188,11 +184,6 @@ def _fill(updater: Updater, spans: UpdateSpans, saved: Mapping[nn.Parameter, Sta
                     _put_long(updater, span, piece, key, part)
                 else:
                     _put_scalar(updater, span, key, value)
-
-
-def _label(states: States) -> Hashable:
-    """Return what must be equal for parameters to share a span: their scalar states."""
-    return tuple((key, str(value)) for key, value in states.items() if not _is_long(value))
 
 
 def _put_long(updater: Updater, span: UpdateSpan, piece: Piece, key: str, values: torch.Tensor) -> None:
@@ -236,8 +227,9 @@ def _put_scalar(updater: Updater, span: UpdateSpan, key: str, value: Any) -> Non
 
 def state_records(updater: Updater, flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
     """Yield the long states of a trained flat's parameters, as far as this rank owns them."""
-    for span in updater.spans[flat]:
-        states = _long_states(updater, span)
+    spans = updater.spans[flat]
+    for span in spans:
+        states = spans.long_states(span)
         for piece, low, high in owned_pieces(flat, rank, span.pieces):
             interval = flat.layout.intervals[piece.index]
             start = piece.start + low
@@ -245,19 +237,6 @@ def state_records(updater: Updater, flat: Flat, rank: int, group: str) -> Iterat
             for name, (tensor, base) in states.items():
                 offset = base + span.part_of(piece).start + low
                 yield SavedInterval("state", interval.name, interval.shape, start, stop, tensor, offset, name, group)
-
-
-def _long_states(updater: Updater, span: UpdateSpan) -> dict[str, tuple[TierTensor, int]]:
-    """Return the long states of a span, and where in them it begins."""
-    span.finish_commit()
-    if span.tensor is None:
-        tensors = span.shard.tensors.items() if span.scalars is not None else ()
-        return {name: (tensor, span.in_shard.start) for name, tensor in tensors if name != MASTER}
-    return {
-        name: (TierTensor(value.numel(), value.dtype, Tier.DEVICE, value), 0)
-        for name, value in updater.inner.state.get(span.tensor, {}).items()
-        if isinstance(value, torch.Tensor) and value.shape == span.tensor.shape
-    }
 
 
 def gradient_records(flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
@@ -290,12 +269,9 @@ def scalar_states(updater: Updater, rank: int) -> dict[str, dict[str, Any]]:
     for flat, spans in updater.spans.items():
         owned = {piece.index for piece, _, _ in owned_pieces(flat, rank)}
         for span in spans:
-            span.finish_commit()
-            states = updater.inner.state.get(span.tensor, {}) if span.tensor is not None else span.scalars or {}
             scalars = {
-                key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-                for key, value in states.items()
-                if not (isinstance(value, torch.Tensor) and value.dim() and value.numel() == span.numel)
+                key: value.detach().cpu() if isinstance(value, torch.Tensor) else value
+                for key, value in spans.scalar_states(span).items()
             }
             if scalars:
                 names = [flat.layout.intervals[piece.index].name for piece in span.pieces if piece.index in owned]

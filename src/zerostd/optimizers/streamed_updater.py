@@ -8,14 +8,13 @@ tiles into the streams as slots become free, and not before: until then, what fo
 The arithmetic is the user's optimizer on the device, as for resident states: the same bits.
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch.optim import Optimizer
 
 from zerostd.optimizers.arithmetic import clone_optimizer, update_by_clone
 from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask
@@ -44,9 +43,7 @@ class StagingSlot:
     reads: list[Transfer] = field(default_factory=list)
     writes: list[Transfer] = field(default_factory=list)
     task: UpdateTask | None = None  # whose tile is in it: what it reads and writes must stay as long
-    block: slice = field(
-        default_factory=lambda: slice(0, 0)
-    )  # from disk: what it holds of the task's shard
+    block: slice = field(default_factory=lambda: slice(0, 0))  # from disk: what it holds of the task's shard
 
     def wait_writes(self) -> None:
         """Return when nothing is on its way out."""
@@ -85,12 +82,7 @@ class StreamedUpdater:
     """Updates tiles of `shards` on the device, in a thread of its own."""
 
     def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        shards: Sequence[StateShard],
-        tile_numel: int,
-        allocator: TierAllocator,
-        streams: Streams,
+        self, inner: Optimizer, shards: list[StateShard], tile_numel: int, allocator: TierAllocator, streams: Streams
     ) -> None:
         self.device = allocator.device
         self.worker = Worker("the update on the device of states in host memory", self.device)

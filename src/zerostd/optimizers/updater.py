@@ -6,11 +6,8 @@ updated by `OffloadUpdater`, beside it and beyond it: what is not done yet is le
 optimizer it is one step all the same: options are those the user set, and counters in its param_groups move once.
 """
 
-from __future__ import annotations
-
-import enum
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,26 +19,11 @@ from zerostd.optimizers.spans import StepOptions, UpdateSpan, UpdateSpans, Updat
 from zerostd.parameters import Flat, Group
 from zerostd.policy import Kind
 
-
-class Scope(enum.Enum):
-    """Which spans of a group are updated."""
-
-    ALL = "all of them"
-    SPECULATIVE = "those with spare tensors: into these, for `commit_speculative` to make them count"
-    REST = "those without"
+Scope = Literal["all", "speculative", "rest"]
 
 
 class Updater:
     """Updates groups."""
-
-    inner: torch.optim.Optimizer
-    user_groups: list[dict[str, Any]]  # the user's param_groups
-    spans: dict[Flat, UpdateSpans]
-    offload: OffloadUpdater | None  # for states off the device; None if there are none
-    counts_in_groups: bool  # a step changes param_groups, so it must be complete before they are read again
-    states: dict[str, torch.dtype]  # long states the optimizer will make, as far as known
-    scratch: torch.Tensor  # fp32, as long as the largest group's resident part: gradients as the update reads them
-    num_elements: int  # updated by this rank
 
     def __init__(
         self,
@@ -55,11 +37,12 @@ class Updater:
         self.inner = inner
         self.ledger = ledger
         self.user_groups = inner.param_groups
-        self.states = dict(states)
+        self.states = dict(states)  # long ones that the optimizer will make, as far as known
         self._param_group_of = {p: index for index, group in enumerate(self.user_groups) for p in group["params"]}
         flats = [flat for group in groups for flat in group.trainable]
         self.spans = {flat: self.make_spans(flat) for flat in flats}
-        self.num_elements = sum(flat.region.stop - flat.region.start for flat in flats)
+        self.num_elements = sum(flat.region.stop - flat.region.start for flat in flats)  # updated by this rank
+        # As long as the largest group's resident part: gradients as the update reads them
         self.scratch = torch.empty(0, dtype=torch.float32, device=device)
         self._num_counted = 0  # tensors with states that the ledger knows
         self._num_booked = 0  # bytes of states that the ledger knows
@@ -76,10 +59,14 @@ class Updater:
         self._count()
 
     def _set_offload(self, groups: tuple[Group, ...], offload: OffloadUpdater | None) -> None:
-        self.offload = offload
+        self.offload = offload  # None: all states are on the device
+        # A step changes param_groups, so it must be complete before they are read again
         self.counts_in_groups = offload is not None and writes_options(self.inner)
         self._has_memory = False
-        resident = [sum(_resident_numel(flat) for flat in group.trainable) for group in groups]
+        resident = [
+            sum(shard.numel for flat in group.trainable for shard in flat.state_shards if shard.is_resident)
+            for group in groups
+        ]
         gradients = [flat.gradient for group in groups for flat in group.trainable if flat.gradient is not None]
         num_bytes = self.buffer_bytes(resident, [(gradient.dtype, gradient.comes_up) for gradient in gradients])
         self.ledger.leave(Kind.BUFFERS, self.scratch.nbytes)
@@ -98,23 +85,21 @@ class Updater:
         param_groups = snapshot(self.user_groups)
         if factor is None or self.offload is None:
             return StepOptions(param_groups, factor)
-        host_factor, arrived = self.offload.copy_to_host(factor)
-        return StepOptions(param_groups, factor, host_factor, arrived)
+        return StepOptions(param_groups, factor, *self.offload.copy_to_host(factor))
 
-    def update(
-        self, group: Group, options: StepOptions, scope: Scope = Scope.ALL, *, is_complete: bool = False
-    ) -> None:
-        """Start the update of the spans of `group` that have gradients; `is_complete` says that all have."""
+    def update(self, group: Group, options: StepOptions, scope: Scope = "all", *, is_complete: bool = False) -> None:
+        """Start the update of the spans of `group` that have gradients; `is_complete` says that all have. The scope
+        "speculative" are those with spare tensors, which are updated into these; "rest" are those without."""
         group.wait_save()
         resident: list[UpdateSpan] = []
         used = 0
-        is_speculative = scope is Scope.SPECULATIVE
+        is_speculative = scope == "speculative"
         for flat in group.trainable:
             has_gradient = [is_complete or parameter.grad is not None for parameter in flat.parameters]
             if not any(has_gradient):
                 continue
             for span in self.spans[flat].active(has_gradient):
-                if scope is not Scope.ALL and bool(span.shard.spare) != is_speculative:
+                if scope != "all" and bool(span.shard.spare) != is_speculative:
                     continue
                 if span.tensor is not None:
                     used = self._give_gradient(flat, span, options.factor, used)
@@ -213,7 +198,3 @@ class Updater:
     def parameters(self) -> list[nn.Parameter]:
         """Return the user's parameters, group by group."""
         return [parameter for group in self.user_groups for parameter in group["params"]]
-
-
-def _resident_numel(flat: Flat) -> int:
-    return sum(shard.numel for shard in flat.state_shards if shard.is_resident)

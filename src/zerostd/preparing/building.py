@@ -205,14 +205,7 @@ def attach_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOpti
     updater = Updater(inner, runtime.groups, runtime.world.device, runtime.ledger, offload, settings.states)
     if earlier:
         put_states(updater, earlier)
-    optimizer = ZeroOptimizer(
-        updater,
-        runtime.gradients,
-        runtime,
-        runtime.world,
-        max_grad_norm=settings.max_grad_norm,
-        loss_scale=runtime.loss_scale,
-    )
+    optimizer = ZeroOptimizer(updater, runtime.gradients, runtime, max_grad_norm=settings.max_grad_norm)
     runtime.optimizer = optimizer
     begin_backward_updates(runtime, optimizer)
     return optimizer
