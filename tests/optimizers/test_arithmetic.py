@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from offload.jobs import Drift
 from zerostd import kernels
 from zerostd.errors import MisuseError
 from zerostd.kernels import Adagrad, Adam, Sgd, native
-from zerostd.optimizers.arithmetic import clone_optimizer, native_rule, next_scalars, update_by_clone
-from zerostd.optimizers.spans import StepOptions, UpdateSpan, snapshot
+from zerostd.optimizers.elementwise import clone_optimizer, native_rule, next_scalars, update_by_clone
+from zerostd.optimizers.spans import StepOptions, snapshot
 from zerostd.parameters.state_shard import MASTER
 
 NUMEL = 100
@@ -52,7 +53,7 @@ def by_torch(make: Any) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def span(scalars: dict[str, Any] | None) -> Any:
-    return UpdateSpan((), 0, None, None, scalars)
+    return SimpleNamespace(param_group=0, scalars=scalars)
 
 
 def inner_of(make: Any) -> torch.optim.Optimizer:

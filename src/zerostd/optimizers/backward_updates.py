@@ -73,8 +73,7 @@ class BackwardUpdates:
         options = self._options
         if options is None:
             return set()
-        self._check_options(options)
-        self._check_gradients()
+        self._check(options)
         done = self._done
         self._options = None
         self._done = {}
@@ -106,7 +105,8 @@ class BackwardUpdates:
     def _learn(self, factor: float) -> None:
         self._num_unclipped = self._num_unclipped + 1 if factor == 1.0 else 0
 
-    def _check_options(self, options: StepOptions) -> None:
+    def _check(self, options: StepOptions) -> None:
+        """Refuse a step whose options or gradients have changed since its updates began."""
         now = snapshot(self.updater.user_groups)
         for index, (used, group) in enumerate(zip(options.param_groups, now, strict=True)):
             for key, value in group.items():
@@ -116,8 +116,6 @@ class BackwardUpdates:
                         "backward and step, but the update began inside backward: change options after step(), as "
                         "schedulers do, or leave accumulate out of prepare"
                     )
-
-    def _check_gradients(self) -> None:
         for flat in (flat for group in self._done for flat in group.trainable):
             for parameter, interval in zip(flat.parameters, flat.layout.intervals, strict=True):
                 if parameter.grad is None:

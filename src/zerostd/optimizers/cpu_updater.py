@@ -5,6 +5,10 @@
     parameters -> their home  up to the device tile by tile, while the kernel goes on
 
 Optimizers that the kernels do not have run as a clone of the user's own, on the CPU.
+
+States on disk are read ahead, tile by tile, into slots of host memory, updated there, and written back behind: by the
+CPU in place, or through the device as on the streamed route. Tiles are read as blocks of whole pages, so neighbouring
+spans may share one: what is on its way out is written before it is read again.
 """
 
 import time
@@ -18,16 +22,19 @@ from torch.optim import Optimizer
 from zerostd import kernels
 from zerostd.errors import MisuseError
 from zerostd.kernels import Rule
-from zerostd.optimizers.arithmetic import clone_optimizer, native_rule, next_scalars, update_by_clone
-from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask
-from zerostd.optimizers.streamed_updater import UP
+from zerostd.optimizers.elementwise import clone_optimizer, native_rule, next_scalars, update_by_clone
+from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateSpan, UpdateTask
+from zerostd.optimizers.streamed_updater import NUM_SLOTS, UP, StagingSlot, StreamedUpdater, tile_numel, widest_dtypes
 from zerostd.parameters import Flat
 from zerostd.parameters.state_shard import MASTER, StateShard
 from zerostd.policy import Kind, Route, Tier
-from zerostd.tiers import Streams, TierAllocator, Transfer, Worker
+from zerostd.sharding.portions import UNIT
+from zerostd.tiers import Done, Streams, TierAllocator, Transfer, Worker
+from zerostd.tiers.debug import DEBUG
 
 Placed = Sequence[tuple[Flat, StateShard]]  # shards with their flats
 TILE_NUMEL = 16 << 20  # elements updated before their new parameters start on their way
+DISK_TILE_NUMEL = 4 << 20
 
 
 class CpuUpdater:
@@ -62,10 +69,11 @@ class CpuUpdater:
 
     def launch(self, task: UpdateTask) -> Transfer:
         """Start an update; done when the new parameters are where they belong."""
-        rule = self._rule(task)
-        task = replace(task, rule=rule, host_weights=self._host_weights(task))
-        if rule is not None:
-            task.span.keep(next_scalars(rule, task.span.scalars), is_speculative=task.is_speculative)
+        if task.span.shard.route is Route.CPU:
+            rule = self._rule(task)
+            task = replace(task, rule=rule, host_weights=self._host_weights(task))
+            if rule is not None:
+                task.span.keep(next_scalars(rule, task.span.scalars), is_speculative=task.is_speculative)
         return self.submit(task)
 
     def submit(self, task: UpdateTask) -> Transfer:
@@ -176,3 +184,112 @@ def _fits_gradient_copy(flat: Flat) -> bool:
     assert gradient is not None
     is_as_wide = gradient.rest_dtype.itemsize == flat.rest.dtype.itemsize
     return gradient.has_host_copy and flat.rest.tensor is not None and is_as_wide
+
+
+class DiskUpdater(CpuUpdater):
+    """Updates spans whose states are on disk, in a thread of its own."""
+
+    name = "the update of states on disk"
+
+    def __init__(
+        self, inner: Optimizer, placed: Placed, allocator: TierAllocator, streams: Streams, *, num_threads: int
+    ) -> None:
+        super().__init__(inner, placed, allocator, streams, num_threads=num_threads)
+        shards = [shard for _, shard in placed]
+        self._tile_numel = tile_numel(DISK_TILE_NUMEL, shards)
+        streamed = [shard for shard in shards if shard.route is Route.STREAMED]
+        self.streamed: StreamedUpdater | None = None  # for those that pass through the device
+        if streamed:
+            self.streamed = StreamedUpdater(inner, streamed, self._tile_numel, allocator, streams)
+        sizes = {name: self._tile_numel * dtype.itemsize for name, dtype in widest_dtypes(shards).items()}
+        self._slots = [
+            StagingSlot({name: allocator.host.allocate(size, Kind.BUFFERS) for name, size in sizes.items()})
+            for _ in range(NUM_SLOTS)
+        ]
+
+    def close(self) -> None:
+        """End the threads and give their memory back."""
+        super().close()
+        self.wait_writes()
+        for slot in self._slots:
+            for memory in slot.memory.values():
+                self.allocator.host.free(memory)
+        self._slots = []
+        if self.streamed is not None:
+            self.streamed.close()
+
+    def wait_writes(self) -> None:
+        """Return when everything is written."""
+        for slot in self._slots:
+            _wait_writes(slot)
+
+    def submit(self, task: UpdateTask) -> Transfer:
+        """Put a task into the thread with all its tiles at once: reading ahead and writing behind overlap inside it."""
+        return task.submit(self.worker, self._do_all, task.span.numel)
+
+    # In the thread
+
+    def _do_all(self, task: UpdateTask, _: slice) -> None:
+        span = task.span
+        is_streamed = span.shard.route is Route.STREAMED
+        if not is_streamed:
+            task.ready.synchronize()
+        factor = 1.0 if is_streamed else task.options.read_factor()
+        begun = time.perf_counter()
+        events = self.allocator.ledger.events
+        num_bytes = 2 * span.numel * sum(tensor.dtype.itemsize for tensor in task.source.values())
+        event = events.begin("update", "disk", task.group.name, num_bytes, step=task.step)
+        blocks = self._blocks(span)
+        place = span.in_shard
+        ahead = NUM_SLOTS - 1
+        for index, block in enumerate(blocks[:ahead]):
+            self._read(task, block, self._slots[index])
+        scalars: ScalarStates | None = None
+        for index, block in enumerate(blocks):
+            slot = self._slots[index % NUM_SLOTS]
+            if index + ahead < len(blocks):
+                self._read(task, blocks[index + ahead], self._slots[(index + ahead) % NUM_SLOTS])
+            for read in slot.reads:
+                read.wait()
+            staged = slot.views(task.source, block.stop - block.start)
+            low = max(block.start, place.start)
+            high = min(block.stop, place.stop)
+            tile = slice(low - place.start, high - place.start)
+            states = {name: tensor[low - block.start : high - block.start] for name, tensor in staged.items()}
+            if is_streamed:
+                assert self.streamed is not None
+                scalars, landed = self.streamed.update_tile(task, tile, states, states, after=Done())
+                landed.synchronize()
+            else:
+                scalars = self.update_tile(task, tile, states, states, factor)
+            slot.writes += [tensor.start_write(block.start, staged[name]) for name, tensor in task.source.items()]
+            self.send_weights(task, tile)
+        self.finish(task, scalars)
+        events.end(event)
+        self.busy_s += time.perf_counter() - begun
+
+    def _blocks(self, span: UpdateSpan) -> list[slice]:
+        """Return the tiles of a span as parts of its shard, each of whole pages."""
+        place = span.in_shard
+        end = min(span.shard.numel, -(-place.stop // UNIT) * UNIT)
+        starts = range(place.start // UNIT * UNIT, place.stop, self._tile_numel)
+        return [slice(start, min(end, start + self._tile_numel)) for start in starts]
+
+    def _read(self, task: UpdateTask, block: slice, slot: StagingSlot) -> None:
+        """Start reading a block into a slot, when what overlaps it has been written."""
+        _wait_writes(slot)
+        for writing in self._slots:
+            is_shards = writing.task is not None and writing.task.span.shard is task.span.shard
+            if is_shards and writing.block.start < block.stop and block.start < writing.block.stop:
+                _wait_writes(writing)
+        slot.task = task
+        slot.block = block
+        staged = slot.views(task.source, block.stop - block.start)
+        slot.reads = [tensor.start_read(block.start, staged[name]) for name, tensor in task.source.items()]
+
+
+def _wait_writes(slot: StagingSlot) -> None:
+    if slot.writes:
+        slot.wait_writes()
+        for memory in slot.memory.values():
+            DEBUG.poison(memory)

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.optim import Optimizer
 
-from zerostd.optimizers import disk_updater, streamed_updater
-from zerostd.optimizers.cpu_updater import CpuUpdater
-from zerostd.optimizers.disk_updater import DiskUpdater
+from zerostd.optimizers import cpu_updater, streamed_updater
+from zerostd.optimizers.cpu_updater import CpuUpdater, DiskUpdater
 from zerostd.optimizers.spans import UpdateTask
 from zerostd.optimizers.streamed_updater import NUM_SLOTS, StreamedUpdater, tile_numel
 from zerostd.parameters import Group
@@ -52,7 +51,7 @@ class OffloadUpdater:
     def buffer_bytes(portions: Sequence[Portion], dtypes: Mapping[str, torch.dtype]) -> dict[Tier, int]:
         """Return the bytes of all staging slots by tier; `dtypes` are those of master and states."""
         on_disk = [portion for portion in portions if portion.tier is Tier.DISK]
-        disk_tile = tile_numel(disk_updater.TILE_NUMEL, on_disk)
+        disk_tile = tile_numel(cpu_updater.DISK_TILE_NUMEL, on_disk)
         streamed = [portion for portion in portions if portion.route is Route.STREAMED]
         from_host = [portion for portion in streamed if portion.tier is Tier.HOST]
         on_device = tile_numel(streamed_updater.TILE_NUMEL, from_host)

@@ -53,9 +53,7 @@ class Schedule(Protocol):
 class ZeroOptimizer(torch.optim.Optimizer):
     """Wraps the user's optimizer; see the module's docstring."""
 
-    def __init__(
-        self, updater: Updater, gradients: Gradients, schedule: Schedule, *, max_grad_norm: float | None
-    ) -> None:
+    def __init__(self, updater: Updater, gradients: Gradients, schedule: Schedule, max_grad_norm: float | None) -> None:
         self._is_built = False
         self._is_retired = False
         self.inner = updater.inner
@@ -174,19 +172,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _is_skipped(self) -> bool:
         """Take the norm where one is asked for; True if gradients overflowed and this step must not happen."""
+        gradients = self._gradients
         if self.loss_scale is not None:
-            self._gradients.factor = self._gradients.factor / self.loss_scale.value
-        if self.max_grad_norm is not None:
-            self.grad_norm = self._gradients.clip(self.max_grad_norm)
-        elif self.loss_scale is not None:
-            self.grad_norm = self._gradients.total_norm()
+            gradients.factor = gradients.factor / self.loss_scale.value
+        elif self.max_grad_norm is None:
+            return False
+        self.grad_norm = gradients.total_norm() if self.max_grad_norm is None else gradients.clip(self.max_grad_norm)
         if self.loss_scale is None:
             return False
-        assert self.grad_norm is not None
         overflowed = not bool(torch.isfinite(self.grad_norm))
         self.loss_scale.update(overflowed=overflowed)
         if overflowed:
-            self._gradients.take_factor()
+            gradients.take_factor()
         return overflowed
 
     @torch.no_grad()

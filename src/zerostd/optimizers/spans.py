@@ -39,10 +39,15 @@ class UpdateSpan:
     pieces: tuple[Piece, ...]  # without gaps
     param_group: int  # index of the user's param_group
     shard: StateShard
-    tensor: torch.Tensor | None  # resident only: its part of the master, the key of its states
+    tensor: torch.Tensor | None = field(init=False, default=None)  # resident only: its master, the key of its states
     scalars: ScalarStates | None = None  # not resident: None before the first update
     speculative_scalars: ScalarStates | None = None  # as a speculative update left them
     is_committed: bool = False  # the speculative update counts, as soon as it is done
+
+    def __post_init__(self) -> None:
+        if self.shard.is_resident:
+            assert self.shard.master.tensor is not None
+            self.tensor = self.shard.master.tensor[self.in_shard].detach()
 
     @property
     def region(self) -> slice:
@@ -95,7 +100,7 @@ class UpdateSpans:
         for shard in flat.state_shards:
             for index, pieces in groupby(_pieces_in(shard, region), lambda piece: param_groups[piece.index]):
                 if index is not None:
-                    self._spans.append(_make_span(tuple(pieces), index, shard))
+                    self._spans.append(UpdateSpan(tuple(pieces), index, shard))
 
     def __iter__(self) -> Iterator[UpdateSpan]:
         return iter(self._spans)
@@ -115,7 +120,7 @@ class UpdateSpans:
         if len(cuts) == 1:
             return [span]
         span.finish_commit()
-        parts = [_make_span(pieces, span.param_group, span.shard) for pieces in cuts]
+        parts = [UpdateSpan(pieces, span.param_group, span.shard) for pieces in cuts]
         states = self.state.pop(span.tensor, None) if span.tensor is not None else None
         for part in parts:
             part.scalars = copy.deepcopy(span.scalars)
@@ -162,14 +167,6 @@ class UpdateSpans:
             start = base + span.part_of(piece).start
             states[name] = tensor.read(slice(start, start + piece.numel))
         return states
-
-
-def _make_span(pieces: tuple[Piece, ...], param_group: int, shard: StateShard) -> UpdateSpan:
-    span = UpdateSpan(pieces, param_group, shard, None)
-    if shard.is_resident:
-        assert shard.master.tensor is not None
-        span.tensor = shard.master.tensor[span.in_shard].detach()
-    return span
 
 
 def _pieces_in(shard: StateShard, pieces: Sequence[Piece]) -> Iterator[Piece]:
@@ -257,8 +254,7 @@ class UpdateTask:
 
     @property
     def is_speculative(self) -> bool:
-        """Whether it is written to the spare tensors, and counts only if it is committed."""
-        return self.target is not self.source
+        return self.target is not self.source  # and counts only if it is committed
 
     def submit(self, worker: Worker, update_tile: Callable[[UpdateTask, slice], None], tile_numel: int) -> Transfer:
         """Let a thread update the span tile by tile, so that what is needed sooner can come in between: groups that

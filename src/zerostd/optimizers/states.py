@@ -30,7 +30,7 @@ Places = list[tuple[UpdateSpan, Piece]]
 
 def save_states(updater: Updater, gradients: Gradients) -> dict[str, Any]:
     """Return the inner optimizer's state_dict as if it had been built on the user's parameters."""
-    numbers = {parameter: number for number, parameter in enumerate(updater.parameters())}
+    numbers = {parameter: number for number, parameter in enumerate(updater.param_group_of)}
     saved: dict[int, States] = {}
     intervals: dict[int, tuple[int, int]] = {}
     for spans in updater.spans.values():
@@ -41,11 +41,9 @@ def save_states(updater: Updater, gradients: Gradients) -> dict[str, Any]:
             if states:
                 saved[number] = {key: _shaped(value, parameter) for key, value in states.items()}
     groups = []
-    count = 0
     for group in updater.user_groups:
         options = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**options, "params": list(range(count, count + len(group["params"])))})
-        count += len(group["params"])
+        groups.append({**options, "params": [numbers[parameter] for parameter in group["params"]]})
     world = gradients.wires.world
     ours = {"rank": world.rank, "size": world.size, "intervals": intervals}
     if gradients.loss_scale is not None:
@@ -59,7 +57,7 @@ def _interval(places: Places) -> tuple[int, int]:
 
 
 def _read(spans: UpdateSpans, places: Places) -> States:
-    """Return the states of one parameter: long ones end to end, scalar ones as they are in the first place."""
+    """Return the states of one parameter: views of long ones, end to end; copies of scalar ones in the first place."""
     parts = []
     for span, piece in places:
         states = spans.read(span, piece)
@@ -81,7 +79,7 @@ def _is_long(value: Any) -> bool:
 def _shaped(value: Any, parameter: nn.Parameter) -> Any:
     if _is_long(value) and value.numel() == parameter.numel():
         return value.reshape(parameter.shape).clone()
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    return value.clone() if _is_long(value) else value
 
 
 def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, Any]) -> None:
@@ -98,7 +96,7 @@ def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, An
     wanted = [len(group["params"]) for group in updater.user_groups]
     if sizes != wanted:
         raise MisuseError(f"param_groups have {sizes} parameters in the state and {wanted} in this optimizer")
-    saved = {p: state_dict["state"].get(number, {}) for number, p in enumerate(updater.parameters())}
+    saved = {p: state_dict["state"].get(number, {}) for number, p in enumerate(updater.param_group_of)}
     for spans in updater.spans.values():
         for parameter, places in spans.by_parameter().items():
             start, stop = _interval(places)
@@ -120,18 +118,14 @@ def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, An
 def put_states(updater: Updater, saved: Mapping[nn.Parameter, States]) -> None:
     """Fill the spans with states by parameter, each either whole or just this rank's interval of it."""
     updater.inner.state.clear()
-    saved = {parameter: _with_long(updater, parameter, states) for parameter, states in saved.items()}
+    saved = dict(saved)
+    long_names = {*updater.states, MASTER}
+    for parameter in [parameter for parameter in saved if not parameter.dim()]:  # long states look like scalar ones
+        states = saved[parameter].items()
+        saved[parameter] = {key: value.reshape(-1) if key in long_names else value for key, value in states}
     for flat, spans in updater.spans.items():
         _fill(updater, spans, saved)
         flat.round_masters()
-
-
-def _with_long(updater: Updater, parameter: nn.Parameter, states: States) -> States:
-    """Give long states of a parameter that is one number a length: without one they look like scalar states."""
-    if parameter.dim():
-        return states
-    long_names = {*updater.states, MASTER}
-    return {key: value.reshape(-1) if key in long_names else value for key, value in states.items()}
 
 
 @torch.no_grad()
@@ -142,7 +136,8 @@ def take_states(updater: Updater, flat: Flat) -> dict[nn.Parameter, States]:
     for parameter, places in spans.by_parameter().items():
         states = _read(spans, places)
         states.pop(MASTER, None)
-        saved[parameter] = {key: _copied(value) for key, value in states.items()}
+        pairs = states.items()
+        saved[parameter] = {key: value.to("cpu", copy=True) if _is_long(value) else value for key, value in pairs}
     _forget(updater, flat)
     return saved
 
@@ -159,13 +154,6 @@ def _forget(updater: Updater, flat: Flat) -> None:
     for span in updater.spans[flat]:
         if span.tensor is not None:
             updater.inner.state.pop(span.tensor, None)
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy that does not need the memory it was in."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.to("cpu", copy=True) if value.dim() else value.clone()
 
 
 def _fill(updater: Updater, spans: UpdateSpans, saved: Mapping[nn.Parameter, States]) -> None:
@@ -202,7 +190,7 @@ def _put_long(updater: Updater, span: UpdateSpan, piece: Piece, key: str, values
             f"the state {key!r} has no place off the device, since the optimizer did not make one in its trial at "
             "prepare: it was saved by another optimizer, or with other options"
         )
-    span.scalars = {} if span.scalars is None else span.scalars
+    span.scalars = span.scalars or {}
     span.shard.tensors[key].write(span.part_in_shard(part), values)
 
 
@@ -220,9 +208,6 @@ def _put_scalar(updater: Updater, span: UpdateSpan, key: str, value: Any) -> Non
         follows = follows and span.shard.route is Route.STREAMED
         scalar = scalar.to(updater.scratch.device if follows else "cpu")
     span.scalars = {**(span.scalars or {}), key: scalar}
-
-
-# As checkpoints store it: each rank gives what it owns
 
 
 def state_records(updater: Updater, flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:

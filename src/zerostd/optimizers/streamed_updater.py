@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch.optim import Optimizer
 
-from zerostd.optimizers.arithmetic import clone_optimizer, update_by_clone
+from zerostd.optimizers.elementwise import clone_optimizer, update_by_clone
 from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask
 from zerostd.parameters.state_shard import MASTER, StateShard
 from zerostd.policy import Kind, Tier

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from zerostd.monitoring import Ledger
 from zerostd.optimizers.elementwise import writes_options
@@ -38,7 +37,7 @@ class Updater:
         self.ledger = ledger
         self.user_groups = inner.param_groups
         self.states = dict(states)  # long ones that the optimizer will make, as far as known
-        self._param_group_of = {p: index for index, group in enumerate(self.user_groups) for p in group["params"]}
+        self.param_group_of = {p: index for index, group in enumerate(self.user_groups) for p in group["params"]}
         flats = [flat for group in groups for flat in group.trainable]
         self.spans = {flat: self.make_spans(flat) for flat in flats}
         self.num_elements = sum(flat.region.stop - flat.region.start for flat in flats)  # updated by this rank
@@ -50,7 +49,7 @@ class Updater:
 
     def make_spans(self, flat: Flat) -> UpdateSpans:
         """Return the spans of a flat as it is now, without states."""
-        return UpdateSpans(flat, [self._param_group_of.get(p) for p in flat.parameters], self.inner.state)
+        return UpdateSpans(flat, [self.param_group_of.get(p) for p in flat.parameters], self.inner.state)
 
     def moved(self, groups: tuple[Group, ...], offload: OffloadUpdater | None) -> None:
         """Go on with states that are kept elsewhere now."""
@@ -194,7 +193,3 @@ class Updater:
         total = sum(sizes.values())
         self.ledger.enter(Kind.OPTIMIZER_STATES, total - self._num_booked)
         self._num_booked = total
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the user's parameters, group by group."""
-        return [parameter for group in self.user_groups for parameter in group["params"]]
