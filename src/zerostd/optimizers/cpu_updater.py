@@ -23,7 +23,7 @@ from zerostd import kernels
 from zerostd.errors import MisuseError
 from zerostd.kernels import Rule
 from zerostd.optimizers.elementwise import clone_optimizer, native_rule, next_scalars, update_by_clone
-from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateSpan, UpdateTask
+from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask
 from zerostd.optimizers.streamed_updater import NUM_SLOTS, UP, StagingSlot, StreamedUpdater, tile_numel, widest_dtypes
 from zerostd.parameters import Flat
 from zerostd.parameters.state_shard import MASTER, StateShard
@@ -77,7 +77,6 @@ class CpuUpdater:
         return self.submit(task)
 
     def submit(self, task: UpdateTask) -> Transfer:
-        """Put a task into the thread."""
         return task.submit(self.worker, self._do, task.span.numel if task.rule is None else TILE_NUMEL)
 
     def _rule(self, task: UpdateTask) -> Rule | None:
@@ -239,8 +238,10 @@ class DiskUpdater(CpuUpdater):
         events = self.allocator.ledger.events
         num_bytes = 2 * span.numel * sum(tensor.dtype.itemsize for tensor in task.source.values())
         event = events.begin("update", "disk", task.group.name, num_bytes, step=task.step)
-        blocks = self._blocks(span)
         place = span.in_shard
+        end = min(span.shard.numel, -(-place.stop // UNIT) * UNIT)
+        starts = range(place.start // UNIT * UNIT, place.stop, self._tile_numel)
+        blocks = [slice(start, min(end, start + self._tile_numel)) for start in starts]  # of the shard, whole pages
         ahead = NUM_SLOTS - 1
         for index, block in enumerate(blocks[:ahead]):
             self._read(task, block, self._slots[index])
@@ -267,13 +268,6 @@ class DiskUpdater(CpuUpdater):
         self.finish(task, scalars)
         events.end(event)
         self.busy_s += time.perf_counter() - begun
-
-    def _blocks(self, span: UpdateSpan) -> list[slice]:
-        """Return the tiles of a span as parts of its shard, each of whole pages."""
-        place = span.in_shard
-        end = min(span.shard.numel, -(-place.stop // UNIT) * UNIT)
-        starts = range(place.start // UNIT * UNIT, place.stop, self._tile_numel)
-        return [slice(start, min(end, start + self._tile_numel)) for start in starts]
 
     def _read(self, task: UpdateTask, block: slice, slot: StagingSlot) -> None:
         """Start reading a block into a slot, when what overlaps it has been written."""

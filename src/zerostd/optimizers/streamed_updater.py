@@ -56,7 +56,6 @@ class StagingSlot:
         return {name: self.view(name, tensor.dtype, numel) for name, tensor in tensors.items()}
 
     def view(self, name: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return one memory as a tensor."""
         return self.memory[name][: numel * dtype.itemsize].view(dtype)
 
 

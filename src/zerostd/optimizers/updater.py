@@ -129,12 +129,8 @@ class Updater:
         if self._has_memory or self.scratch.device.type == "cpu":
             return
         resident = [span.tensor for spans in self.spans.values() for span in spans if span.tensor is not None]
-        states = [
-            torch.empty_like(tensor, dtype=dtype)
-            for tensor in resident
-            if tensor not in self.inner.state
-            for dtype in self.states.values()
-        ]
+        missing = [tensor for tensor in resident if tensor not in self.inner.state]
+        states = [torch.empty_like(tensor, dtype=dtype) for tensor in missing for dtype in self.states.values()]
         del states
         self._has_memory = True
 
