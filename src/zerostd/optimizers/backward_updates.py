@@ -28,10 +28,9 @@ class BackwardUpdates:
     def __init__(
         self, updater: Updater, gradients: Gradients, renew: Callable[[Group], None], *, is_speculative: bool
     ) -> None:
-        """`renew` is told of each group whose masters have changed."""
         self.updater = updater
         self.gradients = gradients
-        self._renew = renew
+        self._renew = renew  # is told of each group whose masters have changed
         self.is_speculative = is_speculative  # what is updated may have to be done again
         self.num_speculated = 0  # steps
         self.num_committed = 0  # of those
