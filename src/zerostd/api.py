@@ -28,8 +28,7 @@ from zerostd.engine.settings import Settings
 from zerostd.errors import CheckpointError, MisuseError, PrepareError
 from zerostd.measuring.model import profile_model
 from zerostd.monitoring import Memory
-from zerostd.optimizers.late_optimizer import LateOptimizer
-from zerostd.optimizers.optimizer import ZeroOptimizer
+from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters import GroupState
 from zerostd.parameters.blueprints import find_blueprints
 from zerostd.parameters.checking import MARK, check_model, optimizer_options

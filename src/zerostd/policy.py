@@ -118,7 +118,7 @@ class Precision:
     name: str
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
-    scales_loss: bool = False  # fp16 only: gradients are scaled against underflow, see optimizers/scaling.py
+    scales_loss: bool = False  # fp16 only: gradients are scaled against underflow, see optimizers/gradients.py
 
     @classmethod
     def parse(cls, value: str | Precision | None) -> Precision:

@@ -20,7 +20,7 @@ import zerostd
 from support.compare import assert_bitwise, assert_close_states, worst_error
 from support.memory import pss
 from zerostd import Budget, Placement
-from zerostd.optimizers import cpu_updater, disk_updater, streamed_updater
+from zerostd.optimizers import cpu_updater, streamed_updater
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.debug import DEBUG
 
@@ -133,7 +133,7 @@ def short_tiles(monkeypatch):
     """A block has 525 thousand elements: several tiles on every route."""
     monkeypatch.setattr(streamed_updater, "TILE_NUMEL", 1 << 17)
     monkeypatch.setattr(cpu_updater, "TILE_NUMEL", 1 << 17)
-    monkeypatch.setattr(disk_updater, "TILE_NUMEL", 1 << 17)
+    monkeypatch.setattr(cpu_updater, "DISK_TILE_NUMEL", 1 << 17)
 
 
 @contextlib.contextmanager

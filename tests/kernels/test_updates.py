@@ -60,7 +60,7 @@ each_make = pytest.mark.parametrize("make", [random_normal, random_bits])
 
 
 def make_arrays(make, rule: Rule, numel: int) -> list[Tensor]:
-    master, *states = (make(torch.float32, numel, seed=seed) for seed in range(10, 11 + rule.num_states))
+    master, *states = (make(torch.float32, numel, seed=seed) for seed in range(10, 11 + len(rule.state_names)))
     if make is random_normal and not isinstance(rule, Sgd):
         states[-1].abs_()  # a sum of squares
     return [master, *states]
@@ -144,7 +144,7 @@ def test_weight_may_land_on_its_gradient(rule, gradient_dtype, numel) -> None:
 @pytest.mark.parametrize("offset", [1, 3, 7])
 def test_views_off_the_alignment_give_the_same_bits(rule, offset) -> None:
     gradient = random_bits(torch.bfloat16, 1001 + offset, seed=1)[offset:]
-    source = [random_bits(torch.float32, 1001 + 2 * offset, seed=seed) for seed in range(1 + rule.num_states)]
+    source = [random_bits(torch.float32, 1001 + 2 * offset, seed=seed) for seed in range(1 + len(rule.state_names))]
     theirs = [array[offset:-offset].clone() for array in source]
     whole = torch.full((1001 + 2 * offset,), 7.0, dtype=torch.bfloat16)
     edges = [array.clone() for array in source]
@@ -227,7 +227,7 @@ def test_ten_steps_give_the_bits_of_torch_optim(name, numel, gradient_dtype) -> 
     optimizer = make_optimizer([parameter], **options, foreach=False)
     first = rule_of(optimizer, 1)
     start = options.get("initial_accumulator_value", 0.0)
-    arrays = [parameter.detach().clone(), *(torch.full((numel,), start) for _ in range(first.num_states))]
+    arrays = [parameter.detach().clone(), *(torch.full((numel,), start) for _ in first.state_names)]
     for step in range(1, 11):
         gradient = random_normal(gradient_dtype, numel, seed=step)
         parameter.grad = gradient.float() if step % 2 else gradient.float() * 0.37

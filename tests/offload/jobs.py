@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from support.compare import assert_bitwise
 from support.models import MODELS, Case
 from support.side_by_side import data, seeded
 from zerostd import Placement
-from zerostd.optimizers import cpu_updater, disk_updater, streamed_updater
+from zerostd.optimizers import cpu_updater, streamed_updater
 from zerostd.sharding.portions import UNIT
 from zerostd.tiers.debug import DEBUG
 
@@ -180,15 +181,12 @@ class Trained:
 @contextlib.contextmanager
 def short_tiles() -> Iterator[None]:
     """Updates off the device in several tiles. Nothing prepared inside may be used after it."""
-    modules, lengths = (disk_updater, cpu_updater, streamed_updater), (2 * UNIT, 3001, 2 * UNIT)
-    before = [module.TILE_NUMEL for module in modules]
-    try:
-        for module, length in zip(modules, lengths, strict=True):
-            module.TILE_NUMEL = length
+    with (
+        mock.patch.object(cpu_updater, "TILE_NUMEL", 3001),
+        mock.patch.object(cpu_updater, "DISK_TILE_NUMEL", 2 * UNIT),
+        mock.patch.object(streamed_updater, "TILE_NUMEL", 2 * UNIT),
+    ):
         yield
-    finally:
-        for module, length in zip(modules, before, strict=True):
-            module.TILE_NUMEL = length
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from offload.jobs import Drift
 from zerostd import kernels
 from zerostd.errors import MisuseError
 from zerostd.kernels import Adagrad, Adam, Sgd, native
-from zerostd.optimizers.arithmetic import OptimizerClone, clone_optimizer, native_rule, next_scalars, state_names
-from zerostd.optimizers.tasks import StepOptions, snapshot
+from zerostd.optimizers.elementwise import clone_optimizer, native_rule, next_scalars, update_by_clone
+from zerostd.optimizers.spans import StepOptions, snapshot
+from zerostd.parameters.state_shard import MASTER
 
 NUMEL = 100
 STEPS = 3
@@ -50,6 +52,10 @@ def by_torch(make: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     return parameter.detach(), optimizer.state[parameter]
 
 
+def span(scalars: dict[str, Any] | None) -> Any:
+    return SimpleNamespace(param_group=0, scalars=scalars)
+
+
 def inner_of(make: Any) -> torch.optim.Optimizer:
     return make([nn.Parameter(torch.zeros(3))])
 
@@ -65,9 +71,9 @@ def test_native_rule_trains_with_torchs_bits_and_counts_with_it(name):
     for step in range(STEPS):
         rule = native_rule(inner, inner.param_groups[0], scalars, exact_root=False)
         assert rule is not None
-        for state in state_names(rule):
+        for state in rule.state_names:
             long_states.setdefault(state, torch.zeros(NUMEL))
-        tensors = (master, *(long_states[state] for state in state_names(rule)))
+        tensors = (master, *(long_states[state] for state in rule.state_names))
         kernels.update(rule, gradient(step), tensors, None, factor=1.0, weight=None, num_threads=1)
         scalars = next_scalars(rule, scalars)
     assert torch.equal(master, expected)
@@ -112,7 +118,7 @@ def test_clone_trains_in_tiles_with_the_bits_of_the_users_optimizer(name):
     inner = inner_of(CLONED[name])
     untouched = str(inner.state_dict())
     names = [key for key, value in states.items() if isinstance(value, torch.Tensor) and value.dim()]
-    clone = OptimizerClone(inner)
+    clone = clone_optimizer(inner)
     master = start()
     long_states = {state: torch.full((NUMEL,), torch.nan) for state in names}
     scalars = None
@@ -121,7 +127,8 @@ def test_clone_trains_in_tiles_with_the_bits_of_the_users_optimizer(name):
         after = None
         for tile in (slice(0, 37), slice(37, NUMEL)):  # both count from the same step
             part = {state: tensor[tile] for state, tensor in long_states.items()}
-            after = clone.update(options, 0, master[tile], part, scalars, gradient(step)[tile].clone())
+            part[MASTER] = master[tile]
+            after = update_by_clone(clone, options, span(scalars), part, gradient(step)[tile].clone())
         scalars = after
     assert torch.equal(master, expected)
     assert all(torch.equal(long_states[state], states[state]) for state in names)
@@ -146,13 +153,14 @@ def test_clone_reports_what_it_wrote_into_its_options():
 
     inner = Counting([nn.Parameter(torch.zeros(3))], lr=0.1)
     options = StepOptions(snapshot(inner.param_groups))
-    OptimizerClone(inner).update(options, 0, torch.zeros(3), {}, None, torch.ones(3))
+    update_by_clone(clone_optimizer(inner), options, span(None), {MASTER: torch.zeros(3)}, torch.ones(3))
     assert options.written[0]["count"] == 1
     assert "count" not in inner.param_groups[0] and "count" not in options.param_groups[0]
 
 
 def test_a_state_that_was_not_seen_at_prepare_is_refused():
-    clone = OptimizerClone(inner_of(NATIVE["adamw"]))
-    options = StepOptions(snapshot(clone.optimizer.param_groups))
+    clone = clone_optimizer(inner_of(NATIVE["adamw"]))
+    options = StepOptions(snapshot(clone.param_groups))
+    states = {MASTER: torch.zeros(3), "exp_avg": torch.zeros(3)}
     with pytest.raises(MisuseError, match="'exp_avg_sq' that its trial at prepare did not show"):
-        clone.update(options, 0, torch.zeros(3), {"exp_avg": torch.zeros(3)}, None, torch.ones(3))
+        update_by_clone(clone, options, span(None), states, torch.ones(3))

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from zerostd.optimizers.tasks import StepOptions, snapshot
+from zerostd.optimizers.spans import StepOptions, snapshot
 from zerostd.tiers import Work
 
 

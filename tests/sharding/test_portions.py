@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerostd.policy import Route, Tier
-from zerostd.sharding import assign_tiers, cut_by_shares, cut_portions, default_cpu_share
-from zerostd.sharding.portions import UNIT
+from zerostd.sharding.portions import UNIT, assign_tiers, cut_by_shares, cut_portions, default_cpu_share
 
 numels = st.lists(st.integers(0, 20 * UNIT), min_size=1, max_size=6)
 weights = st.lists(st.integers(0, 5), min_size=3, max_size=3).filter(any)

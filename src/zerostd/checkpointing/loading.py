@@ -28,8 +28,7 @@ from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError
 from zerostd.monitoring.progress import ByteProgress
 from zerostd.optimizers.optimizer import ZeroOptimizer
-from zerostd.optimizers.records import gradient_tensor, updated_intervals
-from zerostd.optimizers.states import replace_states
+from zerostd.optimizers.states import gradient_tensor, replace_states, updated_intervals
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
 from zerostd.parameters.state_shard import MASTER

@@ -15,10 +15,8 @@ from zerostd.engine.settings import Settings
 from zerostd.errors import MisuseError
 from zerostd.monitoring import Ledger
 from zerostd.monitoring.loop_timer import LoopPhase
-from zerostd.optimizers.gradients import Gradients
-from zerostd.optimizers.late_optimizer import LateOptimizer
-from zerostd.optimizers.optimizer import ZeroOptimizer
-from zerostd.optimizers.scaling import LossScale, scale_gradient
+from zerostd.optimizers.gradients import Gradients, LossScale, scale_gradient
+from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters import GradientHandle, Group
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.checking import MARK, OWNER
@@ -105,7 +103,6 @@ class Runtime:
             for flat in group.trainable:
                 for index, (parameter, interval) in enumerate(zip(flat.parameters, flat.layout.intervals, strict=True)):
                     handle = GradientHandle(interval.name, parameter, self.gradients)
-                    self.gradients.add(interval.name, flat, index)
                     trained.append(TrainedParameter(group, flat, index, parameter, handle))
         return trained
 

@@ -5,9 +5,7 @@ CPU tensors; everything else (other devices, strided tensors, no library) goes t
 `communication`, `optimizers` and `checkpointing`. Knows torch, and nothing else of zerostd.
 """
 
-from zerostd.kernels.arrays import crc32, sum_slices
-from zerostd.kernels.halves import Split, join, split
-from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd
-from zerostd.kernels.updates import update
+from zerostd.kernels.operations import crc32, sum_slices, update
+from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, join, split
 
 __all__ = ["Adagrad", "Adam", "Rule", "Sgd", "Split", "crc32", "join", "split", "sum_slices", "update"]

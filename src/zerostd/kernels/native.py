@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zerostd.kernels.halves import Split
-from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, UpdateArguments
+from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, UpdateArguments
 
 LIBRARY = Path(__file__).with_name("libzerostd_native.so")
 ABI_VERSION = 4
@@ -109,7 +108,7 @@ def sum_slices(
         *(out.data_ptr(), DTYPES[out.dtype], accumulate),
         num_threads,
     )
-    _written(out)
+    torch.autograd.graph.increment_version(out)  # torch did not see the write; autograd must
 
 
 def update(step: UpdateArguments, num_threads: int) -> None:
@@ -128,7 +127,7 @@ def update(step: UpdateArguments, num_threads: int) -> None:
         argument.weight_dtype = DTYPES[step.weight.dtype]
     _set_rule(argument, step.rule)
     _call("zs_update", argument)
-    _written(*step.outputs)
+    torch.autograd.graph.increment_version(step.outputs)
 
 
 def _set_rule(argument: StepArgument, rule: Rule) -> None:
@@ -213,7 +212,3 @@ def crc32(tensor: Tensor, before: int, *, is_plain: bool = False) -> int:
 def _call(name: str, *arguments: object) -> None:
     status = getattr(load(), name)(*arguments)
     assert status == 0, f"{name}: status {status}"
-
-
-def _written(*tensors: Tensor) -> None:
-    torch.autograd.graph.increment_version(tensors)  # torch did not see the write; autograd must

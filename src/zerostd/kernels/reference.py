@@ -10,14 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerostd.kernels.halves import Split, join, split
-from zerostd.kernels.rules import Adagrad, Adam, Sgd, UpdateArguments
+from zerostd.kernels.rules import Adagrad, Adam, Sgd, Split, UpdateArguments, join, split
 
 
 @torch.no_grad()
-def sum_slices(
-    received: torch.Tensor, num_slices: int, factor: float, out: torch.Tensor, *, accumulate: bool = False
-) -> None:
+def sum_slices(received: Tensor, num_slices: int, factor: float, out: Tensor, *, accumulate: bool = False) -> None:
     """See `zerostd.kernels.sum_slices`."""
     slices = received.reshape(num_slices, out.numel())
     wide = torch.promote_types(received.dtype, torch.float32)
@@ -48,9 +45,8 @@ def update(step: UpdateArguments) -> None:
         case Adagrad():
             _adagrad(step.rule, gradient, *arrays)
     if isinstance(step.target[0], Split):
-        halves = split(arrays[0])
-        step.target[0].high.copy_(halves.high)
-        step.target[0].low.copy_(halves.low)
+        for target, half in zip(step.target[0], split(arrays[0]), strict=True):
+            target.copy_(half)
     if step.weight is not None:
         step.weight.copy_(arrays[0])
 

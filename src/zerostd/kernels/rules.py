@@ -1,12 +1,14 @@
-"""The optimizer rules, with their numbers for one step as torch.optim has them, and the arguments of `update`."""
+"""What `update` takes: a rule with its numbers for one step as torch.optim has them, and the arrays that it changes.
+
+A master may be kept as two halves of 16 bits, the upper one of which is the bf16 weight that the model computes with.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
-
-from zerostd.kernels.halves import Split
 
 
 @dataclass(frozen=True)
@@ -26,21 +28,15 @@ class Adam:
     maximize: bool
     step: int
     exact_root: bool = False
-
-    @property
-    def num_states(self) -> int:
-        """`exp_avg` and `exp_avg_sq`."""
-        return 2
+    state_names: ClassVar = ("exp_avg", "exp_avg_sq")
 
     @property
     def rate(self) -> float:
-        """What the quotient of the averages is multiplied by."""
-        return self.lr / (1 - self.beta1**self.step)
+        return self.lr / (1 - self.beta1**self.step)  # times the quotient of the averages
 
     @property
     def correction(self) -> float:
-        """What the root of `exp_avg_sq` is divided by."""
-        return float((1 - self.beta2**self.step) ** 0.5)
+        return float((1 - self.beta2**self.step) ** 0.5)  # divides the root of `exp_avg_sq`
 
 
 @dataclass(frozen=True)
@@ -56,9 +52,8 @@ class Sgd:
     is_first: bool
 
     @property
-    def num_states(self) -> int:
-        """`momentum_buffer`, if any."""
-        return int(self.momentum != 0)
+    def state_names(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.momentum else ()
 
 
 @dataclass(frozen=True)
@@ -72,19 +67,40 @@ class Adagrad:
     maximize: bool
     step: int
     exact_root: bool = False
-
-    @property
-    def num_states(self) -> int:
-        """`sum`."""
-        return 1
+    state_names: ClassVar = ("sum",)
 
     @property
     def rate(self) -> float:
-        """The learning rate of this step."""
         return self.lr / (1 + (self.step - 1) * self.lr_decay)
 
 
 Rule = Adam | Sgd | Adagrad
+
+
+class Split(NamedTuple):
+    """The halves of an fp32 tensor: `(high << 16) + low`, with `low` signed, are the bits of a number.
+
+    `high` is the number rounded to bf16, to nearest with ties away from zero (ties to even could not be undone: `low`
+    would not say which way a tie went). Infinities survive in both; a NaN survives as one NaN, its payload does not.
+    """
+
+    high: Tensor  # bf16
+    low: Tensor  # int16
+
+
+def split(master: Tensor) -> Split:
+    """Return the halves of an fp32 tensor, in new memory."""
+    bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
+    high = ((bits + 0x8000) >> 16).to(torch.int16)  # torch keeps the lower 16 bits
+    return Split(high.view(torch.bfloat16), bits.to(torch.int16))
+
+
+def join(halves: Split) -> Tensor:
+    """Return the fp32 tensor of the halves, in new memory."""
+    high = halves.high.view(torch.int16).to(torch.int32)
+    return ((high << 16) + halves.low.to(torch.int32)).view(torch.float32)
+
+
 Arrays = Sequence[Tensor | Split]
 
 
@@ -100,12 +116,10 @@ class UpdateArguments(NamedTuple):
 
     @property
     def inputs(self) -> list[Tensor]:
-        """The gradient, then what the source consists of."""
         return [self.gradient, *_tensors(self.source)]
 
     @property
     def outputs(self) -> list[Tensor]:
-        """What the target consists of, then the weight if there is one."""
         return [*_tensors(self.target), *([] if self.weight is None else [self.weight])]
 
 

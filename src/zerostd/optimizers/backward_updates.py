@@ -7,8 +7,6 @@ tensors of the states. If the norm agrees, they are committed; if not, step() up
 Results are the same bits as without.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +15,7 @@ import torch
 from zerostd.errors import MisuseError
 from zerostd.monitoring.ledger import explain_out_of_memory
 from zerostd.optimizers.gradients import Gradients
-from zerostd.optimizers.tasks import StepOptions, snapshot
+from zerostd.optimizers.spans import StepOptions, snapshot
 from zerostd.optimizers.updater import Scope, Updater
 from zerostd.parameters import Group
 
@@ -27,20 +25,15 @@ NUM_UNCLIPPED = 2  # steps in a row that did not clip before the next one specul
 class BackwardUpdates:
     """Starts updates inside backward for one prepared optimizer."""
 
-    is_speculative: bool  # whether what is updated may have to be done again
-    num_speculated: int  # steps
-    num_committed: int  # of those
-
     def __init__(
         self, updater: Updater, gradients: Gradients, renew: Callable[[Group], None], *, is_speculative: bool
     ) -> None:
-        """`renew` is told of each group whose masters have changed."""
         self.updater = updater
         self.gradients = gradients
-        self._renew = renew
-        self.is_speculative = is_speculative
-        self.num_speculated = 0
-        self.num_committed = 0
+        self._renew = renew  # is told of each group whose masters have changed
+        self.is_speculative = is_speculative  # what is updated may have to be done again
+        self.num_speculated = 0  # steps
+        self.num_committed = 0  # of those
         self._options: StepOptions | None = None  # of the step that has begun
         self._done: dict[Group, None] = {}
         self._num_unclipped = 0
@@ -56,7 +49,7 @@ class BackwardUpdates:
             if self.is_speculative and not self._is_confident():
                 return
             self._options = self.updater.step_options(None)
-            self.gradients.lock(
+            self.gradients.locked = (
                 "the update has begun inside backward, since prepare was told with accumulate= how many passes make a "
                 "step"
             )
@@ -66,9 +59,9 @@ class BackwardUpdates:
                 "would update it twice: load the last checkpoint into a new model, or leave accumulate out of prepare, "
                 "so that updates wait for optimizer.step()"
             )
-        scope = Scope.SPECULATIVE if self.is_speculative else Scope.ALL
         with explain_out_of_memory(self.updater.ledger):
             self.updater.check_memory()
+            scope: Scope = "speculative" if self.is_speculative else "all"
             self.updater.update(group, self._options, scope, is_complete=True)
         self._done[group] = None
         self._renew(group)
@@ -79,12 +72,11 @@ class BackwardUpdates:
         options = self._options
         if options is None:
             return set()
-        self._check_options(options)
-        self._check_gradients()
+        self._check(options)
         done = self._done
         self._options = None
         self._done = {}
-        self.gradients.unlock()
+        self.gradients.locked = None
         if not self.is_speculative:
             return set(done)
         self.num_speculated += 1
@@ -95,7 +87,7 @@ class BackwardUpdates:
         for group in order:
             if group in done:
                 self.updater.commit_speculative(group)
-                self.updater.update(group, options, Scope.REST)
+                self.updater.update(group, options, "rest")
                 self._renew(group)
         return set(done)
 
@@ -112,7 +104,8 @@ class BackwardUpdates:
     def _learn(self, factor: float) -> None:
         self._num_unclipped = self._num_unclipped + 1 if factor == 1.0 else 0
 
-    def _check_options(self, options: StepOptions) -> None:
+    def _check(self, options: StepOptions) -> None:
+        """Refuse a step whose options or gradients have changed since its updates began."""
         now = snapshot(self.updater.user_groups)
         for index, (used, group) in enumerate(zip(options.param_groups, now, strict=True)):
             for key, value in group.items():
@@ -122,8 +115,6 @@ class BackwardUpdates:
                         "backward and step, but the update began inside backward: change options after step(), as "
                         "schedulers do, or leave accumulate out of prepare"
                     )
-
-    def _check_gradients(self) -> None:
         for flat in (flat for group in self._done for flat in group.trainable):
             for parameter, interval in zip(flat.parameters, flat.layout.intervals, strict=True):
                 if parameter.grad is None:

@@ -5,9 +5,11 @@
     parameters -> their home  up to the device tile by tile, while the kernel goes on
 
 Optimizers that the kernels do not have run as a clone of the user's own, on the CPU.
-"""
 
-from __future__ import annotations
+States on disk are read ahead, tile by tile, into slots of host memory, updated there, and written back behind: by the
+CPU in place, or through the device as on the streamed route. Tiles are read as blocks of whole pages, so neighbouring
+spans may share one: what is on its way out is written before it is read again.
+"""
 
 import time
 from collections.abc import Sequence
@@ -15,45 +17,48 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch.optim import Optimizer
 
 from zerostd import kernels
 from zerostd.errors import MisuseError
 from zerostd.kernels import Rule
-from zerostd.optimizers.arithmetic import OptimizerClone, native_rule, next_scalars, state_names
-from zerostd.optimizers.spans import ScalarStates
-from zerostd.optimizers.tasks import Tensors, UpdateTask
+from zerostd.optimizers.elementwise import clone_optimizer, native_rule, next_scalars, update_by_clone
+from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask
+from zerostd.optimizers.streamed_updater import NUM_SLOTS, UP, StagingSlot, StreamedUpdater, tile_numel, widest_dtypes
 from zerostd.parameters import Flat
 from zerostd.parameters.state_shard import MASTER, StateShard
 from zerostd.policy import Kind, Route, Tier
-from zerostd.tiers import Streams, TierAllocator, Transfer, Worker
+from zerostd.sharding.portions import UNIT
+from zerostd.tiers import Done, Streams, TierAllocator, Transfer, Worker
+from zerostd.tiers.debug import DEBUG
 
-UP = (Tier.HOST.value, Tier.DEVICE.value)
+Placed = Sequence[tuple[Flat, StateShard]]  # shards with their flats
 TILE_NUMEL = 16 << 20  # elements updated before their new parameters start on their way
+DISK_TILE_NUMEL = 4 << 20
 
 
 class CpuUpdater:
     """Updates spans in a thread of its own."""
 
+    name = "the update on the CPU"
+
     def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        placed: Sequence[tuple[Flat, StateShard]],
-        allocator: TierAllocator,
-        streams: Streams,
-        *,
-        num_threads: int,
-        name: str = "the update on the CPU",
+        self, inner: Optimizer, placed: Placed, allocator: TierAllocator, streams: Streams, *, num_threads: int
     ) -> None:
-        """`placed` are its shards, with their flats."""
         self.inner = inner
-        self.clone = OptimizerClone(inner)
+        self.clone = clone_optimizer(inner)
         self.allocator = allocator
         self.streams = streams
         self.num_threads = num_threads
-        self.worker = Worker(name, allocator.device)
+        self.worker = Worker(self.name, allocator.device)
         self.busy_s = 0.0  # that the thread has worked, in all
         self._weights: dict[StateShard, torch.Tensor] = {}  # on the host: new parameters on their way
-        self._reserve(placed)
+        if allocator.device.type == "cpu":
+            return
+        for flat, shard in placed:  # host memory where new parameters cannot take the place of the gradient's copy
+            takes_its_place = not shard.spare and _fits_gradient_copy(flat)
+            if shard.route is Route.CPU and flat.rest.tier is not Tier.HOST and not takes_its_place:
+                self._weights_of(flat, shard)
 
     def close(self) -> None:
         """End the thread and give its memory back."""
@@ -64,30 +69,26 @@ class CpuUpdater:
 
     def launch(self, task: UpdateTask) -> Transfer:
         """Start an update; done when the new parameters are where they belong."""
-        rule = self._rule(task)
-        task = replace(task, rule=rule, host_weights=self._host_weights(task))
-        if rule is not None:
-            task.span.keep(next_scalars(rule, task.span.scalars), is_speculative=task.is_speculative)
+        if task.span.shard.route is Route.CPU:
+            rule = self._rule(task)
+            task = replace(task, rule=rule, host_weights=self._host_weights(task))
+            if rule is not None:
+                task.span.keep(next_scalars(rule, task.span.scalars), is_speculative=task.is_speculative)
         return self.submit(task)
 
     def submit(self, task: UpdateTask) -> Transfer:
-        """Put a task into the thread tile by tile, so that what is needed sooner can come in between."""
-        numel = task.span.numel
-        length = numel if task.rule is None else TILE_NUMEL
-        tiles = [slice(start, min(numel, start + length)) for start in range(0, numel, length)]
-        return task.submit(self.worker, [partial(self._do, task, tile) for tile in tiles])
+        return task.submit(self.worker, self._do, task.span.numel if task.rule is None else TILE_NUMEL)
 
     def _rule(self, task: UpdateTask) -> Rule | None:
         """Return a native rule if the numbers are fp32 and the user has not asked for torch's fused kernel here."""
         options = task.options.param_groups[task.span.param_group]
         is_on_cpu = self.allocator.device.type == "cpu"
-        is_asked_for_fused = bool(options.get("fused")) and is_on_cpu
-        if is_asked_for_fused or task.span.shard.master.dtype != torch.float32:
+        if (options.get("fused") and is_on_cpu) or task.span.shard.master.dtype != torch.float32:
             return None
         rule = native_rule(self.inner, options, task.span.scalars, exact_root=not is_on_cpu)
         if rule is None:
             return None
-        missing = [name for name in state_names(rule) if name not in task.source]
+        missing = [name for name in rule.state_names if name not in task.source]
         if missing:
             raise MisuseError(
                 f"the optimizer now needs the state {missing[0]!r}, which its options at prepare did not: set them "
@@ -115,23 +116,13 @@ class CpuUpdater:
             self._weights[shard] = memory.view(dtype)
         return self._weights[shard]
 
-    def _reserve(self, placed: Sequence[tuple[Flat, StateShard]]) -> None:
-        """Take host memory beforehand where new parameters cannot take the place of the gradient's copy."""
-        if self.allocator.device.type == "cpu":
-            return
-        for flat, shard in placed:
-            takes_its_place = not shard.spare and _fits_gradient_copy(flat)
-            if shard.route is Route.CPU and flat.rest.tier is not Tier.HOST and not takes_its_place:
-                self._weights_of(flat, shard)
-
     # In the thread
 
     def _do(self, task: UpdateTask, tile: slice) -> None:
         task.ready.synchronize()
         factor = task.options.read_factor()
         begun = time.perf_counter()
-        source = task.source_tile(tile)
-        target = task.target_tile(tile) if task.is_speculative else source
+        source, target = task.tensors_of(tile)
         num_bytes = sum(tensor.nbytes for tensor in source.values())
         with self.allocator.ledger.events.within("update", "cpu", task.group.name, num_bytes, step=task.step):
             scalars = self.update_tile(task, tile, source, target, factor)
@@ -145,8 +136,17 @@ class CpuUpdater:
     ) -> ScalarStates | None:
         """Update one tile by the kernel, or by the clone; the latter returns its scalar states."""
         if task.rule is None:
-            return self._update_by_clone(task, tile, source, target, factor)
-        names = (MASTER, *state_names(task.rule))
+            if target is not source:
+                for name, tensor in source.items():
+                    target[name].copy_(tensor)
+            gradient = task.gradient[tile].to(target[MASTER].dtype, copy=True)
+            if factor != 1.0:
+                gradient.mul_(factor)
+            scalars = update_by_clone(self.clone, task.options, task.span, target, gradient)
+            if task.host_weights is not None:
+                task.host_weights[tile].copy_(target[MASTER])
+            return scalars
+        names = (MASTER, *task.rule.state_names)
         kernels.update(
             task.rule,
             task.gradient[tile],
@@ -157,23 +157,6 @@ class CpuUpdater:
             num_threads=self.num_threads,
         )
         return None
-
-    def _update_by_clone(
-        self, task: UpdateTask, tile: slice, source: Tensors, target: Tensors, factor: float
-    ) -> ScalarStates:
-        if target is not source:
-            for name, tensor in source.items():
-                target[name].copy_(tensor)
-        master = target[MASTER]
-        gradient = task.gradient[tile].to(master.dtype, copy=True)
-        if factor != 1.0:
-            gradient.mul_(factor)
-        long_states = {name: tensor for name, tensor in target.items() if name != MASTER}
-        span = task.span
-        scalars = self.clone.update(task.options, span.param_group, master, long_states, span.scalars, gradient)
-        if task.host_weights is not None:
-            task.host_weights[tile].copy_(master)
-        return scalars
 
     def send_weights(self, task: UpdateTask, tile: slice) -> None:
         """Start new parameters of a tile on their way to the device."""
@@ -200,3 +183,107 @@ def _fits_gradient_copy(flat: Flat) -> bool:
     assert gradient is not None
     is_as_wide = gradient.rest_dtype.itemsize == flat.rest.dtype.itemsize
     return gradient.has_host_copy and flat.rest.tensor is not None and is_as_wide
+
+
+class DiskUpdater(CpuUpdater):
+    """Updates spans whose states are on disk, in a thread of its own."""
+
+    name = "the update of states on disk"
+
+    def __init__(
+        self, inner: Optimizer, placed: Placed, allocator: TierAllocator, streams: Streams, *, num_threads: int
+    ) -> None:
+        super().__init__(inner, placed, allocator, streams, num_threads=num_threads)
+        shards = [shard for _, shard in placed]
+        self._tile_numel = tile_numel(DISK_TILE_NUMEL, shards)
+        streamed = [shard for shard in shards if shard.route is Route.STREAMED]
+        self.streamed: StreamedUpdater | None = None  # for those that pass through the device
+        if streamed:
+            self.streamed = StreamedUpdater(inner, streamed, self._tile_numel, allocator, streams)
+        sizes = {name: self._tile_numel * dtype.itemsize for name, dtype in widest_dtypes(shards).items()}
+        self._slots = [
+            StagingSlot({name: allocator.host.allocate(size, Kind.BUFFERS) for name, size in sizes.items()})
+            for _ in range(NUM_SLOTS)
+        ]
+
+    def close(self) -> None:
+        """End the threads and give their memory back."""
+        super().close()
+        self.wait_writes()
+        for slot in self._slots:
+            for memory in slot.memory.values():
+                self.allocator.host.free(memory)
+        self._slots = []
+        if self.streamed is not None:
+            self.streamed.close()
+
+    def wait_writes(self) -> None:
+        """Return when everything is written."""
+        for slot in self._slots:
+            _wait_writes(slot)
+
+    def submit(self, task: UpdateTask) -> Transfer:
+        """Put a task into the thread with all its tiles at once: reading ahead and writing behind overlap inside it."""
+        return task.submit(self.worker, self._do_all, task.span.numel)
+
+    # In the thread
+
+    def _do_all(self, task: UpdateTask, _: slice) -> None:
+        span = task.span
+        is_streamed = span.shard.route is Route.STREAMED
+        if not is_streamed:
+            task.ready.synchronize()
+        factor = 1.0 if is_streamed else task.options.read_factor()
+        begun = time.perf_counter()
+        events = self.allocator.ledger.events
+        num_bytes = 2 * span.numel * sum(tensor.dtype.itemsize for tensor in task.source.values())
+        event = events.begin("update", "disk", task.group.name, num_bytes, step=task.step)
+        place = span.in_shard
+        end = min(span.shard.numel, -(-place.stop // UNIT) * UNIT)
+        starts = range(place.start // UNIT * UNIT, place.stop, self._tile_numel)
+        blocks = [slice(start, min(end, start + self._tile_numel)) for start in starts]  # of the shard, whole pages
+        ahead = NUM_SLOTS - 1
+        for index, block in enumerate(blocks[:ahead]):
+            self._read(task, block, self._slots[index])
+        scalars: ScalarStates | None = None
+        for index, block in enumerate(blocks):
+            slot = self._slots[index % NUM_SLOTS]
+            if index + ahead < len(blocks):
+                self._read(task, blocks[index + ahead], self._slots[(index + ahead) % NUM_SLOTS])
+            for read in slot.reads:
+                read.wait()
+            staged = slot.views(task.source, block.stop - block.start)
+            low = max(block.start, place.start)
+            high = min(block.stop, place.stop)
+            tile = slice(low - place.start, high - place.start)
+            states = {name: tensor[low - block.start : high - block.start] for name, tensor in staged.items()}
+            if is_streamed:
+                assert self.streamed is not None
+                scalars, landed = self.streamed.update_tile(task, tile, states, states, after=Done())
+                landed.synchronize()
+            else:
+                scalars = self.update_tile(task, tile, states, states, factor)
+            slot.writes += [tensor.start_write(block.start, staged[name]) for name, tensor in task.source.items()]
+            self.send_weights(task, tile)
+        self.finish(task, scalars)
+        events.end(event)
+        self.busy_s += time.perf_counter() - begun
+
+    def _read(self, task: UpdateTask, block: slice, slot: StagingSlot) -> None:
+        """Start reading a block into a slot, when what overlaps it has been written."""
+        _wait_writes(slot)
+        for writing in self._slots:
+            is_shards = writing.task is not None and writing.task.span.shard is task.span.shard
+            if is_shards and writing.block.start < block.stop and block.start < writing.block.stop:
+                _wait_writes(writing)
+        slot.task = task
+        slot.block = block
+        staged = slot.views(task.source, block.stop - block.start)
+        slot.reads = [tensor.start_read(block.start, staged[name]) for name, tensor in task.source.items()]
+
+
+def _wait_writes(slot: StagingSlot) -> None:
+    if slot.writes:
+        slot.wait_writes()
+        for memory in slot.memory.values():
+            DEBUG.poison(memory)

@@ -2,28 +2,61 @@
 
 Norms are taken of what this rank keeps and summed over ranks; gradients that every rank holds whole (stage 0) are
 counted once. Factors wait until the update reads the gradient, unless someone touches one parameter's alone.
-"""
 
-from __future__ import annotations
+In fp16 a dynamic loss scale keeps small gradients above fp16's smallest numbers. It enters at the root's outputs in
+backward, so the user's loop stays as it is, and the update takes it out again. A step whose gradients overflowed on any
+rank is skipped on all, and the scale halved.
+"""
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from zerostd.communication import Wires
 from zerostd.errors import MisuseError
-from zerostd.optimizers.scaling import LossScale
 from zerostd.parameters import Flat, GradientHandle, Group
 from zerostd.parameters.gradient import vector_norm
 from zerostd.parameters.observing import StepObserver
 
 
+@dataclass
+class LossScale:
+    """The scale and its history, as torch.amp.GradScaler keeps them."""
+
+    value: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    steps_since_overflow: int = 0
+    num_skipped: int = 0
+
+    def update(self, *, overflowed: bool) -> None:
+        """Learn from one step."""
+        if overflowed:
+            self.value *= self.backoff_factor
+            self.steps_since_overflow = 0
+            self.num_skipped += 1
+            return
+        self.steps_since_overflow += 1
+        if self.steps_since_overflow >= self.growth_interval:
+            self.value *= self.growth_factor
+            self.steps_since_overflow = 0
+
+
+def scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return a view of `tensor` through which gradients flow back multiplied by `factor`."""
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    view = tensor.view_as(tensor)
+    view.register_hook(partial(torch.mul, other=factor))
+    return view
+
+
 class Gradients(StepObserver):
     """All gradients of one prepared model; also what the handles in `p.grad` pass their calls to."""
-
-    groups: tuple[Group, ...]
-    factor: torch.Tensor | float  # still to be multiplied in: clipping, unscaling
 
     def __init__(
         self, groups: tuple[Group, ...], wires: Wires, loss_scale: LossScale | None, wait: Callable[[], None]
@@ -31,33 +64,23 @@ class Gradients(StepObserver):
         self.groups = groups
         self.wires = wires
         self.loss_scale = loss_scale
-        self.factor = 1.0
+        self.factor: torch.Tensor | float = 1.0  # still to be multiplied in: clipping, unscaling
+        self.locked: str | None = None  # why gradients cannot be changed any more: an update is using them
         self._wait = wait  # until all gradients have landed, before they are read
-        self._locked: str | None = None  # why gradients cannot be changed any more
-        self._places: dict[str, tuple[Flat, int]] = {}
+        self._places = {
+            interval.name: (flat, index) for flat in self._flats for index, interval in enumerate(flat.layout.intervals)
+        }
         self._norms: dict[tuple[float, str], torch.Tensor] = {}  # by order and parameter, of the gradients as they are
 
     def before_backward(self) -> None:
         """Gradients have changed."""
         self._norms.clear()
 
-    def add(self, name: str, flat: Flat, index: int) -> None:
-        """Note where a parameter's gradient is kept."""
-        self._places[name] = (flat, index)
-
-    def lock(self, reason: str) -> None:
-        """Refuse changes from now on: an update is using the gradients."""
-        self._locked = reason
-
-    def unlock(self) -> None:
-        """Allow changes again."""
-        self._locked = None
-
     def check_unlocked(self, call: str) -> None:
         """Raise if `call` would change gradients that an update is using already."""
-        if self._locked is not None:
+        if self.locked is not None:
             raise MisuseError(
-                f"{call} between backward and optimizer.step(), but {self._locked}: call step() first, pass "
+                f"{call} between backward and optimizer.step(), but {self.locked}: call step() first, pass "
                 "max_grad_norm= to prepare to clip, or leave accumulate= out to keep gradients until step()"
             )
 

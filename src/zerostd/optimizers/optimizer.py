@@ -10,24 +10,22 @@ the last backward pass (backward_updates.py).
 `param_groups` are the user's own dicts with the user's own parameters, so schedulers and edits work as ever.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zerostd.communication import World
 from zerostd.communication.world import thread_budget
 from zerostd.compat import move_step_hooks, note_step
 from zerostd.errors import MisuseError
 from zerostd.monitoring.ledger import explain_out_of_memory
 from zerostd.optimizers.backward_updates import BackwardUpdates
+from zerostd.optimizers.elementwise import check_elementwise
 from zerostd.optimizers.gradients import Gradients
-from zerostd.optimizers.scaling import LossScale
+from zerostd.optimizers.spans import StepOptions
 from zerostd.optimizers.states import load_states, save_states
-from zerostd.optimizers.tasks import StepOptions
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Group
 from zerostd.tiers.debug import DEBUG
@@ -36,61 +34,40 @@ THREADED_FROM = 1_000_000  # elements: below, waking threads costs more than the
 
 
 class Schedule(Protocol):
-    """What the optimizer asks of the schedule; it never learns how groups move.
+    """What a step asks of the schedule, in this order; the optimizer never learns how groups move.
 
-    A step calls check_step, settle, then update_order, renew for each group it updates, and stepped at its end.
+    1. check_step raises if a step now would lose gradients.
+    2. wait_gradients returns when all gradients have landed.
+    3. update_order returns the groups, those the next forward needs first in front.
+    4. renew notes that a group's masters have changed; once for each group that is updated.
+    5. stepped notes that the step was taken, or skipped.
     """
 
-    def check_step(self) -> None:
-        """Raise if a step now would lose gradients."""
-
-    def wait_gradients(self) -> None:
-        """Return when all gradients have landed."""
-
-    def update_order(self) -> list[Group]:
-        """Return the groups, those the next forward needs first in front."""
-
-    def renew(self, group: Group) -> None:
-        """Note that the group's masters have changed."""
-
-    def stepped(self) -> None:
-        """Note that a step was taken, or skipped."""
+    def check_step(self) -> None: ...
+    def wait_gradients(self) -> None: ...
+    def update_order(self) -> list[Group]: ...
+    def renew(self, group: Group) -> None: ...
+    def stepped(self) -> None: ...
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
     """Wraps the user's optimizer; see the module's docstring."""
 
-    inner: torch.optim.Optimizer
-    max_grad_norm: float | None
-    loss_scale: LossScale | None
-    updater: Updater
-    backward_updates: BackwardUpdates | None  # None: updates wait for step()
-    grad_norm: torch.Tensor | None  # of the last step that clipped or scaled, before clipping
-
-    def __init__(
-        self,
-        updater: Updater,
-        gradients: Gradients,
-        schedule: Schedule,
-        world: World,
-        *,
-        max_grad_norm: float | None,
-        loss_scale: LossScale | None,
-    ) -> None:
+    def __init__(self, updater: Updater, gradients: Gradients, schedule: Schedule, max_grad_norm: float | None) -> None:
         self._is_built = False
         self._is_retired = False
         self.inner = updater.inner
         self.updater = updater
-        self.backward_updates = None
+        self.backward_updates: BackwardUpdates | None = None  # None: updates wait for step()
         self._gradients = gradients
         self._schedule = schedule
-        self._world = world
         self.max_grad_norm = max_grad_norm
-        self.loss_scale = loss_scale
-        self.grad_norm = None
+        self.loss_scale = gradients.loss_scale
+        self.grad_norm: torch.Tensor | None = None  # of the last step that clipped or scaled, before clipping
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
+        world = gradients.wires.world
         self._num_threads = thread_budget(world.local_size) if world.device.type == "cpu" else 1
         move_step_hooks(self.inner, self)  # once a step, not once a group
         self._is_built = True
@@ -135,8 +112,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def begin_backward_updates(self, *, knows_last_pass: bool, may_speculate: bool) -> BackwardUpdates | None:
         """Let updates begin inside backward from now on, if it is known which is the last pass of a step and nothing
-        has to wait for step(). With clipping they are speculative. Returns what backward reports groups to; None if
-        all updates wait for step()."""
+        has to wait for step(). Returns what backward reports groups to; None if all updates wait for step()."""
         is_speculative = self.max_grad_norm is not None
         waits_for_step = (
             self.updater.offload is None
@@ -196,19 +172,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _is_skipped(self) -> bool:
         """Take the norm where one is asked for; True if gradients overflowed and this step must not happen."""
+        gradients = self._gradients
         if self.loss_scale is not None:
-            self._gradients.factor = self._gradients.factor / self.loss_scale.value
-        if self.max_grad_norm is not None:
-            self.grad_norm = self._gradients.clip(self.max_grad_norm)
-        elif self.loss_scale is not None:
-            self.grad_norm = self._gradients.total_norm()
+            gradients.factor = gradients.factor / self.loss_scale.value
+        elif self.max_grad_norm is None:
+            return False
+        self.grad_norm = gradients.total_norm() if self.max_grad_norm is None else gradients.clip(self.max_grad_norm)
         if self.loss_scale is None:
             return False
-        assert self.grad_norm is not None
         overflowed = not bool(torch.isfinite(self.grad_norm))
         self.loss_scale.update(overflowed=overflowed)
         if overflowed:
-            self._gradients.take_factor()
+            gradients.take_factor()
         return overflowed
 
     @torch.no_grad()
@@ -241,13 +216,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         state holds this rank's interval of it, and loads on the same rank of as many ranks."""
         self.check_consistent("state_dict()")
         self.synchronize()
-        return save_states(self.updater, self._world, self.loss_scale)
+        return save_states(self.updater, self._gradients)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict returned; everything is checked before anything changes."""
         self.check_consistent("load_state_dict()")
         self.synchronize()
-        load_states(self.updater, self._world, self.loss_scale, state_dict)
+        load_states(self.updater, self._gradients, state_dict)
         for group in self._schedule.update_order():
             self._schedule.renew(group)
 
@@ -260,3 +235,66 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise MisuseError("a prepared optimizer cannot be copied or pickled: use zerostd.save, or its state_dict()")
+
+
+class LateOptimizer:
+    """Takes over an optimizer that was made after the model was prepared, at its first step.
+
+    torch calls a hook before any optimizer's step. If the optimizer's parameters are ours, our step is run in its
+    stead: the inner step that follows finds no parameters and does nothing. The user's optimizer stays theirs.
+    """
+
+    def __init__(self, make: Callable[[torch.optim.Optimizer], ZeroOptimizer], gradients: Gradients) -> None:
+        self._make = make
+        self._ours = {p for group in gradients.groups for flat in group.flats for p in flat.parameters}
+        self._prepared: ZeroOptimizer | None = None
+        self._is_stepping = False
+        self._hidden: list[dict[str, Any]] | None = None
+        self._removables = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+
+    def end(self) -> None:
+        """Stop watching."""
+        for removable in self._removables:
+            removable.remove()
+        if self._prepared is not None:
+            for name in ("state_dict", "load_state_dict"):
+                self._prepared.inner.__dict__.pop(name, None)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if self._is_stepping or isinstance(optimizer, ZeroOptimizer):
+            return None
+        if not any(p in self._ours for group in optimizer.param_groups for p in group["params"]):
+            return None
+        if self._prepared is None:
+            foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in self._ours]
+            if foreign:
+                raise MisuseError(
+                    f"an optimizer mixes parameters of a prepared model with {len(foreign)} others, the first of shape "
+                    f"{tuple(foreign[0].shape)}: give them an optimizer of their own"
+                )
+            check_elementwise(optimizer)
+            self._prepared = self._make(optimizer)
+            optimizer.state_dict = self._prepared.state_dict  # type: ignore[method-assign]
+            optimizer.load_state_dict = self._prepared.load_state_dict  # type: ignore[method-assign]
+        elif self._prepared.inner is not optimizer:
+            raise MisuseError(
+                "a second optimizer steps on the parameters of one prepared model: prepare the model with one "
+                "optimizer that has several param_groups"
+            )
+        self._is_stepping = True
+        try:
+            loss = self._prepared.step(*args[1:], **kwargs)
+        finally:
+            self._is_stepping = False
+        self._hidden = optimizer.param_groups
+        optimizer.param_groups = [{**group, "params": []} for group in self._hidden]
+        return (optimizer,), ({"closure": lambda: loss} if args[1:] or kwargs else {})
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        is_ours = self._prepared is not None and self._prepared.inner is optimizer
+        if is_ours and self._hidden is not None and not self._is_stepping:
+            optimizer.param_groups = self._hidden
+            self._hidden = None

@@ -1,26 +1,35 @@
-"""Spans: the stretches of a region that are updated together, as few and as long as possible.
+"""Spans, the stretches of a region that are updated together, and what a step asks of them.
 
 Neighbouring parameters with equal options whose states are in one shard form one span, so an optimizer sees long flat
 tensors instead of many small ones. When some parameters of a span get no gradient in a step, the span is cut there, and
 its states with it: untouched parameters stay untouched and keep their own step count.
+
+Updates go on after step() has returned, when a scheduler may have changed the user's options already, and a commit the
+tensors of a shard: a task fixes both when the update is asked for. `Updater` makes one for each span off the device.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerostd.parameters import Flat
+from zerostd.kernels import Rule
+from zerostd.parameters import Flat, Group
 from zerostd.parameters.state_shard import MASTER, StateShard
+from zerostd.policy import Route, Tier
 from zerostd.sharding import Piece
+from zerostd.tiers import AllOf, Done, QueuedTransfer, TierTensor, Transfer, Worker, record_event
 
+Options = dict[str, Any]  # of one param_group
 ScalarStates = dict[str, Any]  # states of one value for all elements, such as the count of steps
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -30,10 +39,15 @@ class UpdateSpan:
     pieces: tuple[Piece, ...]  # without gaps
     param_group: int  # index of the user's param_group
     shard: StateShard
-    tensor: torch.Tensor | None  # resident only: its part of the master, the key of its states
+    tensor: torch.Tensor | None = field(init=False, default=None)  # resident only: its master, the key of its states
     scalars: ScalarStates | None = None  # not resident: None before the first update
     speculative_scalars: ScalarStates | None = None  # as a speculative update left them
     is_committed: bool = False  # the speculative update counts, as soon as it is done
+
+    def __post_init__(self) -> None:
+        if self.shard.is_resident:
+            assert self.shard.master.tensor is not None
+            self.tensor = self.shard.master.tensor[self.in_shard].detach()
 
     @property
     def region(self) -> slice:
@@ -47,7 +61,6 @@ class UpdateSpan:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return sum(piece.numel for piece in self.pieces)
 
     def part_of(self, piece: Piece) -> slice:
@@ -71,16 +84,15 @@ class UpdateSpan:
     def finish_commit(self) -> None:
         """Take the scalar states of a committed speculative update over; it must be done."""
         if self.is_committed:
-            self.scalars = self.speculative_scalars
-            self.speculative_scalars = None
+            self.keep(self.speculative_scalars, is_speculative=False)
             self.is_committed = False
 
 
 class UpdateSpans:
-    """The spans of one flat. `state` is the inner optimizer's, keyed by the tensors of resident spans."""
+    """The spans of one flat. `param_groups` has an index for each parameter; None: the user's optimizer does not have
+    it. `state` is the inner optimizer's, keyed by the tensors of resident spans."""
 
     def __init__(self, flat: Flat, param_groups: Sequence[int | None], state: MutableMapping[Any, Any]) -> None:
-        """`param_groups` has an index for each parameter; None: the user's optimizer does not have it."""
         self.flat = flat
         self.state = state
         self._spans: list[UpdateSpan] = []
@@ -88,7 +100,7 @@ class UpdateSpans:
         for shard in flat.state_shards:
             for index, pieces in groupby(_pieces_in(shard, region), lambda piece: param_groups[piece.index]):
                 if index is not None:
-                    self._spans.append(_make_span(tuple(pieces), index, shard))
+                    self._spans.append(UpdateSpan(tuple(pieces), index, shard))
 
     def __iter__(self) -> Iterator[UpdateSpan]:
         return iter(self._spans)
@@ -108,13 +120,16 @@ class UpdateSpans:
         if len(cuts) == 1:
             return [span]
         span.finish_commit()
-        parts = [_make_span(pieces, span.param_group, span.shard) for pieces in cuts]
+        parts = [UpdateSpan(pieces, span.param_group, span.shard) for pieces in cuts]
         states = self.state.pop(span.tensor, None) if span.tensor is not None else None
         for part in parts:
             part.scalars = copy.deepcopy(span.scalars)
             if states and span.tensor is not None:
                 start = part.region.start - span.region.start
-                self.state[part.tensor] = _slice_states(states, span.tensor, slice(start, start + part.numel))
+                self.state[part.tensor] = {
+                    key: value[start : start + part.numel] if _is_as_long(value, span.tensor) else copy.deepcopy(value)
+                    for key, value in states.items()
+                }
         return parts
 
     def by_parameter(self) -> dict[nn.Parameter, list[tuple[UpdateSpan, Piece]]]:
@@ -125,25 +140,33 @@ class UpdateSpans:
                 places.setdefault(self.flat.parameters[piece.index], []).append((span, piece))
         return places
 
+    def long_states(self, span: UpdateSpan) -> dict[str, tuple[TierTensor, int]]:
+        """Return the states of a span that have a value for each element, and where in them it begins."""
+        span.finish_commit()
+        if span.tensor is None:
+            tensors = span.shard.tensors.items() if span.scalars is not None else ()
+            return {name: (tensor, span.in_shard.start) for name, tensor in tensors if name != MASTER}
+        return {
+            name: (TierTensor(value.numel(), value.dtype, Tier.DEVICE, value), 0)
+            for name, value in self.state.get(span.tensor, {}).items()
+            if _is_as_long(value, span.tensor)
+        }
+
+    def scalar_states(self, span: UpdateSpan) -> ScalarStates:
+        """Return copies of the other states of a span."""
+        span.finish_commit()
+        if span.tensor is None:
+            return copy.deepcopy(span.scalars or {})
+        states = self.state.get(span.tensor, {})
+        return {name: copy.deepcopy(value) for name, value in states.items() if not _is_as_long(value, span.tensor)}
+
     def read(self, span: UpdateSpan, piece: Piece) -> dict[str, Any]:
         """Return the states of one piece of a span, in memory."""
-        part = span.part_of(piece)
-        if span.tensor is not None:
-            return _slice_states(self.state.get(span.tensor, {}), span.tensor, part)
-        span.finish_commit()
-        if span.scalars is None:
-            return {}
-        place = span.part_in_shard(part)
-        tensors = {name: tensor.read(place) for name, tensor in span.shard.tensors.items() if name != MASTER}
-        return {**copy.deepcopy(span.scalars), **tensors}
-
-
-def _make_span(pieces: tuple[Piece, ...], param_group: int, shard: StateShard) -> UpdateSpan:
-    span = UpdateSpan(pieces, param_group, shard, None)
-    if shard.is_resident:
-        assert shard.master.tensor is not None
-        span.tensor = shard.master.tensor[span.in_shard].detach()
-    return span
+        states = self.scalar_states(span)
+        for name, (tensor, base) in self.long_states(span).items():
+            start = base + span.part_of(piece).start
+            states[name] = tensor.read(slice(start, start + piece.numel))
+        return states
 
 
 def _pieces_in(shard: StateShard, pieces: Sequence[Piece]) -> Iterator[Piece]:
@@ -156,9 +179,96 @@ def _pieces_in(shard: StateShard, pieces: Sequence[Piece]) -> Iterator[Piece]:
             yield replace(piece, start=start, stop=start + high - low, offset=low)
 
 
-def _slice_states(states: dict[str, Any], whole: torch.Tensor, part: slice) -> dict[str, Any]:
-    """Return the states of a part: tensors as long as the whole are sliced, anything else is copied."""
-    return {
-        key: value[part] if isinstance(value, torch.Tensor) and value.shape == whole.shape else copy.deepcopy(value)
-        for key, value in states.items()
-    }
+def _is_as_long(value: Any, tensor: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == tensor.shape
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Options and factor of one step, shared by its updates."""
+
+    param_groups: list[Options]  # a snapshot, without "params"
+    factor: torch.Tensor | None = None  # on the gradients: one element, fp32, on the device; None: one
+    host_factor: torch.Tensor | None = None  # the same, in host memory
+    arrived: Transfer = field(default_factory=Done)  # when `host_factor` is there
+    written: dict[int, Options] = field(default_factory=dict)  # param_groups as an update has left them, by index
+
+    def read_factor(self) -> float:
+        """Return the factor as a number; holds the calling thread until it has arrived."""
+        if self.host_factor is None:
+            return 1.0
+        self.arrived.synchronize()
+        return self.host_factor.item()
+
+
+def snapshot(param_groups: Sequence[Options]) -> list[Options]:
+    """Return the options as they are now, without parameters; later changes do not reach it."""
+    return [copy_values({key: value for key, value in group.items() if key != "params"}) for group in param_groups]
+
+
+def copy_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values as they are now: tensors are cloned."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateTask:
+    """The update of one span by one step."""
+
+    group: Group
+    flat: Flat
+    span: UpdateSpan
+    options: StepOptions
+    step: int  # that asks for it, as events count
+    source: dict[str, TierTensor]  # those of the moment: a commit may exchange the shard's before it is carried out
+    target: dict[str, TierTensor]  # the source itself, or the spare tensors
+    asked: Transfer  # the device's work so far: parameters are read no more, and the factor is known
+    gradient: torch.Tensor  # of the span; on the host for the CPU
+    ready: Transfer  # when the update can begin
+    weights: torch.Tensor | None  # where new parameters belong; None: on disk, or the master is the parameter
+    host_weights: torch.Tensor | None = None  # CPU only: where it writes them; they go to `weights` from there
+    rule: Rule | None = None  # CPU only; None: a clone of the user's optimizer does the arithmetic
+    transfer: QueuedTransfer = field(default_factory=QueuedTransfer)  # done when new parameters are where they belong
+
+    @classmethod
+    def make(
+        cls, group: Group, flat: Flat, span: UpdateSpan, options: StepOptions, *, step: int, is_speculative: bool
+    ) -> UpdateTask:
+        """Fix the update of a span as of now. It can begin when the gradient is there and the device has come to this
+        point. The gradient may be there long before: begun then, the update would hold up its stream, and everything
+        behind it."""
+        span.finish_commit()
+        shard = span.shard
+        target = shard.spare if is_speculative else shard.tensors
+        asked = record_event(flat.full.device)
+        assert flat.gradient is not None
+        if shard.route is Route.CPU:
+            gradient, arrived = flat.gradient.host_view(span.region)
+        else:
+            gradient = flat.gradient.current[span.region]
+            arrived = flat.gradient.arrived
+        place = None if shard.holds_parameters else flat.parameters_of(shard)
+        weights = None if place is None else place[span.in_shard]
+        ready = AllOf(arrived, asked)
+        return cls(group, flat, span, options, step, shard.tensors, target, asked, gradient, ready, weights)
+
+    @property
+    def is_speculative(self) -> bool:
+        return self.target is not self.source  # and counts only if it is committed
+
+    def submit(self, worker: Worker, update_tile: Callable[[UpdateTask, slice], None], tile_numel: int) -> Transfer:
+        """Let a thread update the span tile by tile, so that what is needed sooner can come in between: groups that
+        forward needs first go first. Tiles are slices that count from the span's start."""
+        numel = self.span.numel
+        tiles = [slice(start, min(numel, start + tile_numel)) for start in range(0, numel, tile_numel)]
+        parts = [partial(update_tile, self, tile) for tile in tiles]
+        self.transfer.work = worker.submit_parts(parts, self.group.place, self.ready)
+        return self.transfer
+
+    def tensors_of(self, tile: slice) -> tuple[Tensors, Tensors]:
+        """Return what a tile reads and what it writes, where they are in memory."""
+        part = self.span.part_in_shard(tile)
+        source = {name: tensor.tensor[part] for name, tensor in self.source.items() if tensor.tensor is not None}
+        if not self.is_speculative:
+            return source, source
+        return source, {name: tensor.tensor[part] for name, tensor in self.target.items() if tensor.tensor is not None}

@@ -1,36 +1,36 @@
-"""Optimizer states to torch's state_dict format and back, parameter by parameter.
+"""Optimizer states to torch's state_dict format and back, parameter by parameter; and what checkpoints store.
 
 Spans are ours; users know parameters. Saving cuts each span's states at parameter boundaries, loading puts them
 together again. 16-bit parameters also have `master`, the fp32 values behind the rounded ones. `take_states` and
-`replace_states` carry the states of one flat over a move to another home.
+`replace_states` carry the states of one flat over a move to another home. Checkpoints store long states and gradients
+as intervals of the tensors they are kept in, and scalar states by name of parameter.
 """
 
-from __future__ import annotations
-
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerostd.communication import World
 from zerostd.errors import MisuseError
-from zerostd.optimizers.scaling import LossScale
+from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.spans import UpdateSpan, UpdateSpans
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
+from zerostd.parameters.saved_intervals import SavedInterval, owned_pieces
 from zerostd.parameters.state_shard import MASTER
-from zerostd.policy import Route
+from zerostd.policy import Route, Tier
 from zerostd.sharding import Piece
+from zerostd.tiers import TierTensor
 
 States = dict[str, Any]
 Places = list[tuple[UpdateSpan, Piece]]
 
 
-def save_states(updater: Updater, world: World, loss_scale: LossScale | None) -> dict[str, Any]:
+def save_states(updater: Updater, gradients: Gradients) -> dict[str, Any]:
     """Return the inner optimizer's state_dict as if it had been built on the user's parameters."""
-    numbers = {parameter: number for number, parameter in enumerate(updater.parameters())}
+    numbers = {parameter: number for number, parameter in enumerate(updater.param_group_of)}
     saved: dict[int, States] = {}
     intervals: dict[int, tuple[int, int]] = {}
     for spans in updater.spans.values():
@@ -41,14 +41,13 @@ def save_states(updater: Updater, world: World, loss_scale: LossScale | None) ->
             if states:
                 saved[number] = {key: _shaped(value, parameter) for key, value in states.items()}
     groups = []
-    count = 0
     for group in updater.user_groups:
         options = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**options, "params": list(range(count, count + len(group["params"])))})
-        count += len(group["params"])
+        groups.append({**options, "params": [numbers[parameter] for parameter in group["params"]]})
+    world = gradients.wires.world
     ours = {"rank": world.rank, "size": world.size, "intervals": intervals}
-    if loss_scale is not None:
-        ours["loss_scale"] = asdict(loss_scale)
+    if gradients.loss_scale is not None:
+        ours["loss_scale"] = asdict(gradients.loss_scale)
     return {"state": dict(sorted(saved.items())), "param_groups": groups, "zerostd": ours}
 
 
@@ -58,7 +57,7 @@ def _interval(places: Places) -> tuple[int, int]:
 
 
 def _read(spans: UpdateSpans, places: Places) -> States:
-    """Return the states of one parameter: long ones end to end, scalar ones as they are in the first place."""
+    """Return the states of one parameter: views of long ones, end to end; copies of scalar ones in the first place."""
     parts = []
     for span, piece in places:
         states = spans.read(span, piece)
@@ -80,11 +79,12 @@ def _is_long(value: Any) -> bool:
 def _shaped(value: Any, parameter: nn.Parameter) -> Any:
     if _is_long(value) and value.numel() == parameter.numel():
         return value.reshape(parameter.shape).clone()
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    return value.clone() if _is_long(value) else value
 
 
-def load_states(updater: Updater, world: World, loss_scale: LossScale | None, state_dict: dict[str, Any]) -> None:
+def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, Any]) -> None:
     """Take over what `save_states` gave on the same rank, or a plain torch state_dict in a world of one."""
+    world = gradients.wires.world
     ours = state_dict.get("zerostd", {"rank": 0, "size": 1})
     groups = state_dict["param_groups"]
     if (ours["rank"], ours["size"]) != (world.rank, world.size):
@@ -96,44 +96,36 @@ def load_states(updater: Updater, world: World, loss_scale: LossScale | None, st
     wanted = [len(group["params"]) for group in updater.user_groups]
     if sizes != wanted:
         raise MisuseError(f"param_groups have {sizes} parameters in the state and {wanted} in this optimizer")
-    saved = {p: state_dict["state"].get(number, {}) for number, p in enumerate(updater.parameters())}
+    saved = {p: state_dict["state"].get(number, {}) for number, p in enumerate(updater.param_group_of)}
     for spans in updater.spans.values():
         for parameter, places in spans.by_parameter().items():
-            _check_lengths(parameter, places, saved[parameter])
+            start, stop = _interval(places)
+            for key, value in saved[parameter].items():
+                if _is_long(value) and value.numel() != stop - start:
+                    raise MisuseError(
+                        f"state {key!r} of a parameter of shape {tuple(parameter.shape)} has {value.numel()} elements, "
+                        f"this rank's interval has {stop - start}: it was saved from another model, stage or world size"
+                    )
     for user, group in zip(updater.user_groups, groups, strict=True):
         user.update({key: value for key, value in group.items() if key != "params"})
-    if loss_scale is not None:
+    if gradients.loss_scale is not None:
         for key, value in ours.get("loss_scale", {}).items():
-            setattr(loss_scale, key, value)
+            setattr(gradients.loss_scale, key, value)
     put_states(updater, saved)
-
-
-def _check_lengths(parameter: nn.Parameter, places: Places, states: States) -> None:
-    start, stop = _interval(places)
-    for key, value in states.items():
-        if _is_long(value) and value.numel() != stop - start:
-            raise MisuseError(
-                f"state {key!r} of a parameter of shape {tuple(parameter.shape)} has {value.numel()} elements, "
-                f"this rank's interval has {stop - start}: it was saved from another model, stage or world size"
-            )
 
 
 @torch.no_grad()
 def put_states(updater: Updater, saved: Mapping[nn.Parameter, States]) -> None:
     """Fill the spans with states by parameter, each either whole or just this rank's interval of it."""
     updater.inner.state.clear()
-    saved = {parameter: _with_long(updater, parameter, states) for parameter, states in saved.items()}
+    saved = dict(saved)
+    long_names = {*updater.states, MASTER}
+    for parameter in [parameter for parameter in saved if not parameter.dim()]:  # long states look like scalar ones
+        states = saved[parameter].items()
+        saved[parameter] = {key: value.reshape(-1) if key in long_names else value for key, value in states}
     for flat, spans in updater.spans.items():
         _fill(updater, spans, saved)
         flat.round_masters()
-
-
-def _with_long(updater: Updater, parameter: nn.Parameter, states: States) -> States:
-    """Give long states of a parameter that is one number a length: without one they look like scalar states."""
-    if parameter.dim():
-        return states
-    long_names = {*updater.states, MASTER}
-    return {key: value.reshape(-1) if key in long_names else value for key, value in states.items()}
 
 
 @torch.no_grad()
@@ -144,7 +136,8 @@ def take_states(updater: Updater, flat: Flat) -> dict[nn.Parameter, States]:
     for parameter, places in spans.by_parameter().items():
         states = _read(spans, places)
         states.pop(MASTER, None)
-        saved[parameter] = {key: _copied(value) for key, value in states.items()}
+        pairs = states.items()
+        saved[parameter] = {key: value.to("cpu", copy=True) if _is_long(value) else value for key, value in pairs}
     _forget(updater, flat)
     return saved
 
@@ -163,16 +156,10 @@ def _forget(updater: Updater, flat: Flat) -> None:
             updater.inner.state.pop(span.tensor, None)
 
 
-def _copied(value: Any) -> Any:
-    """Return a copy that does not need the memory it was in."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.to("cpu", copy=True) if value.dim() else value.clone()
-
-
 def _fill(updater: Updater, spans: UpdateSpans, saved: Mapping[nn.Parameter, States]) -> None:
-    """Fill the spans of one flat, which have no states yet."""
-    spans.cut([_label(saved.get(parameter, {})) for parameter in spans.flat.parameters])
+    """Fill the spans of one flat, which have no states yet. Parameters with equal scalar states share a span."""
+    states = [saved.get(parameter, {}) for parameter in spans.flat.parameters]
+    spans.cut([tuple((key, str(value)) for key, value in of.items() if not _is_long(value)) for of in states])
     for span in spans:
         span.scalars = None
     for parameter, places in spans.by_parameter().items():
@@ -185,11 +172,6 @@ def _fill(updater: Updater, spans: UpdateSpans, saved: Mapping[nn.Parameter, Sta
                     _put_long(updater, span, piece, key, part)
                 else:
                     _put_scalar(updater, span, key, value)
-
-
-def _label(states: States) -> Hashable:
-    """Return what must be equal for parameters to share a span: their scalar states."""
-    return tuple((key, str(value)) for key, value in states.items() if not _is_long(value))
 
 
 def _put_long(updater: Updater, span: UpdateSpan, piece: Piece, key: str, values: torch.Tensor) -> None:
@@ -208,7 +190,7 @@ def _put_long(updater: Updater, span: UpdateSpan, piece: Piece, key: str, values
             f"the state {key!r} has no place off the device, since the optimizer did not make one in its trial at "
             "prepare: it was saved by another optimizer, or with other options"
         )
-    span.scalars = {} if span.scalars is None else span.scalars
+    span.scalars = span.scalars or {}
     span.shard.tensors[key].write(span.part_in_shard(part), values)
 
 
@@ -226,3 +208,63 @@ def _put_scalar(updater: Updater, span: UpdateSpan, key: str, value: Any) -> Non
         follows = follows and span.shard.route is Route.STREAMED
         scalar = scalar.to(updater.scratch.device if follows else "cpu")
     span.scalars = {**(span.scalars or {}), key: scalar}
+
+
+def state_records(updater: Updater, flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
+    """Yield the long states of a trained flat's parameters, as far as this rank owns them."""
+    spans = updater.spans[flat]
+    for span in spans:
+        states = spans.long_states(span)
+        for piece, low, high in owned_pieces(flat, rank, span.pieces):
+            interval = flat.layout.intervals[piece.index]
+            start = piece.start + low
+            stop = piece.start + high
+            for name, (tensor, base) in states.items():
+                offset = base + span.part_of(piece).start + low
+                yield SavedInterval("state", interval.name, interval.shape, start, stop, tensor, offset, name, group)
+
+
+def gradient_records(flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
+    """Yield what the passes of an incomplete step have brought for a flat's parameters, as far as this rank owns it;
+    parameters without elements are rank 0's."""
+    tensor = gradient_tensor(flat)
+    empty = [index for index, interval in enumerate(flat.layout.intervals) if rank == 0 and not interval.numel]
+    places = [(index, 0, 0, 0) for index in empty]
+    for piece, low, high in owned_pieces(flat, rank):
+        places.append((piece.index, piece.start + low, piece.start + high, piece.offset + low))
+    for index, start, stop, offset in places:
+        if flat.parameters[index].grad is not None:
+            interval = flat.layout.intervals[index]
+            yield SavedInterval("gradient", interval.name, interval.shape, start, stop, tensor, offset, group=group)
+
+
+def gradient_tensor(flat: Flat, dtypes: Collection[torch.dtype] = ()) -> TierTensor:
+    """Return the gradient of a flat's region where it is kept, in a form that loses nothing of these dtypes."""
+    gradient = flat.gradient
+    assert gradient is not None
+    if any(torch.promote_types(dtype, gradient.rest_dtype) != gradient.rest_dtype for dtype in dtypes):
+        gradient.use_sum()
+    rest = gradient.wait_landed()
+    return TierTensor(rest.numel(), rest.dtype, Tier.HOST if gradient.is_on_host else Tier.DEVICE, rest)
+
+
+def scalar_states(updater: Updater, rank: int) -> dict[str, dict[str, Any]]:
+    """Return scalar states, such as counts of steps, by name of parameter, as far as this rank owns any of it."""
+    by_name: dict[str, dict[str, Any]] = {}
+    for flat, spans in updater.spans.items():
+        owned = {piece.index for piece, _, _ in owned_pieces(flat, rank)}
+        for span in spans:
+            scalars = {
+                key: value.detach().cpu() if isinstance(value, torch.Tensor) else value
+                for key, value in spans.scalar_states(span).items()
+            }
+            if scalars:
+                names = [flat.layout.intervals[piece.index].name for piece in span.pieces if piece.index in owned]
+                by_name |= dict.fromkeys(names, scalars)
+    return by_name
+
+
+def updated_intervals(flat: Flat) -> list[tuple[str, int, int]]:
+    """Return the elements of each parameter that this rank updates: name, start, stop."""
+    pieces = flat.layout.pieces(flat.region)
+    return [(flat.layout.intervals[piece.index].name, piece.start, piece.stop) for piece in pieces]

@@ -8,62 +8,102 @@ tiles into the streams as slots become free, and not before: until then, what fo
 The arithmetic is the user's optimizer on the device, as for resident states: the same bits.
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch.optim import Optimizer
 
-from zerostd.monitoring import Ledger
-from zerostd.optimizers.arithmetic import OptimizerClone
-from zerostd.optimizers.spans import ScalarStates
-from zerostd.optimizers.staging import NUM_SLOTS, StagingSlot
-from zerostd.optimizers.tasks import Tensors, UpdateTask
-from zerostd.parameters.state_shard import MASTER
+from zerostd.optimizers.elementwise import clone_optimizer, update_by_clone
+from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask
+from zerostd.parameters.state_shard import MASTER, StateShard
 from zerostd.policy import Kind, Tier
-from zerostd.tiers import Streams, Transfer, Worker
+from zerostd.sharding import Portion
+from zerostd.sharding.portions import UNIT
+from zerostd.tiers import Streams, TierAllocator, TierTensor, Transfer, Worker
 from zerostd.tiers.debug import DEBUG
 
 UP = (Tier.HOST.value, Tier.DEVICE.value)
 DOWN = (Tier.DEVICE.value, Tier.HOST.value)
 TILE_NUMEL = 8 << 20
+NUM_SLOTS = 4
+FEW = 4  # tiles that a shard is cut into if one tile could hold it
+LEAST = 1 << 16
 GRADIENT = "(gradient)"  # in a slot, beside master and states: as the update reads it
 LANDING = "(landing)"  # likewise: gradients that come from the host, and parameters that go there
 
 
+@dataclass(eq=False)
+class StagingSlot:
+    """Memory that states pass through, for one tile, and what is on its way in and out."""
+
+    memory: Tensors  # bytes, by name
+    reads: list[Transfer] = field(default_factory=list)
+    writes: list[Transfer] = field(default_factory=list)
+    task: UpdateTask | None = None  # whose tile is in it: what it reads and writes must stay as long
+    block: slice = field(default_factory=lambda: slice(0, 0))  # from disk: what it holds of the task's shard
+
+    def wait_writes(self) -> None:
+        """Return when nothing is on its way out."""
+        for write in self.writes:
+            write.synchronize()
+        self.writes.clear()
+
+    def views(self, tensors: Mapping[str, torch.Tensor | TierTensor], numel: int) -> Tensors:
+        """Return the memory as tensors of the dtypes of `tensors`."""
+        return {name: self.view(name, tensor.dtype, numel) for name, tensor in tensors.items()}
+
+    def view(self, name: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        return self.memory[name][: numel * dtype.itemsize].view(dtype)
+
+
+def tile_numel(most: int, stretches: Iterable[Portion | StateShard]) -> int:
+    """Return the elements of a tile: `most`, or fewer where that would be one tile for the longest stretch, so that
+    buffers stay small beside what they serve. 0 if there is none."""
+    longest = max((stretch.numel for stretch in stretches), default=0)
+    if longest >= most:
+        return most
+    return min(most, -(-max(LEAST, -(-longest // FEW)) // UNIT) * UNIT, -(-longest // UNIT) * UNIT)
+
+
+def widest_dtypes(shards: Iterable[StateShard]) -> dict[str, torch.dtype]:
+    """Return the widest dtype of each tensor of the shards, by name."""
+    dtypes: dict[str, torch.dtype] = {}
+    for shard in shards:
+        for name, tensor in shard.tensors.items():
+            dtypes[name] = torch.promote_types(dtypes.get(name, tensor.dtype), tensor.dtype)
+    return dtypes
+
+
 class StreamedUpdater:
-    """Updates tiles on the device, in a thread of its own."""
+    """Updates tiles of `shards` on the device, in a thread of its own."""
 
     def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        dtypes: Mapping[str, torch.dtype],
-        tile_numel: int,
-        device: torch.device,
-        streams: Streams,
-        ledger: Ledger,
+        self, inner: Optimizer, shards: list[StateShard], tile_numel: int, allocator: TierAllocator, streams: Streams
     ) -> None:
-        """`dtypes` are those of master and states, the widest of each."""
-        self.worker = Worker("the update on the device of states in host memory", device)
-        self.clone = OptimizerClone(inner)
+        self.device = allocator.device
+        self.worker = Worker("the update on the device of states in host memory", self.device)
+        self.clone = clone_optimizer(inner)
         self.tile_numel = tile_numel
         self.streams = streams
-        self.device = device
-        self.ledger = ledger
+        self.ledger = allocator.ledger
         self.busy_s = 0.0  # that the thread has worked or waited for slots, in all
         self._turn = 0
+        dtypes = widest_dtypes(shards)
         sizes = {name: tile_numel * dtype.itemsize for name, dtype in _slot_dtypes(dtypes).items()}
         self._slots = [
-            StagingSlot({name: torch.empty(size, dtype=torch.uint8, device=device) for name, size in sizes.items()})
+            StagingSlot(
+                {name: torch.empty(size, dtype=torch.uint8, device=self.device) for name, size in sizes.items()}
+            )
             for _ in range(NUM_SLOTS)
         ]
-        ledger.enter(Kind.BUFFERS, self.buffer_bytes(dtypes, tile_numel))
+        self.ledger.enter(Kind.BUFFERS, self.buffer_bytes(dtypes, tile_numel))
 
     @staticmethod
     def buffer_bytes(dtypes: Mapping[str, torch.dtype], tile_numel: int) -> int:
-        """Return the bytes that the slots take on the device."""
+        """Return the bytes that the slots take on the device; `dtypes` are those of master and states."""
         return NUM_SLOTS * tile_numel * sum(dtype.itemsize for dtype in _slot_dtypes(dtypes).values())
 
     def close(self) -> None:
@@ -73,18 +113,15 @@ class StreamedUpdater:
         self._slots = []
 
     def launch(self, task: UpdateTask) -> Transfer:
-        """Start an update of states on the host; done when the new parameters are where they belong."""
-        numel = task.span.numel
-        tiles = [slice(start, min(numel, start + self.tile_numel)) for start in range(0, numel, self.tile_numel)]
-        return task.submit(self.worker, [partial(self._do, task, tile) for tile in tiles])
+        """Start an update; done when the new parameters are where they belong."""
+        return task.submit(self.worker, self._do, self.tile_numel)
 
     # In the thread
 
     def _do(self, task: UpdateTask, tile: slice) -> None:
         begun = time.perf_counter()
         span = task.span
-        source = task.source_tile(tile)
-        target = task.target_tile(tile)
+        source, target = task.tensors_of(tile)
         scalars, landed = self.update_tile(task, tile, source, target, after=span.shard.landed)
         if tile.stop == span.numel:
             span.shard.landed = landed
@@ -96,8 +133,8 @@ class StreamedUpdater:
     ) -> tuple[ScalarStates, Transfer]:
         """Update one tile of states on the host, which come up when `after` is over. Returns the scalar states, and
         when the new states are home."""
-        span = task.span
-        slot = self._next_slot()
+        self._turn = (self._turn + 1) % NUM_SLOTS
+        slot = self._slots[self._turn]
         slot.wait_writes()
         slot.task = task
         numel = tile.stop - tile.start
@@ -118,7 +155,7 @@ class StreamedUpdater:
         )
         with self.streams.up.after(after), within("transfer", "up", way=UP):
             for name, tensor in source.items():
-                if span.scalars is not None or name == MASTER:
+                if task.span.scalars is not None or name == MASTER:
                     staged[name].copy_(tensor, non_blocking=True)
             if incoming.device != self.device:
                 incoming = slot.view(LANDING, incoming.dtype, numel).copy_(incoming, non_blocking=True)
@@ -127,8 +164,7 @@ class StreamedUpdater:
             gradient.copy_(incoming)
             if task.options.factor is not None:
                 gradient.mul_(task.options.factor)
-            long_states = {name: tensor for name, tensor in staged.items() if name != MASTER}
-            scalars = self.clone.update(task.options, span.param_group, master, long_states, span.scalars, gradient)
+            scalars = update_by_clone(self.clone, task.options, task.span, staged, gradient)
             if weights is not None:
                 rounded = weights if is_on_device else slot.view(LANDING, weights.dtype, numel)
                 rounded.copy_(master)
@@ -144,10 +180,6 @@ class StreamedUpdater:
         slot.writes.append(landed)
         task.transfer.event = updated if is_on_device else landed
         return scalars, landed
-
-    def _next_slot(self) -> StagingSlot:
-        self._turn = (self._turn + 1) % NUM_SLOTS
-        return self._slots[self._turn]
 
 
 def _slot_dtypes(dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:

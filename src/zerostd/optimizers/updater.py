@@ -2,51 +2,124 @@
 
 Resident states: the user's own optimizer is called with that group's spans in its param_groups, so working memory is
 one group's gradient in fp32, and a group's new parameters can leave while the next one is updated. States elsewhere are
-updated by `OffloadUpdater`, beside it and beyond it: what is not done yet is left in `group.updates`. Seen from the
-optimizer it is one step all the same: options are those the user set, and counters in its param_groups move once.
+updated by `OffloadUpdater`, with one updater for each route that some shard takes, in threads beside the step and
+beyond it: what is not done yet is left in `group.updates`. Seen from the optimizer it is one step all the same: options
+are those the user set, and counters in its param_groups move once.
 """
 
-from __future__ import annotations
-
-import enum
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch.optim import Optimizer
 
 from zerostd.monitoring import Ledger
+from zerostd.optimizers import cpu_updater, streamed_updater
+from zerostd.optimizers.cpu_updater import CpuUpdater, DiskUpdater
 from zerostd.optimizers.elementwise import writes_options
-from zerostd.optimizers.offload_updater import OffloadUpdater
-from zerostd.optimizers.spans import UpdateSpan, UpdateSpans
-from zerostd.optimizers.tasks import StepOptions, UpdateTask, snapshot
+from zerostd.optimizers.spans import StepOptions, UpdateSpan, UpdateSpans, UpdateTask, snapshot
+from zerostd.optimizers.streamed_updater import NUM_SLOTS, StreamedUpdater, tile_numel
 from zerostd.parameters import Flat, Group
-from zerostd.policy import Kind
+from zerostd.policy import Kind, Route, Tier
+from zerostd.sharding import Portion
+from zerostd.tiers import Streams, TierAllocator, Transfer, record_event
+
+NUM_FACTORS = 4
+Scope = Literal["all", "speculative", "rest"]
 
 
-class Scope(enum.Enum):
-    """Which spans of a group are updated."""
+class OffloadUpdater:
+    """Sends each task to the updater of its shard's route."""
 
-    ALL = "all of them"
-    SPECULATIVE = "those with spare tensors: into these, for `commit_speculative` to make them count"
-    REST = "those without"
+    def __init__(
+        self, inner: Optimizer, groups: Sequence[Group], allocator: TierAllocator, streams: Streams, *, num_threads: int
+    ) -> None:
+        self.allocator = allocator
+        self.device = allocator.device
+        flats = [flat for group in groups for flat in group.trainable]
+        on_host = [(flat, shard) for flat in flats for shard in flat.state_shards if shard.tier is Tier.HOST]
+        on_disk = [(flat, shard) for flat in flats for shard in flat.state_shards if shard.tier is Tier.DISK]
+        streamed = [shard for _, shard in on_host if shard.route is Route.STREAMED]
+        self.cpu: CpuUpdater | None = None
+        self.streamed: StreamedUpdater | None = None
+        self.disk: DiskUpdater | None = None
+        if any(shard.route is Route.CPU for _, shard in on_host):
+            self.cpu = CpuUpdater(inner, on_host, allocator, streams, num_threads=num_threads)
+        if streamed:
+            numel = tile_numel(streamed_updater.TILE_NUMEL, streamed)
+            self.streamed = StreamedUpdater(inner, streamed, numel, allocator, streams)
+        if on_disk:
+            self.disk = DiskUpdater(inner, on_disk, allocator, streams, num_threads=num_threads)
+        for updater in self._updaters.values():
+            allocator.before_close(updater.worker.stop)
+        self._factors = allocator.host.allocate(NUM_FACTORS * 4, Kind.BUFFERS).view(torch.float32)
+        self._turn = 0
+
+    @staticmethod
+    def buffer_bytes(portions: Sequence[Portion], dtypes: Mapping[str, torch.dtype]) -> dict[Tier, int]:
+        """Return the bytes of all staging slots by tier; `dtypes` are those of master and states."""
+        on_disk = [portion for portion in portions if portion.tier is Tier.DISK]
+        disk_tile = tile_numel(cpu_updater.DISK_TILE_NUMEL, on_disk)
+        streamed = [portion for portion in portions if portion.route is Route.STREAMED]
+        from_host = [portion for portion in streamed if portion.tier is Tier.HOST]
+        on_device = tile_numel(streamed_updater.TILE_NUMEL, from_host)
+        if len(from_host) < len(streamed):
+            on_device += disk_tile
+        on_host = NUM_SLOTS * disk_tile * sum(dtype.itemsize for dtype in dtypes.values())
+        return {Tier.DEVICE: StreamedUpdater.buffer_bytes(dtypes, on_device), Tier.HOST: on_host}
+
+    def launch(self, task: UpdateTask) -> Transfer:
+        """Start the update of one span."""
+        shard = task.span.shard
+        updater = self.streamed if shard.route is Route.STREAMED else self.cpu
+        updater = self.disk if shard.tier is Tier.DISK else updater
+        assert updater is not None
+        return updater.launch(task)
+
+    @property
+    def _updaters(self) -> dict[str, CpuUpdater | StreamedUpdater]:
+        updaters = {"cpu": self.cpu, "streamed": self.streamed, "disk": self.disk}
+        return {name: updater for name, updater in updaters.items() if updater is not None}
+
+    def copy_to_host(self, factor: torch.Tensor) -> tuple[torch.Tensor, Transfer]:
+        """Start copying a factor to the host, for the threads that need it as a number; returns its memory there, and
+        when it has arrived."""
+        self._turn = (self._turn + 1) % NUM_FACTORS
+        memory = self._factors[self._turn]
+        memory.copy_(factor.reshape(()), non_blocking=True)
+        return memory, record_event(self.device)
+
+    def close(self) -> None:
+        """End the threads and give their memory back; nothing may be under way."""
+        for updater in self._updaters.values():
+            updater.close()
+        self.allocator.host.free(self._factors)
+
+    def drain(self) -> None:
+        """Return when every update so far is done; raise if one failed."""
+        for updater in self._updaters.values():
+            updater.worker.drain()
+        if self.disk is not None:
+            self.disk.wait_writes()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def busy(self) -> dict[str, float]:
+        """Return the seconds that each route's thread has worked since it was made."""
+        return {name: updater.busy_s for name, updater in self._updaters.items()}
+
+    def check(self) -> None:
+        """Raise if a thread has failed."""
+        for updater in self._updaters.values():
+            updater.worker.check()
 
 
 class Updater:
     """Updates groups."""
 
-    inner: torch.optim.Optimizer
-    user_groups: list[dict[str, Any]]  # the user's param_groups
-    spans: dict[Flat, UpdateSpans]
-    offload: OffloadUpdater | None  # for states off the device; None if there are none
-    counts_in_groups: bool  # a step changes param_groups, so it must be complete before they are read again
-    states: dict[str, torch.dtype]  # long states the optimizer will make, as far as known
-    scratch: torch.Tensor  # fp32, as long as the largest group's resident part: gradients as the update reads them
-    num_elements: int  # updated by this rank
-
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        inner: Optimizer,
         groups: tuple[Group, ...],
         device: torch.device,
         ledger: Ledger,
@@ -56,11 +129,12 @@ class Updater:
         self.inner = inner
         self.ledger = ledger
         self.user_groups = inner.param_groups
-        self.states = dict(states)
-        self._param_group_of = {p: index for index, group in enumerate(self.user_groups) for p in group["params"]}
+        self.states = dict(states)  # long ones that the optimizer will make, as far as known
+        self.param_group_of = {p: index for index, group in enumerate(self.user_groups) for p in group["params"]}
         flats = [flat for group in groups for flat in group.trainable]
         self.spans = {flat: self.make_spans(flat) for flat in flats}
-        self.num_elements = sum(flat.region.stop - flat.region.start for flat in flats)
+        self.num_elements = sum(flat.region.stop - flat.region.start for flat in flats)  # updated by this rank
+        # As long as the largest group's resident part: gradients as the update reads them
         self.scratch = torch.empty(0, dtype=torch.float32, device=device)
         self._num_counted = 0  # tensors with states that the ledger knows
         self._num_booked = 0  # bytes of states that the ledger knows
@@ -68,7 +142,7 @@ class Updater:
 
     def make_spans(self, flat: Flat) -> UpdateSpans:
         """Return the spans of a flat as it is now, without states."""
-        return UpdateSpans(flat, [self._param_group_of.get(p) for p in flat.parameters], self.inner.state)
+        return UpdateSpans(flat, [self.param_group_of.get(p) for p in flat.parameters], self.inner.state)
 
     def moved(self, groups: tuple[Group, ...], offload: OffloadUpdater | None) -> None:
         """Go on with states that are kept elsewhere now."""
@@ -77,10 +151,14 @@ class Updater:
         self._count()
 
     def _set_offload(self, groups: tuple[Group, ...], offload: OffloadUpdater | None) -> None:
-        self.offload = offload
+        self.offload = offload  # None: all states are on the device
+        # A step changes param_groups, so it must be complete before they are read again
         self.counts_in_groups = offload is not None and writes_options(self.inner)
         self._has_memory = False
-        resident = [sum(_resident_numel(flat) for flat in group.trainable) for group in groups]
+        resident = [
+            sum(shard.numel for flat in group.trainable for shard in flat.state_shards if shard.is_resident)
+            for group in groups
+        ]
         gradients = [flat.gradient for group in groups for flat in group.trainable if flat.gradient is not None]
         num_bytes = self.buffer_bytes(resident, [(gradient.dtype, gradient.comes_up) for gradient in gradients])
         self.ledger.leave(Kind.BUFFERS, self.scratch.nbytes)
@@ -99,23 +177,21 @@ class Updater:
         param_groups = snapshot(self.user_groups)
         if factor is None or self.offload is None:
             return StepOptions(param_groups, factor)
-        host_factor, arrived = self.offload.copy_to_host(factor)
-        return StepOptions(param_groups, factor, host_factor, arrived)
+        return StepOptions(param_groups, factor, *self.offload.copy_to_host(factor))
 
-    def update(
-        self, group: Group, options: StepOptions, scope: Scope = Scope.ALL, *, is_complete: bool = False
-    ) -> None:
-        """Start the update of the spans of `group` that have gradients; `is_complete` says that all have."""
+    def update(self, group: Group, options: StepOptions, scope: Scope = "all", *, is_complete: bool = False) -> None:
+        """Start the update of the spans of `group` that have gradients; `is_complete` says that all have. The scope
+        "speculative" are those with spare tensors, which are updated into these; "rest" are those without."""
         group.wait_save()
         resident: list[UpdateSpan] = []
         used = 0
-        is_speculative = scope is Scope.SPECULATIVE
+        is_speculative = scope == "speculative"
         for flat in group.trainable:
             has_gradient = [is_complete or parameter.grad is not None for parameter in flat.parameters]
             if not any(has_gradient):
                 continue
             for span in self.spans[flat].active(has_gradient):
-                if scope is not Scope.ALL and bool(span.shard.spare) != is_speculative:
+                if scope != "all" and bool(span.shard.spare) != is_speculative:
                     continue
                 if span.tensor is not None:
                     used = self._give_gradient(flat, span, options.factor, used)
@@ -146,12 +222,8 @@ class Updater:
         if self._has_memory or self.scratch.device.type == "cpu":
             return
         resident = [span.tensor for spans in self.spans.values() for span in spans if span.tensor is not None]
-        states = [
-            torch.empty_like(tensor, dtype=dtype)
-            for tensor in resident
-            if tensor not in self.inner.state
-            for dtype in self.states.values()
-        ]
+        missing = [tensor for tensor in resident if tensor not in self.inner.state]
+        states = [torch.empty_like(tensor, dtype=dtype) for tensor in missing for dtype in self.states.values()]
         del states
         self._has_memory = True
 
@@ -210,11 +282,3 @@ class Updater:
         total = sum(sizes.values())
         self.ledger.enter(Kind.OPTIMIZER_STATES, total - self._num_booked)
         self._num_booked = total
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the user's parameters, group by group."""
-        return [parameter for group in self.user_groups for parameter in group["params"]]
-
-
-def _resident_numel(flat: Flat) -> int:
-    return sum(shard.numel for shard in flat.state_shards if shard.is_resident)

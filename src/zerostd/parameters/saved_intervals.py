@@ -1,7 +1,7 @@
 """Which elements of a model this rank saves: named intervals of the tensors it keeps.
 
 Every element of every parameter belongs to one rank: its own slice of each flat, also where all ranks hold the whole.
-Checkpoints save these intervals; `optimizers/records.py` gives those of states and gradients.
+Checkpoints save these intervals; `optimizers/states.py` gives those of states and gradients.
 """
 
 from __future__ import annotations

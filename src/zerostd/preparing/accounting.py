@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from zerostd.communication import Wires
-from zerostd.optimizers.offload_updater import OffloadUpdater
-from zerostd.optimizers.updater import Updater
+from zerostd.optimizers.updater import OffloadUpdater, Updater
 from zerostd.parameters.staging import NUM_STAGING
 from zerostd.parameters.state_shard import MASTER
 from zerostd.policy import Kind, Tier

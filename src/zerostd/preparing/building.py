@@ -19,10 +19,9 @@ from zerostd.engine.runtime import Runtime
 from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
 from zerostd.monitoring import Ledger
-from zerostd.optimizers.offload_updater import OffloadUpdater
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import put_states
-from zerostd.optimizers.updater import Updater
+from zerostd.optimizers.updater import OffloadUpdater, Updater
 from zerostd.parameters import Group
 from zerostd.parameters.blueprints import ROOT, Blueprint, Member, describe_groups, find_blueprints
 from zerostd.parameters.checking import describe_model, describe_optimizer, optimizer_options
@@ -205,14 +204,7 @@ def attach_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOpti
     updater = Updater(inner, runtime.groups, runtime.world.device, runtime.ledger, offload, settings.states)
     if earlier:
         put_states(updater, earlier)
-    optimizer = ZeroOptimizer(
-        updater,
-        runtime.gradients,
-        runtime,
-        runtime.world,
-        max_grad_norm=settings.max_grad_norm,
-        loss_scale=runtime.loss_scale,
-    )
+    optimizer = ZeroOptimizer(updater, runtime.gradients, runtime, max_grad_norm=settings.max_grad_norm)
     runtime.optimizer = optimizer
     begin_backward_updates(runtime, optimizer)
     return optimizer

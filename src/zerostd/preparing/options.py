@@ -17,7 +17,7 @@ from zerostd.parameters.checking import check_model, check_optimizer
 from zerostd.planning.request import NUM_BUSY_THREADS
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, Way, parse_bytes
 from zerostd.preparing.homes import Rules
-from zerostd.sharding import default_cpu_share
+from zerostd.sharding.portions import default_cpu_share
 from zerostd.tiers.limits import check_disk, check_host
 
 

@@ -2,18 +2,6 @@
 
 from zerostd.sharding.grouping import Node, find_groups
 from zerostd.sharding.layout import Interval, Layout, Piece, make_layout
-from zerostd.sharding.portions import Portion, assign_tiers, cut_by_shares, cut_portions, default_cpu_share
+from zerostd.sharding.portions import Portion
 
-__all__ = [
-    "Interval",
-    "Layout",
-    "Node",
-    "Piece",
-    "Portion",
-    "assign_tiers",
-    "cut_by_shares",
-    "cut_portions",
-    "default_cpu_share",
-    "find_groups",
-    "make_layout",
-]
+__all__ = ["Interval", "Layout", "Node", "Piece", "Portion", "find_groups", "make_layout"]

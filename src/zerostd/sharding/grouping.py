@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 from zerostd.errors import PrepareError
 
-MIB = 2**20
-SMALLEST = 4 * MIB  # bytes of a group: a smaller transfer is all latency
-LARGEST = 2048 * MIB  # bytes of a group: two larger ones gathered would take more memory than sharding saves
+SMALLEST = 4 << 20  # bytes of a group: a smaller transfer is all latency
+LARGEST = 2 << 30  # bytes of a group: two larger ones gathered would take more memory than sharding saves
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Node:
     def num_bytes(self) -> int:
         return self.own_bytes + sum(child.num_bytes for child in self.children)
 
-    def walk(self) -> Iterable[Node]:
+    def walk(self) -> Iterator[Node]:
         """Yield this node and all below it, in registration order."""
         yield self
         for child in self.children:
@@ -48,49 +48,43 @@ def find_groups(
     otherwise groups are of `smallest` to `largest` bytes, as far as the structure allows."""
     if globs is not None:
         return [(name,) for name in _matched(root, globs)]
-    groups: list[tuple[str, ...]] = []
-    _descend(root, smallest, largest, groups)
-    return groups
+    return list(_descend(root, smallest, largest))
 
 
 def _matched(root: Node, globs: Sequence[str]) -> list[str]:
     if isinstance(globs, str):
         raise PrepareError(f"groups={globs!r} must be a list of globs of module names, such as ['blocks.*']")
-    nodes = [node for node in root.walk() if node.name]
+    names = [node.name for node in root.walk() if node.name and node.num_bytes]
     for glob in globs:
-        if not any(fnmatch.fnmatchcase(node.name, glob) and node.num_bytes for node in nodes):
-            names = ", ".join(node.name for node in nodes[:8])
+        if not any(fnmatch.fnmatchcase(name, glob) for name in names):
             raise PrepareError(
                 f"groups: {glob!r} matches no module that holds parameters of its own (a tied one belongs to the "
-                f"module that comes first); modules are {names}, ..."
+                f"module that comes first); modules are {', '.join(names[:8])}, ..."
             )
     matched: list[str] = []
-    for node in nodes:
-        inside = any(node.name.startswith(name + ".") for name in matched)
-        if node.num_bytes and not inside and any(fnmatch.fnmatchcase(node.name, glob) for glob in globs):
-            matched.append(node.name)
+    for name in names:
+        inside = any(name.startswith(above + ".") for above in matched)
+        if not inside and any(fnmatch.fnmatchcase(name, glob) for glob in globs):
+            matched.append(name)
     return matched
 
 
-def _descend(node: Node, smallest: int, largest: int, groups: list[tuple[str, ...]]) -> None:
+def _descend(node: Node, smallest: int, largest: int) -> Iterator[tuple[str, ...]]:
     children = [child for child in node.children if child.num_bytes]
     repeats = Counter(child.key for child in children)
-    run: list[Node] = []
-    for child in children:
-        is_block = repeats[child.key] > 1 or not child.children
-        if is_block and (child.num_bytes <= largest or not child.children):
-            if run and run[-1].key != child.key:
-                _pack(run, smallest, largest, groups)
-                run = []
-            run.append(child)
-        else:
-            _pack(run, smallest, largest, groups)
-            run = []
-            _descend(child, smallest, largest, groups)
-    _pack(run, smallest, largest, groups)
+
+    def is_block(child: Node) -> bool:
+        return not child.children or (repeats[child.key] > 1 and child.num_bytes <= largest)
+
+    for (are_blocks, _), run in groupby(children, lambda child: (is_block(child), child.key)):
+        if are_blocks:
+            yield from _pack(run, smallest, largest)
+            continue
+        for child in run:
+            yield from _descend(child, smallest, largest)
 
 
-def _pack(run: list[Node], smallest: int, largest: int, groups: list[tuple[str, ...]]) -> None:
+def _pack(run: Iterable[Node], smallest: int, largest: int) -> list[tuple[str, ...]]:
     """Pack neighbouring blocks of one sort into groups of at least `smallest` bytes. What is left over joins the last
     group, or the root if it is too much or there is none."""
     packs: list[list[Node]] = [[]]
@@ -104,4 +98,4 @@ def _pack(run: list[Node], smallest: int, largest: int, groups: list[tuple[str, 
     left_over = packs.pop()
     if left_over and packs and size + sum(node.num_bytes for node in packs[-1]) <= largest:
         packs[-1].extend(left_over)
-    groups.extend(tuple(node.name for node in pack) for pack in packs)
+    return [tuple(node.name for node in pack) for pack in packs]

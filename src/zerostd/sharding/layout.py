@@ -4,8 +4,6 @@ Parameters lie one after another without gaps; only the end is padded, so that e
 and starts aligned. Each keeps its name and its interval: everything that reshards is 1-D interval arithmetic.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,8 +43,7 @@ class Piece:
 
     @property
     def place(self) -> slice:
-        """Where it lies in the region."""
-        return slice(self.offset, self.offset + self.numel)
+        return slice(self.offset, self.offset + self.numel)  # of the region
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class Layout:
     """Intervals of one flat buffer over `num_shards` equal slices."""
 
     intervals: tuple[Interval, ...]
-    numel: int  # with the padding at the end
+    numel: int  # with the padding at the end, elements that belong to no parameter
     num_shards: int
 
     @property
@@ -63,7 +60,6 @@ class Layout:
 
     @property
     def padding(self) -> int:
-        """Elements at the end that belong to no parameter."""
         return self.numel - (self.intervals[-1].end if self.intervals else 0)
 
     def shard(self, rank: int) -> slice:

@@ -6,8 +6,6 @@ where a tier ends: the groups that forward needs first, and whose gradients come
 Inside a region the CPU takes the front and the device streams the rest, so that both work on every group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -53,21 +51,15 @@ def cut_portions(numels: Sequence[int], shares: Mapping[Tier, float], *, cpu_sha
         start = 0
         for tier, end in ends:
             stop = numel if end >= base + numel else min(numel, max(start, _round(end - base)))
-            portions += _routes(start, stop, tier, cpu_share)
+            middle = stop if cpu_share == 1.0 else min(stop, start + _round((stop - start) * cpu_share))
+            cuts = [(start, middle, Route.CPU), (middle, stop, Route.STREAMED)]
+            if tier is Tier.DEVICE:
+                cuts = [(start, stop, Route.RESIDENT)]
+            portions += [Portion(low, high, tier, route) for low, high, route in cuts if low < high]
             start = stop
         regions.append(tuple(portions))
         base += numel
     return regions
-
-
-def _routes(start: int, stop: int, tier: Tier, cpu_share: float) -> list[Portion]:
-    if start == stop:
-        return []
-    if tier is Tier.DEVICE:
-        return [Portion(start, stop, tier, Route.RESIDENT)]
-    middle = stop if cpu_share == 1.0 else min(stop, start + _round((stop - start) * cpu_share))
-    cuts = [(start, middle, Route.CPU), (middle, stop, Route.STREAMED)]
-    return [Portion(low, high, tier, route) for low, high, route in cuts if low < high]
 
 
 def cut_by_shares(numel: int, shares: Sequence[tuple[Tier, Route, float]]) -> tuple[Portion, ...]:
@@ -85,8 +77,7 @@ def cut_by_shares(numel: int, shares: Sequence[tuple[Tier, Route, float]]) -> tu
 
 
 def assign_tiers(sizes: Sequence[int], shares: Mapping[Tier, float]) -> list[Tier]:
-    """Return one tier for each buffer of the given size, which cannot be cut: nearest tiers first, each filled up to
-    the nearest boundary."""
+    """Return one tier per buffer, which cannot be cut: nearest tiers first, each filled to the nearest boundary."""
     tiers = [tier for tier in Tier if shares.get(tier, 0.0) > 0]
     ends = [end * sum(sizes) for end in accumulate(shares[tier] for tier in tiers)]
     chosen = []
