@@ -41,8 +41,7 @@ from zerostd.measuring.rates import Updates
 from zerostd.measuring.timing import TrialSizes
 from zerostd.monitoring import Ledger
 from zerostd.optimizers.elementwise import find_states
-from zerostd.parameters.blueprints import ROOT, Blueprint, find_blueprints
-from zerostd.parameters.checking import optimizer_options
+from zerostd.parameters.blueprints import ROOT, Blueprint, find_blueprints, optimizer_options
 from zerostd.planning import PlanRequest
 from zerostd.planning.activations import activation_bytes
 from zerostd.planning.costs import group_costs

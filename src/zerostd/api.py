@@ -32,8 +32,7 @@ from zerostd.monitoring import Memory
 from zerostd.optimizers.late_optimizer import LateOptimizer
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.parameters import GroupState
-from zerostd.parameters.blueprints import find_blueprints
-from zerostd.parameters.checking import MARK, check_model, optimizer_options
+from zerostd.parameters.blueprints import MARK, check_model, find_blueprints, optimizer_options
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
 from zerostd.preparing.building import attach_optimizer, build, device_of

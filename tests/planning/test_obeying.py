@@ -23,8 +23,7 @@ from support.processes import doing
 from zerostd import Budget, Placement, Plan, Precision, PrepareError
 from zerostd.communication import World
 from zerostd.engine.settings import Settings
-from zerostd.parameters.blueprints import Blueprint, find_blueprints
-from zerostd.parameters.checking import optimizer_options
+from zerostd.parameters.blueprints import Blueprint, find_blueprints, optimizer_options
 from zerostd.planning import DiskRates, GroupProfile, ModelProfile, Processor
 from zerostd.planning.refitting import ObservedStep
 from zerostd.policy import Homes, Kind, Route, Tier

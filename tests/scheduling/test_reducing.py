@@ -8,7 +8,7 @@ from scheduling.small_groups import CPU, SHAPE, Bench, Update, parameter_of
 from zerostd.communication import Control, Wires
 from zerostd.monitoring import Ledger
 from zerostd.parameters import Gradient, GradientHandle, Group
-from zerostd.parameters.staging import NUM_STAGING, Staging
+from zerostd.parameters.host_gradient import NUM_STAGING, Staging
 from zerostd.policy import Kind, Tier
 from zerostd.scheduling.reducing import GroupGradients, Reducer, TrainedParameter
 from zerostd.tiers import Transfer

@@ -30,7 +30,7 @@ from zerostd.optimizers.records import gradient_tensor, updated_intervals
 from zerostd.optimizers.states import replace_states
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
-from zerostd.parameters.state_shard import MASTER
+from zerostd.parameters.flat import MASTER
 from zerostd.policy import Tier
 from zerostd.tiers import TierTensor
 

@@ -19,7 +19,7 @@ from zerostd.checkpointing.storage.json_values import decode_value, encode_value
 from zerostd.checkpointing.storage.manifest import TensorEntry
 from zerostd.communication import World
 from zerostd.errors import CheckpointError
-from zerostd.parameters.saved_intervals import SavedInterval, tensor_interval
+from zerostd.parameters.flat import SavedInterval, tensor_interval
 
 
 def generator_records(world: World) -> Iterator[SavedInterval]:

@@ -20,8 +20,7 @@ from zerostd.optimizers.late_optimizer import LateOptimizer
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.scaling import LossScale, scale_gradient
 from zerostd.parameters import GradientHandle, Group
-from zerostd.parameters.blueprints import Blueprint
-from zerostd.parameters.checking import MARK, OWNER
+from zerostd.parameters.blueprints import MARK, OWNER, Blueprint
 from zerostd.parameters.observing import StepObserver
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.backward import Backward

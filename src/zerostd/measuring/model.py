@@ -18,8 +18,15 @@ from zerostd.errors import PrepareError
 from zerostd.measuring.probe import Probe, probe_passes
 from zerostd.measuring.trial import ForwardCost, try_forward
 from zerostd.optimizers.elementwise import check_elementwise, find_states
-from zerostd.parameters.blueprints import ROOT, Blueprint, Member, find_blueprints
-from zerostd.parameters.checking import check_model, check_optimizer, optimizer_options
+from zerostd.parameters.blueprints import (
+    ROOT,
+    Blueprint,
+    Member,
+    check_model,
+    check_optimizer,
+    find_blueprints,
+    optimizer_options,
+)
 from zerostd.planning.model import GroupProfile, ModelProfile
 from zerostd.policy import Precision
 

@@ -23,7 +23,7 @@ from zerostd.optimizers.arithmetic import OptimizerClone, native_rule, next_scal
 from zerostd.optimizers.spans import ScalarStates
 from zerostd.optimizers.tasks import Tensors, UpdateTask
 from zerostd.parameters import Flat
-from zerostd.parameters.state_shard import MASTER, StateShard
+from zerostd.parameters.flat import MASTER, StateShard
 from zerostd.policy import Kind, Route, Tier
 from zerostd.tiers import Streams, TierAllocator, Transfer, Worker
 

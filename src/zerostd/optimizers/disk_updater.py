@@ -18,7 +18,7 @@ from zerostd.optimizers.staging import NUM_SLOTS, StagingSlot, tile_numel, wides
 from zerostd.optimizers.streamed_updater import StreamedUpdater
 from zerostd.optimizers.tasks import Tensors, UpdateTask
 from zerostd.parameters import Flat
-from zerostd.parameters.state_shard import StateShard
+from zerostd.parameters.flat import StateShard
 from zerostd.policy import Kind, Route
 from zerostd.sharding.portions import UNIT
 from zerostd.tiers import Done, Streams, TierAllocator, Transfer

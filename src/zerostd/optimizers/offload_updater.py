@@ -16,7 +16,7 @@ from zerostd.optimizers.staging import tile_numel, widest_dtypes
 from zerostd.optimizers.streamed_updater import StreamedUpdater
 from zerostd.optimizers.tasks import UpdateTask
 from zerostd.parameters import Group
-from zerostd.parameters.state_shard import StateShard
+from zerostd.parameters.flat import StateShard
 from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding import Portion
 from zerostd.tiers import Streams, TierAllocator, Transfer, record_event

@@ -11,8 +11,7 @@ import torch
 from zerostd.optimizers.spans import UpdateSpan
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
-from zerostd.parameters.saved_intervals import SavedInterval, owned_pieces
-from zerostd.parameters.state_shard import MASTER
+from zerostd.parameters.flat import MASTER, SavedInterval, owned_pieces
 from zerostd.policy import Tier
 from zerostd.tiers import TierTensor
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zerostd.parameters import Flat
-from zerostd.parameters.state_shard import MASTER, StateShard
+from zerostd.parameters.flat import MASTER, StateShard
 from zerostd.sharding import Piece
 
 ScalarStates = dict[str, Any]  # states of one value for all elements, such as the count of steps

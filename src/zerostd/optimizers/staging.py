@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zerostd.optimizers.tasks import Tensors, UpdateTask
-from zerostd.parameters.state_shard import StateShard
+from zerostd.parameters.flat import StateShard
 from zerostd.sharding.portions import UNIT
 from zerostd.tiers import TierTensor, Transfer
 

@@ -20,7 +20,7 @@ from zerostd.optimizers.scaling import LossScale
 from zerostd.optimizers.spans import UpdateSpan, UpdateSpans
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
-from zerostd.parameters.state_shard import MASTER
+from zerostd.parameters.flat import MASTER
 from zerostd.policy import Route
 from zerostd.sharding import Piece
 

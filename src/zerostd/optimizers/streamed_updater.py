@@ -21,7 +21,7 @@ from zerostd.optimizers.arithmetic import OptimizerClone
 from zerostd.optimizers.spans import ScalarStates
 from zerostd.optimizers.staging import NUM_SLOTS, StagingSlot
 from zerostd.optimizers.tasks import Tensors, UpdateTask
-from zerostd.parameters.state_shard import MASTER
+from zerostd.parameters.flat import MASTER
 from zerostd.policy import Kind, Tier
 from zerostd.tiers import Streams, Transfer, Worker
 from zerostd.tiers.debug import DEBUG

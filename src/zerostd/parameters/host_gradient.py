@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 
 from zerostd.monitoring import Ledger
-from zerostd.parameters.staging import Staging
 from zerostd.policy import Kind, Tier
 from zerostd.tiers import Done, Streams, Transfer, record_event
 from zerostd.tiers.debug import DEBUG
@@ -21,6 +20,44 @@ from zerostd.tiers.host import Host
 
 UP = (Tier.HOST.value, Tier.DEVICE.value)
 DOWN = (Tier.DEVICE.value, Tier.HOST.value)
+NUM_STAGING = 2
+
+
+class Staging:
+    """`NUM_STAGING` buffers of the same size, as large as the largest gradient that passes."""
+
+    def __init__(self) -> None:
+        self._memories: list[torch.Tensor] = []
+        self._free: list[Transfer] = []  # by buffer: when what passes through it has left
+        self._turn = 0
+
+    def reserve(self, num_bytes: int, device: torch.device, ledger: Ledger) -> None:
+        """Make the buffers at least this large."""
+        if self._memories and self._memories[0].nbytes >= num_bytes:
+            return
+        for free in self._free:
+            free.wait()  # what is on its way must have left before the memory can be another tensor's
+        ledger.leave(Kind.BUFFERS, sum(memory.nbytes for memory in self._memories))
+        self._memories = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_STAGING)]
+        self._free = [Done() for _ in range(NUM_STAGING)]
+        ledger.enter(Kind.BUFFERS, num_bytes * NUM_STAGING)
+
+    def take_turn(self) -> int:
+        """Return the number of the next buffer. It may be in use until `free(number)`."""
+        self._turn = (self._turn + 1) % NUM_STAGING
+        return self._turn
+
+    def buffer(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the beginning of a buffer as a tensor."""
+        return self._memories[number][: numel * dtype.itemsize].view(dtype)
+
+    def free(self, number: int) -> Transfer:
+        """Return the transfer after which a buffer may be written."""
+        return self._free[number]
+
+    def occupy(self, number: int, until: Transfer) -> None:
+        """Keep a buffer from being written until a transfer is over."""
+        self._free[number] = until
 
 
 class HostGradientCopy:

@@ -24,11 +24,19 @@ from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import put_states
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Group
-from zerostd.parameters.blueprints import ROOT, Blueprint, Member, describe_groups, find_blueprints
-from zerostd.parameters.checking import describe_model, describe_optimizer, optimizer_options
+from zerostd.parameters.blueprints import (
+    ROOT,
+    Blueprint,
+    Member,
+    describe_groups,
+    describe_model,
+    describe_optimizer,
+    find_blueprints,
+    optimizer_options,
+)
 from zerostd.parameters.deferred import draw_seeds, make_real
+from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.replaying import is_deferred
-from zerostd.parameters.staging import Staging
 from zerostd.policy import Budget, Kind, Tier, parse_bytes
 from zerostd.preparing.accounting import host_buffers, largest_on_disk
 from zerostd.preparing.groups import make_group

@@ -13,11 +13,10 @@ import torch
 from zerostd.communication import Wires
 from zerostd.engine.resources import Resources
 from zerostd.parameters.blueprints import Blueprint, Member
-from zerostd.parameters.flat import Flat
+from zerostd.parameters.flat import MASTER, Flat, StateShard
 from zerostd.parameters.gradient import Gradient
 from zerostd.parameters.group import Group
 from zerostd.parameters.host_gradient import HostGradient, HostGradientCopy
-from zerostd.parameters.state_shard import MASTER, StateShard
 from zerostd.policy import Kind, Route, Tier
 from zerostd.preparing.homes import FlatPlan, Rules, demand_of
 from zerostd.sharding import Portion

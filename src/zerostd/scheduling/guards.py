@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zerostd.errors import MisuseError
 from zerostd.parameters import Group
-from zerostd.parameters.checking import GUARD, OWNER
+from zerostd.parameters.blueprints import GUARD, OWNER
 from zerostd.scheduling.gathering import Gatherer
 
 

@@ -18,7 +18,7 @@ from zerostd.communication import Control, Wires
 from zerostd.monitoring import Ledger
 from zerostd.monitoring.events import Span
 from zerostd.parameters import Flat, Gradient, GradientHandle, Group
-from zerostd.parameters.staging import Staging
+from zerostd.parameters.host_gradient import Staging
 from zerostd.tiers import Transfer
 
 
