@@ -90,7 +90,7 @@ def test_a_group_whose_update_is_not_done_is_not_started_ahead() -> None:
     gatherer, groups = made("ab")
     forward(gatherer, groups)
     update = Update()
-    groups[1].add_update(update)
+    groups[1].updates.append(update)
     gatherer.need(groups[0], LoopPhase.FORWARD)
     assert groups[1].state is GroupState.RELEASED and update.num_waits == 0
     gatherer.need(groups[1], LoopPhase.FORWARD)
@@ -99,7 +99,7 @@ def test_a_group_whose_update_is_not_done_is_not_started_ahead() -> None:
 
 def test_borrowed_groups_are_gathered_with_the_one_that_reads_them() -> None:
     gatherer, groups = made("ab")
-    groups[0].borrow(groups[1])
+    groups[0].borrowed[groups[1].name] = groups[1]
     gatherer.need(groups[0], LoopPhase.FORWARD)
     assert states(groups) == [GroupState.GATHERED] * 2
 
@@ -131,7 +131,7 @@ def test_renewing_a_group_that_stays_on_the_device_waits_for_its_updates_at_the_
     gatherer.renew(group)
     assert group.state is GroupState.GATHERED  # nothing was updated
     update = Update()
-    group.add_update(update)
+    group.updates.append(update)
     gatherer.renew(group)
     assert group.state is GroupState.GATHERING and update.num_waits == 0
     gatherer.wait_all()

@@ -20,7 +20,7 @@ class Ops:
 
 def trained(group: Group) -> TrainedParameter:
     parameter = parameter_of(group)
-    handle = GradientHandle(group.name, parameter, Ops())  # type: ignore[arg-type]
+    handle = GradientHandle(group.name, parameter, Ops())
     return TrainedParameter(group, group.flats[0], 0, parameter, handle)
 
 
@@ -148,12 +148,13 @@ def test_gradients_kept_whole_are_summed_over_passes() -> None:
 def test_staging_grows_and_books_what_it_holds() -> None:
     ledger, staging = Ledger(), Staging()
     staging.reserve(64, CPU, ledger)
-    first = staging.take_turn()
+    first, buffer, _ = staging.take(16, torch.float32)
+    assert buffer.shape == (16,)
     busy = Update()
     staging.occupy(first, until=busy)
-    assert staging.take_turn() != first and staging.free(first) is busy
+    assert staging.take(16, torch.float32)[0] != first and staging.take(16, torch.float32)[2] is busy
     staging.reserve(32, CPU, ledger)  # large enough already
     assert busy.num_waits == 0 and ledger.now[Tier.DEVICE, Kind.BUFFERS] == NUM_STAGING * 64
     staging.reserve(128, CPU, ledger)
     assert busy.num_waits == 1 and ledger.now[Tier.DEVICE, Kind.BUFFERS] == NUM_STAGING * 128
-    assert staging.buffer(first, 16, torch.float32).shape == (16,)
+    assert staging.take(32, torch.float32)[1].shape == (32,)

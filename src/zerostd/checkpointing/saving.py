@@ -51,7 +51,7 @@ def save_checkpoint(
         raise
     saving = Saving(path, records, manifest, control, keep=keep)
     for group in runtime.groups:
-        group.hold_for_save(saving.group_write(group.name))
+        group.pending_save = saving.group_write(group.name)
     runtime.observers.append(saving)
     if manifest.passes:
         saving.finish()

@@ -40,7 +40,7 @@ def load_in_two_phases(
             f"zerostd.load after {num_done} backward pass(es) of a step that is not complete: call it between "
             "optimizer.step() and the next backward"
         )
-    if any(group.is_pinned for group in runtime.groups):
+    if any(group.num_pins for group in runtime.groups):
         raise MisuseError("zerostd.load inside zerostd.gathered(): leave the context first")
     runtime.finish_updates()
     with ExitStack() as files:

@@ -183,7 +183,7 @@ class Runtime:
         if self.optimizer is not None:
             self.optimizer.synchronize()
         for group in self.groups:
-            group.wait_save()
+            group.pending_save.wait()
 
     def check_step(self) -> None:
         """A step begins; raise if it would lose gradients."""

@@ -102,9 +102,9 @@ class CpuUpdater:
             return None
         if task.weights is not None and task.weights.device.type == "cpu":
             return task.weights
-        gradient = task.flat.gradient
-        if gradient is not None and not task.is_speculative and _fits_gradient_copy(task.flat):
-            return gradient.overwrite_host_copy(task.span.region).view(task.flat.rest.dtype)
+        copy = None if task.flat.gradient is None else task.flat.gradient.host_copy
+        if copy is not None and not task.is_speculative and _fits_gradient_copy(task.flat):
+            return copy.overwrite(task.span.region).view(task.flat.rest.dtype)
         return self._weights_of(task.flat, shard)[task.span.in_shard]
 
     def _weights_of(self, flat: Flat, shard: StateShard) -> torch.Tensor:
@@ -199,4 +199,4 @@ def _fits_gradient_copy(flat: Flat) -> bool:
     gradient = flat.gradient
     assert gradient is not None
     is_as_wide = gradient.rest_dtype.itemsize == flat.rest.dtype.itemsize
-    return gradient.has_host_copy and flat.rest.tensor is not None and is_as_wide
+    return gradient.host_copy is not None and flat.rest.tensor is not None and is_as_wide

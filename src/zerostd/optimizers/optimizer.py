@@ -164,7 +164,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.updater.offload is not None:
             self.updater.offload.drain()
         for group in self._schedule.update_order():
-            group.wait_save()
+            group.pending_save.wait()
 
     def _update(self, factor: torch.Tensor | None) -> StepOptions | None:
         """Update every group that the last backward has not updated already; returns the options, if there was one."""

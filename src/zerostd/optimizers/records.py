@@ -67,7 +67,8 @@ def gradient_tensor(flat: Flat, dtypes: Collection[torch.dtype] = ()) -> TierTen
     if any(torch.promote_types(dtype, gradient.rest_dtype) != gradient.rest_dtype for dtype in dtypes):
         gradient.use_sum()
     rest = gradient.wait_landed()
-    return TierTensor(rest.numel(), rest.dtype, Tier.HOST if gradient.is_on_host else Tier.DEVICE, rest)
+    tier = Tier.DEVICE if gradient.host_gradient is None else Tier.HOST
+    return TierTensor(rest.numel(), rest.dtype, tier, rest)
 
 
 def scalar_states(updater: Updater, rank: int) -> dict[str, dict[str, Any]]:

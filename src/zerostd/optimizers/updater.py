@@ -106,7 +106,7 @@ class Updater:
         self, group: Group, options: StepOptions, scope: Scope = Scope.ALL, *, is_complete: bool = False
     ) -> None:
         """Start the update of the spans of `group` that have gradients; `is_complete` says that all have."""
-        group.wait_save()
+        group.pending_save.wait()
         resident: list[UpdateSpan] = []
         used = 0
         is_speculative = scope is Scope.SPECULATIVE
@@ -124,9 +124,9 @@ class Updater:
                 assert self.offload is not None
                 step = self.ledger.events.step
                 task = UpdateTask.make(group, flat, span, options, step=step, is_speculative=is_speculative)
-                group.add_update(self.offload.launch(task))
-            if flat.gradient is not None:
-                flat.gradient.drop_overwritten_copy()
+                group.updates.append(self.offload.launch(task))
+            if flat.gradient is not None and flat.gradient.host_copy is not None:
+                flat.gradient.host_copy.drop_overwritten()
             torch.autograd.graph.increment_version(flat.parameters)  # a graph from before must not run on new values
         if resident:
             self._update_resident(group, resident, options)

@@ -39,7 +39,7 @@ class Blueprint:
     """A group to be."""
 
     name: str
-    modules: tuple[nn.Module, ...]
+    modules: tuple[nn.Module, ...]  # whose forward needs it, in registration order; the last one ends its use
     members: tuple[Member, ...]
 
 

@@ -45,7 +45,6 @@ class StateShard:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return self.stop - self.start
 
     @property
@@ -76,7 +75,6 @@ class StateShard:
         return slice(low - self.start, high - self.start), slice(low - start, high - start)
 
     def read_master(self) -> torch.Tensor:
-        """Return the whole master, in memory."""
         return self.master.read(slice(0, self.numel))
 
 
@@ -120,11 +118,6 @@ class Flat:
     def gives_back(self) -> bool:
         """Whether a released flat takes no memory beside where it rests."""
         return self.is_sharded or self.rest.tier is not Tier.DEVICE
-
-    @property
-    def is_updated_later(self) -> bool:
-        """Whether updates go on after the step has returned."""
-        return any(not shard.is_resident for shard in self.state_shards)
 
     def parameters_of(self, shard: StateShard) -> torch.Tensor | None:
         """Return the parameters of a portion where they rest: an update writes its master there. None on disk."""
@@ -268,7 +261,6 @@ class SavedInterval:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype it is kept in."""
         return self.column.dtype
 
     def read(self, low: int, high: int, memory: torch.Tensor | None = None) -> torch.Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from zerostd.compat import foreach_add_, foreach_copy_
-from zerostd.parameters.host_gradient import HostGradient, HostGradientCopy
+from zerostd.parameters.host_gradient import HostGradient, HostGradientCopy, vector_norm
 from zerostd.policy import Kind
 from zerostd.sharding import Layout
 from zerostd.tiers import Done, TierAllocator, Transfer
@@ -28,6 +28,8 @@ class Gradient:
     region: slice  # of the flat buffer, in elements
     dtype: torch.dtype  # of the reduce
     whole: torch.Tensor | None  # `dtype`, the flat buffer's length, to reduce in place; None where they are sharded
+    host_gradient: HostGradient | None  # keeps it on the host
+    host_copy: HostGradientCopy | None  # where the CPU reads parts of a gradient that rests on the device
 
     def __init__(
         self,
@@ -45,8 +47,8 @@ class Gradient:
         self.dtype = dtype
         self._device = allocator.device
         self._ledger = allocator.ledger
-        self._host_gradient = host_gradient
-        self._host_copy = host_copy
+        self.host_gradient = host_gradient
+        self.host_copy = host_copy
         self.whole = self._allocate(layout.numel, dtype) if keep_whole else None
         # In `dtype`, the region's length, a view of `whole` where there is one. None before its first use, and while
         # `_sum` holds the gradient.
@@ -61,7 +63,6 @@ class Gradient:
 
     @property
     def numel(self) -> int:
-        """Elements of the region."""
         return int(self.region.stop - self.region.start)
 
     @property
@@ -70,19 +71,9 @@ class Gradient:
         return self._sum is not None
 
     @property
-    def is_on_host(self) -> bool:
-        """Whether it rests in host memory."""
-        return self._host_gradient is not None
-
-    @property
     def comes_up(self) -> bool:
         """Whether it rests on the host and the device has memory of its own."""
-        return self._host_gradient is not None and self._host_gradient.comes_up
-
-    @property
-    def has_host_copy(self) -> bool:
-        """Whether it rests on the device and the CPU reads a copy of parts of it."""
-        return self._host_copy is not None
+        return self.host_gradient is not None and self.host_gradient.comes_up
 
     @property
     def rest_dtype(self) -> torch.dtype:
@@ -106,7 +97,8 @@ class Gradient:
             if self._rest is not None:
                 self.arrived.synchronize()
                 self._sum.copy_(self._rest)
-                self._free_rest(self._rest)
+                if self.whole is None:  # else it is a view of that
+                    self._free(self._rest)
                 self._rest = None
                 self._views.clear()  # they would keep the old memory
             self._note_form()
@@ -121,27 +113,27 @@ class Gradient:
 
     def reserve(self) -> None:
         """Take host memory and staging now: pinning memory in the middle of a step would hold it up."""
-        if self._host_gradient is not None:
-            self._host_gradient.reserve(self.current.nbytes)
+        if self.host_gradient is not None:
+            self.host_gradient.reserve(self.current.nbytes)
 
     def close(self) -> None:
         """Give all memory back; nothing that rests here is wanted any more."""
         self.arrived.synchronize()
         if self._sum is not None:
             self._free(self._sum)
-        elif self._rest is not None:
-            self._free_rest(self._rest)
+        elif self._rest is not None and self.whole is None:
+            self._free(self._rest)
         for tensor in (self.whole, self._unsynced):
             if tensor is not None:
                 self._ledger.leave(Kind.GRADIENTS, tensor.nbytes)
-        if self._host_copy is not None:
-            self._host_copy.close()
+        if self.host_copy is not None:
+            self.host_copy.close()
         self._rest = self._sum = self.whole = self._unsynced = None
         self._views.clear()
 
     def _allocate_rest(self, dtype: torch.dtype) -> torch.Tensor:
-        if self._host_gradient is not None:
-            return self._host_gradient.allocate(self.numel, dtype)
+        if self.host_gradient is not None:
+            return self.host_gradient.allocate(self.numel, dtype)
         return self._allocate(self.numel, dtype)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -149,13 +141,9 @@ class Gradient:
         self._ledger.enter(Kind.GRADIENTS, tensor.nbytes)
         return tensor
 
-    def _free_rest(self, rest: torch.Tensor) -> None:
-        if self.whole is None:  # else it is a view of that
-            self._free(rest)
-
     def _free(self, tensor: torch.Tensor) -> None:
-        if self._host_gradient is not None:
-            self._host_gradient.free(tensor)
+        if self.host_gradient is not None:
+            self.host_gradient.host.free(tensor)
         else:
             self._ledger.leave(Kind.GRADIENTS, tensor.nbytes)
 
@@ -196,14 +184,14 @@ class Gradient:
     def open_landing(self, *, accumulate: bool) -> torch.Tensor:
         """Return where a reduced gradient is to be written, or added, on the device."""
         self.changed()
-        if self._host_gradient is None:
+        if self.host_gradient is None:
             return self.current
-        return self._host_gradient.open_landing(self.current, accumulate=accumulate)
+        return self.host_gradient.open_landing(self.current, accumulate=accumulate)
 
     def close_landing(self, landed: torch.Tensor) -> None:
         """Send what was written, as far as the current stream is concerned, to where it rests."""
-        if self._host_gradient is not None:
-            self._host_gradient.close_landing(landed, self.current)
+        if self.host_gradient is not None:
+            self.host_gradient.close_landing(landed, self.current)
 
     def fold(self, *, accumulate: bool) -> None:
         """Take what was reduced in place into the fp32 sum."""
@@ -249,10 +237,10 @@ class Gradient:
 
     def changed(self) -> None:
         """Forget what was derived from the gradient: its norm, and the host's copy."""
-        if self._host_gradient is not None:
-            self._host_gradient.norm = None
-        if self._host_copy is not None:
-            self._host_copy.expire()
+        if self.host_gradient is not None:
+            self.host_gradient.norm = None
+        if self.host_copy is not None:
+            self.host_copy.is_current = False
 
     def _views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return a view per parameter into a buffer of the flat's length; kept, since buffers are few."""
@@ -267,7 +255,7 @@ class Gradient:
     @property
     def arrived(self) -> Transfer:
         """The last transfer to where it rests."""
-        return Done() if self._host_gradient is None else self._host_gradient.arrived
+        return Done() if self.host_gradient is None else self.host_gradient.arrived
 
     def wait_landed(self) -> torch.Tensor:
         """Return the gradient when it is where it rests. Holds the host if that is the host."""
@@ -276,7 +264,7 @@ class Gradient:
 
     def norm(self, order: float, part: slice | None = None) -> torch.Tensor:
         """Return the norm of the region, or of a part of it: fp32, on the device."""
-        host = self._host_gradient
+        host = self.host_gradient
         if part is None and host is not None and host.norm is not None and order == 2.0:
             return host.norm
         gradient = self.wait_landed()
@@ -284,38 +272,22 @@ class Gradient:
 
     def send_host_copy(self) -> None:
         """Start copying down what the CPU will read."""
-        if self._host_copy is not None:
-            self._host_copy.send(self.current)
+        if self.host_copy is not None:
+            self.host_copy.send(self.current)
 
     def host_view(self, part: slice) -> tuple[torch.Tensor, Transfer]:
         """Return a part of the region in host memory, and its transfer there, which is started if it was not."""
-        if self._host_copy is None:
+        if self.host_copy is None:
             return self.current[part], self.arrived
         self.send_host_copy()
-        return self._host_copy.copy_of(part), self._host_copy.arrived
-
-    def overwrite_host_copy(self, part: slice) -> torch.Tensor:
-        """Return the memory of `host_view(part)`, to be overwritten by whoever has read it."""
-        assert self._host_copy is not None
-        return self._host_copy.overwrite(part)
-
-    def drop_overwritten_copy(self) -> None:
-        """Expect no gradient in the host copy: all its updates have been started, and they overwrite it."""
-        if self._host_copy is not None:
-            self._host_copy.drop_overwritten()
+        return self.host_copy.copy_of(part), self.host_copy.arrived
 
     def copy_to(self, target: torch.Tensor, region: slice) -> None:
         """Copy a part of it to `target` on the device, in the dtype of `target`; the host does not wait."""
-        if self._host_gradient is None:
+        if self.host_gradient is None:
             target.copy_(self.current[region])
         else:
-            self._host_gradient.bring(self.current[region], target)
-
-
-def vector_norm(tensor: torch.Tensor, order: float) -> torch.Tensor:
-    """Return a norm in fp32, computed in fp32 or wider."""
-    norm: torch.Tensor = torch.linalg.vector_norm(tensor, order, dtype=torch.promote_types(tensor.dtype, torch.float32))
-    return norm.float()
+            self.host_gradient.bring(self.current[region], target)
 
 
 def _write(views: list[torch.Tensor], arrived: Arrived) -> None:

@@ -3,7 +3,7 @@
 A `HostGradientCopy` is the host's copy of those parts of a gradient that the CPU reads for its update; the gradient
 itself rests on the device. A `HostGradient` keeps a gradient on the host altogether. Where the device has memory of its
 own, the gradient lands in staging on the device, where its norm is taken, and goes down from there; a later pass brings
-it up again to add to it. `Gradient` calls both.
+it up again to add to it. `Gradient` calls both. `Staging` is also what the reducer has on the way to the wires.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ NUM_STAGING = 2
 
 
 class Staging:
-    """`NUM_STAGING` buffers of the same size, as large as the largest gradient that passes."""
+    """`NUM_STAGING` buffers on the device that gradients pass through in turn: one fills while another empties. Each is
+    as large as the largest gradient that passes."""
 
     def __init__(self) -> None:
         self._memories: list[torch.Tensor] = []
@@ -42,18 +43,11 @@ class Staging:
         self._free = [Done() for _ in range(NUM_STAGING)]
         ledger.enter(Kind.BUFFERS, num_bytes * NUM_STAGING)
 
-    def take_turn(self) -> int:
-        """Return the number of the next buffer. It may be in use until `free(number)`."""
+    def take(self, numel: int, dtype: torch.dtype) -> tuple[int, torch.Tensor, Transfer]:
+        """Return the number of the next buffer, a tensor in it, and the transfer after which it may be written."""
         self._turn = (self._turn + 1) % NUM_STAGING
-        return self._turn
-
-    def buffer(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the beginning of a buffer as a tensor."""
-        return self._memories[number][: numel * dtype.itemsize].view(dtype)
-
-    def free(self, number: int) -> Transfer:
-        """Return the transfer after which a buffer may be written."""
-        return self._free[number]
+        buffer = self._memories[self._turn][: numel * dtype.itemsize].view(dtype)
+        return self._turn, buffer, self._free[self._turn]
 
     def occupy(self, number: int, until: Transfer) -> None:
         """Keep a buffer from being written until a transfer is over."""
@@ -65,13 +59,14 @@ class HostGradientCopy:
 
     parts: tuple[slice, ...]  # of the region
     arrived: Transfer  # the last copy
+    is_current: bool  # until the gradient changes; then the next `send` copies it again
 
     def __init__(self, parts: Sequence[slice], dtype: torch.dtype, host: Host, streams: Streams) -> None:
         self.parts = tuple(parts)
         self.arrived = Done()
         self._host = host
         self._streams = streams
-        self._is_current = False  # until the gradient changes
+        self.is_current = False
         self._is_overwritten = False  # by new parameters, which take the same way back
         self._copies = [self._allocate(part.stop - part.start, dtype) for part in parts]
 
@@ -80,7 +75,7 @@ class HostGradientCopy:
 
     def send(self, gradient: torch.Tensor) -> None:
         """Start copying the parts down; free if they are there already."""
-        if self._is_current:
+        if self.is_current:
             return
         if self._copies and self._copies[0].dtype != gradient.dtype:  # a second pass has made it an fp32 sum
             for index, copy in enumerate(self._copies):
@@ -92,7 +87,7 @@ class HostGradientCopy:
             for part, copy in zip(self.parts, self._copies, strict=True):
                 copy.copy_(gradient[part], non_blocking=True)
             self.arrived = self._streams.gradients.record_event()
-        self._is_current = True
+        self.is_current = True
 
     def copy_of(self, part: slice) -> torch.Tensor:
         """Return the copy of elements of the region, all of which lie in one of the parts."""
@@ -107,17 +102,12 @@ class HostGradientCopy:
         return self.copy_of(part)
 
     def drop_overwritten(self) -> None:
-        """Expect no gradient any more in a copy that was overwritten."""
+        """Expect no gradient in what was overwritten: all updates that read it have been started."""
         if self._is_overwritten:
-            self._is_current = False
+            self.is_current = False
             self._is_overwritten = False
 
-    def expire(self) -> None:
-        """Expect that the gradient has changed: the next `send` copies it again."""
-        self._is_current = False
-
     def close(self) -> None:
-        """Give the host's memory back."""
         self.arrived.synchronize()
         for copy in self._copies:
             self._host.free(copy)
@@ -133,7 +123,7 @@ class HostGradient:
     def __init__(self, host: Host, streams: Streams, ledger: Ledger, staging: Staging | None) -> None:
         self.norm = None
         self.arrived = Done()
-        self._host = host
+        self.host = host
         self._ledger = ledger
         self._streams = streams
         self._staging = staging
@@ -145,17 +135,12 @@ class HostGradient:
         return self._staging is not None
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate host memory for the gradient."""
-        return self._host.allocate(numel * dtype.itemsize, Kind.GRADIENTS).view(dtype)
-
-    def free(self, rest: torch.Tensor) -> None:
-        """Give back what `allocate` returned."""
-        self._host.free(rest)
+        return self.host.allocate(numel * dtype.itemsize, Kind.GRADIENTS).view(dtype)
 
     def reserve(self, num_bytes: int) -> None:
         """Make staging large enough for a gradient of so many bytes."""
         if self._staging is not None:
-            self._staging.reserve(num_bytes, self._host.device, self._ledger)
+            self._staging.reserve(num_bytes, self.host.device, self._ledger)
 
     def open_landing(self, rest: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
         """Return memory on the device to land in; with `accumulate` it holds the gradient already."""
@@ -163,15 +148,11 @@ class HostGradient:
         if staging is None:
             return rest
         self.reserve(rest.nbytes)
-        self._landing = staging.take_turn()
-        buffer = staging.buffer(self._landing, rest.numel(), rest.dtype)
-        staging.free(self._landing).wait()
-        if accumulate:
-            within = self._host.events.within("transfer", "gradients", "", rest.nbytes, way=UP, device=buffer.device)
-            with (
-                self._streams.gradients.after(record_event(buffer.device)),
-                within,
-            ):  # in `up` it would hold up parameters
+        self._landing, buffer, free = staging.take(rest.numel(), rest.dtype)
+        free.wait()
+        if accumulate:  # in the stream of gradients: in `up` it would hold up parameters
+            within = self.host.events.within("transfer", "gradients", "", rest.nbytes, way=UP, device=buffer.device)
+            with self._streams.gradients.after(record_event(buffer.device)), within:
                 buffer.copy_(rest, non_blocking=True)
                 arrived = self._streams.gradients.record_event()
             arrived.wait()
@@ -181,8 +162,8 @@ class HostGradient:
         """Take the norm of what landed, and start its way down."""
         if self._staging is None:
             return
-        self.norm = torch.linalg.vector_norm(buffer, dtype=torch.promote_types(buffer.dtype, torch.float32)).float()
-        within = self._host.events.within("transfer", "gradients", "", rest.nbytes, way=DOWN, device=buffer.device)
+        self.norm = vector_norm(buffer, 2.0)
+        within = self.host.events.within("transfer", "gradients", "", rest.nbytes, way=DOWN, device=buffer.device)
         with self._streams.gradients.after(record_event(buffer.device)), within:
             rest.copy_(buffer, non_blocking=True)
             DEBUG.poison(buffer)
@@ -195,12 +176,17 @@ class HostGradient:
         if staging is None:
             target.copy_(part)
             return
-        number = staging.take_turn()
-        buffer = staging.buffer(number, part.numel(), part.dtype)
-        within = self._host.events.within("transfer", "gradients", "", part.nbytes, way=UP, device=buffer.device)
-        with self._streams.gradients.after(staging.free(number)), within:
+        number, buffer, free = staging.take(part.numel(), part.dtype)
+        within = self.host.events.within("transfer", "gradients", "", part.nbytes, way=UP, device=buffer.device)
+        with self._streams.gradients.after(free), within:
             buffer.copy_(part, non_blocking=True)
             arrived = self._streams.gradients.record_event()
         arrived.wait()
         target.copy_(buffer)
         staging.occupy(number, until=record_event(buffer.device))
+
+
+def vector_norm(tensor: torch.Tensor, order: float) -> torch.Tensor:
+    """Return a norm in fp32, computed in fp32 or wider."""
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, order, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return norm.float()

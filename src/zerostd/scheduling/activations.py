@@ -49,7 +49,7 @@ class Activations:
         self._offloader = offloader
         self._ways = {group: ways.get(group.name, Way.DEVICE) for group in gatherer.groups}
         self._sends = offloader.peers is None and any(way.tier is not Tier.DEVICE for way in self._ways.values())
-        self._kinds = {module: _kind(module) for group in gatherer.groups for module in group.modules}
+        self._kinds = {module: _kind(module) for group in gatherer.groups for module in group.blueprint.modules}
         self._left: dict[tuple[Any, int], int] = {}  # bytes, by kind of a module that sent them and bytes of its output
         self._running: tuple[nn.Module, GroupActivations, torch.autograd.graph.saved_tensors_hooks] | None = None
         self._undo: list[Callable[[], None]] = []  # puts back forwards that are recomputed
@@ -68,7 +68,7 @@ class Activations:
         """Replace the forwards of groups that are recomputed."""
         device = self._gatherer.wires.world.device
         for group, way in self._ways.items():
-            for module in group.modules:
+            for module in group.blueprint.modules:
                 if way.recomputes and is_worth_recomputing(module):
                     self._undo.append(recompute(module, device, self._keep_input))
 

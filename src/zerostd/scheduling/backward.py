@@ -196,7 +196,7 @@ class Backward:
         no gradient are the first of the model: backward comes to them last, and they stay until it ends."""
         running = self._pass
         if running is not None and group.is_passed and running.is_complete(group):
-            group.end_backward()
+            group.in_backward = False
             self.gatherer.release(group)
             running.passed.add(group)
             self._report(running, group)
@@ -263,7 +263,7 @@ class Backward:
         self.order = [*first, *(group for group in self.order if group not in first)]
         self.update_order = [groups[position] for position in needed]
         for place, group in enumerate(self.update_order):
-            group.move_to(place)
+            group.place = place
         self._order_is_learnt = True
 
     def learn_again(self) -> None:

@@ -100,9 +100,9 @@ class Gatherer:
     def renew(self, group: Group) -> None:
         """Let the next use see an update that was started. A group that rests elsewhere is gathered then. The other
         slices of one that rests here start coming in now."""
-        if group.is_pinned:
+        if group.num_pins:
             raise MisuseError("optimizer.step() inside zerostd.gathered(): leave the context before the step")
-        if group.has_gather:
+        if group.gathers:
             self.wait_gather(group)
         if group.gives_back:
             self.release(group)

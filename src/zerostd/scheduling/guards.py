@@ -106,7 +106,7 @@ class Guards:
             return
         for parameter in module.parameters(recurse=False):
             group = self._places[parameter][0]
-            if group.gives_back and not group.is_pinned:
+            if group.gives_back and not group.num_pins:
                 raise MisuseError(
                     "state_dict() of a model whose parameters are sharded (stage 3) or off the device would hold NaN: "
                     "call zerostd.full_state_dict(model) on all ranks"

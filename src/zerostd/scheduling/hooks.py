@@ -51,7 +51,7 @@ class Hooks:
         self._removables: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
         self._knows_groups = False  # whether groups have hooks
-        self._of_root = [group for group in gatherer.groups if root in group.modules]
+        self._of_root = [group for group in gatherer.groups if root in group.blueprint.modules]
         self._active: list[Group] = []  # groups whose forward runs now, innermost last
         self._recomputed: Group | None = None  # by activation checkpointing, in the backward that runs now
         self._depth = 0  # calls of the root, one inside the other
@@ -76,7 +76,7 @@ class Hooks:
             return
         self._knows_groups = True
         for group in groups:
-            for module in [module for module in group.modules if module is not self.root]:
+            for module in [module for module in group.blueprint.modules if module is not self.root]:
                 before = functools.partial(self._before_group, group)
                 after = functools.partial(self._after_group, group)
                 self._removables.append(
@@ -110,7 +110,7 @@ class Hooks:
         if not group.gives_back:
             self.gatherer.wait_gather(group)
         elif by_name and self._active:
-            self._active[-1].borrow(group)
+            self._active[-1].borrowed[group.name] = group
             self.gatherer.gather(group)
 
     def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -202,7 +202,7 @@ class Hooks:
                     tensor.register_hook(hook)
         if self.backward.is_running:
             self._recomputed = group  # its backward comes next, unless another one is recomputed first
-        elif module is group.modules[-1]:
+        elif module is group.blueprint.modules[-1]:
             for moved in moving:
                 if not moved.in_backward and moved not in self._active:
                     self.gatherer.release(moved)
@@ -217,7 +217,7 @@ class Hooks:
     def _before_backward(self, group: Group, grad: torch.Tensor) -> None:
         self.backward.begin()
         for needed in group.needed:
-            needed.begin_backward()
+            needed.in_backward = True
         self.gatherer.need(group, LoopPhase.BACKWARD)
 
 

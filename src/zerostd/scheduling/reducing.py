@@ -135,7 +135,11 @@ class Reducer:
             reduce = self.wires.reduce_everywhere(gradient.whole)
             finish = functools.partial(gradient.fold, accumulate=accumulate) if gradient.is_summed else None
         else:
-            number, buffer = self._stage(gradient) if gradient.whole is None else (None, gradient.whole)
+            number: int | None = None
+            buffer = gradient.whole
+            if buffer is None:
+                number, buffer, free = self._staging.take(gradient.layout.numel, gradient.dtype)
+                free.wait()  # what it held has left
             gradient.fill(buffer, grads, wanted)
             if gradient.comes_up:
                 self.wait()  # one landing place on the device at a time
@@ -145,12 +149,6 @@ class Reducer:
             if number is not None:
                 self._staging.occupy(number, until=reduce)
         self._in_flight.append((name, reduce, finish, span))
-
-    def _stage(self, gradient: Gradient) -> tuple[int, torch.Tensor]:
-        """Return the next staging buffer and its number, once what it held has left."""
-        number = self._staging.take_turn()
-        self._staging.free(number).wait()
-        return number, self._staging.buffer(number, gradient.layout.numel, gradient.dtype)
 
     def wait(self) -> None:
         """Wait until every gradient sent has landed."""
