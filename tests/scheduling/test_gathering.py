@@ -10,7 +10,7 @@ from zerostd.errors import MisuseError
 from zerostd.monitoring.loop_timer import LoopPhase
 from zerostd.parameters import Group, GroupState
 from zerostd.policy import Tier
-from zerostd.scheduling import Gatherer
+from zerostd.scheduling.gathering import Gatherer
 
 
 def made(names: str, bench: Bench | None = None) -> tuple[Gatherer, list[Group]]:

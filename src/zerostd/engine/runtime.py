@@ -26,7 +26,7 @@ from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.backward import Backward
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.guards import Guards
-from zerostd.scheduling.hooks import Hooks, RootRules
+from zerostd.scheduling.hooks import Hooks
 from zerostd.scheduling.reducing import Reducer, TrainedParameter
 
 Casts = tuple[torch.dtype, torch.dtype] | None
@@ -68,8 +68,7 @@ class Runtime:
             self._trained(), gatherer, reducer, activations, self.observers, accumulate=settings.accumulate
         )
         casts = self._casts()
-        rules = RootRules(self._on_input(casts), self._on_output(casts), self._before_forward)
-        self.hooks = Hooks(model, gatherer, self.backward, activations, rules)
+        self.hooks = Hooks(model, self.backward, self._before_forward, self._on_input(casts), self._on_output(casts))
         self.guards = Guards(model, gatherer, self.finish_updates)
         self._buffers_moved = True  # rank 0's buffers have to go to all before the next forward
 
@@ -161,7 +160,7 @@ class Runtime:
 
     def settle(self) -> None:
         """Return when all gradients have landed."""
-        self.backward.wait_gradients()
+        self.backward.reducer.wait()
 
     def update_order(self) -> list[Group]:
         """Groups, those the next forward needs first in front."""

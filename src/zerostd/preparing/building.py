@@ -43,10 +43,10 @@ from zerostd.preparing.groups import make_group
 from zerostd.preparing.homes import FlatPlan, Rules, demand, demand_of, plan_flats
 from zerostd.preparing.options import check_world, num_threads, rules_for, ways_for
 from zerostd.preparing.proposing import decide, homes_of
-from zerostd.scheduling.activation_copies import ActivationCopies
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.offloading import ActivationOffloader
+from zerostd.scheduling.saved_storage import ActivationCopies
 from zerostd.tiers import Streams, TierAllocator, Uploader
 from zerostd.tiers.disk import Disk
 from zerostd.tiers.host import Host

@@ -62,7 +62,7 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
     updater.moved(runtime.groups, make_offload_updater(runtime, updater.inner))
     begin_backward_updates(runtime, optimizer)
     runtime.hooks.renew()
-    runtime.backward.learn_again()
+    runtime.backward.order_is_learnt = False
     return list(dict.fromkeys(group.name for group, _, _ in changed))
 
 

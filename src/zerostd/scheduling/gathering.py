@@ -45,7 +45,10 @@ class Gatherer:
         ahead: Group | None = group
         for _ in range(self.prefetch_depth):
             ahead = self._next.get((phase, ahead))
-            if ahead is None or self._would_block(ahead):
+            if ahead is None:
+                break
+            # A rank by itself does not hold the host up for an update. Several start gathers in the same order.
+            if self.wires.world.size == 1 and not all(update.is_done() for update in ahead.updates):
                 break
             self.start_gather(ahead)
 
@@ -125,11 +128,6 @@ class Gatherer:
             ordered[group] = None
             group = self._next.get((LoopPhase.FORWARD, group))
         return [*ordered, *(group for group in self.groups if group not in ordered)]
-
-    def _would_block(self, group: Group) -> bool:
-        """Whether starting it now would hold the host up for an update. Only a rank by itself may choose: several
-        must start their gathers in the same order."""
-        return self.wires.world.size == 1 and not all(update.is_done() for update in group.updates)
 
     def _learn(self, group: Group, phase: LoopPhase) -> bool:
         """Remember who came after whom; True if it was expected."""

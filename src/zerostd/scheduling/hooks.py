@@ -2,12 +2,12 @@
 
 The root takes and returns the dtype it had before, whatever it computes in. A group is gathered before its modules'
 forward and before their backward, and released after. A parameter that a module of another group reads is noticed as
-it is read. Every hook can be removed; then nothing of zerostd is left on the module.
+it is read: `module.weight` looks into `module._parameters`, and hooks replace that dict by one that tells who reads,
+where groups are gathered at all. Every hook can be removed; then nothing of zerostd is left on the module.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import weakref
@@ -20,38 +20,37 @@ from torch.utils.hooks import RemovableHandle
 
 from zerostd.compat import calls_of, no_dynamo
 from zerostd.monitoring.loop_timer import LoopPhase
-from zerostd.parameters import Group
-from zerostd.scheduling.activations import Activations, Passed
+from zerostd.parameters import Group, GroupState
+from zerostd.scheduling.activations import Passed
 from zerostd.scheduling.backward import Backward
-from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.tensors import map_tensors, tensors_in
-from zerostd.scheduling.watching import WatchedParameters
 
-
-@dataclasses.dataclass(frozen=True)
-class RootRules:
-    """What happens when the root is entered and left, beside gathering."""
-
-    on_input: Callable[[torch.Tensor], torch.Tensor] | None  # applied to floating-point inputs
-    on_output: Callable[[torch.Tensor], torch.Tensor] | None  # applied to floating-point outputs
-    before: Callable[[nn.Module], None]  # e.g. buffers follow rank 0
+OnTensor = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Hooks:
-    """Installs and removes everything on one prepared model."""
+    """Installs and removes everything on one prepared model. `before_forward` is called when the root is entered;
+    `on_input` and `on_output` are applied to the floating-point tensors it takes and returns."""
 
     def __init__(
-        self, root: nn.Module, gatherer: Gatherer, backward: Backward, activations: Activations, rules: RootRules
+        self,
+        root: nn.Module,
+        backward: Backward,
+        before_forward: Callable[[nn.Module], None],
+        on_input: OnTensor | None,
+        on_output: OnTensor | None,
     ) -> None:
         self.root = root
-        self.gatherer = gatherer
         self.backward = backward
-        self.activations = activations
-        self.rules = rules
+        self.gatherer = backward.gatherer
+        self.activations = backward.activations
+        self._before_forward = before_forward
+        self._on_input = on_input
+        self._on_output = on_output
         self._removables: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
         self._knows_groups = False  # whether groups have hooks
-        self._of_root = [group for group in gatherer.groups if root in group.blueprint.modules]
+        self._of_root = [group for group in self.gatherer.groups if root in group.blueprint.modules]
         self._active: list[Group] = []  # groups whose forward runs now, innermost last
         self._recomputed: Group | None = None  # by activation checkpointing, in the backward that runs now
         self._depth = 0  # calls of the root, one inside the other
@@ -83,7 +82,11 @@ class Hooks:
                     module.register_forward_pre_hook(no_dynamo(before), prepend=True, with_kwargs=True)
                 )
                 self._removables.append(module.register_forward_hook(no_dynamo(after), always_call=True))
-        self._watch()
+        owners = {p: group for group in groups for flat in group.flats for p in flat.parameters}
+        for module in self.root.modules():
+            if any(p in owners for p in module._parameters.values() if p is not None):
+                module._parameters = WatchedParameters(module._parameters, owners, self._read)
+                self._watched.append(module)
 
     def remove(self) -> None:
         """Leave the modules as they were."""
@@ -95,13 +98,6 @@ class Hooks:
         self._removables.clear()
         self._watched.clear()
         self._knows_groups = False
-
-    def _watch(self) -> None:
-        owners = {p: group for group in self.gatherer.groups for flat in group.flats for p in flat.parameters}
-        for module in self.root.modules():
-            if any(p in owners for p in module._parameters.values() if p is not None):
-                module._parameters = WatchedParameters(module._parameters, owners, self._read)
-                self._watched.append(module)
 
     def _read(self, group: Group, by_name: bool) -> None:
         """See to it that a parameter of `group`, which is being read, shows its values. A group that rests gathered is
@@ -117,26 +113,22 @@ class Hooks:
         if self._depth and calls_of(module) < 2:  # an earlier call was interrupted: no hook saw its end
             self._depth = 0
         self._depth += 1
-        if self._depth > 1:  # it calls itself: this is no new pass
-            self._enter_root(args, kwargs)
-            return None
-        self.backward.abandon()
-        if not self.backward.is_running:
-            self.rules.before(module)
-            self.gatherer.timer.mark(LoopPhase.FORWARD if torch.is_grad_enabled() else LoopPhase.OUTSIDE)
-            self.activations.begin()
-            self.gatherer.begin(LoopPhase.FORWARD)
-        cast = self.rules.on_input
-        if cast is not None:
-            args = map_tensors(args, cast)
-            kwargs = map_tensors(kwargs, cast)
-        self._enter_root(args, kwargs)
-        return None if cast is None else (args, kwargs)
-
-    def _enter_root(self, args: Any, kwargs: Any) -> None:
+        on_input = None
+        if self._depth == 1:  # else it calls itself: this is no new pass
+            on_input = self._on_input
+            self.backward.abandon()
+            if not self.backward.is_running:
+                self._before_forward(module)
+                self.gatherer.timer.mark(LoopPhase.FORWARD if torch.is_grad_enabled() else LoopPhase.OUTSIDE)
+                self.activations.begin()
+                self.gatherer.begin(LoopPhase.FORWARD)
+        if on_input is not None:
+            args = map_tensors(args, on_input)
+            kwargs = map_tensors(kwargs, on_input)
         if self._knows_groups:
             for group in self._of_root:
-                self._before_group(group, self.root, args, kwargs)
+                self._before_group(group, module, args, kwargs)
+        return None if on_input is None else (args, kwargs)
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._depth = max(0, self._depth - 1)
@@ -151,8 +143,8 @@ class Hooks:
             self.gatherer.timer.mark(LoopPhase.OUTSIDE)
         if output is None:
             return None
-        if self.rules.on_output is not None:
-            output = map_tensors(output, self.rules.on_output)
+        if self._on_output is not None:
+            output = map_tensors(output, self._on_output)
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad and tensor.grad_fn is not None:
@@ -232,7 +224,8 @@ def _passed_back(hooks: weakref.ref[Hooks], passed: Passed, grad: torch.Tensor) 
     """Hook of an output, which holds as little. A gradient that is asked for inside of forward tells nothing."""
     alive = hooks()
     if alive is not None and not alive._depth:
-        alive.activations.pass_back(passed)
+        activations, size = passed
+        alive.activations.offloader.pass_back(activations(), size)
 
 
 def _call_after(count: int, done: Callable[[], None]) -> Callable[[torch.Tensor], None]:
@@ -254,3 +247,37 @@ def _left_on(module: nn.Module) -> Iterator[torch.Tensor]:
         for value in vars(submodule).values():
             if isinstance(value, torch.Tensor):
                 yield value
+
+
+class WatchedParameters(dict[str, "nn.Parameter | None"]):
+    """A module's parameters. Reading one of a group that is not gathered calls `on_read`."""
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter | None],
+        owners: dict[nn.Parameter, Group],
+        on_read: Callable[[Group, bool], None],
+    ) -> None:
+        super().__init__(parameters)
+        self._owners = owners
+        self._on_read = on_read
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        self._report(parameter, by_name=True)
+        return parameter
+
+    def items(self) -> Any:
+        for parameter in super().values():
+            self._report(parameter, by_name=False)
+        return super().items()
+
+    def values(self) -> Any:
+        for parameter in super().values():
+            self._report(parameter, by_name=False)
+        return super().values()
+
+    def _report(self, parameter: nn.Parameter | None, *, by_name: bool) -> None:
+        group = self._owners.get(parameter) if parameter is not None else None
+        if group is not None and group.state is not GroupState.GATHERED:
+            self._on_read(group, by_name)

@@ -3,7 +3,7 @@
 On the way out the device keeps the activations of two groups, those that are leaving and those that were left last; on
 the way back two again, those that are used and those that will be used next. Groups whose activations stay make room
 for more: others may use the memory that these will fill later in a forward, and what they have freed in a backward.
-`Activations` calls at every group's forward and backward; activation_copies.py moves the bytes.
+`Activations` calls at every group's forward and backward; `ActivationCopies` moves the bytes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch
 
 from zerostd.communication.peers import Peers
 from zerostd.policy import Tier
-from zerostd.scheduling.activation_copies import ActivationCopies
-from zerostd.scheduling.saved_storage import GroupActivations, SavedStorage, num_bytes_of
+from zerostd.scheduling.saved_storage import ActivationCopies, GroupActivations, SavedStorage, num_bytes_of
 
 NUM_GROUPS = 2  # on the device, on their way out, and again on their way back, whatever others keep
 SLICE = 16  # bytes: slices begin where any number may
