@@ -15,7 +15,7 @@ from zerostd.communication import Wires
 from zerostd.errors import MisuseError
 from zerostd.optimizers.scaling import LossScale
 from zerostd.parameters import Flat, GradientHandle, Group
-from zerostd.parameters.host_gradient import vector_norm
+from zerostd.parameters.gradient import vector_norm
 from zerostd.parameters.observing import StepObserver
 
 

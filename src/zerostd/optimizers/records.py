@@ -67,8 +67,7 @@ def gradient_tensor(flat: Flat, dtypes: Collection[torch.dtype] = ()) -> TierTen
     if any(torch.promote_types(dtype, gradient.rest_dtype) != gradient.rest_dtype for dtype in dtypes):
         gradient.use_sum()
     rest = gradient.wait_landed()
-    tier = Tier.DEVICE if gradient.host_gradient is None else Tier.HOST
-    return TierTensor(rest.numel(), rest.dtype, tier, rest)
+    return TierTensor(rest.numel(), rest.dtype, gradient.tier, rest)
 
 
 def scalar_states(updater: Updater, rank: int) -> dict[str, dict[str, Any]]:

@@ -3,7 +3,8 @@
 With one backward pass a step it rests in the reduce dtype (2 bytes in bf16 runs); with several it is summed in fp32.
 `region` is the slice of the flat buffer this rank updates. A rank that keeps gradients whole (stages 0 and 1) has a
 buffer for all of it and reduces in place; one that shards them fills a passing buffer and keeps its region only. The
-reducer calls the verbs of landing, the optimizer those of reading. Where host memory is involved: host_gradient.py.
+reducer calls the verbs of landing, the optimizer those of reading. A gradient that rests on the device may have a copy
+of parts on the host, for the CPU to read; one that rests on the host is a `HostGradient` (host_gradient.py).
 """
 
 from __future__ import annotations
@@ -13,23 +14,28 @@ from collections.abc import Sequence
 import torch
 
 from zerostd.compat import foreach_add_, foreach_copy_
-from zerostd.parameters.host_gradient import HostGradient, HostGradientCopy, vector_norm
-from zerostd.policy import Kind
+from zerostd.policy import Kind, Tier
 from zerostd.sharding import Layout
-from zerostd.tiers import Done, TierAllocator, Transfer
+from zerostd.tiers import Done, Streams, TierAllocator, Transfer, record_event
+from zerostd.tiers.host import Host
+
+DOWN = (Tier.DEVICE.value, Tier.HOST.value)
 
 Arrived = Sequence[torch.Tensor | None]  # what one pass brought, by parameter
 
 
 class Gradient:
-    """One flat gradient. It rests on the device, there with a host copy of parts, or on the host."""
+    """One flat gradient, which rests on the device."""
+
+    tier = Tier.DEVICE
+    comes_up = False  # whether it rests on the host and the device has memory of its own
 
     layout: Layout
     region: slice  # of the flat buffer, in elements
     dtype: torch.dtype  # of the reduce
     whole: torch.Tensor | None  # `dtype`, the flat buffer's length, to reduce in place; None where they are sharded
-    host_gradient: HostGradient | None  # keeps it on the host
-    host_copy: HostGradientCopy | None  # where the CPU reads parts of a gradient that rests on the device
+    host_copy: HostGradientCopy | None  # where the CPU reads parts of it
+    arrived: Transfer  # the last transfer to where it rests
 
     def __init__(
         self,
@@ -39,7 +45,6 @@ class Gradient:
         allocator: TierAllocator,
         *,
         keep_whole: bool,
-        host_gradient: HostGradient | None = None,
         host_copy: HostGradientCopy | None = None,
     ) -> None:
         self.layout = layout
@@ -47,8 +52,8 @@ class Gradient:
         self.dtype = dtype
         self._device = allocator.device
         self._ledger = allocator.ledger
-        self.host_gradient = host_gradient
         self.host_copy = host_copy
+        self.arrived = Done()
         self.whole = self._allocate(layout.numel, dtype) if keep_whole else None
         # In `dtype`, the region's length, a view of `whole` where there is one. None before its first use, and while
         # `_sum` holds the gradient.
@@ -69,11 +74,6 @@ class Gradient:
     def is_summed(self) -> bool:
         """Whether it rests as an fp32 sum."""
         return self._sum is not None
-
-    @property
-    def comes_up(self) -> bool:
-        """Whether it rests on the host and the device has memory of its own."""
-        return self.host_gradient is not None and self.host_gradient.comes_up
 
     @property
     def rest_dtype(self) -> torch.dtype:
@@ -111,11 +111,6 @@ class Gradient:
             form = f"{str(self.dtype).removeprefix('torch.')} (one backward pass a step)"
         self._ledger.gradient_form = form
 
-    def reserve(self) -> None:
-        """Take host memory and staging now: pinning memory in the middle of a step would hold it up."""
-        if self.host_gradient is not None:
-            self.host_gradient.reserve(self.current.nbytes)
-
     def close(self) -> None:
         """Give all memory back; nothing that rests here is wanted any more."""
         self.arrived.synchronize()
@@ -132,8 +127,6 @@ class Gradient:
         self._views.clear()
 
     def _allocate_rest(self, dtype: torch.dtype) -> torch.Tensor:
-        if self.host_gradient is not None:
-            return self.host_gradient.allocate(self.numel, dtype)
         return self._allocate(self.numel, dtype)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -142,10 +135,7 @@ class Gradient:
         return tensor
 
     def _free(self, tensor: torch.Tensor) -> None:
-        if self.host_gradient is not None:
-            self.host_gradient.host.free(tensor)
-        else:
-            self._ledger.leave(Kind.GRADIENTS, tensor.nbytes)
+        self._ledger.leave(Kind.GRADIENTS, tensor.nbytes)
 
     # Landing, called by the reducer
 
@@ -184,14 +174,10 @@ class Gradient:
     def open_landing(self, *, accumulate: bool) -> torch.Tensor:
         """Return where a reduced gradient is to be written, or added, on the device."""
         self.changed()
-        if self.host_gradient is None:
-            return self.current
-        return self.host_gradient.open_landing(self.current, accumulate=accumulate)
+        return self.current
 
     def close_landing(self, landed: torch.Tensor) -> None:
         """Send what was written, as far as the current stream is concerned, to where it rests."""
-        if self.host_gradient is not None:
-            self.host_gradient.close_landing(landed, self.current)
 
     def fold(self, *, accumulate: bool) -> None:
         """Take what was reduced in place into the fp32 sum."""
@@ -237,8 +223,6 @@ class Gradient:
 
     def changed(self) -> None:
         """Forget what was derived from the gradient: its norm, and the host's copy."""
-        if self.host_gradient is not None:
-            self.host_gradient.norm = None
         if self.host_copy is not None:
             self.host_copy.is_current = False
 
@@ -252,11 +236,6 @@ class Gradient:
 
     # Reading, called by the optimizer
 
-    @property
-    def arrived(self) -> Transfer:
-        """The last transfer to where it rests."""
-        return Done() if self.host_gradient is None else self.host_gradient.arrived
-
     def wait_landed(self) -> torch.Tensor:
         """Return the gradient when it is where it rests. Holds the host if that is the host."""
         self.arrived.synchronize()
@@ -264,9 +243,6 @@ class Gradient:
 
     def norm(self, order: float, part: slice | None = None) -> torch.Tensor:
         """Return the norm of the region, or of a part of it: fp32, on the device."""
-        host = self.host_gradient
-        if part is None and host is not None and host.norm is not None and order == 2.0:
-            return host.norm
         gradient = self.wait_landed()
         return vector_norm(gradient if part is None else gradient[part], order).to(self._device)
 
@@ -284,10 +260,73 @@ class Gradient:
 
     def copy_to(self, target: torch.Tensor, region: slice) -> None:
         """Copy a part of it to `target` on the device, in the dtype of `target`; the host does not wait."""
-        if self.host_gradient is None:
-            target.copy_(self.current[region])
-        else:
-            self.host_gradient.bring(self.current[region], target)
+        target.copy_(self.current[region])
+
+
+class HostGradientCopy:
+    """The host's copy of those parts of a gradient that the CPU reads for its update."""
+
+    parts: tuple[slice, ...]  # of the region
+    arrived: Transfer  # the last copy
+    is_current: bool  # until the gradient changes; then the next `send` copies it again
+
+    def __init__(self, parts: Sequence[slice], dtype: torch.dtype, host: Host, streams: Streams) -> None:
+        self.parts = tuple(parts)
+        self.arrived = Done()
+        self._host = host
+        self._streams = streams
+        self.is_current = False
+        self._is_overwritten = False  # by new parameters, which take the same way back
+        self._copies = [self._allocate(part.stop - part.start, dtype) for part in parts]
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._host.allocate(numel * dtype.itemsize, Kind.BUFFERS).view(dtype)
+
+    def send(self, gradient: torch.Tensor) -> None:
+        """Start copying the parts down; free if they are there already."""
+        if self.is_current:
+            return
+        if self._copies and self._copies[0].dtype != gradient.dtype:  # a second pass has made it an fp32 sum
+            for index, copy in enumerate(self._copies):
+                self._host.free(copy)
+                self._copies[index] = self._allocate(copy.numel(), gradient.dtype)
+        size = sum(copy.nbytes for copy in self._copies)
+        within = self._host.events.within("transfer", "gradients", "", size, way=DOWN, device=gradient.device)
+        with self._streams.gradients.after(record_event(gradient.device)), within:
+            for part, copy in zip(self.parts, self._copies, strict=True):
+                copy.copy_(gradient[part], non_blocking=True)
+            self.arrived = self._streams.gradients.record_event()
+        self.is_current = True
+
+    def copy_of(self, part: slice) -> torch.Tensor:
+        """Return the copy of elements of the region, all of which lie in one of the parts."""
+        for whole, copy in zip(self.parts, self._copies, strict=True):
+            if whole.start <= part.start and part.stop <= whole.stop:
+                return copy[part.start - whole.start : part.stop - whole.start]
+        raise AssertionError(f"elements {part.start} to {part.stop} have no copy on the host")
+
+    def overwrite(self, part: slice) -> torch.Tensor:
+        """Return `copy_of(part)` to somebody who has read it and writes something else there."""
+        self._is_overwritten = True
+        return self.copy_of(part)
+
+    def drop_overwritten(self) -> None:
+        """Expect no gradient in what was overwritten: all updates that read it have been started."""
+        if self._is_overwritten:
+            self.is_current = False
+            self._is_overwritten = False
+
+    def close(self) -> None:
+        self.arrived.synchronize()
+        for copy in self._copies:
+            self._host.free(copy)
+        self._copies = []
+
+
+def vector_norm(tensor: torch.Tensor, order: float) -> torch.Tensor:
+    """Return a norm in fp32, computed in fp32 or wider."""
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, order, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return norm.float()
 
 
 def _write(views: list[torch.Tensor], arrived: Arrived) -> None:

@@ -70,7 +70,7 @@ def _is_as(flat: Flat, wanted: FlatPlan, *, speculates: bool) -> bool:
     """Whether a flat is as a plan wants it."""
     if flat.gradient is None:
         return flat.rest.tier is wanted.parameters
-    on_host = flat.gradient.host_gradient is not None
+    on_host = flat.gradient.tier is Tier.HOST
     return (
         flat.rest.tier is wanted.parameters
         and on_host == (wanted.gradients is Tier.HOST)
