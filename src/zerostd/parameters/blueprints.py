@@ -49,22 +49,19 @@ def find_blueprints(
     """Return a blueprint for each group. A parameter that several groups use belongs to the root."""
     named = dict(model.named_modules())
     tops = find_groups(_describe("", model, set()), globs=globs)
-    homes: dict[nn.Parameter, set[int]] = {}
-    names: dict[nn.Parameter, str] = {}
-    dtypes: dict[nn.Parameter, torch.dtype] = {}
+    uses: dict[nn.Parameter, list[tuple[int, str, torch.dtype]]] = {}  # group, name and dtype, module by module
     for module_name, module in model.named_modules(remove_duplicate=False):
         inside = [i for i, top in enumerate(tops) if any(f"{module_name}.".startswith(f"{name}.") for name in top)]
         home = inside[0] if inside else -1
         for short, parameter in module._parameters.items():
             if parameter is not None:
-                homes.setdefault(parameter, set()).add(home)
-                names.setdefault(parameter, f"{module_name}.{short}".lstrip("."))
-                dtypes.setdefault(parameter, _compute_dtype(module, parameter, precision))
+                use = (home, f"{module_name}.{short}".lstrip("."), _compute_dtype(module, parameter, precision))
+                uses.setdefault(parameter, []).append(use)
     members: dict[int, list[Member]] = {}
-    for parameter, where in homes.items():
-        home = next(iter(where)) if len(where) == 1 else -1
-        member = Member(names[parameter], parameter, dtypes[parameter], options.get(parameter))
-        members.setdefault(home, []).append(member)
+    for parameter, ((home, name, dtype), *others) in uses.items():
+        if any(use[0] != home for use in others):
+            home = -1
+        members.setdefault(home, []).append(Member(name, parameter, dtype, options.get(parameter)))
     # The root may be empty: it still borrows what forward reads.
     blueprints = [Blueprint(ROOT, (model,), tuple(members.get(-1, ())))]
     for index, top in enumerate(tops):
@@ -167,11 +164,10 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def optimizer_options(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[nn.Parameter, int]:
     """Return the param_group of each parameter that will be updated; without an optimizer, 0 for all that train."""
-    if optimizer is None:
-        return {parameter: 0 for parameter in model.parameters() if parameter.requires_grad}
+    param_groups = [{"params": model.parameters()}] if optimizer is None else optimizer.param_groups
     return {
         parameter: index
-        for index, group in enumerate(optimizer.param_groups)
+        for index, group in enumerate(param_groups)
         for parameter in group["params"]
         if parameter.requires_grad
     }

@@ -81,15 +81,6 @@ class StateShard:
 class Flat:
     """One flat buffer's parameters, masters and gradient on this rank."""
 
-    layout: Layout
-    parameters: tuple[nn.Parameter, ...]  # in the layout's order
-    region: slice  # what this rank updates: its slice, or everything at stage 0
-    full: torch.Tensor  # compute dtype, on the device; its storage is empty while released, if they rest elsewhere
-    is_sharded: bool  # parameters rest as this rank's slice only
-    rest: TierTensor  # compute dtype: where parameters rest; a view into `full` unless sharded or off the device
-    state_shards: tuple[StateShard, ...]  # what the optimizer keeps, portion by portion of the region; none if frozen
-    gradient: Gradient | None  # None if frozen
-
     def __init__(
         self,
         layout: Layout,
@@ -101,13 +92,15 @@ class Flat:
         state_shards: Sequence[StateShard],
     ) -> None:
         self.layout = layout
-        self.parameters = tuple(parameters)
-        self.region = region
-        self.state_shards = tuple(state_shards)
+        self.parameters = tuple(parameters)  # in the layout's order
+        self.region = region  # what this rank updates: its slice, or everything at stage 0
+        self.state_shards = tuple(state_shards)  # portion by portion of the region; none if frozen
+        # In the compute dtype, on the device. Its storage is empty while released, if parameters rest elsewhere.
         self.full = torch.zeros(layout.numel, dtype=dtype, device=allocator.device)
-        self.is_sharded = False
+        self.is_sharded = False  # parameters rest as this rank's slice only
+        # In the compute dtype, where parameters rest: a view into `full` unless sharded or off the device.
         self.rest = TierTensor(layout.numel, dtype, Tier.DEVICE, self.full)
-        self.gradient = None
+        self.gradient: Gradient | None = None  # None if frozen
         self._ledger = allocator.ledger
         self._views = [self.full[i.offset : i.end].view(i.shape) for i in layout.intervals]
         loud = float("nan") if dtype.is_floating_point or dtype.is_complex else 0

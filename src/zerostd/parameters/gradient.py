@@ -30,13 +30,6 @@ class Gradient:
     tier = Tier.DEVICE
     comes_up = False  # whether it rests on the host and the device has memory of its own
 
-    layout: Layout
-    region: slice  # of the flat buffer, in elements
-    dtype: torch.dtype  # of the reduce
-    whole: torch.Tensor | None  # `dtype`, the flat buffer's length, to reduce in place; None where they are sharded
-    host_copy: HostGradientCopy | None  # where the CPU reads parts of it
-    arrived: Transfer  # the last transfer to where it rests
-
     def __init__(
         self,
         layout: Layout,
@@ -48,12 +41,13 @@ class Gradient:
         host_copy: HostGradientCopy | None = None,
     ) -> None:
         self.layout = layout
-        self.region = region
-        self.dtype = dtype
+        self.region = region  # of the flat buffer, in elements
+        self.dtype = dtype  # of the reduce
+        self.host_copy = host_copy  # where the CPU reads parts of it
+        self.arrived: Transfer = Done()  # the last transfer to where it rests
         self._device = allocator.device
         self._ledger = allocator.ledger
-        self.host_copy = host_copy
-        self.arrived = Done()
+        # In `dtype`, the flat buffer's length, to reduce in place. None where gradients are sharded.
         self.whole = self._allocate(layout.numel, dtype) if keep_whole else None
         # In `dtype`, the region's length, a view of `whole` where there is one. None before its first use, and while
         # `_sum` holds the gradient.
@@ -266,16 +260,12 @@ class Gradient:
 class HostGradientCopy:
     """The host's copy of those parts of a gradient that the CPU reads for its update."""
 
-    parts: tuple[slice, ...]  # of the region
-    arrived: Transfer  # the last copy
-    is_current: bool  # until the gradient changes; then the next `send` copies it again
-
     def __init__(self, parts: Sequence[slice], dtype: torch.dtype, host: Host, streams: Streams) -> None:
-        self.parts = tuple(parts)
-        self.arrived = Done()
+        self.parts = tuple(parts)  # of the region
+        self.arrived: Transfer = Done()  # the last copy
         self._host = host
         self._streams = streams
-        self.is_current = False
+        self.is_current = False  # until the gradient changes; then the next `send` copies it again
         self._is_overwritten = False  # by new parameters, which take the same way back
         self._copies = [self._allocate(part.stop - part.start, dtype) for part in parts]
 

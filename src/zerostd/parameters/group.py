@@ -31,33 +31,22 @@ class GroupState(enum.Enum):
 class Group:
     """The flat buffers of one group, and everything that is in flight for them."""
 
-    blueprint: Blueprint  # what it was made from
-    flats: tuple[Flat, ...]
-    state: GroupState
-    gathers: list[Transfer]  # in flight, one for each flat
-    updates: list[Transfer]  # that were started; the next gather waits for them
-    pending_save: Transfer  # until then a checkpoint reads its masters and states, and updates wait
-    num_pins: int  # users that hold it gathered
-    borrowed: dict[str, Group]  # other groups whose parameters its modules read, learnt as they do
-    place: int  # in the order in which forward needs groups, as far as known
-    in_backward: bool  # its backward has begun and still needs it, whatever forward ends in between
-
     def __init__(
         self, blueprint: Blueprint, place: int, flats: Sequence[Flat], wires: Wires, uploader: Uploader
     ) -> None:
-        self.blueprint = blueprint
+        self.blueprint = blueprint  # what it was made from
         self.flats = tuple(flats)
+        self.place = place  # in the order in which forward needs groups, as far as known
+        self.state = GroupState.GATHERED
+        self.gathers: list[Transfer] = []  # in flight, one for each flat
+        self.updates: list[Transfer] = []  # that were started; the next gather waits for them
+        self.pending_save: Transfer = Done()  # until then a checkpoint reads masters and states, and updates wait
+        self.num_pins = 0  # users that hold it gathered
+        self.borrowed: dict[str, Group] = {}  # other groups whose parameters its modules read, learnt as they do
+        self.in_backward = False  # its backward has begun and still needs it, whatever forward ends in between
         self._wires = wires
         self._uploader = uploader
-        self.state = GroupState.GATHERED
-        self.gathers = []
         self._span: Span | None = None  # of the gather in flight, while events are recorded
-        self.updates = []
-        self.pending_save = Done()
-        self.num_pins = 0
-        self.borrowed = {}
-        self.place = place
-        self.in_backward = False
         self._num_inputs_awaited: int | None = None  # None: no input of its forward gets a gradient
         if self.gives_back:
             self.release()

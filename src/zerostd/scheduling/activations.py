@@ -1,11 +1,8 @@
 """Activations: what autograd saves in a group's forward rests elsewhere until the group's backward.
 
 Saved tensors go through a pack hook of autograd's while a group runs whose activations do not stay. Parameters and
-buffers are not activations, and small tensors are not worth moving: both stay. What lies in one storage travels once,
-whatever tensors see it. A group that is recomputed keeps its inputs only, and runs again in backward: torch's
-checkpointing does it, with the random states and the autocasting of the first time. It would hold the inputs where they
-are; here they may rest elsewhere meanwhile.
-
+buffers are not activations, and small tensors are not worth moving: both stay. A group that is recomputed keeps its
+inputs only, and runs again in backward: torch's checkpointing does it, but here inputs may rest elsewhere meanwhile.
 Where some groups send theirs, others make room for what is on its way: before they run, and when backward has passed
 them. How much they leave on the device is known without asking autograd if they are like one that sends its own: of the
 same class, with parameters of the same shapes and as many bytes of output.
@@ -31,7 +28,7 @@ from zerostd.parameters import Group
 from zerostd.policy import Tier, Way
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.offloading import ActivationOffloader
-from zerostd.scheduling.saved_storage import GroupActivations, SavedStorage, TensorLayout, layout_of
+from zerostd.scheduling.saved_storage import GroupActivations, SavedStorage, TensorLayout
 from zerostd.scheduling.tensors import map_tensors, tensors_in
 
 WORTH_MOVING = 256 * 2**10  # bytes
@@ -191,7 +188,8 @@ class Activations:
             return _kept(tensor)
         saved = self._saved_storage(tensor, storage, activations.tier)
         activations.add(saved)
-        return functools.partial(self._bring_back, activations, saved, layout_of(tensor))
+        layout = (tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return functools.partial(self._bring_back, activations, saved, layout)
 
     def _saved_storage(self, tensor: torch.Tensor, storage: Storage, tier: Tier) -> SavedStorage:
         """Return the one that has this storage in this tier already, or a new one."""
@@ -242,15 +240,12 @@ def _recompute(module: nn.Module, device: torch.device, keep: Keep) -> Callable[
     had_own = "forward" in module.__dict__
     marker = torch.empty(0, device=device)  # tells checkpointing whose random states count
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled() or in_backward():
-            return forward(*args, **kwargs)
-        return checkpoint(_run_twice(module, forward, keep, (args, kwargs)), marker, use_reentrant=False)
-
     def recomputed(*args: Any, **kwargs: Any) -> Any:  # a function, since torch.compile looks into those
         if torch.compiler.is_compiling():
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        return run(args, kwargs)
+        if not torch.is_grad_enabled() or in_backward():
+            return forward(*args, **kwargs)
+        return checkpoint(_run_twice(module, forward, keep, (args, kwargs)), marker, use_reentrant=False)
 
     def undo() -> None:
         if had_own:

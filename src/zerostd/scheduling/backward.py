@@ -1,12 +1,10 @@
 """One backward pass from its first sign to its end.
 
-Gradients come in by their parameters' hooks. When the last one of a group is there, the group is released and reduced.
-Groups are reduced in one order that all ranks share, so that a rank which uses other parameters than its peers still
-meets them in every collective. What never arrives counts as zero and is sent when the pass ends. Then ranks agree which
-parameters anyone used: those without a gradient anywhere keep `p.grad is None`, as in torch.
-
-In the last pass of a step each group is reported as ready, when its gradient has landed and backward needs its
-parameters no more: from then on it may be updated, while the pass goes on for others.
+Gradients come in by their parameters' hooks. When the last one of a group is there, the group is released and reduced,
+in one order that all ranks share: a rank which uses other parameters than its peers still meets them in every
+collective. What never arrives counts as zero and is sent when the pass ends. Then ranks agree which parameters anyone
+used: those without a gradient anywhere keep `p.grad is None`, as in torch. In the last pass of a step, a group whose
+gradient has landed and whose parameters backward needs no more may be updated, while the pass goes on for others.
 """
 
 from __future__ import annotations
@@ -96,13 +94,6 @@ class PassCounter:
 class Backward:
     """Coordinates gathering, reducing and agreeing during backward passes."""
 
-    trained: tuple[TrainedParameter, ...]  # in the same order on all ranks
-    order: list[Group]  # in which groups are reduced: the same on all ranks
-    update_order: list[Group]  # in which groups are updated and gathered again: likewise
-    group_updates: GroupUpdates | None  # None: updates wait for step()
-    is_syncing: bool  # False inside no_sync: gradients are summed locally
-    order_is_learnt: bool  # to be learnt anew when groups move in another way
-
     def __init__(
         self,
         trained: Sequence[TrainedParameter],
@@ -113,19 +104,20 @@ class Backward:
         *,
         accumulate: int | None,
     ) -> None:
-        self.trained = tuple(trained)
+        self.trained = tuple(trained)  # in the same order on all ranks
         self.gatherer = gatherer
         self.reducer = reducer
         self.activations = activations
         self.observers = observers
-        self.group_updates = None
+        self.group_updates: GroupUpdates | None = None  # None: updates wait for step()
+        # In which groups are reduced, and in which they are updated and gathered again: the same on all ranks.
         self.order = [group for group in reversed(gatherer.groups) if group.trainable]
         self.update_order = list(gatherer.groups)
+        self.order_is_learnt = False  # to be learnt anew when groups move in another way
         self.passes = PassCounter(accumulate)
-        self.is_syncing = True
+        self.is_syncing = True  # False inside no_sync: gradients are summed locally
         self._pass: BackwardPass | None = None  # the one that runs now
         self._used: set[nn.Parameter] = set()  # since ranks last agreed
-        self.order_is_learnt = False
 
     @property
     def is_running(self) -> bool:
@@ -226,19 +218,15 @@ class Backward:
         if self.gatherer.wires.world.size > 1:
             if not self.is_syncing:
                 return
-            self._agree()
+            used = [self._is_used(trained) for trained in self.trained]
+            used_anywhere = self.reducer.control.agree(used, self.gatherer.sequence)
+            for trained, is_used in zip(self.trained, used_anywhere, strict=True):
+                if is_used and trained.parameter.grad is None:  # only other ranks had a gradient
+                    trained.parameter.grad = trained.handle
         self._used.clear()
         self.gatherer.sequence.clear()
         if not self.order_is_learnt:
             self._learn_order(running.completed)
-
-    def _agree(self) -> None:
-        """Show a handle also where only other ranks had a gradient."""
-        used = [self._is_used(trained) for trained in self.trained]
-        is_used_anywhere = self.reducer.control.agree(used, self.gatherer.sequence)
-        for trained, is_used in zip(self.trained, is_used_anywhere, strict=True):
-            if is_used and trained.parameter.grad is None:
-                trained.parameter.grad = trained.handle
 
     def _is_used(self, trained: TrainedParameter) -> bool:
         return trained.parameter in self._used and trained.parameter.grad is not None

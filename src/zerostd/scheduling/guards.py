@@ -28,12 +28,10 @@ from zerostd.scheduling.gathering import Gatherer
 class Guards:
     """Installs and removes the guards of one prepared model."""
 
-    is_open: bool  # state_dict is being called by zerostd itself
-
     def __init__(self, root: nn.Module, gatherer: Gatherer, finish_updates: Callable[[], None]) -> None:
         self.root = root
         self.gatherer = gatherer
-        self.is_open = False
+        self.is_open = False  # state_dict is being called by zerostd itself
         self._finish_updates = finish_updates  # masters must be home before they are changed
         self._places = {
             parameter: (group, flat, index)

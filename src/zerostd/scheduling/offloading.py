@@ -145,7 +145,6 @@ class ActivationOffloader:
         self._wanted += [activations for activations in ahead if activations not in self._wanted]
 
     def _bring(self, activations: GroupActivations) -> None:
-        """Start bringing back what is not here."""
         missing = [storage for storage in activations.storages if storage.here is None]
         for storage in activations.storages:
             storage.num_users += 1
@@ -171,7 +170,6 @@ class ActivationOffloader:
         return -(-storage.num_bytes // (size * SLICE)) * SLICE if size > 1 else storage.num_bytes
 
     def _own_part(self, storage: SavedStorage) -> torch.Tensor:
-        """The part of a storage that this rank keeps."""
         assert storage.here is not None
         rank = 0 if self.peers is None else self.peers.rank
         length = self._slice_bytes(storage)

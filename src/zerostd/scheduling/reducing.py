@@ -36,13 +36,13 @@ class TrainedParameter:
 class GroupGradients:
     """The gradients that one backward pass has brought for one group, so far."""
 
-    grads: dict[Flat, list[torch.Tensor | None]]  # by parameter of the flat
-
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.grads = {flat: [None] * len(flat.parameters) for flat in group.trainable}
+        self.grads: dict[Flat, list[torch.Tensor | None]] = {}  # by parameter of the flat
+        for flat in group.trainable:
+            self.grads[flat] = [None] * len(flat.parameters)
         self.arrived: set[nn.Parameter] = set()
-        self.num_missing = sum(len(flat.parameters) for flat in group.trainable)
+        self.num_missing = sum(len(row) for row in self.grads.values())
         self._added: set[nn.Parameter] = set()  # autograd added to a gradient that was still wanted
 
     def take(self, trained: TrainedParameter, grad: torch.Tensor, *, adds: bool) -> None:
@@ -163,5 +163,4 @@ class Reducer:
 
 
 def _full_bytes(gradient: Gradient) -> int:
-    """Bytes of the whole flat buffer on the wire."""
     return gradient.layout.numel * gradient.dtype.itemsize

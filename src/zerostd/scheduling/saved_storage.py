@@ -29,11 +29,6 @@ NUM_STAGED = 2  # groups that staging is in use for, at most
 TensorLayout = tuple[torch.dtype, torch.Size, tuple[int, ...], int]  # dtype, size, stride and offset in a storage
 
 
-def layout_of(tensor: torch.Tensor) -> TensorLayout:
-    """Return how a tensor lies in its storage."""
-    return tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
-
-
 @dataclass(eq=False)
 class SavedStorage:
     """One storage: all of its bytes are `here` while it is on the device, and a copy is in a block of a pool."""
