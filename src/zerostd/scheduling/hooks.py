@@ -26,6 +26,7 @@ from zerostd.scheduling.backward import Backward
 from zerostd.scheduling.tensors import map_tensors, tensors_in
 
 OnTensor = Callable[[torch.Tensor], torch.Tensor]
+OnRead = Callable[[nn.Parameter | None, bool], None]  # whether it is read by name
 
 
 class Hooks:
@@ -57,14 +58,19 @@ class Hooks:
 
     def install(self) -> None:
         """Register everything."""
-        add = self._removables.append
         self.activations.install()
         self.renew()
-        add(self.root.register_forward_pre_hook(no_dynamo(self._before_root), prepend=True, with_kwargs=True))
-        add(self.root.register_forward_hook(no_dynamo(self._after_root), always_call=True))
+        self._add(self.root, self._before_root, self._after_root)
         for index, trained in enumerate(self.backward.trained):
             hook = functools.partial(_arrived, weakref.ref(self.backward), index)
-            add(trained.parameter.register_post_accumulate_grad_hook(hook))
+            self._removables.append(trained.parameter.register_post_accumulate_grad_hook(hook))
+
+    def _add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        """Call functions before and after a module's forward, the latter also where it failed."""
+        self._removables += [
+            module.register_forward_pre_hook(no_dynamo(before), prepend=True, with_kwargs=True),
+            module.register_forward_hook(no_dynamo(after), always_call=True),
+        ]
 
     def renew(self) -> None:
         """Give hooks to groups, if they have none and something moves now. May be called inside the root's own hook,
@@ -75,17 +81,17 @@ class Hooks:
             return
         self._knows_groups = True
         for group in groups:
+            before = functools.partial(self._before_group, group)
+            after = functools.partial(self._after_group, group)
             for module in [module for module in group.blueprint.modules if module is not self.root]:
-                before = functools.partial(self._before_group, group)
-                after = functools.partial(self._after_group, group)
-                self._removables.append(
-                    module.register_forward_pre_hook(no_dynamo(before), prepend=True, with_kwargs=True)
-                )
-                self._removables.append(module.register_forward_hook(no_dynamo(after), always_call=True))
-        owners = {p: group for group in groups for flat in group.flats for p in flat.parameters}
+                self._add(module, before, after)
+        owners: dict[nn.Parameter | None, Group] = {
+            p: group for group in groups for flat in group.flats for p in flat.parameters
+        }
         for module in self.root.modules():
-            if any(p in owners for p in module._parameters.values() if p is not None):
-                module._parameters = WatchedParameters(module._parameters, owners, self._read)
+            if any(p in owners for p in module._parameters.values()):
+                on_read = functools.partial(self._read, owners)
+                module._parameters = WatchedParameters(module._parameters, on_read)
                 self._watched.append(module)
 
     def remove(self) -> None:
@@ -99,10 +105,12 @@ class Hooks:
         self._watched.clear()
         self._knows_groups = False
 
-    def _read(self, group: Group, by_name: bool) -> None:
-        """See to it that a parameter of `group`, which is being read, shows its values. A group that rests gathered is
-        waited for. A sharded one is gathered if a running forward reads it by name, and from then on whenever the
-        group that reads it is."""
+    def _read(self, owners: dict[nn.Parameter | None, Group], parameter: nn.Parameter | None, by_name: bool) -> None:
+        """See to it that a parameter, which is being read, shows its values. A group that rests gathered is waited for.
+        A sharded one is gathered if a running forward reads it by name, and from then on whenever the reader is."""
+        group = owners.get(parameter)
+        if group is None or group.state is GroupState.GATHERED:
+            return
         if not group.gives_back:
             self.gatherer.wait_gather(group)
         elif by_name and self._active:
@@ -250,34 +258,22 @@ def _left_on(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 class WatchedParameters(dict[str, "nn.Parameter | None"]):
-    """A module's parameters. Reading one of a group that is not gathered calls `on_read`."""
+    """A module's parameters. Whenever one is read, by its name or with all others, `on_read` is called first."""
 
-    def __init__(
-        self,
-        parameters: dict[str, nn.Parameter | None],
-        owners: dict[nn.Parameter, Group],
-        on_read: Callable[[Group, bool], None],
-    ) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter | None], on_read: OnRead) -> None:
         super().__init__(parameters)
-        self._owners = owners
         self._on_read = on_read
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
-        self._report(parameter, by_name=True)
+        self._on_read(parameter, True)
         return parameter
 
     def items(self) -> Any:
-        for parameter in super().values():
-            self._report(parameter, by_name=False)
+        self.values()
         return super().items()
 
     def values(self) -> Any:
         for parameter in super().values():
-            self._report(parameter, by_name=False)
+            self._on_read(parameter, False)
         return super().values()
-
-    def _report(self, parameter: nn.Parameter | None, *, by_name: bool) -> None:
-        group = self._owners.get(parameter) if parameter is not None else None
-        if group is not None and group.state is not GroupState.GATHERED:
-            self._on_read(group, by_name)
