@@ -65,7 +65,7 @@ def two_ranks(num_groups: int, *, keeps_whole: bool = False) -> tuple[Reducer, L
     wires = Loopback(bench)
     names = [f"g{index}" for index in range(num_groups)]
     groups = [bench.group(name, rests_on=Tier.DEVICE, trains=True, keeps_whole=keeps_whole) for name in names]
-    reducer = Reducer(wires, Control(Bench().world), bench.ledger)
+    reducer = Reducer(wires, Control(Bench().world))
     reducer.reserve(tuple(groups))
     return reducer, wires, groups, bench.ledger
 
@@ -73,7 +73,7 @@ def two_ranks(num_groups: int, *, keeps_whole: bool = False) -> tuple[Reducer, L
 def test_alone_a_gradient_lands_at_once_and_later_passes_add_to_it() -> None:
     bench = Bench()
     group = bench.group(trains=True)
-    reducer = Reducer(bench.wires, Control(bench.world), bench.ledger)
+    reducer = Reducer(bench.wires, Control(bench.world))
     first = brought(group, 1.0)
     assert reducer.launch(first, sync=True) == [group] and landed(group) == [1.0]
     assert first.grads[group.flats[0]] == [None]  # autograd's memory is free

@@ -61,7 +61,7 @@ class Runtime:
         self.optimizer = None
         self.late_optimizer = None
         self.loss_scale = LossScale() if settings.precision.scales_loss else None
-        reducer = Reducer(self.wires, gatherer.control, self.ledger)
+        reducer = Reducer(self.wires, gatherer.control)
         self.gradients = Gradients(self.groups, self.wires, self.loss_scale, reducer.wait)
         self.observers = [self.gradients]
         self.backward = Backward(

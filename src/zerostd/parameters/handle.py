@@ -24,9 +24,6 @@ aten = torch.ops.aten
 class GradientHandle(torch.Tensor):
     """Stands for one parameter's gradient; see the module's docstring."""
 
-    incoming: torch.Tensor | None  # what the running backward pass wants to add, taken by the reducer
-    of: str  # the parameter it stands for
-
     @staticmethod
     def __new__(cls, of: str, parameter: nn.Parameter, ops: object) -> GradientHandle:
         make = cast(Callable[..., Any], torch.Tensor._make_wrapper_subclass)
@@ -34,9 +31,9 @@ class GradientHandle(torch.Tensor):
         return cast(GradientHandle, handle)
 
     def __init__(self, of: str, parameter: nn.Parameter, ops: object) -> None:
-        self.of = of
+        self.of = of  # the parameter it stands for
         self._ops = weakref.ref(ops)  # parameters hold handles in C++, where Python's collector sees no cycle
-        self.incoming = None
+        self.incoming: torch.Tensor | None = None  # what the running backward pass wants to add, taken by the reducer
 
     @property
     def ops(self) -> Any:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from zerostd.communication import Control, Wires
-from zerostd.monitoring import Ledger
 from zerostd.monitoring.events import Span
 from zerostd.parameters import Flat, Gradient, GradientHandle, Group
 from zerostd.parameters.host_gradient import Staging
@@ -74,10 +73,9 @@ class GroupGradients:
 class Reducer:
     """Sends gradients and lands them."""
 
-    def __init__(self, wires: Wires, control: Control, ledger: Ledger) -> None:
+    def __init__(self, wires: Wires, control: Control) -> None:
         self.wires = wires
         self.control = control
-        self._ledger = ledger
         self._staging = Staging()
         self._in_flight: list[tuple[str, Transfer, Callable[[], None] | None, Span | None]] = []
         self._landing: list[Group] = []  # sent in the last pass of a step, and not yet returned as landed
@@ -91,7 +89,7 @@ class Reducer:
         self.wires.reserve(max(map(_full_bytes, gradients), default=0))
         passing = max((_full_bytes(gradient) for gradient in gradients if gradient.whole is None), default=0)
         if passing:
-            self._staging.reserve(passing, world.device, self._ledger)
+            self._staging.reserve(passing, world.device, self.wires.ledger)
 
     def begin(self) -> None:
         """Begin a pass."""
@@ -126,7 +124,7 @@ class Reducer:
 
     def _send(self, name: str, gradient: Gradient, grads: list[torch.Tensor | None], wanted: list[bool]) -> None:
         device = self.wires.world.device
-        span = self._ledger.events.begin("reduce", "wire", name, _full_bytes(gradient), device=device)
+        span = self.wires.ledger.events.begin("reduce", "wire", name, _full_bytes(gradient), device=device)
         accumulate = gradient.prepare_landing(wanted)
         finish: Callable[[], None] | None
         if gradient.whole is not None and gradient.numel == gradient.layout.numel:  # all ranks update all of it
@@ -158,7 +156,7 @@ class Reducer:
             if finish is not None:
                 finish()
         for _, _, _, span in self._in_flight:
-            self._ledger.events.end(span, self.wires.world.device)
+            self.wires.ledger.events.end(span, self.wires.world.device)
         self._in_flight.clear()
 
 
