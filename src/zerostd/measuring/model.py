@@ -18,15 +18,7 @@ from zerostd.errors import PrepareError
 from zerostd.measuring.probe import Probe, probe_passes
 from zerostd.measuring.trial import ForwardCost, try_forward
 from zerostd.optimizers.elementwise import check_elementwise, find_states
-from zerostd.parameters.blueprints import (
-    ROOT,
-    Blueprint,
-    Member,
-    check_model,
-    check_optimizer,
-    find_blueprints,
-    optimizer_options,
-)
+from zerostd.parameters.blueprints import ROOT, Blueprint, Member, check_model, check_optimizer, find_blueprints
 from zerostd.planning.model import GroupProfile, ModelProfile
 from zerostd.policy import Precision
 
@@ -73,7 +65,7 @@ def profile_model(
     check_model(model)
     states = _states_of(model, optimizer)
     checked = Precision.parse(precision)
-    blueprints = find_blueprints(model, optimizer_options(model, optimizer), checked, groups)
+    blueprints = find_blueprints(model, optimizer, checked, groups)
     num_samples = _check_samples(batch, samples)
     tried = None if batch is None else try_forward(model, blueprints, checked, batch)
     costs = tried.costs if tried is not None else [ForwardCost() for _ in blueprints]

@@ -1,14 +1,13 @@
 """What prepare reads from the user's model and optimizer; nothing is changed here.
 
 `check_model` and `check_optimizer` refuse what cannot be sharded; each error names the parameter and the remedy.
-`find_blueprints` says which parameters travel together. The `describe_` functions list what must be the same on all
-ranks, a line each.
+`find_blueprints` says which parameters travel together. `describe` lists what must be the same on all ranks.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,9 +43,12 @@ class Blueprint:
 
 
 def find_blueprints(
-    model: nn.Module, options: dict[nn.Parameter, int], precision: Precision, globs: Sequence[str] | None
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: Precision, globs: Sequence[str] | None
 ) -> list[Blueprint]:
-    """Return a blueprint for each group. A parameter that several groups use belongs to the root."""
+    """Return a blueprint for each group. A parameter that several groups use belongs to the root. Without an optimizer,
+    all parameters that train are taken for its first param_group."""
+    param_groups = [{"params": model.parameters()}] if optimizer is None else optimizer.param_groups
+    options = {p: index for index, group in enumerate(param_groups) for p in group["params"] if p.requires_grad}
     named = dict(model.named_modules())
     tops = find_groups(_describe("", model, set()), globs=globs)
     uses: dict[nn.Parameter, list[tuple[int, str, torch.dtype]]] = {}  # group, name and dtype, module by module
@@ -68,10 +70,6 @@ def find_blueprints(
         if index in members:
             blueprints.append(Blueprint(top[0], tuple(named[name] for name in top), tuple(members[index])))
     return blueprints
-
-
-def describe_groups(blueprints: list[Blueprint]) -> list[str]:
-    return [f"groups: {blueprint.name} with {len(blueprint.members)} parameters" for blueprint in blueprints]
 
 
 def _describe(name: str, module: nn.Module, seen: set[nn.Module | nn.Parameter]) -> Node:
@@ -162,30 +160,19 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def optimizer_options(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[nn.Parameter, int]:
-    """Return the param_group of each parameter that will be updated; without an optimizer, 0 for all that train."""
-    param_groups = [{"params": model.parameters()}] if optimizer is None else optimizer.param_groups
-    return {
-        parameter: index
-        for index, group in enumerate(param_groups)
-        for parameter in group["params"]
-        if parameter.requires_grad
-    }
-
-
-def describe_model(model: nn.Module, options: dict[nn.Parameter, int]) -> list[str]:
-    lines = [
-        f"{name} {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')} param_group {options.get(p)}"
-        for name, p in model.named_parameters(remove_duplicate=False)
-    ]
-    return lines + [f"{name} {tuple(b.shape)} buffer" for name, b in model.named_buffers()]
-
-
-def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> list[str]:
+def describe(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, blueprints: Sequence[Blueprint]
+) -> Iterator[str]:
+    """Yield what must be the same on all ranks, a line each: param_groups, parameters, buffers and groups."""
     if optimizer is None:
-        return ["no optimizer yet"]
-    return [
-        f"{type(optimizer).__name__} param_group {index}: "
-        + ", ".join(f"{k}={v!r}" for k, v in group.items() if k != "params" and not isinstance(v, torch.Tensor))
-        for index, group in enumerate(optimizer.param_groups)
-    ]
+        yield "no optimizer yet"
+    for index, group in enumerate(() if optimizer is None else optimizer.param_groups):
+        options = {k: v for k, v in group.items() if k != "params" and not isinstance(v, torch.Tensor)}
+        yield f"{type(optimizer).__name__} param_group {index}: " + ", ".join(f"{k}={v!r}" for k, v in options.items())
+    places = {member.parameter: member.options for blueprint in blueprints for member in blueprint.members}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        yield f"{name} {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')} param_group {places.get(p)}"
+    for name, buffer in model.named_buffers():
+        yield f"{name} {tuple(buffer.shape)} buffer"
+    for blueprint in blueprints:
+        yield f"groups: {blueprint.name} with {len(blueprint.members)} parameters"
