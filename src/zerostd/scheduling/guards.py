@@ -59,9 +59,8 @@ class Guards:
     def remove(self) -> None:
         """Take all guards off."""
         for module in self.root.modules():
-            module.__dict__.pop("_apply", None)
-            module.__dict__.pop(GUARD, None)
-            module.__dict__.pop(OWNER, None)
+            for name in ("_apply", GUARD, OWNER):
+                module.__dict__.pop(name, None)
         for removable in self._removables:
             removable.remove()
         self._removables.clear()
