@@ -41,7 +41,6 @@ from zerostd.measuring.rates import HostUpdates, TrialSizes
 from zerostd.monitoring import Ledger
 from zerostd.optimizers.elementwise import find_states
 from zerostd.parameters.blueprints import ROOT, Blueprint, find_blueprints
-from zerostd.parameters.checking import optimizer_options
 from zerostd.planning import PlanRequest
 from zerostd.planning.activations import activation_bytes
 from zerostd.planning.demands import GroupShares
@@ -225,7 +224,7 @@ def decide(
     case: Case, entry: Record, model: GPT, optimizer: torch.optim.Optimizer, batch: Batch, budget: zerostd.Budget
 ) -> Record:
     """What prepare is told (`how`), and what is predicted of it."""
-    found = find_blueprints(model, optimizer_options(model, optimizer), zerostd.Precision.parse(PRECISION), None)
+    found = find_blueprints(model, optimizer, zerostd.Precision.parse(PRECISION), None)
     if "placement" in entry:
         placement = zerostd.Placement(**entry["placement"])
         counted = count(case, found, placement, model, optimizer)

@@ -30,8 +30,7 @@ from zerostd.measuring.model import profile_model
 from zerostd.monitoring import Memory
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters import GroupState
-from zerostd.parameters.blueprints import find_blueprints
-from zerostd.parameters.checking import MARK, check_model, optimizer_options
+from zerostd.parameters.blueprints import MARK, check_model, find_blueprints
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
 from zerostd.preparing.building import attach_optimizer, build, device_of
@@ -150,7 +149,7 @@ def plan(
     if machine is None:
         check_budget(settings.budget)
     device = device_of(model) if machine is None else torch.device("cpu" if machine.link is None else "cuda")
-    blueprints = find_blueprints(model, optimizer_options(model, optimizer), settings.precision, groups)
+    blueprints = find_blueprints(model, optimizer, settings.precision, groups)
     world = World.pretend(device, world_size, machine.ranks_per_node if machine is not None else None)
     profile = None
     if batch is not None:

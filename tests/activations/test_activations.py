@@ -111,7 +111,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4, pa
 
 
 def offloader_of(model: nn.Module) -> ActivationOffloader:
-    return runtime_of(model, "test").hooks.activations._offloader
+    return runtime_of(model, "test").hooks.activations.offloader
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_bytes_that_rest_on_the_host() -> None:
     all_of_them = zerostd.memory(model).peak["host"]["activations"]
     # of each block: norm's input and output, qkv, attention weights three times, mixed values, x, gelu's in and out
     assert all_of_them > DEPTH * 9 * INPUT
-    assert offloader_of(model).copies.pool(Tier.HOST).used == 0
+    assert offloader_of(model).copies.pools[Tier.HOST].used == 0
 
 
 class Scale(nn.Module):
@@ -274,13 +274,13 @@ def test_two_forwards_before_their_backwards(way: str) -> None:
     losses = run(model, optimizer)
     other = made()
     assert losses == run(other, torch.optim.AdamW(other.parameters(), 1e-3))
-    assert offloader_of(model).copies.pool(Tier.DISK if way == "disk" else Tier.HOST).used == 0
+    assert offloader_of(model).copies.pools[Tier.DISK if way == "disk" else Tier.HOST].used == 0
 
 
 @pytest.mark.parametrize("way", ["host", "recompute+host"])
 def test_nothing_stays_after_an_exception_or_without_a_backward(way: str, plain: Any) -> None:
     model, optimizer = prepared(way)
-    pool = offloader_of(model).copies.pool(Tier.HOST)
+    pool = offloader_of(model).copies.pools[Tier.HOST]
     tokens, targets = next(batches())
     original = model.blocks[2].out.forward
 
@@ -441,7 +441,7 @@ def test_lengths_that_vary_do_not_fragment() -> None:
     zerostd.prepare(
         model, torch.optim.SGD(model.parameters(), 0.1), placement=Placement(activations="host"), groups=["*"]
     )
-    pool, lengths = offloader_of(model).copies.pool(Tier.HOST), torch.Generator().manual_seed(3)
+    pool, lengths = offloader_of(model).copies.pools[Tier.HOST], torch.Generator().manual_seed(3)
     most, grown = 0, list[int]()
     for step in range(500):
         length = int(torch.randint(1024, 6000, (), generator=lengths))

@@ -75,7 +75,7 @@ def activations_of(model: nn.Module) -> Activations:
 
 
 def offloader_of(model: nn.Module) -> ActivationOffloader:
-    return activations_of(model)._offloader
+    return activations_of(model).offloader
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:
@@ -101,7 +101,7 @@ def assert_as_plain(model: Chain, optimizer: torch.optim.Optimizer, loop: Loop, 
     state = zerostd.full_state_dict(model)
     assert all(torch.equal(state[name], value) for name, value in other.state_dict().items())
     offloader_of(model).copies.worker.drain()
-    assert offloader_of(model).copies.pool(Tier.HOST).used == 0 and not has_saved_tensor_hooks()
+    assert offloader_of(model).copies.pools[Tier.HOST].used == 0 and not has_saved_tensor_hooks()
 
 
 def leaving(offloader: ActivationOffloader) -> list[str]:
@@ -409,7 +409,7 @@ def test_a_graph_that_is_dropped_is_freed() -> None:
     model, optimizer = prepared(FIRST)
     train(model, optimizer, 2)
     loss = loss_of(model, 0)
-    pool = offloader_of(model).copies.pool(Tier.HOST)
+    pool = offloader_of(model).copies.pools[Tier.HOST]
     assert pool.used > 0
     del loss
     gc.collect()

@@ -14,7 +14,7 @@ import zerostd
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_profile
 from zerostd.measuring.model import profile_model
-from zerostd.parameters import staging
+from zerostd.parameters import host_gradient
 from zerostd.planning import MachineProfile
 from zerostd.planning import cluster as clusters
 from zerostd.planning.cluster import TrainingOptions, limits_of, plan_on, scaling, sent_bytes, state_bytes
@@ -54,7 +54,7 @@ def test_state_and_bytes_sent_by_stage(size: int) -> None:
 
 def test_numbers_that_others_have_too_are_the_same() -> None:
     assert clusters.NUM_GATHERED == gathering.PREFETCH_DEPTH + 2
-    assert clusters.NUM_STAGING == staging.NUM_STAGING
+    assert clusters.NUM_STAGING == host_gradient.NUM_STAGING
 
 
 # -- limits --

@@ -158,4 +158,4 @@ def test_lengths_that_vary_do_not_fragment() -> None:
     allocated = torch.cuda.max_memory_allocated()
     assert torch.cuda.memory_reserved() < 1.25 * most
     assert torch.cuda.memory_reserved() < 1.5 * allocated + 2**28, (torch.cuda.memory_reserved(), allocated)
-    assert runtime_of(model, "test").hooks.activations._offloader.copies.pool(Tier.HOST).used == 0
+    assert runtime_of(model, "test").hooks.activations.offloader.copies.pools[Tier.HOST].used == 0

@@ -24,7 +24,6 @@ from zerostd import Budget, Placement, Plan, Precision, PrepareError
 from zerostd.communication import World
 from zerostd.engine.settings import Settings
 from zerostd.parameters.blueprints import Blueprint, find_blueprints
-from zerostd.parameters.checking import optimizer_options
 from zerostd.planning import DiskRates, GroupProfile, ModelProfile, Processor
 from zerostd.planning.solution import ObservedStep
 from zerostd.policy import Homes, Kind, Route, Tier
@@ -266,7 +265,7 @@ def for_a_device(
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth))).to(torch.bfloat16)
     options = Settings(precision=Precision.parse("bf16"), accumulate=1, max_grad_norm=clip, globs=["*"])
     settings = check_settings(options, model, adamw(model))
-    found = find_blueprints(model, optimizer_options(model, adamw(model)), settings.precision, ["*"])
+    found = find_blueprints(model, adamw(model), settings.precision, ["*"])
     return settings, found, World.pretend(torch.device("cuda"), 1, 1)
 
 
@@ -336,7 +335,7 @@ def test_a_tight_host_is_met_whatever_the_rates_are(tmp_path: Path) -> None:
     budget = Budget(disk_path=str(tmp_path))
     options = Settings(precision=Precision.parse("bf16"), plan=plan, budget=budget, globs=["*"])
     settings = check_settings(options, model, adamw(model))
-    found = find_blueprints(model, optimizer_options(model, adamw(model)), settings.precision, ["*"])
+    found = find_blueprints(model, adamw(model), settings.precision, ["*"])
     obeying, world = settings.obeying(plan, sizes_of(found)), World.pretend(torch.device("cpu"), 1, 1)
     limits[Tier.HOST] = 4405 << 10  # of 4.8 MiB that it takes
     draw = random.Random(0)

@@ -10,7 +10,7 @@ from zerostd.errors import MisuseError
 from zerostd.monitoring.loop_timer import LoopPhase
 from zerostd.parameters import Group, GroupState
 from zerostd.policy import Tier
-from zerostd.scheduling import Gatherer
+from zerostd.scheduling.gathering import Gatherer
 
 
 def made(names: str, bench: Bench | None = None) -> tuple[Gatherer, list[Group]]:
@@ -99,7 +99,7 @@ def test_a_group_whose_update_is_not_done_is_not_started_ahead() -> None:
 
 def test_borrowed_groups_are_gathered_with_the_one_that_reads_them() -> None:
     gatherer, groups = made("ab")
-    groups[0].borrow(groups[1])
+    groups[0].borrowed[groups[1].name] = groups[1]
     gatherer.need(groups[0], LoopPhase.FORWARD)
     assert states(groups) == [GroupState.GATHERED] * 2
 

@@ -33,9 +33,9 @@ def test_released_group_holds_no_device_memory() -> None:
 def test_parameters_show_values_only_when_the_gather_was_waited_for() -> None:
     group = Bench().group()
     group.start_gather()
-    assert group.state is GroupState.GATHERING and group.has_gather and parameter_of(group).isnan().all()
+    assert group.state is GroupState.GATHERING and group.gathers and parameter_of(group).isnan().all()
     group.wait_gather()
-    assert group.state is GroupState.GATHERED and not group.has_gather and not parameter_of(group).isnan().any()
+    assert group.state is GroupState.GATHERED and not group.gathers and not parameter_of(group).isnan().any()
 
 
 def pin(group: Group) -> None:
@@ -71,7 +71,7 @@ def test_illegal_move_is_refused_and_changes_nothing(state: GroupState, move: Ca
         group.wait_gather()
     with pytest.raises(AssertionError, match=r"blocks\.3"):
         move(group)
-    assert group.state is state and not group.is_pinned
+    assert group.state is state and not group.num_pins
 
 
 def test_group_that_rests_on_the_device_has_nothing_to_release() -> None:
@@ -86,7 +86,7 @@ def test_gather_waits_for_updates_and_sees_their_values() -> None:
     update = Update(lambda: write(group, 7.0))
     group.add_update(update)
     group.start_gather()
-    assert update.num_waits == 1 and group.updates == ()
+    assert update.num_waits == 1 and not group.updates
     group.wait_gather()
     assert torch.equal(parameter_of(group), torch.full(SHAPE, 7.0))
 
@@ -95,7 +95,7 @@ def test_expired_group_shows_nan_until_its_update_is_done() -> None:
     group = Bench().group(rests_on=Tier.DEVICE)
     group.add_update(Update(lambda: write(group, 5.0)))
     group.expire()
-    assert group.state is GroupState.GATHERING and not group.has_gather and parameter_of(group).isnan().all()
+    assert group.state is GroupState.GATHERING and not group.gathers and parameter_of(group).isnan().all()
     group.wait_gather()
     assert torch.equal(parameter_of(group), torch.full(SHAPE, 5.0))
 
@@ -106,9 +106,9 @@ def test_pins_nest_and_end_with_an_exception() -> None:
     with pytest.raises(ZeroDivisionError), group.pinned():
         with group.pinned():
             pass
-        assert group.is_pinned and not group.is_releasable
+        assert group.num_pins and not group.is_releasable
         raise ZeroDivisionError
-    assert not group.is_pinned and group.is_releasable
+    assert not group.num_pins and group.is_releasable
 
 
 def test_group_waits_for_a_save_that_reads_it() -> None:
@@ -137,6 +137,6 @@ def test_backward_has_passed_when_the_inputs_of_every_forward_have_gradients() -
 def test_borrowed_groups_are_needed_once_each() -> None:
     bench = Bench()
     group, lender = bench.group("reader"), bench.group("lender")
-    group.borrow(lender)
-    group.borrow(lender)
+    group.borrowed[lender.name] = lender
+    group.borrowed[lender.name] = lender
     assert group.needed == (group, lender) and lender.needed == (lender,)

@@ -8,7 +8,7 @@ from scheduling.small_groups import CPU, SHAPE, Bench, Update, parameter_of
 from zerostd.communication import Control, Wires
 from zerostd.monitoring import Ledger
 from zerostd.parameters import Gradient, GradientHandle, Group
-from zerostd.parameters.staging import NUM_STAGING, Staging
+from zerostd.parameters.host_gradient import NUM_STAGING, Staging
 from zerostd.policy import Kind, Tier
 from zerostd.scheduling.reducing import GroupGradients, Reducer, TrainedParameter
 from zerostd.tiers import Transfer
@@ -20,7 +20,7 @@ class Ops:
 
 def trained(group: Group) -> TrainedParameter:
     parameter = parameter_of(group)
-    handle = GradientHandle(group.name, parameter, Ops())  # type: ignore[arg-type]
+    handle = GradientHandle(group.name, parameter, Ops())
     return TrainedParameter(group, group.flats[0], 0, parameter, handle)
 
 
@@ -65,7 +65,7 @@ def two_ranks(num_groups: int, *, keeps_whole: bool = False) -> tuple[Reducer, L
     wires = Loopback(bench)
     names = [f"g{index}" for index in range(num_groups)]
     groups = [bench.group(name, rests_on=Tier.DEVICE, trains=True, keeps_whole=keeps_whole) for name in names]
-    reducer = Reducer(wires, Control(Bench().world), bench.ledger)
+    reducer = Reducer(wires, Control(Bench().world))
     reducer.reserve(tuple(groups))
     return reducer, wires, groups, bench.ledger
 
@@ -73,7 +73,7 @@ def two_ranks(num_groups: int, *, keeps_whole: bool = False) -> tuple[Reducer, L
 def test_alone_a_gradient_lands_at_once_and_later_passes_add_to_it() -> None:
     bench = Bench()
     group = bench.group(trains=True)
-    reducer = Reducer(bench.wires, Control(bench.world), bench.ledger)
+    reducer = Reducer(bench.wires, Control(bench.world))
     first = brought(group, 1.0)
     assert reducer.launch(first, sync=True) == [group] and landed(group) == [1.0]
     assert first.grads[group.flats[0]] == [None]  # autograd's memory is free
@@ -148,12 +148,13 @@ def test_gradients_kept_whole_are_summed_over_passes() -> None:
 def test_staging_grows_and_books_what_it_holds() -> None:
     ledger, staging = Ledger(), Staging()
     staging.reserve(64, CPU, ledger)
-    first = staging.take_turn()
+    first, buffer, _ = staging.take(16, torch.float32)
+    assert buffer.shape == (16,)
     busy = Update()
     staging.occupy(first, until=busy)
-    assert staging.take_turn() != first and staging.free(first) is busy
+    assert staging.take(16, torch.float32)[0] != first and staging.take(16, torch.float32)[2] is busy
     staging.reserve(32, CPU, ledger)  # large enough already
     assert busy.num_waits == 0 and ledger.now[Tier.DEVICE, Kind.BUFFERS] == NUM_STAGING * 64
     staging.reserve(128, CPU, ledger)
     assert busy.num_waits == 1 and ledger.now[Tier.DEVICE, Kind.BUFFERS] == NUM_STAGING * 128
-    assert staging.buffer(first, 16, torch.float32).shape == (16,)
+    assert staging.take(32, torch.float32)[1].shape == (32,)

@@ -31,7 +31,7 @@ from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import gradient_tensor, replace_states, updated_intervals
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
-from zerostd.parameters.state_shard import MASTER
+from zerostd.parameters.flat import MASTER
 from zerostd.policy import Tier
 from zerostd.tiers import TierTensor
 
@@ -61,7 +61,7 @@ def load_in_two_phases(
             f"zerostd.load after {num_done} backward pass(es) of a step that is not complete: call it between "
             "optimizer.step() and the next backward"
         )
-    if any(group.is_pinned for group in runtime.groups):
+    if any(group.num_pins for group in runtime.groups):
         raise MisuseError("zerostd.load inside zerostd.gathered(): leave the context first")
     runtime.finish_updates()
     with ExitStack() as files:

@@ -23,7 +23,7 @@ from zerostd.compat import persistent_buffers
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError
 from zerostd.parameters import Flat, Group
-from zerostd.parameters.saved_intervals import SavedInterval, tensor_interval
+from zerostd.parameters.flat import SavedInterval, tensor_interval
 from zerostd.sharding import Interval
 from zerostd.tiers import TierTensor
 

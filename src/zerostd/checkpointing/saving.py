@@ -30,7 +30,7 @@ from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import gradient_records, scalar_states, state_records
-from zerostd.parameters.saved_intervals import SavedInterval, tensor_interval, value_intervals
+from zerostd.parameters.flat import SavedInterval, tensor_interval, value_intervals
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerostd.parameters.staging import Staging
+from zerostd.parameters.host_gradient import Staging
 from zerostd.tiers import Streams, TierAllocator, Uploader
 
 

@@ -18,14 +18,13 @@ from zerostd.monitoring.loop_timer import LoopPhase
 from zerostd.optimizers.gradients import Gradients, LossScale, scale_gradient
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters import GradientHandle, Group
-from zerostd.parameters.blueprints import Blueprint
-from zerostd.parameters.checking import MARK, OWNER
+from zerostd.parameters.blueprints import MARK, OWNER, Blueprint
 from zerostd.parameters.observing import StepObserver
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.backward import Backward
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.guards import Guards
-from zerostd.scheduling.hooks import Hooks, RootRules
+from zerostd.scheduling.hooks import Hooks
 from zerostd.scheduling.reducing import Reducer, TrainedParameter
 
 Casts = tuple[torch.dtype, torch.dtype] | None
@@ -60,15 +59,14 @@ class Runtime:
         self.optimizer = None
         self.late_optimizer = None
         self.loss_scale = LossScale() if settings.precision.scales_loss else None
-        reducer = Reducer(self.wires, gatherer.control, self.ledger)
+        reducer = Reducer(self.wires, gatherer.control)
         self.gradients = Gradients(self.groups, self.wires, self.loss_scale, reducer.wait)
         self.observers = [self.gradients]
         self.backward = Backward(
             self._trained(), gatherer, reducer, activations, self.observers, accumulate=settings.accumulate
         )
         casts = self._casts()
-        rules = RootRules(self._on_input(casts), self._on_output(casts), self._before_forward)
-        self.hooks = Hooks(model, gatherer, self.backward, activations, rules)
+        self.hooks = Hooks(model, self.backward, self._before_forward, self._on_input(casts), self._on_output(casts))
         self.guards = Guards(model, gatherer, self.finish_updates)
         self._buffers_moved = True  # rank 0's buffers have to go to all before the next forward
 
@@ -159,7 +157,7 @@ class Runtime:
 
     def wait_gradients(self) -> None:
         """Return when all gradients have landed."""
-        self.backward.wait_gradients()
+        self.backward.reducer.wait()
 
     def update_order(self) -> list[Group]:
         """Groups, those the next forward needs first in front."""

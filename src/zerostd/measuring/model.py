@@ -20,8 +20,14 @@ from zerostd.measuring.rates import finish
 from zerostd.measuring.trial import ForwardCost, call, casts_of, copy_of, everything_kept, map_tensors, try_forward
 from zerostd.monitoring.timestamps import Timestamp
 from zerostd.optimizers.elementwise import check_elementwise, find_states
-from zerostd.parameters.blueprints import ROOT, Blueprint, Member, find_blueprints
-from zerostd.parameters.checking import check_model, check_optimizer, optimizer_options
+from zerostd.parameters.blueprints import (
+    ROOT,
+    Blueprint,
+    Member,
+    check_model,
+    check_optimizer,
+    find_blueprints,
+)
 from zerostd.planning.profiles import GroupProfile, ModelProfile
 from zerostd.policy import Precision
 
@@ -68,7 +74,7 @@ def profile_model(
         check_elementwise(optimizer)
         states = find_states(optimizer)
     checked = Precision.parse(precision)
-    blueprints = find_blueprints(model, optimizer_options(model, optimizer), checked, groups)
+    blueprints = find_blueprints(model, optimizer, checked, groups)
     num_samples = _check_samples(batch, samples)
     tried = None if batch is None else try_forward(model, blueprints, checked, batch)
     costs = tried.costs if tried is not None else [ForwardCost() for _ in blueprints]

@@ -26,7 +26,7 @@ from zerostd.optimizers.elementwise import clone_optimizer, native_rule, next_sc
 from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask
 from zerostd.optimizers.streamed_updater import NUM_SLOTS, UP, StagingSlot, StreamedUpdater, tile_numel, widest_dtypes
 from zerostd.parameters import Flat
-from zerostd.parameters.state_shard import MASTER, StateShard
+from zerostd.parameters.flat import MASTER, StateShard
 from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding.portions import UNIT
 from zerostd.tiers import Done, Streams, TierAllocator, Transfer, Worker
@@ -103,9 +103,9 @@ class CpuUpdater:
             return None
         if task.weights is not None and task.weights.device.type == "cpu":
             return task.weights
-        gradient = task.flat.gradient
-        if gradient is not None and not task.is_speculative and _fits_gradient_copy(task.flat):
-            return gradient.overwrite_host_copy(task.span.region).view(task.flat.rest.dtype)
+        copy = None if task.flat.gradient is None else task.flat.gradient.host_copy
+        if copy is not None and not task.is_speculative and _fits_gradient_copy(task.flat):
+            return copy.overwrite(task.span.region).view(task.flat.rest.dtype)
         return self._weights_of(task.flat, shard)[task.span.in_shard]
 
     def _weights_of(self, flat: Flat, shard: StateShard) -> torch.Tensor:
@@ -182,7 +182,7 @@ def _fits_gradient_copy(flat: Flat) -> bool:
     gradient = flat.gradient
     assert gradient is not None
     is_as_wide = gradient.rest_dtype.itemsize == flat.rest.dtype.itemsize
-    return gradient.has_host_copy and flat.rest.tensor is not None and is_as_wide
+    return gradient.host_copy is not None and flat.rest.tensor is not None and is_as_wide
 
 
 class DiskUpdater(CpuUpdater):

@@ -20,7 +20,7 @@ from zerostd.compat import move_step_hooks
 from zerostd.errors import MisuseError, PrepareError
 from zerostd.kernels import Adagrad, Adam, Rule, Sgd
 from zerostd.optimizers.spans import ScalarStates, StepOptions, Tensors, UpdateSpan, copy_values
-from zerostd.parameters.state_shard import MASTER
+from zerostd.parameters.flat import MASTER
 
 NEEDS_WHOLE = {
     "LBFGS": "its line search needs dot products over all parameters and calls the loss several times a step",

@@ -131,7 +131,7 @@ class Gradients(StepObserver):
             return factor.reshape(1)
         return None if factor == 1.0 else torch.full((1,), factor, device=self.wires.world.device)
 
-    # GradientOps: calls on p.grad
+    # Calls on p.grad, which its handle passes on
 
     def norm(self, handle: GradientHandle, order: float) -> torch.Tensor:
         """Return one parameter's norm. The first call computes all of them with one exchange."""

@@ -22,7 +22,7 @@ from torch import nn
 
 from zerostd.kernels import Rule
 from zerostd.parameters import Flat, Group
-from zerostd.parameters.state_shard import MASTER, StateShard
+from zerostd.parameters.flat import MASTER, StateShard
 from zerostd.policy import Route, Tier
 from zerostd.sharding import Piece
 from zerostd.tiers import AllOf, Done, QueuedTransfer, TierTensor, Transfer, Worker, record_event

@@ -18,9 +18,8 @@ from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.spans import UpdateSpan, UpdateSpans
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
-from zerostd.parameters.saved_intervals import SavedInterval, owned_pieces
-from zerostd.parameters.state_shard import MASTER
-from zerostd.policy import Route, Tier
+from zerostd.parameters.flat import MASTER, SavedInterval, owned_pieces
+from zerostd.policy import Route
 from zerostd.sharding import Piece
 from zerostd.tiers import TierTensor
 
@@ -245,7 +244,7 @@ def gradient_tensor(flat: Flat, dtypes: Collection[torch.dtype] = ()) -> TierTen
     if any(torch.promote_types(dtype, gradient.rest_dtype) != gradient.rest_dtype for dtype in dtypes):
         gradient.use_sum()
     rest = gradient.wait_landed()
-    return TierTensor(rest.numel(), rest.dtype, Tier.HOST if gradient.is_on_host else Tier.DEVICE, rest)
+    return TierTensor(rest.numel(), rest.dtype, gradient.tier, rest)
 
 
 def scalar_states(updater: Updater, rank: int) -> dict[str, dict[str, Any]]:

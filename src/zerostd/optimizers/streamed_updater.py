@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from zerostd.optimizers.elementwise import clone_optimizer, update_by_clone
 from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask
-from zerostd.parameters.state_shard import MASTER, StateShard
+from zerostd.parameters.flat import MASTER, StateShard
 from zerostd.policy import Kind, Tier
 from zerostd.sharding import Portion
 from zerostd.sharding.portions import UNIT

@@ -201,8 +201,8 @@ class Updater:
                 step = self.ledger.events.step
                 task = UpdateTask.make(group, flat, span, options, step=step, is_speculative=is_speculative)
                 group.add_update(self.offload.launch(task))
-            if flat.gradient is not None:
-                flat.gradient.drop_overwritten_copy()
+            if flat.gradient is not None and flat.gradient.host_copy is not None:
+                flat.gradient.host_copy.drop_overwritten()
             torch.autograd.graph.increment_version(flat.parameters)  # a graph from before must not run on new values
         if resident:
             self._update_resident(group, resident, options)

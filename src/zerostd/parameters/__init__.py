@@ -3,6 +3,6 @@
 from zerostd.parameters.flat import Flat
 from zerostd.parameters.gradient import Gradient
 from zerostd.parameters.group import Group, GroupState
-from zerostd.parameters.handle import GradientHandle, GradientOps
+from zerostd.parameters.handle import GradientHandle
 
-__all__ = ["Flat", "Gradient", "GradientHandle", "GradientOps", "Group", "GroupState"]
+__all__ = ["Flat", "Gradient", "GradientHandle", "Group", "GroupState"]

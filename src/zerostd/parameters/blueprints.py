@@ -1,20 +1,26 @@
-"""Which parameters travel together, read from the module; nothing is changed here.
+"""What prepare reads from the user's model and optimizer; nothing is changed here.
 
-In: a module, the options its optimizer has for each parameter, the precision. Out: a blueprint for each group.
+`check_model` and `check_optimizer` refuse what cannot be sharded; each error names the parameter and the remedy.
+`find_blueprints` says which parameters travel together. `describe` lists what must be the same on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from zerostd.errors import PrepareError
 from zerostd.policy import Precision
 from zerostd.sharding import Node, find_groups
 
 ROOT = "(root)"
+MARK = "_zerostd"  # attribute of a prepared root: what zerostd keeps for it
+OWNER = "_zerostd_root"  # attribute of every module of a prepared model: a weak reference to the root
+GUARD = "__reduce_ex__"  # attribute of every module of a prepared model: refuses copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,47 +38,38 @@ class Blueprint:
     """A group to be."""
 
     name: str
-    modules: tuple[nn.Module, ...]
+    modules: tuple[nn.Module, ...]  # whose forward needs it, in registration order; the last one ends its use
     members: tuple[Member, ...]
 
 
 def find_blueprints(
-    model: nn.Module, options: dict[nn.Parameter, int], precision: Precision, globs: Sequence[str] | None
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: Precision, globs: Sequence[str] | None
 ) -> list[Blueprint]:
-    """Return a blueprint for each group. A parameter that several groups use belongs to the root."""
-    node = _describe("", model, set())
+    """Return a blueprint for each group. A parameter that several groups use belongs to the root. Without an optimizer,
+    all parameters that train are taken for its first param_group."""
+    param_groups = [{"params": model.parameters()}] if optimizer is None else optimizer.param_groups
+    options = {p: index for index, group in enumerate(param_groups) for p in group["params"] if p.requires_grad}
     named = dict(model.named_modules())
-    tops = find_groups(node, globs=globs)
-    homes: dict[nn.Parameter, set[int]] = {}
-    names: dict[nn.Parameter, str] = {}
-    dtypes: dict[nn.Parameter, torch.dtype] = {}
+    tops = find_groups(_describe("", model, set()), globs=globs)
+    uses: dict[nn.Parameter, list[tuple[int, str, torch.dtype]]] = {}  # group, name and dtype, module by module
     for module_name, module in model.named_modules(remove_duplicate=False):
-        home = next((i for i, top in enumerate(tops) if any(_is_inside(module_name, name) for name in top)), -1)
+        inside = [i for i, top in enumerate(tops) if any(f"{module_name}.".startswith(f"{name}.") for name in top)]
+        home = inside[0] if inside else -1
         for short, parameter in module._parameters.items():
             if parameter is not None:
-                homes.setdefault(parameter, set()).add(home)
-                names.setdefault(parameter, f"{module_name}.{short}".lstrip("."))
-                dtypes.setdefault(parameter, _compute_dtype(module, parameter, precision))
+                use = (home, f"{module_name}.{short}".lstrip("."), _compute_dtype(module, parameter, precision))
+                uses.setdefault(parameter, []).append(use)
     members: dict[int, list[Member]] = {}
-    for parameter, where in homes.items():
-        home = next(iter(where)) if len(where) == 1 else -1
-        member = Member(names[parameter], parameter, dtypes[parameter], options.get(parameter))
-        members.setdefault(home, []).append(member)
-    root = Blueprint(ROOT, (model,), tuple(members.get(-1, ())))  # may be empty: it still borrows what forward reads
-    blueprints = [root]
+    for parameter, ((home, name, dtype), *others) in uses.items():
+        if any(use[0] != home for use in others):
+            home = -1
+        members.setdefault(home, []).append(Member(name, parameter, dtype, options.get(parameter)))
+    # The root may be empty: it still borrows what forward reads.
+    blueprints = [Blueprint(ROOT, (model,), tuple(members.get(-1, ())))]
     for index, top in enumerate(tops):
         if index in members:
             blueprints.append(Blueprint(top[0], tuple(named[name] for name in top), tuple(members[index])))
     return blueprints
-
-
-def describe_groups(blueprints: list[Blueprint]) -> list[str]:
-    """Return a line per group: what must be the same on all ranks."""
-    return [f"groups: {blueprint.name} with {len(blueprint.members)} parameters" for blueprint in blueprints]
-
-
-def _is_inside(name: str, top: str) -> bool:
-    return name == top or name.startswith(top + ".")
 
 
 def _describe(name: str, module: nn.Module, seen: set[nn.Module | nn.Parameter]) -> Node:
@@ -98,3 +95,84 @@ def _compute_dtype(module: nn.Module, parameter: nn.Parameter, precision: Precis
     if precision.compute.itemsize < 4 and keeps_statistics and only_vectors:
         return parameter.dtype
     return precision.compute
+
+
+def check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise PrepareError(f"prepare needs a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if MARK in module.__dict__ or GUARD in module.__dict__:
+            where = f"its submodule {name!r}" if name else "it"
+            raise PrepareError(f"the model cannot be prepared: {where} is prepared already; zerostd.release it first")
+    parameters = list(model.named_parameters())
+    if not parameters:
+        raise PrepareError("the model has no parameters, so there is nothing to prepare")
+    for name, parameter in parameters:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise PrepareError(f"parameter {name!r} is lazy and has no shape yet: run one forward before prepare")
+        if parameter.requires_grad and parameter.is_complex():
+            raise PrepareError(f"parameter {name!r} is {parameter.dtype}: complex parameters cannot be sharded yet")
+    places = {str(p.device): name for name, p in parameters if p.device.type != "meta"}
+    if len(places) > 1:
+        (first, a), (second, b) = list(places.items())[:2]
+        raise PrepareError(
+            f"the model lies on two devices: {a!r} on {first} and {b!r} on {second}; move it with model.to(device)"
+        )
+    _check_shared_storage(parameters)
+
+
+def _check_shared_storage(parameters: list[tuple[str, nn.Parameter]]) -> None:
+    """Refuse two Parameter objects over the same bytes: they would be updated twice."""
+    spans = []
+    for name, parameter in parameters:
+        if parameter.device.type != "meta" and parameter.numel():
+            low = parameter.data_ptr()
+            spans.append((low, low + parameter.numel() * parameter.element_size(), name, parameter))
+    spans.sort(key=lambda span: span[:2])
+    for (_, end, first, a), (start, _, second, b) in itertools.pairwise(spans):
+        if start >= end:
+            continue
+        if a.requires_grad != b.requires_grad:
+            frozen, trained = (first, second) if b.requires_grad else (second, first)
+            raise PrepareError(
+                f"{first!r} and {second!r} are tied, but {trained!r} trains and {frozen!r} is frozen: give both the "
+                "same requires_grad, and tie them by assigning one Parameter object to both modules"
+            )
+        if a.requires_grad:
+            raise PrepareError(
+                f"{first!r} and {second!r} are two Parameter objects over the same memory: tie them by assigning one "
+                "Parameter object to both modules"
+            )
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers that were built on something else than this model."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise PrepareError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    known = set(model.parameters())
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter not in known:
+                raise PrepareError(
+                    f"param_groups[{index}]['params'][{position}], shape {tuple(parameter.shape)}, is not a "
+                    "parameter of this model: build the optimizer from the model's own parameters, after any "
+                    "model.to(...) that replaced them"
+                )
+
+
+def describe(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, blueprints: Sequence[Blueprint]
+) -> Iterator[str]:
+    """Yield what must be the same on all ranks, a line each: param_groups, parameters, buffers and groups."""
+    if optimizer is None:
+        yield "no optimizer yet"
+    for index, group in enumerate(() if optimizer is None else optimizer.param_groups):
+        options = {k: v for k, v in group.items() if k != "params" and not isinstance(v, torch.Tensor)}
+        yield f"{type(optimizer).__name__} param_group {index}: " + ", ".join(f"{k}={v!r}" for k, v in options.items())
+    places = {member.parameter: member.options for blueprint in blueprints for member in blueprint.members}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        yield f"{name} {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')} param_group {places.get(p)}"
+    for name, buffer in model.named_buffers():
+        yield f"{name} {tuple(buffer.shape)} buffer"
+    for blueprint in blueprints:
+        yield f"groups: {blueprint.name} with {len(blueprint.members)} parameters"

@@ -105,15 +105,10 @@ def make_real(name: str, tensor: torch.Tensor, *, seed: int, device: torch.devic
 class EmptyInit(TorchDispatchMode):
     """The context of `empty_init()`: runs operations on deferred tensors for their shapes only, and records them."""
 
-    _stack: contextlib.ExitStack
-    _num_streams: int
-    _parameters: dict[int, torch.nn.Parameter]  # by id; registered or written in this context
-    _others: dict[int, TensorWeakRef]  # by id; deferred tensors that the code was given
-
     def __enter__(self) -> EmptyInit:
         self._num_streams = 0
-        self._parameters = {}
-        self._others = {}
+        self._parameters: dict[int, torch.nn.Parameter] = {}  # by id; registered or written in this context
+        self._others: dict[int, TensorWeakRef] = {}  # by id; deferred tensors that the code was given
         with contextlib.ExitStack() as stack:
             if not is_deferred(torch.empty(1, device=CPU)):  # else the work is left to the context outside
                 hook = register_module_parameter_registration_hook(lambda module, name, value: self.see(value))
@@ -179,9 +174,8 @@ class EmptyInit(TorchDispatchMode):
         writes = list(dict.fromkeys(history for tensor in written if (history := history_of(tensor))))
         versions = [(leaf, version_of(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         device = operands[1].get("device") or (touches[0].device if touches else CPU)
-        recorded = RecordedCall(
-            call, operands, versions, touches, 1 + max((history.clock for history in touches), default=0)
-        )
+        clock = 1 + max((history.clock for history in touches), default=0)
+        recorded = RecordedCall(call, operands, versions, touches, clock)
         for place, leaf in enumerate(tree_leaves(result)):
             if isinstance(leaf, torch.Tensor) and not is_deferred(leaf):
                 writes.append(StorageHistory(leaf.untyped_storage().nbytes(), device))
@@ -235,9 +229,8 @@ class _ShownDevice(TorchFunctionMode):
 
 def _make_small_real(tensors: list[torch.Tensor]) -> None:
     """Make masks, tables and buffers real, in place: nobody else could where they are plain attributes."""
-    for tensor in sorted(
-        tensors, key=lambda tensor: base_of(tensor) is None
-    ):  # views first: they hold on to their base
+    tensors.sort(key=lambda tensor: base_of(tensor) is None)  # views first: they hold on to their base
+    for tensor in tensors:
         history = history_of(tensor)
         if history and not history.versions and history.num_bytes <= REAL_BYTES and tensor.grad_fn is None:
             real = value_of(tensor).to(history.device).requires_grad_(tensor.requires_grad)

@@ -1,38 +1,85 @@
 """One flat buffer: the parameters of a group that have one dtype and train (or are frozen) together.
 
 The parameters stay the user's own objects. Gathered, they are views into `full`; released, they show a NaN of their
-true shape. [Note: storage] autograd saves views of weights, so a released buffer keeps its storage object and only
-gives its memory back: the same views are valid again when it has been gathered anew. Writes go through `full`, whose
-version counter is its own, so autograd does not take them for the user's.
+true shape. What the optimizer keeps for a region is in `StateShard`s; `SavedInterval`s are what checkpoints save of it.
+[Note: storage] autograd saves views of weights, so a released buffer keeps its storage object and only gives its memory
+back: the same views are valid again when it has been gathered anew. Writes go through `full`, whose version counter is
+its own, so autograd does not take them for the user's.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from zerostd.parameters.gradient import Gradient
-from zerostd.parameters.state_shard import MASTER, StateShard
-from zerostd.policy import Kind, Tier
-from zerostd.sharding import Layout
-from zerostd.tiers import TierAllocator, TierTensor
+from zerostd.policy import Kind, Route, Tier
+from zerostd.sharding import Layout, Piece, Portion
+from zerostd.tiers import Done, TierAllocator, TierTensor, Transfer
 from zerostd.tiers.debug import DEBUG
+
+MASTER = "master"
+
+
+@dataclass(eq=False)
+class StateShard:
+    """A stretch of a region with one tier and one route, and its tensors, each as long as the stretch."""
+
+    start: int  # elements of the region
+    stop: int
+    tier: Tier
+    route: Route
+    tensors: dict[str, TierTensor]
+    spare: dict[str, TierTensor] = field(default_factory=dict)
+    holds_parameters: bool = False  # the master is the parameter itself, not a copy at another precision or place
+    landed: Transfer = field(default_factory=Done)  # when the last streamed update is back in `tier`
+
+    @property
+    def portion(self) -> Portion:
+        """The plan it was made from."""
+        return Portion(self.start, self.stop, self.tier, self.route)
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def region(self) -> slice:
+        """Where it lies in the region."""
+        return slice(self.start, self.stop)
+
+    @property
+    def master(self) -> TierTensor:
+        """fp32, or the parameters' own dtype if that is wider."""
+        return self.tensors[MASTER]
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the user's optimizer updates it in place, on the device."""
+        return self.route is Route.RESIDENT
+
+    def commit_speculative(self) -> None:
+        """Make the spare tensors, which a speculative update has written, the true ones."""
+        self.tensors, self.spare = self.spare, self.tensors
+
+    def overlap(self, start: int, stop: int) -> tuple[slice, slice] | None:
+        """Return the part of [start, stop) of the region that lies here: where here, and where in [start, stop)."""
+        low = max(start, self.start)
+        high = min(stop, self.stop)
+        if low >= high:
+            return None
+        return slice(low - self.start, high - self.start), slice(low - start, high - start)
+
+    def read_master(self) -> torch.Tensor:
+        return self.master.read(slice(0, self.numel))
 
 
 class Flat:
     """One flat buffer's parameters, masters and gradient on this rank."""
-
-    layout: Layout
-    parameters: tuple[nn.Parameter, ...]  # in the layout's order
-    region: slice  # what this rank updates: its slice, or everything at stage 0
-    full: torch.Tensor  # compute dtype, on the device; its storage is empty while released, if they rest elsewhere
-    is_sharded: bool  # parameters rest as this rank's slice only
-    rest: TierTensor  # compute dtype: where parameters rest; a view into `full` unless sharded or off the device
-    state_shards: tuple[StateShard, ...]  # what the optimizer keeps, portion by portion of the region; none if frozen
-    gradient: Gradient | None  # None if frozen
 
     def __init__(
         self,
@@ -45,13 +92,15 @@ class Flat:
         state_shards: Sequence[StateShard],
     ) -> None:
         self.layout = layout
-        self.parameters = tuple(parameters)
-        self.region = region
-        self.state_shards = tuple(state_shards)
+        self.parameters = tuple(parameters)  # in the layout's order
+        self.region = region  # what this rank updates: its slice, or everything at stage 0
+        self.state_shards = tuple(state_shards)  # portion by portion of the region; none if frozen
+        # In the compute dtype, on the device. Its storage is empty while released, if parameters rest elsewhere.
         self.full = torch.zeros(layout.numel, dtype=dtype, device=allocator.device)
-        self.is_sharded = False
+        self.is_sharded = False  # parameters rest as this rank's slice only
+        # In the compute dtype, where parameters rest: a view into `full` unless sharded or off the device.
         self.rest = TierTensor(layout.numel, dtype, Tier.DEVICE, self.full)
-        self.gradient = None
+        self.gradient: Gradient | None = None  # None if frozen
         self._ledger = allocator.ledger
         self._views = [self.full[i.offset : i.end].view(i.shape) for i in layout.intervals]
         loud = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
@@ -62,11 +111,6 @@ class Flat:
     def gives_back(self) -> bool:
         """Whether a released flat takes no memory beside where it rests."""
         return self.is_sharded or self.rest.tier is not Tier.DEVICE
-
-    @property
-    def is_updated_later(self) -> bool:
-        """Whether updates go on after the step has returned."""
-        return any(not shard.is_resident for shard in self.state_shards)
 
     def parameters_of(self, shard: StateShard) -> torch.Tensor | None:
         """Return the parameters of a portion where they rest: an update writes its master there. None on disk."""
@@ -192,3 +236,71 @@ class Flat:
             return self.rest.read(slice(0, self.rest.numel)).to(self.full.device)
         parts = [shard.read_master().to(self.full.device) for shard in self.state_shards]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class SavedInterval:
+    """Elements [start, stop) of one tensor, flattened, which begin at `offset` of a tier tensor."""
+
+    kind: str
+    of: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    column: TierTensor
+    offset: int
+    state: str = ""
+    group: str = ""  # whose update changes it
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.column.dtype
+
+    def read(self, low: int, high: int, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """Return elements [low, high) of the interval; those on disk are read into `memory`, if it is given."""
+        return self.column.read(slice(self.offset + low, self.offset + high), memory)
+
+
+def tensor_interval(kind: str, of: str, tensor: torch.Tensor) -> SavedInterval:
+    """Return a copy of a whole tensor as one interval."""
+    flat = tensor.detach().to("cpu", copy=True).contiguous().view(-1)
+    column = TierTensor(flat.numel(), flat.dtype, Tier.HOST, flat)
+    return SavedInterval(kind, of, tuple(tensor.shape), 0, flat.numel(), column, 0)
+
+
+def owned_pieces(flat: Flat, rank: int, pieces: Iterable[Piece] | None = None) -> Iterator[tuple[Piece, int, int]]:
+    """Yield the pieces of a trained flat's region that this rank saves, each with the part [low, high) it saves."""
+    mine = flat.layout.shard(rank)
+    for piece in flat.layout.pieces(flat.region) if pieces is None else pieces:
+        place = flat.region.start + piece.offset
+        low = max(mine.start, place)
+        high = min(mine.stop, place + piece.numel)
+        if low < high:
+            yield piece, low - place, high - place
+
+
+def value_intervals(flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
+    """Yield the values of a flat's parameters, at the precision they are kept in. Rank 0 saves the empty ones."""
+    intervals = flat.layout.intervals
+    kept = flat.state_shards[0].master if flat.state_shards else flat.rest
+    for interval in intervals if rank == 0 else ():
+        if not interval.numel:
+            yield SavedInterval("parameter", interval.name, interval.shape, 0, 0, kept, 0, group=group)
+
+    def values(piece: Piece, start: int, stop: int, column: TierTensor, offset: int) -> SavedInterval:
+        interval = intervals[piece.index]
+        return SavedInterval("parameter", interval.name, interval.shape, start, stop, column, offset, group=group)
+
+    if not flat.state_shards:
+        mine = flat.layout.shard(rank)
+        begin = mine.start if flat.is_sharded else 0
+        for piece in flat.layout.pieces(mine):
+            yield values(piece, piece.start, piece.stop, flat.rest, mine.start + piece.offset - begin)
+        return
+    for piece, low, high in owned_pieces(flat, rank):
+        for shard in flat.state_shards:
+            overlap = shard.overlap(piece.offset + low, piece.offset + high)
+            if overlap is not None:
+                here, there = overlap
+                first = piece.start + low
+                yield values(piece, first + there.start, first + there.stop, shard.master, here.start)

@@ -3,7 +3,8 @@
 With one backward pass a step it rests in the reduce dtype (2 bytes in bf16 runs); with several it is summed in fp32.
 `region` is the slice of the flat buffer this rank updates. A rank that keeps gradients whole (stages 0 and 1) has a
 buffer for all of it and reduces in place; one that shards them fills a passing buffer and keeps its region only. The
-reducer calls the verbs of landing, the optimizer those of reading. Where host memory is involved: host_gradient.py.
+reducer calls the verbs of landing, the optimizer those of reading. A gradient that rests on the device may have a copy
+of parts on the host, for the CPU to read; one that rests on the host is a `HostGradient` (host_gradient.py).
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from collections.abc import Sequence
 import torch
 
 from zerostd.compat import foreach_add_, foreach_copy_
-from zerostd.parameters.host_gradient import HostGradient, HostGradientCopy
-from zerostd.policy import Kind
+from zerostd.policy import Kind, Tier
 from zerostd.sharding import Layout
-from zerostd.tiers import Done, TierAllocator, Transfer
+from zerostd.tiers import Done, Streams, TierAllocator, Transfer, record_event
+from zerostd.tiers.host import Host
+
+DOWN = (Tier.DEVICE.value, Tier.HOST.value)
 
 Arrived = Sequence[torch.Tensor | None]  # what one pass brought, by parameter
 
 
 class Gradient:
-    """One flat gradient. It rests on the device, there with a host copy of parts, or on the host."""
+    """One flat gradient, which rests on the device."""
 
-    layout: Layout
-    region: slice  # of the flat buffer, in elements
-    dtype: torch.dtype  # of the reduce
-    whole: torch.Tensor | None  # `dtype`, the flat buffer's length, to reduce in place; None where they are sharded
+    tier = Tier.DEVICE
+    comes_up = False  # whether it rests on the host and the device has memory of its own
 
     def __init__(
         self,
@@ -37,16 +38,16 @@ class Gradient:
         allocator: TierAllocator,
         *,
         keep_whole: bool,
-        host_gradient: HostGradient | None = None,
         host_copy: HostGradientCopy | None = None,
     ) -> None:
         self.layout = layout
-        self.region = region
-        self.dtype = dtype
+        self.region = region  # of the flat buffer, in elements
+        self.dtype = dtype  # of the reduce
+        self.host_copy = host_copy  # where the CPU reads parts of it
+        self.arrived: Transfer = Done()  # the last transfer to where it rests
         self._device = allocator.device
         self._ledger = allocator.ledger
-        self._host_gradient = host_gradient
-        self._host_copy = host_copy
+        # In `dtype`, the flat buffer's length, to reduce in place. None where gradients are sharded.
         self.whole = self._allocate(layout.numel, dtype) if keep_whole else None
         # In `dtype`, the region's length, a view of `whole` where there is one. None before its first use, and while
         # `_sum` holds the gradient.
@@ -61,28 +62,12 @@ class Gradient:
 
     @property
     def numel(self) -> int:
-        """Elements of the region."""
         return int(self.region.stop - self.region.start)
 
     @property
     def is_summed(self) -> bool:
         """Whether it rests as an fp32 sum."""
         return self._sum is not None
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether it rests in host memory."""
-        return self._host_gradient is not None
-
-    @property
-    def comes_up(self) -> bool:
-        """Whether it rests on the host and the device has memory of its own."""
-        return self._host_gradient is not None and self._host_gradient.comes_up
-
-    @property
-    def has_host_copy(self) -> bool:
-        """Whether it rests on the device and the CPU reads a copy of parts of it."""
-        return self._host_copy is not None
 
     @property
     def rest_dtype(self) -> torch.dtype:
@@ -106,7 +91,8 @@ class Gradient:
             if self._rest is not None:
                 self.arrived.synchronize()
                 self._sum.copy_(self._rest)
-                self._free_rest(self._rest)
+                if self.whole is None:  # else it is a view of that
+                    self._free(self._rest)
                 self._rest = None
                 self._views.clear()  # they would keep the old memory
             self._note_form()
@@ -119,29 +105,22 @@ class Gradient:
             form = f"{str(self.dtype).removeprefix('torch.')} (one backward pass a step)"
         self._ledger.gradient_form = form
 
-    def reserve(self) -> None:
-        """Take host memory and staging now: pinning memory in the middle of a step would hold it up."""
-        if self._host_gradient is not None:
-            self._host_gradient.reserve(self.current.nbytes)
-
     def close(self) -> None:
         """Give all memory back; nothing that rests here is wanted any more."""
         self.arrived.synchronize()
         if self._sum is not None:
             self._free(self._sum)
-        elif self._rest is not None:
-            self._free_rest(self._rest)
+        elif self._rest is not None and self.whole is None:
+            self._free(self._rest)
         for tensor in (self.whole, self._unsynced):
             if tensor is not None:
                 self._ledger.leave(Kind.GRADIENTS, tensor.nbytes)
-        if self._host_copy is not None:
-            self._host_copy.close()
+        if self.host_copy is not None:
+            self.host_copy.close()
         self._rest = self._sum = self.whole = self._unsynced = None
         self._views.clear()
 
     def _allocate_rest(self, dtype: torch.dtype) -> torch.Tensor:
-        if self._host_gradient is not None:
-            return self._host_gradient.allocate(self.numel, dtype)
         return self._allocate(self.numel, dtype)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -149,15 +128,8 @@ class Gradient:
         self._ledger.enter(Kind.GRADIENTS, tensor.nbytes)
         return tensor
 
-    def _free_rest(self, rest: torch.Tensor) -> None:
-        if self.whole is None:  # else it is a view of that
-            self._free(rest)
-
     def _free(self, tensor: torch.Tensor) -> None:
-        if self._host_gradient is not None:
-            self._host_gradient.free(tensor)
-        else:
-            self._ledger.leave(Kind.GRADIENTS, tensor.nbytes)
+        self._ledger.leave(Kind.GRADIENTS, tensor.nbytes)
 
     # Landing, called by the reducer
 
@@ -196,14 +168,10 @@ class Gradient:
     def open_landing(self, *, accumulate: bool) -> torch.Tensor:
         """Return where a reduced gradient is to be written, or added, on the device."""
         self.changed()
-        if self._host_gradient is None:
-            return self.current
-        return self._host_gradient.open_landing(self.current, accumulate=accumulate)
+        return self.current
 
     def close_landing(self, landed: torch.Tensor) -> None:
         """Send what was written, as far as the current stream is concerned, to where it rests."""
-        if self._host_gradient is not None:
-            self._host_gradient.close_landing(landed, self.current)
 
     def fold(self, *, accumulate: bool) -> None:
         """Take what was reduced in place into the fp32 sum."""
@@ -249,10 +217,8 @@ class Gradient:
 
     def changed(self) -> None:
         """Forget what was derived from the gradient: its norm, and the host's copy."""
-        if self._host_gradient is not None:
-            self._host_gradient.norm = None
-        if self._host_copy is not None:
-            self._host_copy.expire()
+        if self.host_copy is not None:
+            self.host_copy.is_current = False
 
     def _views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return a view per parameter into a buffer of the flat's length; kept, since buffers are few."""
@@ -264,11 +230,6 @@ class Gradient:
 
     # Reading, called by the optimizer
 
-    @property
-    def arrived(self) -> Transfer:
-        """The last transfer to where it rests."""
-        return Done() if self._host_gradient is None else self._host_gradient.arrived
-
     def wait_landed(self) -> torch.Tensor:
         """Return the gradient when it is where it rests. Holds the host if that is the host."""
         self.arrived.synchronize()
@@ -276,40 +237,80 @@ class Gradient:
 
     def norm(self, order: float, part: slice | None = None) -> torch.Tensor:
         """Return the norm of the region, or of a part of it: fp32, on the device."""
-        host = self._host_gradient
-        if part is None and host is not None and host.norm is not None and order == 2.0:
-            return host.norm
         gradient = self.wait_landed()
         return vector_norm(gradient if part is None else gradient[part], order).to(self._device)
 
     def send_host_copy(self) -> None:
         """Start copying down what the CPU will read."""
-        if self._host_copy is not None:
-            self._host_copy.send(self.current)
+        if self.host_copy is not None:
+            self.host_copy.send(self.current)
 
     def host_view(self, part: slice) -> tuple[torch.Tensor, Transfer]:
         """Return a part of the region in host memory, and its transfer there, which is started if it was not."""
-        if self._host_copy is None:
+        if self.host_copy is None:
             return self.current[part], self.arrived
         self.send_host_copy()
-        return self._host_copy.copy_of(part), self._host_copy.arrived
-
-    def overwrite_host_copy(self, part: slice) -> torch.Tensor:
-        """Return the memory of `host_view(part)`, to be overwritten by whoever has read it."""
-        assert self._host_copy is not None
-        return self._host_copy.overwrite(part)
-
-    def drop_overwritten_copy(self) -> None:
-        """Expect no gradient in the host copy: all its updates have been started, and they overwrite it."""
-        if self._host_copy is not None:
-            self._host_copy.drop_overwritten()
+        return self.host_copy.copy_of(part), self.host_copy.arrived
 
     def copy_to(self, target: torch.Tensor, region: slice) -> None:
         """Copy a part of it to `target` on the device, in the dtype of `target`; the host does not wait."""
-        if self._host_gradient is None:
-            target.copy_(self.current[region])
-        else:
-            self._host_gradient.bring(self.current[region], target)
+        target.copy_(self.current[region])
+
+
+class HostGradientCopy:
+    """The host's copy of those parts of a gradient that the CPU reads for its update."""
+
+    def __init__(self, parts: Sequence[slice], dtype: torch.dtype, host: Host, streams: Streams) -> None:
+        self.parts = tuple(parts)  # of the region
+        self.arrived: Transfer = Done()  # the last copy
+        self._host = host
+        self._streams = streams
+        self.is_current = False  # until the gradient changes; then the next `send` copies it again
+        self._is_overwritten = False  # by new parameters, which take the same way back
+        self._copies = [self._allocate(part.stop - part.start, dtype) for part in parts]
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._host.allocate(numel * dtype.itemsize, Kind.BUFFERS).view(dtype)
+
+    def send(self, gradient: torch.Tensor) -> None:
+        """Start copying the parts down; free if they are there already."""
+        if self.is_current:
+            return
+        if self._copies and self._copies[0].dtype != gradient.dtype:  # a second pass has made it an fp32 sum
+            for index, copy in enumerate(self._copies):
+                self._host.free(copy)
+                self._copies[index] = self._allocate(copy.numel(), gradient.dtype)
+        size = sum(copy.nbytes for copy in self._copies)
+        within = self._host.events.within("transfer", "gradients", "", size, way=DOWN, device=gradient.device)
+        with self._streams.gradients.after(record_event(gradient.device)), within:
+            for part, copy in zip(self.parts, self._copies, strict=True):
+                copy.copy_(gradient[part], non_blocking=True)
+            self.arrived = self._streams.gradients.record_event()
+        self.is_current = True
+
+    def copy_of(self, part: slice) -> torch.Tensor:
+        """Return the copy of elements of the region, all of which lie in one of the parts."""
+        for whole, copy in zip(self.parts, self._copies, strict=True):
+            if whole.start <= part.start and part.stop <= whole.stop:
+                return copy[part.start - whole.start : part.stop - whole.start]
+        raise AssertionError(f"elements {part.start} to {part.stop} have no copy on the host")
+
+    def overwrite(self, part: slice) -> torch.Tensor:
+        """Return `copy_of(part)` to somebody who has read it and writes something else there."""
+        self._is_overwritten = True
+        return self.copy_of(part)
+
+    def drop_overwritten(self) -> None:
+        """Expect no gradient in what was overwritten: all updates that read it have been started."""
+        if self._is_overwritten:
+            self.is_current = False
+            self._is_overwritten = False
+
+    def close(self) -> None:
+        self.arrived.synchronize()
+        for copy in self._copies:
+            self._host.free(copy)
+        self._copies = []
 
 
 def vector_norm(tensor: torch.Tensor, order: float) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """A group: parameters that are gathered, released, reduced and updated together.
 
-A group owns its state. Hooks, the gatherer, the optimizer and checkpoints call its verbs and say when; how it is done
-is decided here. The states and the only moves between them:
+Hooks, the gatherer, the optimizer and checkpoints call its verbs and say when; how it is done is decided here. The
+states and the only moves between them:
 
     RELEASED --start_gather--> GATHERING --wait_gather--> GATHERED --release--> RELEASED
     GATHERED --expire--> RELEASED where ranks update slices of it, GATHERING where updates alone bring the new values
@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Iterator, Sequence
-
-from torch import nn
 
 from zerostd.communication import Wires
 from zerostd.monitoring.events import Span
@@ -33,44 +31,32 @@ class GroupState(enum.Enum):
 class Group:
     """The flat buffers of one group, and everything that is in flight for them."""
 
-    blueprint: Blueprint  # what it was made from
-    flats: tuple[Flat, ...]
-
     def __init__(
         self, blueprint: Blueprint, place: int, flats: Sequence[Flat], wires: Wires, uploader: Uploader
     ) -> None:
-        self.blueprint = blueprint
+        self.blueprint = blueprint  # what it was made from
         self.flats = tuple(flats)
+        self.place = place  # in the order in which forward needs groups, as far as known
+        self.state = GroupState.GATHERED
+        self.gathers: list[Transfer] = []  # in flight, one for each flat
+        self.updates: list[Transfer] = []  # that were started; the next gather waits for them
+        self._pending_save: Transfer = Done()  # until then a checkpoint reads masters and states, and updates wait
+        self.num_pins = 0  # users that hold it gathered
+        self.borrowed: dict[str, Group] = {}  # other groups whose parameters its modules read, learnt as they do
+        self.in_backward = False  # its backward has begun and still needs it, whatever forward ends in between
         self._wires = wires
         self._uploader = uploader
-        self._state = GroupState.GATHERED
-        self._gathers: list[Transfer] = []  # one for each flat while GATHERING
         self._span: Span | None = None  # of the gather in flight, while events are recorded
-        self._updates: list[Transfer] = []  # still going on; the next gather waits for them
-        self._pending_save: Transfer = Done()  # until then a checkpoint reads its masters and states
-        self._num_pins = 0
-        self._borrowed: dict[str, Group] = {}  # learnt as their parameters are read
-        self._place = place
-        self._in_backward = False
         self._num_inputs_awaited: int | None = None  # None: no input of its forward gets a gradient
         if self.gives_back:
             self.release()
 
-    # What it is
-
     @property
     def name(self) -> str:
-        """The name of its first module."""
         return self.blueprint.name
 
     @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """Modules whose forward needs it, in registration order; the last one ends its use."""
-        return self.blueprint.modules
-
-    @property
     def trainable(self) -> list[Flat]:
-        """Flats that are updated."""
         return [flat for flat in self.flats if flat.gradient is not None]
 
     @property
@@ -81,36 +67,31 @@ class Group:
     @property
     def is_updated_later(self) -> bool:
         """Whether its updates go on after the step has returned."""
-        return any(flat.is_updated_later for flat in self.flats)
+        return any(not shard.is_resident for flat in self.flats for shard in flat.state_shards)
 
     @property
     def is_in_slices(self) -> bool:
         """Whether ranks update different slices of it, so that an update must be gathered again."""
         return any(flat.region.stop - flat.region.start < flat.layout.numel for flat in self.trainable)
 
+    @property
+    def needed(self) -> tuple[Group, ...]:
+        """The groups its modules need: itself, and those whose parameters they read."""
+        return (self, *self.borrowed.values())
+
     # Gather and release
-
-    @property
-    def state(self) -> GroupState:
-        """What it holds now."""
-        return self._state
-
-    @property
-    def has_gather(self) -> bool:
-        """Whether a gather is in flight."""
-        return bool(self._gathers)
 
     def start_gather(self) -> None:
         """Start filling the buffers of a released group, when its updates are done."""
-        assert self._state is GroupState.RELEASED, f"group {self.name!r} is {self._state.name}: it cannot be gathered"
+        assert self.state is GroupState.RELEASED, f"group {self.name!r} is {self.state.name}: it cannot be gathered"
         self.wait_updates()
         world = self._wires.world
         ledger = self._wires.ledger
         ledger.work_on(self.name)
         if ledger.events.is_on and world.size > 1:
             self._span = ledger.events.begin("gather", "wire", self.name, self._full_bytes, device=world.device)
-        self._gathers = [self._gather(flat) for flat in self.flats]
-        self._state = GroupState.GATHERING
+        self.gathers = [self._gather(flat) for flat in self.flats]
+        self.state = GroupState.GATHERING
 
     def _gather(self, flat: Flat) -> Transfer:
         """Bring this rank's part to the device, and from there to all ranks."""
@@ -126,21 +107,21 @@ class Group:
 
     def wait_gather(self) -> None:
         """Wait until a gather has ended and its updates are done; parameters show their values from then on."""
-        assert self._state is GroupState.GATHERING, f"group {self.name!r} is {self._state.name}: nothing to wait for"
+        assert self.state is GroupState.GATHERING, f"group {self.name!r} is {self.state.name}: nothing to wait for"
         self.wait_updates()
-        for gather in self._gathers:
+        for gather in self.gathers:
             gather.wait()
-        self._gathers = []
+        self.gathers = []
         self._wires.ledger.events.end(self._span, self._wires.world.device)
         self._span = None
         for flat in self.flats:
             flat.show_values()
-        self._state = GroupState.GATHERED
+        self.state = GroupState.GATHERED
 
     def release(self) -> None:
         """Give the memory of a gathered group back; its parameters show NaN."""
-        assert self._state is GroupState.GATHERED, f"group {self.name!r} is {self._state.name}: it cannot be released"
-        assert self.gives_back and not self._num_pins, f"group {self.name!r} has nothing to give back, or is held"
+        assert self.state is GroupState.GATHERED, f"group {self.name!r} is {self.state.name}: it cannot be released"
+        assert self.is_releasable, f"group {self.name!r} has nothing to give back, or is held"
         ledger = self._wires.ledger
         ledger.work_on(self.name)
         if ledger.events.is_on:
@@ -150,86 +131,62 @@ class Group:
         for flat in self.flats:
             flat.show_nan()
             flat.free()
-        self._state = GroupState.RELEASED
+        self.state = GroupState.RELEASED
 
     @property
     def is_releasable(self) -> bool:
         """Whether there is memory to give back that nobody holds."""
-        return self.gives_back and not self._num_pins and self._state is not GroupState.RELEASED
+        return self.gives_back and not self.num_pins and self.state is not GroupState.RELEASED
 
     def expire(self) -> None:
         """Let parameters show NaN until the values that an update is writing are here. For groups that stay on the
         device: where ranks update slices of it, they have to be gathered; else waiting for the updates is enough."""
-        assert not self.gives_back and not self._gathers, f"group {self.name!r} is released instead, or is in flight"
+        assert not self.gives_back and not self.gathers, f"group {self.name!r} is released instead, or is in flight"
         for flat in self.flats:
             flat.show_nan()
-        self._state = GroupState.RELEASED if self.is_in_slices else GroupState.GATHERING
+        self.state = GroupState.RELEASED if self.is_in_slices else GroupState.GATHERING
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Hold a gathered group inside the context: nothing releases it."""
+        assert self.state is GroupState.GATHERED, f"group {self.name!r} is {self.state.name}: gather it first"
+        self.num_pins += 1
+        try:
+            yield
+        finally:
+            self.num_pins -= 1
+
+    def add_update(self, update: Transfer) -> None:
+        """Note an update of its parameters that was started: the next gather waits for it."""
+        self.updates.append(update)
+
+    def wait_updates(self) -> None:
+        """Wait until its parameters are updated."""
+        for update in self.updates:
+            update.wait()
+        self.updates.clear()
+
+    def hold_for_save(self, save: Transfer) -> None:
+        """Keep masters and states as they are until a checkpoint has read them."""
+        self._pending_save = save
+
+    def wait_save(self) -> None:
+        """Wait until no checkpoint reads masters and states any more."""
+        self._pending_save.wait()
 
     @property
     def _full_bytes(self) -> int:
         return sum(flat.full.nbytes for flat in self.flats)
 
-    # Who holds it gathered
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether a user holds it gathered."""
-        return self._num_pins > 0
-
-    @contextlib.contextmanager
-    def pinned(self) -> Iterator[None]:
-        """Hold a gathered group inside the context: nothing releases it."""
-        assert self._state is GroupState.GATHERED, f"group {self.name!r} is {self._state.name}: gather it first"
-        self._num_pins += 1
-        try:
-            yield
-        finally:
-            self._num_pins -= 1
-
-    # Updates, and checkpoints that read
-
-    @property
-    def updates(self) -> tuple[Transfer, ...]:
-        """Updates of its parameters that were started and not waited for."""
-        return tuple(self._updates)
-
-    def add_update(self, update: Transfer) -> None:
-        """Let the next gather wait for an update that was started."""
-        self._updates.append(update)
-
-    def wait_updates(self) -> None:
-        """Wait until its parameters are updated."""
-        for update in self._updates:
-            update.wait()
-        self._updates.clear()
-
-    def hold_for_save(self, save: Transfer) -> None:
-        """Let the next update wait: until then somebody reads the masters and states."""
-        self._pending_save = save
-
-    def wait_save(self) -> None:
-        """Wait until nobody reads the masters and states."""
-        self._pending_save.wait()
-
     # Its part in forward and backward
 
-    @property
-    def place(self) -> int:
-        """Its place in the order in which forward needs groups, as far as known."""
-        return self._place
+    def begin_backward(self) -> None:
+        """Note that its backward has begun: it stays gathered until `end_backward`, whatever forward ends."""
+        self.in_backward = True
 
-    def move_to(self, place: int) -> None:
-        """Take another place in the order of forward."""
-        self._place = place
-
-    @property
-    def needed(self) -> tuple[Group, ...]:
-        """The groups its modules need: itself, and those whose parameters they read."""
-        return (self, *self._borrowed.values())
-
-    def borrow(self, group: Group) -> None:
-        """Need another group too from now on: a module of this one read a parameter of it."""
-        self._borrowed[group.name] = group
+    def end_backward(self) -> None:
+        """Note that its backward needs it no more."""
+        self.in_backward = False
 
     def await_inputs(self) -> None:
         """Count a forward whose inputs will get gradients: when they have, backward has passed it."""
@@ -244,20 +201,7 @@ class Group:
         """Whether backward has passed all its forwards. False where inputs get no gradient: there is no sign then."""
         return self._num_inputs_awaited == 0
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether its backward has begun and still needs it."""
-        return self._in_backward
-
-    def begin_backward(self) -> None:
-        """Stay gathered until `end_backward`, whatever forward ends in between."""
-        self._in_backward = True
-
-    def end_backward(self) -> None:
-        """Backward needs it no more."""
-        self._in_backward = False
-
     def end_pass(self) -> None:
         """Forget what a pass has counted."""
-        self._in_backward = False
+        self.in_backward = False
         self._num_inputs_awaited = None

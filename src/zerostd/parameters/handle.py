@@ -2,15 +2,15 @@
 
 A handle has the parameter's shape, dtype and device and no memory. It keeps torch's own protocol: `p.grad is None`
 means that there is no gradient, setting it to None drops the gradient, and a backward pass into a parameter that still
-has one adds to it. The few operations that make sense on a sharded gradient are passed on to `GradientOps`; any other
-raises and names the call to use, so nothing is silently skipped.
+has one adds to it. The few operations that make sense on a sharded gradient are passed on to `ops`, the `Gradients` of
+the model (optimizers/gradients.py): all ranks must make such a call. Any other raises and names the call to use.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,36 +21,22 @@ from zerostd.errors import MisuseError
 aten = torch.ops.aten
 
 
-class GradientOps(Protocol):
-    """What can be done to sharded gradients through their handles. Collective: every rank must make the call."""
-
-    def norm(self, handle: GradientHandle, order: float) -> torch.Tensor: ...
-
-    def scale(self, handle: GradientHandle, factor: torch.Tensor | float) -> None: ...
-
-    def unscale(self, handles: Sequence[GradientHandle], found_inf: torch.Tensor, inverse: torch.Tensor) -> None: ...
-
-
 class GradientHandle(torch.Tensor):
     """Stands for one parameter's gradient; see the module's docstring."""
 
-    incoming: torch.Tensor | None  # what the running backward pass wants to add, taken by the reducer
-    of: str  # the parameter it stands for
-
     @staticmethod
-    def __new__(cls, of: str, parameter: nn.Parameter, ops: GradientOps) -> GradientHandle:
+    def __new__(cls, of: str, parameter: nn.Parameter, ops: object) -> GradientHandle:
         make = cast(Callable[..., Any], torch.Tensor._make_wrapper_subclass)
         handle = make(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
         return cast(GradientHandle, handle)
 
-    def __init__(self, of: str, parameter: nn.Parameter, ops: GradientOps) -> None:
-        self.of = of
+    def __init__(self, of: str, parameter: nn.Parameter, ops: object) -> None:
+        self.of = of  # the parameter it stands for
         self._ops = weakref.ref(ops)  # parameters hold handles in C++, where Python's collector sees no cycle
-        self.incoming = None
+        self.incoming: torch.Tensor | None = None  # what the running backward pass wants to add, taken by the reducer
 
     @property
-    def ops(self) -> GradientOps:
-        """What carries out the calls that are made on it."""
+    def ops(self) -> Any:
         ops = self._ops()
         if ops is None:
             raise MisuseError(f"the gradient of {self.of!r} is gone with its model; keep a reference to the model")

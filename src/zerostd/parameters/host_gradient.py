@@ -1,169 +1,142 @@
-"""Gradients and host memory: the two ways in which the host may hold a gradient, or a part of it.
+"""A gradient that rests on the host.
 
-A `HostGradientCopy` is the host's copy of those parts of a gradient that the CPU reads for its update; the gradient
-itself rests on the device. A `HostGradient` keeps a gradient on the host altogether. Where the device has memory of its
-own, the gradient lands in staging on the device, where its norm is taken, and goes down from there; a later pass brings
-it up again to add to it. `Gradient` calls both.
+Where the device has memory of its own, the gradient lands in staging on the device, where its norm is taken, and goes
+down from there; a later pass brings it up again to add to it. Without staging, device and host have the same memory and
+nothing is copied. `Staging` is also what the reducer has on the way to the wires.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from zerostd.monitoring import Ledger
-from zerostd.parameters.staging import Staging
+from zerostd.parameters.gradient import DOWN, Gradient, vector_norm
 from zerostd.policy import Kind, Tier
-from zerostd.tiers import Done, Streams, Transfer, record_event
+from zerostd.sharding import Layout
+from zerostd.tiers import Done, Streams, TierAllocator, Transfer, record_event
 from zerostd.tiers.debug import DEBUG
-from zerostd.tiers.host import Host
 
 UP = (Tier.HOST.value, Tier.DEVICE.value)
-DOWN = (Tier.DEVICE.value, Tier.HOST.value)
+NUM_STAGING = 2
 
 
-class HostGradientCopy:
-    """Parts of one gradient on the host."""
+class Staging:
+    """`NUM_STAGING` buffers on the device that gradients pass through in turn: one fills while another empties. Each is
+    as large as the largest gradient that passes."""
 
-    parts: tuple[slice, ...]  # of the region
-    arrived: Transfer  # the last copy
+    def __init__(self) -> None:
+        self._memories: list[torch.Tensor] = []
+        self._free: list[Transfer] = []  # by buffer: when what passes through it has left
+        self._turn = 0
 
-    def __init__(self, parts: Sequence[slice], dtype: torch.dtype, host: Host, streams: Streams) -> None:
-        self.parts = tuple(parts)
-        self.arrived = Done()
-        self._host = host
-        self._streams = streams
-        self._is_current = False  # until the gradient changes
-        self._is_overwritten = False  # by new parameters, which take the same way back
-        self._copies = [self._allocate(part.stop - part.start, dtype) for part in parts]
-
-    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._host.allocate(numel * dtype.itemsize, Kind.BUFFERS).view(dtype)
-
-    def send(self, gradient: torch.Tensor) -> None:
-        """Start copying the parts down; free if they are there already."""
-        if self._is_current:
+    def reserve(self, num_bytes: int, device: torch.device, ledger: Ledger) -> None:
+        """Make the buffers at least this large."""
+        if self._memories and self._memories[0].nbytes >= num_bytes:
             return
-        if self._copies and self._copies[0].dtype != gradient.dtype:  # a second pass has made it an fp32 sum
-            for index, copy in enumerate(self._copies):
-                self._host.free(copy)
-                self._copies[index] = self._allocate(copy.numel(), gradient.dtype)
-        size = sum(copy.nbytes for copy in self._copies)
-        within = self._host.events.within("transfer", "gradients", "", size, way=DOWN, device=gradient.device)
-        with self._streams.gradients.after(record_event(gradient.device)), within:
-            for part, copy in zip(self.parts, self._copies, strict=True):
-                copy.copy_(gradient[part], non_blocking=True)
-            self.arrived = self._streams.gradients.record_event()
-        self._is_current = True
+        for free in self._free:
+            free.wait()  # what is on its way must have left before the memory can be another tensor's
+        ledger.leave(Kind.BUFFERS, sum(memory.nbytes for memory in self._memories))
+        self._memories = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_STAGING)]
+        self._free = [Done() for _ in range(NUM_STAGING)]
+        ledger.enter(Kind.BUFFERS, num_bytes * NUM_STAGING)
 
-    def copy_of(self, part: slice) -> torch.Tensor:
-        """Return the copy of elements of the region, all of which lie in one of the parts."""
-        for whole, copy in zip(self.parts, self._copies, strict=True):
-            if whole.start <= part.start and part.stop <= whole.stop:
-                return copy[part.start - whole.start : part.stop - whole.start]
-        raise AssertionError(f"elements {part.start} to {part.stop} have no copy on the host")
+    def take(self, numel: int, dtype: torch.dtype) -> tuple[int, torch.Tensor, Transfer]:
+        """Return the number of the next buffer, a tensor in it, and the transfer after which it may be written."""
+        self._turn = (self._turn + 1) % NUM_STAGING
+        buffer = self._memories[self._turn][: numel * dtype.itemsize].view(dtype)
+        return self._turn, buffer, self._free[self._turn]
 
-    def overwrite(self, part: slice) -> torch.Tensor:
-        """Return `copy_of(part)` to somebody who has read it and writes something else there."""
-        self._is_overwritten = True
-        return self.copy_of(part)
-
-    def drop_overwritten(self) -> None:
-        """Expect no gradient any more in a copy that was overwritten."""
-        if self._is_overwritten:
-            self._is_current = False
-            self._is_overwritten = False
-
-    def expire(self) -> None:
-        """Expect that the gradient has changed: the next `send` copies it again."""
-        self._is_current = False
-
-    def close(self) -> None:
-        """Give the host's memory back."""
-        self.arrived.synchronize()
-        for copy in self._copies:
-            self._host.free(copy)
-        self._copies = []
+    def occupy(self, number: int, until: Transfer) -> None:
+        """Keep a buffer from being written until a transfer is over."""
+        self._free[number] = until
 
 
-class HostGradient:
-    """Keeps one gradient on the host. Without staging, device and host have the same memory: nothing is copied."""
+class HostGradient(Gradient):
+    """One flat gradient, which rests on the host; with `staging` where the device has memory of its own."""
 
-    norm: torch.Tensor | None  # on the device, of what landed last; None if it is not known or not current
-    arrived: Transfer  # the last copy down
+    tier = Tier.HOST
 
-    def __init__(self, host: Host, streams: Streams, ledger: Ledger, staging: Staging | None) -> None:
-        self.norm = None
-        self.arrived = Done()
-        self._host = host
-        self._ledger = ledger
+    def __init__(
+        self,
+        layout: Layout,
+        region: slice,
+        dtype: torch.dtype,
+        allocator: TierAllocator,
+        *,
+        keep_whole: bool,
+        streams: Streams,
+        staging: Staging | None,
+    ) -> None:
+        super().__init__(layout, region, dtype, allocator, keep_whole=keep_whole)
+        self.comes_up = staging is not None
+        self._host = allocator.host
         self._streams = streams
         self._staging = staging
         self._landing = 0  # the staging buffer that was opened last
+        self._norm: torch.Tensor | None = None  # of what landed last, on the device; None if unknown or not current
 
-    @property
-    def comes_up(self) -> bool:
-        """Whether the device has memory of its own, so that the gradient must be brought up to be used there."""
-        return self._staging is not None
+    def _allocate_rest(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._host.allocate(self.numel * dtype.itemsize, Kind.GRADIENTS).view(dtype)
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate host memory for the gradient."""
-        return self._host.allocate(numel * dtype.itemsize, Kind.GRADIENTS).view(dtype)
+    def _free(self, tensor: torch.Tensor) -> None:
+        self._host.free(tensor)
 
-    def free(self, rest: torch.Tensor) -> None:
-        """Give back what `allocate` returned."""
-        self._host.free(rest)
-
-    def reserve(self, num_bytes: int) -> None:
-        """Make staging large enough for a gradient of so many bytes."""
+    def reserve(self) -> None:
+        """Take host memory and staging now: pinning memory in the middle of a step would hold it up."""
+        num_bytes = self.current.nbytes
         if self._staging is not None:
-            self._staging.reserve(num_bytes, self._host.device, self._ledger)
+            self._staging.reserve(num_bytes, self._device, self._ledger)
 
-    def open_landing(self, rest: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
+    def open_landing(self, *, accumulate: bool) -> torch.Tensor:
         """Return memory on the device to land in; with `accumulate` it holds the gradient already."""
-        staging = self._staging
-        if staging is None:
+        rest = super().open_landing(accumulate=accumulate)
+        if self._staging is None:
             return rest
-        self.reserve(rest.nbytes)
-        self._landing = staging.take_turn()
-        buffer = staging.buffer(self._landing, rest.numel(), rest.dtype)
-        staging.free(self._landing).wait()
-        if accumulate:
+        self._staging.reserve(rest.nbytes, self._device, self._ledger)
+        self._landing, buffer, free = self._staging.take(rest.numel(), rest.dtype)
+        free.wait()
+        if accumulate:  # in the stream of gradients: in `up` it would hold up parameters
             within = self._host.events.within("transfer", "gradients", "", rest.nbytes, way=UP, device=buffer.device)
-            with (
-                self._streams.gradients.after(record_event(buffer.device)),
-                within,
-            ):  # in `up` it would hold up parameters
+            with self._streams.gradients.after(record_event(buffer.device)), within:
                 buffer.copy_(rest, non_blocking=True)
                 arrived = self._streams.gradients.record_event()
             arrived.wait()
         return buffer
 
-    def close_landing(self, buffer: torch.Tensor, rest: torch.Tensor) -> None:
+    def close_landing(self, landed: torch.Tensor) -> None:
         """Take the norm of what landed, and start its way down."""
         if self._staging is None:
             return
-        self.norm = torch.linalg.vector_norm(buffer, dtype=torch.promote_types(buffer.dtype, torch.float32)).float()
-        within = self._host.events.within("transfer", "gradients", "", rest.nbytes, way=DOWN, device=buffer.device)
-        with self._streams.gradients.after(record_event(buffer.device)), within:
-            rest.copy_(buffer, non_blocking=True)
-            DEBUG.poison(buffer)
+        rest = self.current
+        self._norm = vector_norm(landed, 2.0)
+        within = self._host.events.within("transfer", "gradients", "", rest.nbytes, way=DOWN, device=landed.device)
+        with self._streams.gradients.after(record_event(landed.device)), within:
+            rest.copy_(landed, non_blocking=True)
+            DEBUG.poison(landed)
             self.arrived = self._streams.gradients.record_event()
             self._staging.occupy(self._landing, until=self.arrived)
 
-    def bring(self, part: torch.Tensor, target: torch.Tensor) -> None:
+    def changed(self) -> None:
+        """Forget the norm."""
+        self._norm = None
+
+    def norm(self, order: float, part: slice | None = None) -> torch.Tensor:
+        """Return the norm of the region, or of a part of it. That of what landed last is known."""
+        if part is None and self._norm is not None and order == 2.0:
+            return self._norm
+        return super().norm(order, part)
+
+    def copy_to(self, target: torch.Tensor, region: slice) -> None:
         """Bring a part up as it is and convert it there: one copy that does both would hold the host."""
-        staging = self._staging
-        if staging is None:
+        part = self.current[region]
+        if self._staging is None:
             target.copy_(part)
             return
-        number = staging.take_turn()
-        buffer = staging.buffer(number, part.numel(), part.dtype)
+        number, buffer, free = self._staging.take(part.numel(), part.dtype)
         within = self._host.events.within("transfer", "gradients", "", part.nbytes, way=UP, device=buffer.device)
-        with self._streams.gradients.after(staging.free(number)), within:
+        with self._streams.gradients.after(free), within:
             buffer.copy_(part, non_blocking=True)
             arrived = self._streams.gradients.record_event()
         arrived.wait()
         target.copy_(buffer)
-        staging.occupy(number, until=record_event(buffer.device))
+        self._staging.occupy(number, until=record_event(buffer.device))

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 
 class StepObserver:
-    """Called by the engine at three moments, on the thread that trains, in the order in which observers were added.
-
-    1. `before_forward`: a forward of training begins; the model's parameters may move.
-    2. `before_backward`: a backward pass begins; gradients are about to change.
-    3. `after_step`: `optimizer.step()` has started or skipped its updates.
-
-    A subclass overrides the moments it needs.
-    """
+    """Called by the engine on the thread that trains, in the order in which observers were added. A subclass overrides
+    the moments it needs."""
 
     def before_forward(self) -> None:
-        """A forward of training begins."""
+        """A forward of training begins; the model's parameters may move."""
 
     def before_backward(self) -> None:
-        """A backward pass begins."""
+        """A backward pass begins; gradients are about to change."""
 
     def after_step(self) -> None:
-        """A step was taken, or skipped."""
+        """`optimizer.step()` has started or skipped its updates."""

@@ -12,8 +12,8 @@ import torch
 
 from zerostd.communication import Wires
 from zerostd.optimizers.updater import OffloadUpdater, Updater
-from zerostd.parameters.staging import NUM_STAGING
-from zerostd.parameters.state_shard import MASTER
+from zerostd.parameters.flat import MASTER
+from zerostd.parameters.host_gradient import NUM_STAGING
 from zerostd.policy import Kind, Tier
 from zerostd.preparing.homes import FlatPlan, Rules, demand
 from zerostd.sharding import Portion

@@ -23,21 +23,20 @@ from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import put_states
 from zerostd.optimizers.updater import OffloadUpdater, Updater
 from zerostd.parameters import Group
-from zerostd.parameters.blueprints import ROOT, Blueprint, Member, describe_groups, find_blueprints
-from zerostd.parameters.checking import describe_model, describe_optimizer, optimizer_options
+from zerostd.parameters.blueprints import ROOT, Blueprint, Member, describe, find_blueprints
 from zerostd.parameters.deferred import draw_seeds, make_real
+from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.replaying import is_deferred
-from zerostd.parameters.staging import Staging
 from zerostd.policy import Budget, Kind, Tier, parse_bytes
 from zerostd.preparing.accounting import host_buffers, largest_on_disk
 from zerostd.preparing.groups import make_group
 from zerostd.preparing.homes import FlatPlan, demand, plan_flats
 from zerostd.preparing.options import check_world, num_threads, rules_for, ways_for
 from zerostd.preparing.proposing import decide, homes_of
-from zerostd.scheduling.activation_copies import ActivationCopies
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.offloading import ActivationOffloader
+from zerostd.scheduling.saved_storage import ActivationCopies
 from zerostd.tiers import Streams, TierAllocator, Uploader
 from zerostd.tiers.disk import Disk
 from zerostd.tiers.host import Host
@@ -46,8 +45,7 @@ from zerostd.tiers.limits import check_disk, check_host
 
 def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> Runtime:
     """Build everything but the optimizer, which `attach_optimizer` adds."""
-    options = optimizer_options(model, optimizer)
-    blueprints = find_blueprints(model, options, settings.precision, settings.globs)
+    blueprints = find_blueprints(model, optimizer, settings.precision, settings.globs)
     device = device_of(model)
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta" and not is_deferred(parameter):
@@ -55,8 +53,8 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
     world = World.discover(device)
     control = Control(world)
     try:
-        lines = [*settings.describe(), *describe_optimizer(optimizer), *describe_model(model, options)]
-        control.check_equal("models or options", [*lines, *describe_groups(blueprints)])
+        lines = [*settings.describe(), *describe(model, optimizer, blueprints)]
+        control.check_equal("models or options", lines)
         settings = decide(settings, blueprints, control, has_optimizer=optimizer is not None)
         check_world(settings, world)
         rules = rules_for(settings, world, homes_of(settings.plan, blueprints))

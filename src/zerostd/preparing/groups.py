@@ -13,11 +13,10 @@ import torch
 from zerostd.communication import Wires
 from zerostd.engine.resources import Resources
 from zerostd.parameters.blueprints import Blueprint, Member
-from zerostd.parameters.flat import Flat
-from zerostd.parameters.gradient import Gradient
+from zerostd.parameters.flat import MASTER, Flat, StateShard
+from zerostd.parameters.gradient import Gradient, HostGradientCopy
 from zerostd.parameters.group import Group
-from zerostd.parameters.host_gradient import HostGradient, HostGradientCopy
-from zerostd.parameters.state_shard import MASTER, StateShard
+from zerostd.parameters.host_gradient import HostGradient
 from zerostd.policy import Kind, Route, Tier
 from zerostd.preparing.homes import FlatPlan
 from zerostd.sharding import Portion
@@ -94,35 +93,25 @@ def _make_shard(plan: FlatPlan, portion: Portion, allocator: TierAllocator) -> S
 
 
 def _make_gradient(plan: FlatPlan, resources: Resources) -> Gradient:
-    allocator = resources.allocator
-    dtype = plan.gradient_dtype
-    gradient = Gradient(
-        plan.layout,
-        plan.region,
-        dtype,
-        allocator,
-        keep_whole=plan.rules.size > 1 and not plan.rules.shards(Kind.GRADIENTS),
-        host_gradient=_make_host_gradient(plan, resources),
-        host_copy=_make_host_copy(plan, resources),
-    )
+    basis = (plan.layout, plan.region, plan.gradient_dtype, resources.allocator)
+    keep_whole = plan.rules.size > 1 and not plan.rules.shards(Kind.GRADIENTS)
+    gradient: Gradient
+    if plan.gradients is Tier.HOST:
+        staging = resources.staging if plan.rules.has_own_memory else None
+        gradient = HostGradient(*basis, keep_whole=keep_whole, streams=resources.streams, staging=staging)
+    else:
+        gradient = Gradient(*basis, keep_whole=keep_whole, host_copy=_make_host_copy(plan, resources))
     if plan.rules.sums_gradients:
         gradient.use_sum()
-    gradient.reserve()
+    if isinstance(gradient, HostGradient):
+        gradient.reserve()
     return gradient
-
-
-def _make_host_gradient(plan: FlatPlan, resources: Resources) -> HostGradient | None:
-    if plan.gradients is not Tier.HOST:
-        return None
-    allocator = resources.allocator
-    staging = resources.staging if plan.rules.has_own_memory else None
-    return HostGradient(allocator.host, resources.streams, allocator.ledger, staging)
 
 
 def _make_host_copy(plan: FlatPlan, resources: Resources) -> HostGradientCopy | None:
     """The host's copy of what the CPU reads, where the gradient rests on a device with memory of its own."""
     parts = [slice(portion.start, portion.stop) for portion in plan.portions if portion.route is Route.CPU]
-    if plan.gradients is Tier.HOST or not plan.rules.has_own_memory or not parts:
+    if not plan.rules.has_own_memory or not parts:
         return None
     dtype = plan.gradient_dtype
     rests_in = torch.promote_types(dtype, torch.float32) if plan.rules.sums_gradients else dtype

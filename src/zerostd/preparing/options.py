@@ -13,7 +13,7 @@ from zerostd.communication.world import thread_budget
 from zerostd.engine.settings import Settings
 from zerostd.errors import NotSupportedError, PrepareError
 from zerostd.optimizers.elementwise import check_elementwise, find_states
-from zerostd.parameters.checking import check_model, check_optimizer
+from zerostd.parameters.blueprints import check_model, check_optimizer
 from zerostd.planning.request import NUM_BUSY_THREADS
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, Way, parse_bytes
 from zerostd.preparing.homes import Rules

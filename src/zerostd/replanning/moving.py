@@ -63,7 +63,7 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
     updater.moved(runtime.groups, make_offload_updater(runtime, updater.inner))
     begin_backward_updates(runtime, optimizer)
     runtime.hooks.renew()
-    runtime.backward.learn_again()
+    runtime.backward.order_is_learnt = False
     return list(dict.fromkeys(group.name for group, _, _ in changed))
 
 
@@ -71,7 +71,7 @@ def _is_as(flat: Flat, wanted: FlatPlan, *, speculates: bool) -> bool:
     """Whether a flat is as a plan wants it."""
     if flat.gradient is None:
         return flat.rest.tier is wanted.parameters
-    on_host = flat.gradient.is_on_host
+    on_host = flat.gradient.tier is Tier.HOST
     return (
         flat.rest.tier is wanted.parameters
         and on_host == (wanted.gradients is Tier.HOST)

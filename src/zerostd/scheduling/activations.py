@@ -1,9 +1,8 @@
 """Activations: what autograd saves in a group's forward rests elsewhere until the group's backward.
 
 Saved tensors go through a pack hook of autograd's while a group runs whose activations do not stay. Parameters and
-buffers are not activations, and small tensors are not worth moving: both stay. What lies in one storage travels once,
-whatever tensors see it. A group that is recomputed saves its inputs only, see recomputing.py.
-
+buffers are not activations, and small tensors are not worth moving: both stay. A group that is recomputed keeps its
+inputs only, and runs again in backward: torch's checkpointing does it, but here inputs may rest elsewhere meanwhile.
 Where some groups send theirs, others make room for what is on its way: before they run, and when backward has passed
 them. How much they leave on the device is known without asking autograd if they are like one that sends its own: of the
 same class, with parameters of the same shapes and as many bytes of output.
@@ -11,13 +10,16 @@ same class, with parameters of the same shapes and as many bytes of output.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from zerostd.compat import has_saved_tensor_hooks, in_backward, version_of
 from zerostd.errors import MisuseError
@@ -26,15 +28,16 @@ from zerostd.parameters import Group
 from zerostd.policy import Tier, Way
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.offloading import ActivationOffloader
-from zerostd.scheduling.recomputing import is_worth_recomputing, recompute
-from zerostd.scheduling.saved_storage import GroupActivations, SavedStorage, TensorLayout, layout_of
-from zerostd.scheduling.tensors import tensors_in
+from zerostd.scheduling.saved_storage import GroupActivations, SavedStorage, TensorLayout
+from zerostd.scheduling.tensors import map_tensors, tensors_in
 
 WORTH_MOVING = 256 * 2**10  # bytes
 MOST_KINDS = 256  # of forwards that are remembered: lengths may vary for ever
 
 Storage = torch.UntypedStorage
 GiveBack = Callable[[], torch.Tensor]  # what autograd holds instead of a saved tensor
+Keep = Callable[[torch.Tensor], GiveBack]  # for the inputs of a forward that is recomputed
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 Passed = tuple[weakref.ref[GroupActivations], int]  # of a group whose activations stay: what left before it; its bytes
 
 
@@ -46,10 +49,12 @@ class Activations:
     ) -> None:
         self._root = root
         self._gatherer = gatherer
-        self._offloader = offloader
+        self.offloader = offloader
         self._ways = {group: ways.get(group.name, Way.DEVICE) for group in gatherer.groups}
         self._sends = offloader.peers is None and any(way.tier is not Tier.DEVICE for way in self._ways.values())
-        self._kinds = {module: _kind(module) for group in gatherer.groups for module in group.modules}
+        # By module: a key that is the same for modules that do the same, as far as one can see.
+        modules = [module for group in gatherer.groups for module in group.blueprint.modules]
+        self._kinds = {module: (type(module), *(p.shape for p in module.parameters())) for module in modules}
         self._left: dict[tuple[Any, int], int] = {}  # bytes, by kind of a module that sent them and bytes of its output
         self._running: tuple[nn.Module, GroupActivations, torch.autograd.graph.saved_tensors_hooks] | None = None
         self._undo: list[Callable[[], None]] = []  # puts back forwards that are recomputed
@@ -62,19 +67,20 @@ class Activations:
     @property
     def is_on(self) -> bool:
         """Whether anything is done with activations but keeping them."""
-        return self._offloader.peers is not None or any(way is not Way.DEVICE for way in self._ways.values())
+        return self.offloader.peers is not None or any(way is not Way.DEVICE for way in self._ways.values())
 
     def install(self) -> None:
         """Replace the forwards of groups that are recomputed."""
         device = self._gatherer.wires.world.device
         for group, way in self._ways.items():
-            for module in group.modules:
-                if way.recomputes and is_worth_recomputing(module):
-                    self._undo.append(recompute(module, device, self._keep_input))
+            for module in group.blueprint.modules:
+                has_parts = next(module.children(), None) is not None  # else it keeps its inputs and little else
+                if way.recomputes and has_parts:
+                    self._undo.append(_recompute(module, device, self._keep_input))
 
     def remove(self) -> None:
         """Leave the modules as they were."""
-        self.end_backward()
+        self.offloader.end_backward()
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -83,21 +89,18 @@ class Activations:
         """Begin a forward of the root. One that was interrupted may not have ended."""
         if self._running is not None:
             self._stop_packing()
-        self.end_backward()
-        self._offloader.begin()
+        self.offloader.end_backward()
+        self.offloader.begin()
         self._last = None
         self._known.clear()
         self._inputs.clear()
-        self._ours = {id(tensor.untyped_storage()) for tensor in self._lasting()}
-
-    def end_backward(self) -> None:
-        """End a backward pass."""
-        self._offloader.end_backward()
+        flats = [flat.full for group in self._gatherer.groups for flat in group.flats]
+        self._ours = {id(tensor.untyped_storage()) for tensor in (*flats, *self._root.buffers())}
 
     def enter(self, group: Group, module: nn.Module) -> None:
         """Begin a group's forward."""
         way = self._ways[group]
-        stays = way.tier is Tier.DEVICE and (self._offloader.peers is None or way.recomputes)
+        stays = way.tier is Tier.DEVICE and (self.offloader.peers is None or way.recomputes)
         if stays or module is self._root or self._running or not torch.is_grad_enabled() or in_backward():
             return
         if has_saved_tensor_hooks():
@@ -107,17 +110,15 @@ class Activations:
                 "'recompute+disk' do what checkpointing does; with Placement(activations={'blocks.*': ...}) others stay"
             )
         activations = GroupActivations(group.name, way.tier, self._last)
-
-        def pack(tensor: torch.Tensor) -> GiveBack:
-            return self._pack(tensor, activations)
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+        pack = functools.partial(self._pack, activations)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, operator.call)
         hooks.__enter__()
         self._running = (module, activations, hooks)
 
     def leave(self, group: Group, module: nn.Module, output: Any) -> Passed | None:
         """End a group's forward, without an output if it failed. What it left goes on its way, unless nobody will come
-        back for it. For one whose activations stay, return what `pass_back` needs, if something left before it."""
+        back for it. For one whose activations stay, return what the offloader's `pass_back` needs, if something left
+        before it."""
         inputs = self._inputs
         self._inputs = {}
         if self._running is not None:
@@ -134,13 +135,8 @@ class Activations:
             size = sum(inputs.values())
         elif has_saved_tensor_hooks():  # somebody else's: nobody knows what they leave
             size = 0
-        self._offloader.pass_by(size)
+        self.offloader.pass_by(size)
         return None if self._last is None else (self._last, size)
-
-    def pass_back(self, passed: Passed) -> None:
-        """Take note that backward comes to a group whose activations stayed."""
-        activations, size = passed
-        self._offloader.pass_back(activations(), size)
 
     def _stop_packing(self) -> GroupActivations:
         """Return what the group that runs has left."""
@@ -156,21 +152,21 @@ class Activations:
 
     def _send(self, group: Group, activations: GroupActivations, like: tuple[Any, int]) -> None:
         storages = activations.storages
-        if self._offloader.peers is not None and group.name not in self._checked:
+        if self.offloader.peers is not None and group.name not in self._checked:
             self._checked.add(group.name)
-            self._offloader.peers.check_same(group.name, [storage.num_bytes for storage in storages])
+            self.offloader.peers.check_same(group.name, [storage.num_bytes for storage in storages])
         if len(self._left) >= MOST_KINDS:
             self._left.clear()
         self._left[like] = sum(storage.num_bytes for storage in storages if storage.num_users == 1)
         if storages:
             self._gatherer.wires.ledger.work_on(group.name)
-            self._offloader.send(activations)
+            self.offloader.send(activations)
             self._last = weakref.ref(activations)
 
     def _keep_input(self, tensor: torch.Tensor) -> GiveBack:
         """Keep an input of a recomputed group."""
         if self._running is not None:
-            return self._pack(tensor, self._running[1])
+            return self._pack(self._running[1], tensor)
         storage = tensor.untyped_storage()
         if id(storage) not in self._ours and self._is_worth_moving(tensor, storage):
             self._inputs[id(storage)] = storage.nbytes()
@@ -180,7 +176,7 @@ class Activations:
         return storage.nbytes() >= WORTH_MOVING and tensor.device == self._gatherer.wires.world.device
 
     @torch.no_grad()
-    def _pack(self, tensor: torch.Tensor, activations: GroupActivations) -> GiveBack:
+    def _pack(self, activations: GroupActivations, tensor: torch.Tensor) -> GiveBack:
         """Let a tensor that is saved travel with the activations of its group, or keep it."""
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return _kept(tensor, may_change=True)
@@ -192,7 +188,8 @@ class Activations:
             return _kept(tensor)
         saved = self._saved_storage(tensor, storage, activations.tier)
         activations.add(saved)
-        return functools.partial(self._bring_back, activations, saved, layout_of(tensor))
+        layout = (tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return functools.partial(self._bring_back, activations, saved, layout)
 
     def _saved_storage(self, tensor: torch.Tensor, storage: Storage, tier: Tier) -> SavedStorage:
         """Return the one that has this storage in this tier already, or a new one."""
@@ -210,18 +207,11 @@ class Activations:
         """Return a saved tensor that left."""
         timer = self._gatherer.timer
         phase = timer.mark(LoopPhase.WAITING, "activations")
-        self._offloader.want(activations)
+        self.offloader.want(activations)
         timer.mark(phase)
         if saved.is_spoilt():
             raise _changed(layout[1])
         return saved.tensor(layout)
-
-    def _lasting(self) -> Iterator[torch.Tensor]:
-        """Yield what is there all the time, or comes and goes by itself."""
-        for group in self._gatherer.groups:
-            for flat in group.flats:
-                yield flat.full
-        yield from self._root.buffers()
 
 
 def _kept(tensor: torch.Tensor, *, may_change: bool = False) -> GiveBack:
@@ -237,17 +227,74 @@ def _kept(tensor: torch.Tensor, *, may_change: bool = False) -> GiveBack:
     return give_back
 
 
-def _unpack(give_back: GiveBack) -> torch.Tensor:
-    return give_back()
-
-
-def _kind(module: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is the same for modules that do the same, as far as one can see."""
-    return type(module), *(parameter.shape for parameter in module.parameters())
-
-
 def _changed(size: torch.Size) -> RuntimeError:
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
         f"size {tuple(size)} that was saved for backward was changed after that"
     )
+
+
+def _recompute(module: nn.Module, device: torch.device, keep: Keep) -> Callable[[], None]:
+    """Replace a module's forward by one that is recomputed in backward; return a function that puts it back."""
+    forward = module.forward
+    had_own = "forward" in module.__dict__
+    marker = torch.empty(0, device=device)  # tells checkpointing whose random states count
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:  # a function, since torch.compile looks into those
+        if torch.compiler.is_compiling():
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        if not torch.is_grad_enabled() or in_backward():
+            return forward(*args, **kwargs)
+        return checkpoint(_run_twice(module, forward, keep, (args, kwargs)), marker, use_reentrant=False)
+
+    def undo() -> None:
+        if had_own:
+            module.forward = forward
+        else:
+            del module.forward
+
+    module.forward = recomputed
+    return undo
+
+
+def _run_twice(
+    module: nn.Module, forward: Callable[..., Any], keep: Keep, inputs: Inputs
+) -> Callable[[torch.Tensor], Any]:
+    """Return one call of a forward: with its inputs the first time, with what was kept of them from then on."""
+    kept: dict[int, tuple[GiveBack, bool]] = {}  # by placeholder; whether it gets a gradient
+    first = [inputs]
+
+    def put(tensor: torch.Tensor) -> torch.Tensor:
+        placeholder = tensor.new_empty(0)
+        kept[id(placeholder)] = (keep(tensor), tensor.requires_grad)
+        return placeholder
+
+    def take(placeholder: torch.Tensor) -> torch.Tensor:
+        give_back, requires_grad = kept[id(placeholder)]
+        return give_back().detach().requires_grad_(requires_grad)
+
+    structure = map_tensors(inputs, put)
+
+    def run(marker: torch.Tensor) -> Any:
+        if first:
+            args, kwargs = first.pop()
+            return forward(*args, **kwargs)
+        args, kwargs = map_tensors(structure, take)
+        with _without_statistics(module):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def _without_statistics(module: nn.Module) -> Iterator[None]:
+    """Let batch-norm count in copies meanwhile: it counts a batch once, however often it sees it."""
+    counting = [m for m in module.modules() if m.training and getattr(m, "track_running_stats", False)]
+    originals = [dict(norm._buffers) for norm in counting]
+    for norm, buffers in zip(counting, originals, strict=True):
+        norm._buffers.update({name: None if value is None else value.clone() for name, value in buffers.items()})
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(counting, originals, strict=True):
+            norm._buffers.update(buffers)

@@ -1,12 +1,10 @@
 """One backward pass from its first sign to its end.
 
-Gradients come in by their parameters' hooks. When the last one of a group is there, the group is released and reduced.
-Groups are reduced in one order that all ranks share, so that a rank which uses other parameters than its peers still
-meets them in every collective. What never arrives counts as zero and is sent when the pass ends. Then ranks agree which
-parameters anyone used: those without a gradient anywhere keep `p.grad is None`, as in torch.
-
-In the last pass of a step each group is reported as ready, when its gradient has landed and backward needs its
-parameters no more: from then on it may be updated, while the pass goes on for others.
+Gradients come in by their parameters' hooks. When the last one of a group is there, the group is released and reduced,
+in one order that all ranks share: a rank which uses other parameters than its peers still meets them in every
+collective. What never arrives counts as zero and is sent when the pass ends. Then ranks agree which parameters anyone
+used: those without a gradient anywhere keep `p.grad is None`, as in torch. In the last pass of a step, a group whose
+gradient has landed and whose parameters backward needs no more may be updated, while the pass goes on for others.
 """
 
 from __future__ import annotations
@@ -28,10 +26,9 @@ from zerostd.scheduling.reducing import GroupGradients, Reducer, TrainedParamete
 
 
 class GroupUpdates(Protocol):
-    """Updates that begin inside the last backward pass of a step."""
+    """Updates that begin inside the last backward pass of a step, made by the optimizer."""
 
-    def start(self, group: Group) -> None:
-        """Update a group: its gradient has landed, and backward needs its parameters no more."""
+    def start(self, group: Group) -> None: ...
 
 
 class BackwardPass:
@@ -43,8 +40,8 @@ class BackwardPass:
         self.completed: list[Group] = []  # as their last gradient came in
         self.passed: set[Group] = set()  # backward needs their parameters no more
         self.landed: set[Group] = set()  # their gradients are where they rest
+        self.reported: set[Group] = set()  # as ready for their update
         self._to_send = list(self.gradients.values())[::-1]
-        self._reported: set[Group] = set()
 
     def is_complete(self, group: Group) -> bool:
         """Whether all gradients of a group are here; always, if none of it trains."""
@@ -58,14 +55,10 @@ class BackwardPass:
 
     def report(self, group: Group) -> bool:
         """Return whether a group is ready for its update. True once."""
-        is_ready = group in self.passed and group in self.landed and group not in self._reported
+        is_ready = group in self.passed and group in self.landed and group not in self.reported
         if is_ready:
-            self._reported.add(group)
+            self.reported.add(group)
         return is_ready
-
-    def is_reported(self, group: Group) -> bool:
-        """Whether a group was reported as ready."""
-        return group in self._reported
 
 
 class PassCounter:
@@ -91,10 +84,6 @@ class PassCounter:
                 f"{self.accumulate} passes, or say how many there are"
             )
 
-    def count(self) -> None:
-        """Count a pass that has ended."""
-        self.num_done += 1
-
     def step(self) -> None:
         """Count a step, and start over with its passes."""
         self.num_before = max(1, self.num_done)
@@ -104,12 +93,6 @@ class PassCounter:
 
 class Backward:
     """Coordinates gathering, reducing and agreeing during backward passes."""
-
-    trained: tuple[TrainedParameter, ...]  # in the same order on all ranks
-    order: list[Group]  # in which groups are reduced: the same on all ranks
-    update_order: list[Group]  # in which groups are updated and gathered again: likewise
-    group_updates: GroupUpdates | None  # None: updates wait for step()
-    is_syncing: bool  # False inside no_sync: gradients are summed locally
 
     def __init__(
         self,
@@ -121,30 +104,30 @@ class Backward:
         *,
         accumulate: int | None,
     ) -> None:
-        self.trained = tuple(trained)
+        self.trained = tuple(trained)  # in the same order on all ranks
         self.gatherer = gatherer
         self.reducer = reducer
         self.activations = activations
         self.observers = observers
-        self.group_updates = None
+        self.group_updates: GroupUpdates | None = None  # None: updates wait for step()
+        # In which groups are reduced, and in which they are updated and gathered again: the same on all ranks.
         self.order = [group for group in reversed(gatherer.groups) if group.trainable]
         self.update_order = list(gatherer.groups)
+        self.order_is_learnt = False  # to be learnt anew when groups move in another way
         self.passes = PassCounter(accumulate)
-        self.is_syncing = True
+        self.is_syncing = True  # False inside no_sync: gradients are summed locally
         self._pass: BackwardPass | None = None  # the one that runs now
         self._used: set[nn.Parameter] = set()  # since ranks last agreed
-        self._order_is_learnt = False
 
     @property
     def is_running(self) -> bool:
-        """Whether a pass runs now."""
         return self._pass is not None
 
     def begin(self) -> BackwardPass:
         """Begin a pass, if none is running. Its first sign may be any hook."""
         if self._pass is not None:
             return self._pass
-        self.wait_gradients()
+        self.reducer.wait()
         self.passes.check(updates_early=self.group_updates is not None)
         for observer in self.observers:
             observer.before_backward()
@@ -176,7 +159,7 @@ class Backward:
         assert grad is not None
         grad = (grad if grad.layout is torch.strided else grad.to_dense()).detach()
         group = trained.group
-        if running.is_reported(group):
+        if group in running.reported:
             raise MisuseError(
                 f"a nested backward brought another gradient for {trained.handle.of!r}, whose group is being updated "
                 "already: leave accumulate out of prepare, so that updates wait for optimizer.step()"
@@ -220,7 +203,7 @@ class Backward:
         """End the pass: send what is left, show handles, ask who used what."""
         running = self._pass
         assert running is not None
-        self.activations.end_backward()
+        self.activations.offloader.end_backward()
         self._send(running, only_complete=False)
         arrived = [trained for trained in self.trained if trained.parameter in running.gradients[trained.group].arrived]
         for trained in arrived:
@@ -231,23 +214,19 @@ class Backward:
         self._used.update(trained.parameter for trained in arrived)
         self._pass = None
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)
-        self.passes.count()
+        self.passes.num_done += 1
         if self.gatherer.wires.world.size > 1:
             if not self.is_syncing:
                 return
-            self._agree()
+            used = [self._is_used(trained) for trained in self.trained]
+            used_anywhere = self.reducer.control.agree(used, self.gatherer.sequence)
+            for trained, is_used in zip(self.trained, used_anywhere, strict=True):
+                if is_used and trained.parameter.grad is None:  # only other ranks had a gradient
+                    trained.parameter.grad = trained.handle
         self._used.clear()
         self.gatherer.sequence.clear()
-        if not self._order_is_learnt:
+        if not self.order_is_learnt:
             self._learn_order(running.completed)
-
-    def _agree(self) -> None:
-        """Show a handle also where only other ranks had a gradient."""
-        used = [self._is_used(trained) for trained in self.trained]
-        is_used_anywhere = self.reducer.control.agree(used, self.gatherer.sequence)
-        for trained, is_used in zip(self.trained, is_used_anywhere, strict=True):
-            if is_used and trained.parameter.grad is None:
-                trained.parameter.grad = trained.handle
 
     def _is_used(self, trained: TrainedParameter) -> bool:
         return trained.parameter in self._used and trained.parameter.grad is not None
@@ -263,16 +242,8 @@ class Backward:
         self.order = [*first, *(group for group in self.order if group not in first)]
         self.update_order = [groups[position] for position in needed]
         for place, group in enumerate(self.update_order):
-            group.move_to(place)
-        self._order_is_learnt = True
-
-    def learn_again(self) -> None:
-        """Learn the order anew in the next pass: groups move in another way now."""
-        self._order_is_learnt = False
-
-    def wait_gradients(self) -> None:
-        """Wait until all gradients have landed."""
-        self.reducer.wait()
+            group.place = place
+        self.order_is_learnt = True
 
     def resume(self, num_passes: int, names: Collection[str]) -> None:
         """Go on in the middle of a step: so many passes are done, and the gradients of these parameters have landed."""

@@ -2,9 +2,8 @@
 
 Hooks say which group is needed in which pass; the group does the work. The order of groups is learnt by watching: for
 each group and phase, who came next last time. It is a prediction only: a group that was not expected is gathered when
-it is needed, one expected wrongly is released at the end of the pass. Prefetching moves the moment a gather starts and
-nothing else, so results do not depend on it. Ranks that took different branches would meet in different gathers, so all
-ranks confirm a gather that was not expected before it starts.
+it is needed, one expected wrongly is released at the end of the pass. Results do not depend on it. Ranks that took
+different branches would meet in different gathers, so all confirm a gather that was not expected before it starts.
 """
 
 from __future__ import annotations
@@ -20,17 +19,13 @@ PREFETCH_DEPTH = 1  # groups gathered ahead
 class Gatherer:
     """Decides when groups are gathered and released, and times the waiting."""
 
-    groups: tuple[Group, ...]
-    sequence: list[str]  # groups whose gather was started since ranks last compared notes
-    prefetch_depth: int  # groups started ahead; 0 gathers only on demand
-
     def __init__(self, groups: tuple[Group, ...], wires: Wires, control: Control) -> None:
         self.groups = groups
         self.wires = wires
         self.control = control
         self.timer = LoopTimer(wires.world.device, wires.ledger.events)
-        self.prefetch_depth = PREFETCH_DEPTH
-        self.sequence = []
+        self.prefetch_depth = PREFETCH_DEPTH  # groups started ahead; 0 gathers only on demand
+        self.sequence: list[str] = []  # groups whose gather was started since ranks last compared notes
         self._num_trained = sum(len(flat.parameters) for group in groups for flat in group.trainable)
         self._next: dict[tuple[LoopPhase, Group | None], Group] = {}  # by phase and group; None: the first
         self._last: dict[LoopPhase, Group | None] = {}  # the group needed last, in forward and in backward
@@ -45,7 +40,10 @@ class Gatherer:
         ahead: Group | None = group
         for _ in range(self.prefetch_depth):
             ahead = self._next.get((phase, ahead))
-            if ahead is None or self._would_block(ahead):
+            if ahead is None:
+                break
+            # A rank by itself does not hold the host up for an update. Several start gathers in the same order.
+            if self.wires.world.size == 1 and not all(update.is_done() for update in ahead.updates):
                 break
             self.start_gather(ahead)
 
@@ -100,9 +98,9 @@ class Gatherer:
     def renew(self, group: Group) -> None:
         """Let the next use see an update that was started. A group that rests elsewhere is gathered then. The other
         slices of one that rests here start coming in now."""
-        if group.is_pinned:
+        if group.num_pins:
             raise MisuseError("optimizer.step() inside zerostd.gathered(): leave the context before the step")
-        if group.has_gather:
+        if group.gathers:
             self.wait_gather(group)
         if group.gives_back:
             self.release(group)
@@ -125,11 +123,6 @@ class Gatherer:
             ordered[group] = None
             group = self._next.get((LoopPhase.FORWARD, group))
         return [*ordered, *(group for group in self.groups if group not in ordered)]
-
-    def _would_block(self, group: Group) -> bool:
-        """Whether starting it now would hold the host up for an update. Only a rank by itself may choose: several
-        must start their gathers in the same order."""
-        return self.wires.world.size == 1 and not all(update.is_done() for update in group.updates)
 
     def _learn(self, group: Group, phase: LoopPhase) -> bool:
         """Remember who came after whom; True if it was expected."""

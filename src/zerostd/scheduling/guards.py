@@ -21,19 +21,17 @@ from torch.utils.hooks import RemovableHandle
 
 from zerostd.errors import MisuseError
 from zerostd.parameters import Group
-from zerostd.parameters.checking import GUARD, OWNER
+from zerostd.parameters.blueprints import GUARD, OWNER
 from zerostd.scheduling.gathering import Gatherer
 
 
 class Guards:
     """Installs and removes the guards of one prepared model."""
 
-    is_open: bool  # state_dict is being called by zerostd itself
-
     def __init__(self, root: nn.Module, gatherer: Gatherer, finish_updates: Callable[[], None]) -> None:
         self.root = root
         self.gatherer = gatherer
-        self.is_open = False
+        self.is_open = False  # state_dict is being called by zerostd itself
         self._finish_updates = finish_updates  # masters must be home before they are changed
         self._places = {
             parameter: (group, flat, index)
@@ -61,9 +59,8 @@ class Guards:
     def remove(self) -> None:
         """Take all guards off."""
         for module in self.root.modules():
-            module.__dict__.pop("_apply", None)
-            module.__dict__.pop(GUARD, None)
-            module.__dict__.pop(OWNER, None)
+            for name in ("_apply", GUARD, OWNER):
+                module.__dict__.pop(name, None)
         for removable in self._removables:
             removable.remove()
         self._removables.clear()
@@ -106,7 +103,7 @@ class Guards:
             return
         for parameter in module.parameters(recurse=False):
             group = self._places[parameter][0]
-            if group.gives_back and not group.is_pinned:
+            if group.gives_back and not group.num_pins:
                 raise MisuseError(
                     "state_dict() of a model whose parameters are sharded (stage 3) or off the device would hold NaN: "
                     "call zerostd.full_state_dict(model) on all ranks"

@@ -2,12 +2,12 @@
 
 The root takes and returns the dtype it had before, whatever it computes in. A group is gathered before its modules'
 forward and before their backward, and released after. A parameter that a module of another group reads is noticed as
-it is read. Every hook can be removed; then nothing of zerostd is left on the module.
+it is read: `module.weight` looks into `module._parameters`, and hooks replace that dict by one that tells who reads,
+where groups are gathered at all. Every hook can be removed; then nothing of zerostd is left on the module.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import weakref
@@ -20,52 +20,57 @@ from torch.utils.hooks import RemovableHandle
 
 from zerostd.compat import calls_of, no_dynamo
 from zerostd.monitoring.loop_timer import LoopPhase
-from zerostd.parameters import Group
-from zerostd.scheduling.activations import Activations, Passed
+from zerostd.parameters import Group, GroupState
+from zerostd.scheduling.activations import Passed
 from zerostd.scheduling.backward import Backward
-from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.tensors import map_tensors, tensors_in
-from zerostd.scheduling.watching import WatchedParameters
 
-
-@dataclasses.dataclass(frozen=True)
-class RootRules:
-    """What happens when the root is entered and left, beside gathering."""
-
-    on_input: Callable[[torch.Tensor], torch.Tensor] | None  # applied to floating-point inputs
-    on_output: Callable[[torch.Tensor], torch.Tensor] | None  # applied to floating-point outputs
-    before: Callable[[nn.Module], None]  # e.g. buffers follow rank 0
+OnTensor = Callable[[torch.Tensor], torch.Tensor]
+OnRead = Callable[[nn.Parameter | None, bool], None]  # whether it is read by name
 
 
 class Hooks:
-    """Installs and removes everything on one prepared model."""
+    """Installs and removes everything on one prepared model. `before_forward` is called when the root is entered;
+    `on_input` and `on_output` are applied to the floating-point tensors it takes and returns."""
 
     def __init__(
-        self, root: nn.Module, gatherer: Gatherer, backward: Backward, activations: Activations, rules: RootRules
+        self,
+        root: nn.Module,
+        backward: Backward,
+        before_forward: Callable[[nn.Module], None],
+        on_input: OnTensor | None,
+        on_output: OnTensor | None,
     ) -> None:
         self.root = root
-        self.gatherer = gatherer
         self.backward = backward
-        self.activations = activations
-        self.rules = rules
+        self.gatherer = backward.gatherer
+        self.activations = backward.activations
+        self._before_forward = before_forward
+        self._on_input = on_input
+        self._on_output = on_output
         self._removables: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
         self._knows_groups = False  # whether groups have hooks
-        self._of_root = [group for group in gatherer.groups if root in group.modules]
+        self._of_root = [group for group in self.gatherer.groups if root in group.blueprint.modules]
         self._active: list[Group] = []  # groups whose forward runs now, innermost last
         self._recomputed: Group | None = None  # by activation checkpointing, in the backward that runs now
         self._depth = 0  # calls of the root, one inside the other
 
     def install(self) -> None:
         """Register everything."""
-        add = self._removables.append
         self.activations.install()
         self.renew()
-        add(self.root.register_forward_pre_hook(no_dynamo(self._before_root), prepend=True, with_kwargs=True))
-        add(self.root.register_forward_hook(no_dynamo(self._after_root), always_call=True))
+        self._add(self.root, self._before_root, self._after_root)
         for index, trained in enumerate(self.backward.trained):
             hook = functools.partial(_arrived, weakref.ref(self.backward), index)
-            add(trained.parameter.register_post_accumulate_grad_hook(hook))
+            self._removables.append(trained.parameter.register_post_accumulate_grad_hook(hook))
+
+    def _add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        """Call functions before and after a module's forward, the latter also where it failed."""
+        self._removables += [
+            module.register_forward_pre_hook(no_dynamo(before), prepend=True, with_kwargs=True),
+            module.register_forward_hook(no_dynamo(after), always_call=True),
+        ]
 
     def renew(self) -> None:
         """Give hooks to groups, if they have none and something moves now. May be called inside the root's own hook,
@@ -76,14 +81,18 @@ class Hooks:
             return
         self._knows_groups = True
         for group in groups:
-            for module in [module for module in group.modules if module is not self.root]:
-                before = functools.partial(self._before_group, group)
-                after = functools.partial(self._after_group, group)
-                self._removables.append(
-                    module.register_forward_pre_hook(no_dynamo(before), prepend=True, with_kwargs=True)
-                )
-                self._removables.append(module.register_forward_hook(no_dynamo(after), always_call=True))
-        self._watch()
+            before = functools.partial(self._before_group, group)
+            after = functools.partial(self._after_group, group)
+            for module in [module for module in group.blueprint.modules if module is not self.root]:
+                self._add(module, before, after)
+        owners: dict[nn.Parameter | None, Group] = {
+            p: group for group in groups for flat in group.flats for p in flat.parameters
+        }
+        for module in self.root.modules():
+            if any(p in owners for p in module._parameters.values()):
+                on_read = functools.partial(self._read, owners)
+                module._parameters = WatchedParameters(module._parameters, on_read)
+                self._watched.append(module)
 
     def remove(self) -> None:
         """Leave the modules as they were."""
@@ -96,47 +105,38 @@ class Hooks:
         self._watched.clear()
         self._knows_groups = False
 
-    def _watch(self) -> None:
-        owners = {p: group for group in self.gatherer.groups for flat in group.flats for p in flat.parameters}
-        for module in self.root.modules():
-            if any(p in owners for p in module._parameters.values() if p is not None):
-                module._parameters = WatchedParameters(module._parameters, owners, self._read)
-                self._watched.append(module)
-
-    def _read(self, group: Group, by_name: bool) -> None:
-        """See to it that a parameter of `group`, which is being read, shows its values. A group that rests gathered is
-        waited for. A sharded one is gathered if a running forward reads it by name, and from then on whenever the
-        group that reads it is."""
+    def _read(self, owners: dict[nn.Parameter | None, Group], parameter: nn.Parameter | None, by_name: bool) -> None:
+        """See to it that a parameter, which is being read, shows its values. A group that rests gathered is waited for.
+        A sharded one is gathered if a running forward reads it by name, and from then on whenever the reader is."""
+        group = owners.get(parameter)
+        if group is None or group.state is GroupState.GATHERED:
+            return
         if not group.gives_back:
             self.gatherer.wait_gather(group)
         elif by_name and self._active:
-            self._active[-1].borrow(group)
+            self._active[-1].borrowed[group.name] = group
             self.gatherer.gather(group)
 
     def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._depth and calls_of(module) < 2:  # an earlier call was interrupted: no hook saw its end
             self._depth = 0
         self._depth += 1
-        if self._depth > 1:  # it calls itself: this is no new pass
-            self._enter_root(args, kwargs)
-            return None
-        self.backward.abandon()
-        if not self.backward.is_running:
-            self.rules.before(module)
-            self.gatherer.timer.mark(LoopPhase.FORWARD if torch.is_grad_enabled() else LoopPhase.OUTSIDE)
-            self.activations.begin()
-            self.gatherer.begin(LoopPhase.FORWARD)
-        cast = self.rules.on_input
-        if cast is not None:
-            args = map_tensors(args, cast)
-            kwargs = map_tensors(kwargs, cast)
-        self._enter_root(args, kwargs)
-        return None if cast is None else (args, kwargs)
-
-    def _enter_root(self, args: Any, kwargs: Any) -> None:
+        on_input = None
+        if self._depth == 1:  # else it calls itself: this is no new pass
+            on_input = self._on_input
+            self.backward.abandon()
+            if not self.backward.is_running:
+                self._before_forward(module)
+                self.gatherer.timer.mark(LoopPhase.FORWARD if torch.is_grad_enabled() else LoopPhase.OUTSIDE)
+                self.activations.begin()
+                self.gatherer.begin(LoopPhase.FORWARD)
+        if on_input is not None:
+            args = map_tensors(args, on_input)
+            kwargs = map_tensors(kwargs, on_input)
         if self._knows_groups:
             for group in self._of_root:
-                self._before_group(group, self.root, args, kwargs)
+                self._before_group(group, module, args, kwargs)
+        return None if on_input is None else (args, kwargs)
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._depth = max(0, self._depth - 1)
@@ -151,8 +151,8 @@ class Hooks:
             self.gatherer.timer.mark(LoopPhase.OUTSIDE)
         if output is None:
             return None
-        if self.rules.on_output is not None:
-            output = map_tensors(output, self.rules.on_output)
+        if self._on_output is not None:
+            output = map_tensors(output, self._on_output)
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad and tensor.grad_fn is not None:
@@ -202,7 +202,7 @@ class Hooks:
                     tensor.register_hook(hook)
         if self.backward.is_running:
             self._recomputed = group  # its backward comes next, unless another one is recomputed first
-        elif module is group.modules[-1]:
+        elif module is group.blueprint.modules[-1]:
             for moved in moving:
                 if not moved.in_backward and moved not in self._active:
                     self.gatherer.release(moved)
@@ -232,7 +232,8 @@ def _passed_back(hooks: weakref.ref[Hooks], passed: Passed, grad: torch.Tensor) 
     """Hook of an output, which holds as little. A gradient that is asked for inside of forward tells nothing."""
     alive = hooks()
     if alive is not None and not alive._depth:
-        alive.activations.pass_back(passed)
+        activations, size = passed
+        alive.activations.offloader.pass_back(activations(), size)
 
 
 def _call_after(count: int, done: Callable[[], None]) -> Callable[[torch.Tensor], None]:
@@ -254,3 +255,25 @@ def _left_on(module: nn.Module) -> Iterator[torch.Tensor]:
         for value in vars(submodule).values():
             if isinstance(value, torch.Tensor):
                 yield value
+
+
+class WatchedParameters(dict[str, "nn.Parameter | None"]):
+    """A module's parameters. Whenever one is read, by its name or with all others, `on_read` is called first."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter | None], on_read: OnRead) -> None:
+        super().__init__(parameters)
+        self._on_read = on_read
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        self._on_read(parameter, True)
+        return parameter
+
+    def items(self) -> Any:
+        self.values()
+        return super().items()
+
+    def values(self) -> Any:
+        for parameter in super().values():
+            self._on_read(parameter, False)
+        return super().values()

@@ -3,7 +3,7 @@
 On the way out the device keeps the activations of two groups, those that are leaving and those that were left last; on
 the way back two again, those that are used and those that will be used next. Groups whose activations stay make room
 for more: others may use the memory that these will fill later in a forward, and what they have freed in a backward.
-`Activations` calls at every group's forward and backward; activation_copies.py moves the bytes.
+`Activations` calls at every group's forward and backward; `ActivationCopies` moves the bytes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch
 
 from zerostd.communication.peers import Peers
 from zerostd.policy import Tier
-from zerostd.scheduling.activation_copies import ActivationCopies
-from zerostd.scheduling.saved_storage import GroupActivations, SavedStorage, num_bytes_of
+from zerostd.scheduling.saved_storage import ActivationCopies, GroupActivations, SavedStorage, num_bytes_of
 
 NUM_GROUPS = 2  # on the device, on their way out, and again on their way back, whatever others keep
 SLICE = 16  # bytes: slices begin where any number may
@@ -146,7 +145,6 @@ class ActivationOffloader:
         self._wanted += [activations for activations in ahead if activations not in self._wanted]
 
     def _bring(self, activations: GroupActivations) -> None:
-        """Start bringing back what is not here."""
         missing = [storage for storage in activations.storages if storage.here is None]
         for storage in activations.storages:
             storage.num_users += 1
@@ -172,7 +170,6 @@ class ActivationOffloader:
         return -(-storage.num_bytes // (size * SLICE)) * SLICE if size > 1 else storage.num_bytes
 
     def _own_part(self, storage: SavedStorage) -> torch.Tensor:
-        """The part of a storage that this rank keeps."""
         assert storage.here is not None
         rank = 0 if self.peers is None else self.peers.rank
         length = self._slice_bytes(storage)

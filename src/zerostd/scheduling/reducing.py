@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from zerostd.communication import Control, Wires
-from zerostd.monitoring import Ledger
 from zerostd.monitoring.events import Span
 from zerostd.parameters import Flat, Gradient, GradientHandle, Group
-from zerostd.parameters.staging import Staging
+from zerostd.parameters.host_gradient import Staging
 from zerostd.tiers import Transfer
 
 
@@ -36,13 +35,13 @@ class TrainedParameter:
 class GroupGradients:
     """The gradients that one backward pass has brought for one group, so far."""
 
-    grads: dict[Flat, list[torch.Tensor | None]]  # by parameter of the flat
-
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.grads = {flat: [None] * len(flat.parameters) for flat in group.trainable}
+        self.grads: dict[Flat, list[torch.Tensor | None]] = {}  # by parameter of the flat
+        for flat in group.trainable:
+            self.grads[flat] = [None] * len(flat.parameters)
         self.arrived: set[nn.Parameter] = set()
-        self.num_missing = sum(len(flat.parameters) for flat in group.trainable)
+        self.num_missing = sum(len(row) for row in self.grads.values())
         self._added: set[nn.Parameter] = set()  # autograd added to a gradient that was still wanted
 
     def take(self, trained: TrainedParameter, grad: torch.Tensor, *, adds: bool) -> None:
@@ -74,10 +73,9 @@ class GroupGradients:
 class Reducer:
     """Sends gradients and lands them."""
 
-    def __init__(self, wires: Wires, control: Control, ledger: Ledger) -> None:
+    def __init__(self, wires: Wires, control: Control) -> None:
         self.wires = wires
         self.control = control
-        self._ledger = ledger
         self._staging = Staging()
         self._in_flight: list[tuple[str, Transfer, Callable[[], None] | None, Span | None]] = []
         self._landing: list[Group] = []  # sent in the last pass of a step, and not yet returned as landed
@@ -91,7 +89,7 @@ class Reducer:
         self.wires.reserve(max(map(_full_bytes, gradients), default=0))
         passing = max((_full_bytes(gradient) for gradient in gradients if gradient.whole is None), default=0)
         if passing:
-            self._staging.reserve(passing, world.device, self._ledger)
+            self._staging.reserve(passing, world.device, self.wires.ledger)
 
     def begin(self) -> None:
         """Begin a pass."""
@@ -126,7 +124,7 @@ class Reducer:
 
     def _send(self, name: str, gradient: Gradient, grads: list[torch.Tensor | None], wanted: list[bool]) -> None:
         device = self.wires.world.device
-        span = self._ledger.events.begin("reduce", "wire", name, _full_bytes(gradient), device=device)
+        span = self.wires.ledger.events.begin("reduce", "wire", name, _full_bytes(gradient), device=device)
         accumulate = gradient.prepare_landing(wanted)
         finish: Callable[[], None] | None
         if gradient.whole is not None and gradient.numel == gradient.layout.numel:  # all ranks update all of it
@@ -135,7 +133,11 @@ class Reducer:
             reduce = self.wires.reduce_everywhere(gradient.whole)
             finish = functools.partial(gradient.fold, accumulate=accumulate) if gradient.is_summed else None
         else:
-            number, buffer = self._stage(gradient) if gradient.whole is None else (None, gradient.whole)
+            number: int | None = None
+            buffer = gradient.whole
+            if buffer is None:
+                number, buffer, free = self._staging.take(gradient.layout.numel, gradient.dtype)
+                free.wait()  # what it held has left
             gradient.fill(buffer, grads, wanted)
             if gradient.comes_up:
                 self.wait()  # one landing place on the device at a time
@@ -146,12 +148,6 @@ class Reducer:
                 self._staging.occupy(number, until=reduce)
         self._in_flight.append((name, reduce, finish, span))
 
-    def _stage(self, gradient: Gradient) -> tuple[int, torch.Tensor]:
-        """Return the next staging buffer and its number, once what it held has left."""
-        number = self._staging.take_turn()
-        self._staging.free(number).wait()
-        return number, self._staging.buffer(number, gradient.layout.numel, gradient.dtype)
-
     def wait(self) -> None:
         """Wait until every gradient sent has landed."""
         for name, reduce, finish, _ in self._in_flight:
@@ -160,10 +156,9 @@ class Reducer:
             if finish is not None:
                 finish()
         for _, _, _, span in self._in_flight:
-            self._ledger.events.end(span, self.wires.world.device)
+            self.wires.ledger.events.end(span, self.wires.world.device)
         self._in_flight.clear()
 
 
 def _full_bytes(gradient: Gradient) -> int:
-    """Bytes of the whole flat buffer on the wire."""
     return gradient.layout.numel * gradient.dtype.itemsize

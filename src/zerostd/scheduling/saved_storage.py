@@ -1,30 +1,32 @@
 """What autograd saved for backward, as storages: bytes of the device that may leave it and come back.
 
 A `SavedStorage` is one storage, whatever tensors lie in it, so it travels once. `GroupActivations` are those that one
-forward of a group has left: they leave together and come back together. offloading.py decides when.
+forward of a group has left: they leave together and come back together. offloading.py decides when; `ActivationCopies`
+copies them to host memory or disk and back. The loop runs ahead of the device, so a thread puts copies into the streams
+when the device has come to them: put in at once, they would hold up what is behind.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from zerostd.compat import version_of
-from zerostd.policy import Tier
-from zerostd.tiers import Done, Transfer
-from zerostd.tiers.pool import PoolBlock
+from zerostd.policy import Kind, Tier
+from zerostd.tiers.allocator import TierAllocator
+from zerostd.tiers.pool import Pool, PoolBlock
+from zerostd.tiers.streams import Streams, record_event
+from zerostd.tiers.transfer import AllOf, Done, QueuedTransfer, Transfer
+from zerostd.tiers.worker import Worker
 
 SPOILT = -1  # instead of a version
+NUM_STAGED = 2  # groups that staging is in use for, at most
 
 TensorLayout = tuple[torch.dtype, torch.Size, tuple[int, ...], int]  # dtype, size, stride and offset in a storage
-
-
-def layout_of(tensor: torch.Tensor) -> TensorLayout:
-    """Return how a tensor lies in its storage."""
-    return tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
 
 @dataclass(eq=False)
@@ -48,10 +50,8 @@ class SavedStorage:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> SavedStorage:
         """Return the storage that a tensor lies in."""
-        storage = tensor.untyped_storage()
-        size = storage.nbytes()
-        here = _tensor_in(storage, (torch.uint8, torch.Size([size]), (1,), 0), tensor.device)
-        return cls(here, size, tensor.detach(), version_of(tensor))
+        here = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        return cls(here, here.nbytes, tensor.detach(), version_of(tensor))
 
     @property
     def has_copy(self) -> bool:
@@ -67,7 +67,9 @@ class SavedStorage:
     def tensor(self, layout: TensorLayout) -> torch.Tensor:
         """Return a tensor in these bytes, which are here."""
         assert self.here is not None
-        return _tensor_in(self.here.untyped_storage(), layout, self.here.device)
+        dtype, size, stride, offset = layout
+        tensor = torch.empty(0, dtype=dtype, device=self.here.device)
+        return tensor.set_(self.here.untyped_storage(), offset, size, stride)
 
 
 @dataclass(eq=False)
@@ -124,6 +126,99 @@ def num_bytes_of(several: Iterable[GroupActivations]) -> int:
     return sum(storage.num_bytes for storage in storages)
 
 
-def _tensor_in(storage: torch.UntypedStorage, layout: TensorLayout, device: torch.device) -> torch.Tensor:
-    dtype, size, stride, offset = layout
-    return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, size, stride)
+class ActivationCopies:
+    """Pools of blocks in each tier, and the thread that copies to them. `limits`: bytes that each tier has for them."""
+
+    def __init__(self, allocator: TierAllocator, streams: Streams, limits: Mapping[Tier, int | None]) -> None:
+        self.device = allocator.device
+        self._allocator = allocator
+        self._streams = streams
+        self.pools = {tier: Pool(allocator, tier, Kind.ACTIVATIONS, limit) for tier, limit in limits.items()}
+        self._staging = Pool(allocator, Tier.HOST, Kind.BUFFERS)  # on the way to the disk and back
+        self._passing: deque[tuple[Transfer, list[PoolBlock]]] = deque()  # staging that is in use until then
+        self._last_up: Transfer = Done()
+        self._started_worker: Worker | None = None
+
+    @property
+    def worker(self) -> Worker:
+        """The thread, which is started when it is first needed."""
+        if self._started_worker is None:
+            self._started_worker = Worker("the offloader of activations", self.device)
+            self._allocator.before_close(self._started_worker.stop)
+        return self._started_worker
+
+    def start_out(self, name: str, tier: Tier, storages: list[SavedStorage], sources: list[torch.Tensor]) -> Transfer:
+        """Start copying `sources`, the bytes to keep of each storage, to blocks of a tier."""
+        blocks = self.pools[tier].take([source.nbytes for source in sources])
+        for storage, block in zip(storages, blocks, strict=True):
+            storage.block = block
+        transfer = QueuedTransfer()
+        events = self._allocator.ledger.events
+        step = events.step
+        last_up = self._last_up
+        ready = record_event(self.device)
+        size = sum(source.nbytes for source in sources)
+        is_disk = tier is Tier.DISK
+        targets = self._staging.take([source.nbytes for source in sources]) if is_disk else blocks
+
+        def job() -> None:
+            self._wait_for_staging()
+            ready.synchronize()
+            way = (Tier.DEVICE.value, Tier.HOST.value)
+            span = events.within("transfer", "down", name, size, way=way, device=self.device, step=step)
+            with self._streams.down.after(last_up), span:
+                for source, target in zip(sources, targets, strict=True):
+                    _memory(target).copy_(source, non_blocking=True)
+                transfer.event = self._streams.down.record_event()
+            if is_disk:
+                transfer.event.synchronize()
+                for storage, block, target in zip(storages, blocks, targets, strict=True):
+                    storage.written = block.memory.start_write(0, _memory(target))
+                self._passing.append((AllOf(*(storage.written for storage in storages)), targets))
+
+        transfer.work = self.worker.submit(job, ready=ready)
+        return transfer
+
+    def start_in(self, name: str, tier: Tier, storages: list[SavedStorage], places: list[torch.Tensor]) -> Transfer:
+        """Start copying the blocks of storages back to `places` on the device."""
+        transfer = QueuedTransfer()
+        events = self._allocator.ledger.events
+        step = events.step
+        ready = record_event(self.device)
+        size = sum(place.nbytes for place in places)
+        sent = dict.fromkeys(storage.sent for storage in storages)
+        blocks = [storage.block for storage in storages if storage.block is not None]
+        is_disk = tier is Tier.DISK
+        sources = self._staging.take([place.nbytes for place in places]) if is_disk else blocks
+
+        def job() -> None:
+            self._wait_for_staging()
+            if is_disk:
+                for storage in storages:
+                    storage.written.wait()
+                pairs = zip(blocks, sources, strict=True)
+                AllOf(*[block.memory.start_read(0, _memory(source)) for block, source in pairs]).wait()
+            ready.synchronize()
+            way = (Tier.HOST.value, Tier.DEVICE.value)
+            span = events.within("transfer", "up", name, size, way=way, device=self.device, step=step)
+            with self._streams.up.after(*sent), span:
+                for place, source in zip(places, sources, strict=True):
+                    place.copy_(_memory(source), non_blocking=True)
+                transfer.event = self._streams.up.record_event()
+                self._last_up = transfer.event
+            if is_disk:
+                self._passing.append((transfer.event, sources))
+
+        transfer.work = self.worker.submit(job, ready=ready)
+        return transfer
+
+    def _wait_for_staging(self) -> None:
+        """Give staging back when what passes through it has left. Runs on the worker."""
+        while len(self._passing) >= NUM_STAGED:
+            transfer, _ = self._passing.popleft()
+            transfer.synchronize()
+
+
+def _memory(block: PoolBlock) -> torch.Tensor:
+    assert block.memory.tensor is not None
+    return block.memory.tensor

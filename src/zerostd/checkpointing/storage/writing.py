@@ -26,8 +26,8 @@ from zerostd.communication import Control
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
 from zerostd.monitoring.progress import ByteProgress
+from zerostd.parameters.flat import SavedInterval
 from zerostd.parameters.observing import StepObserver
-from zerostd.parameters.saved_intervals import SavedInterval
 from zerostd.policy import Tier
 from zerostd.tiers import Done, Stream, Transfer, Work, record_event
 from zerostd.tiers.pages import PAGE, aligned
