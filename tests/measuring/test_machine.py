@@ -34,7 +34,7 @@ from zerostd.monitoring import Ledger
 from zerostd.monitoring.timestamps import Timestamp
 from zerostd.planning.machine import MachineProfile
 from zerostd.tiers.host import Host
-from zerostd.tiers.streams import Stream
+from zerostd.tiers.transfer import Stream
 
 MIB = 2**20
 CPU = torch.device("cpu")

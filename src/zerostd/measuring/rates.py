@@ -19,7 +19,7 @@ from zerostd.monitoring.timestamps import Timestamp
 from zerostd.planning.machine import Link
 from zerostd.policy import Kind
 from zerostd.tiers.host import Host
-from zerostd.tiers.streams import Stream
+from zerostd.tiers.transfer import Stream
 
 UPDATE_BYTES = 28  # of host memory for one parameter: fp32 master and states in and out, bf16 gradient in, weight out
 ARRAY_BYTES = 14  # that one parameter takes: the new weight takes the place of its gradient

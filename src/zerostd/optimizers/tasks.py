@@ -17,7 +17,7 @@ from zerostd.kernels import Rule
 from zerostd.optimizers.spans import UpdateSpan
 from zerostd.parameters import Flat, Group
 from zerostd.policy import Route
-from zerostd.tiers import AllOf, Done, QueuedTransfer, TierTensor, Transfer, Worker, record_event
+from zerostd.tiers import AllOf, Done, TierTensor, Transfer, Work, Worker, record_event
 
 Options = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -70,7 +70,7 @@ class UpdateTask:
     weights: torch.Tensor | None  # where new parameters belong; None: on disk, or the master is the parameter
     host_weights: torch.Tensor | None = None  # CPU only: where it writes them; they go to `weights` from there
     rule: Rule | None = None  # CPU only; None: a clone of the user's optimizer does the arithmetic
-    transfer: QueuedTransfer = field(default_factory=QueuedTransfer)  # done when new parameters are where they belong
+    transfer: Work = field(default_factory=Work)  # done when new parameters are where they belong
 
     @classmethod
     def make(
@@ -101,8 +101,7 @@ class UpdateTask:
 
     def submit(self, worker: Worker, parts: Iterable[Callable[[], None]]) -> Transfer:
         """Let a thread carry the task out, part by part, those first whose group forward needs first."""
-        self.transfer.work = worker.submit_parts(parts, self.group.place, self.ready)
-        return self.transfer
+        return worker.submit(*parts, place=self.group.place, ready=self.ready, work=self.transfer)
 
     def source_tile(self, tile: slice) -> Tensors:
         """Return what a tile reads; in memory only."""

@@ -73,7 +73,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
     except BaseException:
         world.close()
         raise
-    streams = Streams.make(device)
+    streams = Streams(device)
     uploader = Uploader(allocator, streams, largest_on_disk=largest_on_disk(plans, rules))
     resources = Resources(allocator, streams, uploader, Staging(), num_threads(world))
     wires = Wires(world, ledger)

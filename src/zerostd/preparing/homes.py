@@ -15,7 +15,7 @@ import torch
 from zerostd.parameters.blueprints import Blueprint, Member
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, shards
 from zerostd.sharding import Layout, Portion, assign_tiers, cut_by_shares, cut_portions, make_layout
-from zerostd.tiers.pages import padded
+from zerostd.tiers.host import padded
 
 
 @dataclass(frozen=True)

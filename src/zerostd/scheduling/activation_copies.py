@@ -16,9 +16,8 @@ from zerostd.policy import Kind, Tier
 from zerostd.scheduling.saved_storage import SavedStorage
 from zerostd.tiers.allocator import TierAllocator
 from zerostd.tiers.pool import Pool, PoolBlock
-from zerostd.tiers.streams import Streams, record_event
-from zerostd.tiers.transfer import AllOf, Done, QueuedTransfer, Transfer
-from zerostd.tiers.worker import Worker
+from zerostd.tiers.transfer import AllOf, Done, Streams, Transfer, record_event
+from zerostd.tiers.worker import Work, Worker
 
 NUM_STAGED = 2  # groups that staging is in use for, at most
 
@@ -53,7 +52,7 @@ class ActivationCopies:
         blocks = self._pools[tier].take([source.nbytes for source in sources])
         for storage, block in zip(storages, blocks, strict=True):
             storage.block = block
-        transfer = QueuedTransfer()
+        transfer = Work()
         events = self._allocator.ledger.events
         step = events.step
         last_up = self._last_up
@@ -77,12 +76,11 @@ class ActivationCopies:
                     storage.written = block.memory.start_write(0, _memory(target))
                 self._passing.append((AllOf(*(storage.written for storage in storages)), targets))
 
-        transfer.work = self.worker.submit(job, ready=ready)
-        return transfer
+        return self.worker.submit(job, ready=ready, work=transfer)
 
     def start_in(self, name: str, tier: Tier, storages: list[SavedStorage], places: list[torch.Tensor]) -> Transfer:
         """Start copying the blocks of storages back to `places` on the device."""
-        transfer = QueuedTransfer()
+        transfer = Work()
         events = self._allocator.ledger.events
         step = events.step
         ready = record_event(self.device)
@@ -107,8 +105,7 @@ class ActivationCopies:
             if is_disk:
                 self._passing.append((transfer.event, sources))
 
-        transfer.work = self.worker.submit(job, ready=ready)
-        return transfer
+        return self.worker.submit(job, ready=ready, work=transfer)
 
     def _wait_for_staging(self) -> None:
         """Give staging back when what passes through it has left. Runs on the worker."""

@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 import torch
 
 from zerostd.policy import Kind, Tier
-from zerostd.tiers.allocator import TierAllocator
+from zerostd.tiers.allocator import TierAllocator, TierTensor
 from zerostd.tiers.debug import DEBUG
 from zerostd.tiers.disk import Extent
+from zerostd.tiers.host import padded
 from zerostd.tiers.limits import check_host
-from zerostd.tiers.pages import padded
-from zerostd.tiers.tier_tensor import TierTensor
 
 WASTE = 1.25  # slabs, over the most that was taken at once
 

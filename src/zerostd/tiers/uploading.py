@@ -12,12 +12,10 @@ import itertools
 import torch
 
 from zerostd.policy import Kind, Tier
-from zerostd.tiers.allocator import TierAllocator
+from zerostd.tiers.allocator import TierAllocator, TierTensor
 from zerostd.tiers.debug import DEBUG
-from zerostd.tiers.streams import Streams, record_event
-from zerostd.tiers.tier_tensor import TierTensor
-from zerostd.tiers.transfer import Done, QueuedTransfer, Transfer
-from zerostd.tiers.worker import Worker
+from zerostd.tiers.transfer import Done, Streams, Transfer, record_event
+from zerostd.tiers.worker import Work, Worker
 
 NUM_BUFFERS = 2
 
@@ -51,7 +49,7 @@ class Uploader:
                 target.copy_(source.tensor)
                 return Done()
         ready = record_event(target.device)
-        transfer = QueuedTransfer()
+        transfer = Work()
         turn = next(self._turns) if source.tensor is None else None
 
         def copy() -> None:
@@ -64,8 +62,7 @@ class Uploader:
                 if target.device.type == "cpu":
                     DEBUG.poison(self._buffers[turn])
 
-        transfer.work = self._worker.submit(copy, ready=ready)
-        return transfer
+        return self._worker.submit(copy, ready=ready, work=transfer)
 
     @property
     def _worker(self) -> Worker:

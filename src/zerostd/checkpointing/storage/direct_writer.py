@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import torch
 
-from zerostd.tiers.pages import PAGE, aligned
+from zerostd.tiers.host import PAGE, aligned
 
 CACHED_SLICE = 256 << 10  # bytes written at a time through the page cache
 START_EVERY = 32 << 20  # bytes through the page cache after which the system is asked to start writing to disk

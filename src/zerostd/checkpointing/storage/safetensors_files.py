@@ -29,7 +29,7 @@ from zerostd.checkpointing.storage.dtypes import DTYPE_BY_CODE, SAFETENSORS_CODE
 from zerostd.checkpointing.storage.manifest import Count, Shape
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import convert
-from zerostd.tiers.pages import PAGE
+from zerostd.tiers.host import PAGE
 
 NUM_THREADS = 4
 MOST_HEADER = 256 << 20
