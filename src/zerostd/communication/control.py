@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zerostd.communication.world import World
-from zerostd.errors import CommunicationError, PrepareError
+from zerostd.errors import CommunicationError, MisuseError, PrepareError
 
 
 class Control:
@@ -130,6 +130,17 @@ class Control:
         store = self.world.channels.store
         key = f"{self._key}/{name}"
         return int(store.get(key)) if store.check([key]) else 0
+
+
+def check_same_activations(world: World, name: str, sizes: Sequence[int]) -> None:
+    """Raise on all ranks of a user's process group if their activations of a group differ in number or size."""
+    everyone = Control(world).collect(list(sizes))
+    if any(theirs != everyone[0] for theirs in everyone):
+        counts = [f"rank {rank}: {len(theirs)} of {sum(theirs)} bytes" for rank, theirs in enumerate(everyone)]
+        raise MisuseError(
+            f"Placement(same_activations=...): the ranks of that process group have different activations in group "
+            f"{name!r} ({', '.join(counts)}); name a group whose ranks run the same forward on the same batch"
+        )
 
 
 def _first_difference(everyone: list[list[str]]) -> str:

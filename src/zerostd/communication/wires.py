@@ -12,11 +12,13 @@ order whatever the timing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zerostd.communication.world import World, thread_budget
+from zerostd.errors import PrepareError
 from zerostd.kernels import sum_slices
 from zerostd.monitoring import Ledger
 from zerostd.policy import Kind
@@ -81,11 +83,13 @@ class Wires:
             self._receive = torch.empty(num_bytes, dtype=torch.uint8, device=self.world.device)
             self.ledger.enter(Kind.BUFFERS, num_bytes)
 
-    def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Transfer:
-        """Start filling `full` with the slices of all ranks; `shard` is mine, and may be a view of `full`."""
+    def gather(self, full: torch.Tensor, shard: torch.Tensor | None = None) -> Transfer:
+        """Start filling `full` with the slices of all ranks; `shard` is mine, by default my slice of `full`."""
         channels = self.world.channels
         if channels is None:
             return Done()
+        if shard is None:
+            shard = full.view(self.world.size, -1)[self.world.rank]
         if self._stream is not None:
             self.ledger.record_sent("gather", shard.nbytes * (self.world.size - 1))
             return self._on_stream(lambda: dist.all_gather_into_tensor(full, shard, group=channels.gather))
@@ -195,6 +199,21 @@ class Wires:
         with self._stream:
             run()
         return StreamEvent(self._stream, device)
+
+
+def wires_to_peers(group: Any, world: World, ledger: Ledger) -> Wires | None:
+    """Return wires to the ranks of a user's process group, which compute the same activations as this one.
+
+    Each keeps a slice of them, and gathers the others' through these wires; None if this rank is alone.
+    """
+    if group is None:
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        raise PrepareError(
+            f"Placement(same_activations={group!r}) must be a process group that this rank is in, as "
+            "torch.distributed.new_group returns it"
+        )
+    return Wires(world.inside(group), ledger) if dist.get_world_size(group) > 1 else None
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

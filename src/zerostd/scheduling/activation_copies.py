@@ -14,8 +14,8 @@ import torch
 
 from zerostd.policy import Kind, Tier
 from zerostd.scheduling.saved_storage import SavedStorage
-from zerostd.tiers.allocator import TierAllocator
-from zerostd.tiers.pool import Pool, PoolBlock
+from zerostd.tiers.allocator import TierAllocator, TierTensor
+from zerostd.tiers.pool import Pool
 from zerostd.tiers.transfer import AllOf, Done, Streams, Transfer, record_event
 from zerostd.tiers.worker import Work, Worker
 
@@ -31,7 +31,7 @@ class ActivationCopies:
         self._streams = streams
         self._pools = {tier: Pool(allocator, tier, Kind.ACTIVATIONS, limit) for tier, limit in limits.items()}
         self._staging = Pool(allocator, Tier.HOST, Kind.BUFFERS)  # on the way to the disk and back
-        self._passing: deque[tuple[Transfer, list[PoolBlock]]] = deque()  # staging that is in use until then
+        self._passing: deque[tuple[Transfer, list[TierTensor]]] = deque()  # staging that is in use until then
         self._last_up: Transfer = Done()
         self._started_worker: Worker | None = None
 
@@ -73,7 +73,7 @@ class ActivationCopies:
             if is_disk:
                 transfer.event.synchronize()
                 for storage, block, target in zip(storages, blocks, targets, strict=True):
-                    storage.written = block.memory.start_write(0, _memory(target))
+                    storage.written = block.start_write(0, _memory(target))
                 self._passing.append((AllOf(*(storage.written for storage in storages)), targets))
 
         return self.worker.submit(job, ready=ready, work=transfer)
@@ -114,15 +114,15 @@ class ActivationCopies:
             transfer.synchronize()
 
 
-def _memory(block: PoolBlock) -> torch.Tensor:
-    assert block.memory.tensor is not None
-    return block.memory.tensor
+def _memory(block: TierTensor) -> torch.Tensor:
+    assert block.tensor is not None
+    return block.tensor
 
 
-def _read(storages: Sequence[SavedStorage], blocks: Sequence[PoolBlock], targets: Sequence[PoolBlock]) -> None:
+def _read(storages: Sequence[SavedStorage], blocks: Sequence[TierTensor], targets: Sequence[TierTensor]) -> None:
     """Read blocks from the disk into host memory, all at once."""
     for storage in storages:
         storage.written.wait()
-    transfers = [block.memory.start_read(0, _memory(target)) for block, target in zip(blocks, targets, strict=True)]
+    transfers = [block.start_read(0, _memory(target)) for block, target in zip(blocks, targets, strict=True)]
     for transfer in transfers:
         transfer.wait()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostd.communication.control import check_same_activations
 from zerostd.compat import has_saved_tensor_hooks, in_backward, version_of
 from zerostd.errors import MisuseError
 from zerostd.monitoring.loop_timer import LoopPhase
@@ -158,7 +159,8 @@ class Activations:
         storages = activations.storages
         if self._offloader.peers is not None and group.name not in self._checked:
             self._checked.add(group.name)
-            self._offloader.peers.check_same(group.name, [storage.num_bytes for storage in storages])
+            sizes = [storage.num_bytes for storage in storages]
+            check_same_activations(self._offloader.peers.world, group.name, sizes)
         if len(self._left) >= MOST_KINDS:
             self._left.clear()
         self._left[like] = sum(storage.num_bytes for storage in storages if storage.num_users == 1)

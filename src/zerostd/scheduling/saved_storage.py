@@ -14,8 +14,7 @@ import torch
 
 from zerostd.compat import version_of
 from zerostd.policy import Tier
-from zerostd.tiers import Done, Transfer
-from zerostd.tiers.pool import PoolBlock
+from zerostd.tiers import Done, TierTensor, Transfer
 
 SPOILT = -1  # instead of a version
 
@@ -35,7 +34,7 @@ class SavedStorage:
     num_bytes: int
     left: torch.Tensor | None  # the tensor that was saved, until it is gone
     version: int  # of that one
-    block: PoolBlock | None = None
+    block: TierTensor | None = None
     own_slice: torch.Tensor | None = None  # instead of a block: this rank's slice, on the device
     sent: Transfer = field(default_factory=Done)  # from the device
     written: Transfer = field(default_factory=Done)  # to its block, if that is on disk

@@ -8,6 +8,7 @@ needed at once, one slab of that length takes their place: a long run does not f
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,20 +53,11 @@ class _Slab:
 _Place = tuple[_Slab, int, int]  # from, to
 
 
-class PoolBlock:
-    """Bytes of a pool. They go back with the last reference to the block, on whichever thread."""
-
-    def __init__(self, memory: TierTensor, place: _Place, returned: deque[_Place]) -> None:
-        self.memory = memory
-        self._place = place
-        self._returned = returned
-
-    def __del__(self) -> None:
-        self._returned.append(self._place)  # a lock could be held by this very thread: the collector runs anywhere
-
-
 class Pool:
-    """Blocks in one tier, host or disk. `limit`: the most bytes that all slabs together may take."""
+    """Blocks in one tier, host or disk. `limit`: the most bytes that all slabs together may take.
+
+    A block is a tier tensor of bytes. It goes back with the last reference to that, on whichever thread.
+    """
 
     def __init__(self, allocator: TierAllocator, tier: Tier, kind: Kind, limit: int | None = None) -> None:
         self.tier = tier
@@ -75,7 +67,7 @@ class Pool:
         self._slabs: list[_Slab] = []
         self._used = 0
         self._most = 0  # ever used at once
-        self._returned: deque[_Place] = deque()
+        self._returned: deque[_Place] = deque()  # no lock: the collector may run where one is held
 
     @property
     def num_bytes(self) -> int:
@@ -88,7 +80,7 @@ class Pool:
         self._collect()
         return self._used
 
-    def take(self, sizes: Sequence[int]) -> list[PoolBlock]:
+    def take(self, sizes: Sequence[int]) -> list[TierTensor]:
         """Return a block for each of `sizes` bytes; raise PrepareError if there is no memory for them."""
         self._collect()
         if self._used == 0 and self.num_bytes > WASTE * max(self._most, sum(map(padded, sizes))):
@@ -101,14 +93,16 @@ class Pool:
         self._most = max(self._most, self._used)
         return [block for block in blocks if block is not None]
 
-    def _find(self, size: int) -> PoolBlock | None:
+    def _find(self, size: int) -> TierTensor | None:
         wanted = padded(size)
         for slab in self._slabs:
             start = slab.take(wanted)
             if start is not None:
                 self._used += wanted
-                memory = TierTensor.cut(slab.memory, start, size, torch.uint8, self._allocator.disk)
-                return PoolBlock(memory, (slab, start, start + wanted), self._returned)
+                block = TierTensor.cut(slab.memory, start, size, torch.uint8, self._allocator.disk)
+                finalizer = weakref.finalize(block, self._returned.append, (slab, start, start + wanted))
+                finalizer.atexit = False
+                return block
         return None
 
     def _grow(self, num_bytes: int) -> None:
