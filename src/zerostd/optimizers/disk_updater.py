@@ -22,7 +22,7 @@ from zerostd.parameters.state_shard import StateShard
 from zerostd.policy import Kind, Route
 from zerostd.sharding.portions import UNIT
 from zerostd.tiers import Done, Streams, TierAllocator, Transfer
-from zerostd.tiers.debug import DEBUG
+from zerostd.tiers.debug import poison
 
 TILE_NUMEL = 4 << 20
 
@@ -143,7 +143,7 @@ def _wait_writes(slot: StagingSlot) -> None:
     if slot.writes:
         slot.wait_writes()
         for memory in slot.memory.values():
-            DEBUG.poison(memory)
+            poison(memory)
 
 
 def _overlaps(slot: StagingSlot, task: UpdateTask, block: slice) -> bool:

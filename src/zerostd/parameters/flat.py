@@ -19,7 +19,7 @@ from zerostd.parameters.state_shard import MASTER, StateShard
 from zerostd.policy import Kind, Tier
 from zerostd.sharding import Layout
 from zerostd.tiers import TierAllocator, TierTensor
-from zerostd.tiers.debug import DEBUG
+from zerostd.tiers.debug import poison
 
 
 class Flat:
@@ -154,7 +154,7 @@ class Flat:
                 stacklevel=2,
             )
             return
-        DEBUG.poison(self.full)
+        poison(self.full)
         self._ledger.leave(Kind.BUFFERS, self.full.nbytes)
         storage.resize_(0)
 

@@ -16,7 +16,7 @@ from zerostd.monitoring import Ledger
 from zerostd.parameters.staging import Staging
 from zerostd.policy import Kind, Tier
 from zerostd.tiers import Done, Streams, Transfer, record_event
-from zerostd.tiers.debug import DEBUG
+from zerostd.tiers.debug import poison
 from zerostd.tiers.host import Host
 
 UP = (Tier.HOST.value, Tier.DEVICE.value)
@@ -148,7 +148,7 @@ class HostGradient:
         within = self._host.events.within("transfer", "gradients", "", rest.nbytes, way=DOWN, device=buffer.device)
         with self._streams.gradients.after(record_event(buffer.device)), within:
             rest.copy_(buffer, non_blocking=True)
-            DEBUG.poison(buffer)
+            poison(buffer)
             self.arrived = self._streams.gradients.record_event()
             self._staging.occupy(self._landing, until=self.arrived)
 

@@ -142,14 +142,9 @@ class _Mapping(mmap.mmap):
 
 def _touch(address: int, num_bytes: int, num_threads: int) -> None:
     """Make the pages present, each thread a slice at a time; memset releases the GIL."""
-    starts = range(0, num_bytes, TOUCH_BYTES)
 
     def touch(start: int) -> None:
         ctypes.memset(address + start, 0, min(TOUCH_BYTES, num_bytes - start))
 
-    if len(starts) <= 1 or num_threads == 1:
-        for start in starts:
-            touch(start)
-        return
-    with ThreadPoolExecutor(min(num_threads, len(starts)), thread_name_prefix="zerostd-touch") as threads:
-        list(threads.map(touch, starts))
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="zerostd-touch") as threads:
+        list(threads.map(touch, range(0, num_bytes, TOUCH_BYTES)))

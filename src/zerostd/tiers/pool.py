@@ -17,7 +17,7 @@ import torch
 
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.allocator import TierAllocator, TierTensor
-from zerostd.tiers.debug import DEBUG
+from zerostd.tiers.debug import poison
 from zerostd.tiers.disk import Extent
 from zerostd.tiers.host import padded
 from zerostd.tiers.limits import check_host
@@ -126,5 +126,5 @@ class Pool:
             slab, start, stop = self._returned.popleft()
             slab.give(start, stop)
             if isinstance(slab.memory, torch.Tensor) and self._allocator.device.type == "cpu":
-                DEBUG.poison(slab.memory[start:stop])
+                poison(slab.memory[start:stop])
             self._used -= stop - start

@@ -13,7 +13,7 @@ import torch
 
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.allocator import TierAllocator, TierTensor
-from zerostd.tiers.debug import DEBUG
+from zerostd.tiers.debug import poison
 from zerostd.tiers.transfer import Done, Streams, Transfer, record_event
 from zerostd.tiers.worker import Work, Worker
 
@@ -60,7 +60,7 @@ class Uploader:
             if turn is not None:
                 self._buffer_events[turn] = transfer.event
                 if target.device.type == "cpu":
-                    DEBUG.poison(self._buffers[turn])
+                    poison(self._buffers[turn])
 
         return self._worker.submit(copy, ready=ready, work=transfer)
 
