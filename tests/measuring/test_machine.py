@@ -31,7 +31,7 @@ from zerostd.measuring.rates import (
 from zerostd.measuring.timing import median_s, turns_of, within
 from zerostd.measuring.wire import fit
 from zerostd.monitoring import Ledger
-from zerostd.monitoring.timestamps import Timestamp
+from zerostd.monitoring.events import Timestamp
 from zerostd.planning.machine import MachineProfile
 from zerostd.tiers.host import Host
 from zerostd.tiers.transfer import Stream
@@ -156,7 +156,7 @@ def test_files_are_closed_when_the_disk_fails(tmp_path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("zerostd.tiers.disk._read", refuse)
+        patch.setattr("zerostd.tiers.disk._move", refuse)
         with pytest.raises(StorageError, match="Input/output error"):
             disk_rates(str(tmp_path), SMALL)
     assert not opened(tmp_path) and os.listdir(tmp_path) == []

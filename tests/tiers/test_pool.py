@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from zerostd.errors import PrepareError
 from zerostd.monitoring import Ledger
 from zerostd.policy import Kind, Tier
-from zerostd.tiers import TierAllocator, TierTensor
+from zerostd.tiers.allocator import Pool, TierAllocator, TierTensor
 from zerostd.tiers.disk import Disk
 from zerostd.tiers.host import Host
-from zerostd.tiers.pool import Pool
 
 CPU, PAGE = torch.device("cpu"), 4096
 

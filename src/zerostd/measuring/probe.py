@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from zerostd.measuring.timing import finish
 from zerostd.measuring.trial import call, casts_of, copy_of, everything_kept, map_tensors
-from zerostd.monitoring.timestamps import Timestamp
+from zerostd.monitoring.events import Timestamp
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.policy import Precision
 

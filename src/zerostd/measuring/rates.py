@@ -15,7 +15,7 @@ import torch
 
 from zerostd.kernels import Adam, update
 from zerostd.measuring.timing import TrialSizes, finish, median_s, turns_of, within
-from zerostd.monitoring.timestamps import Timestamp
+from zerostd.monitoring.events import Timestamp
 from zerostd.planning.machine import Link
 from zerostd.policy import Kind
 from zerostd.tiers.host import Host

@@ -14,8 +14,7 @@ import torch
 
 from zerostd.policy import Kind, Tier
 from zerostd.scheduling.saved_storage import SavedStorage
-from zerostd.tiers.allocator import TierAllocator, TierTensor
-from zerostd.tiers.pool import Pool
+from zerostd.tiers.allocator import Pool, TierAllocator, TierTensor
 from zerostd.tiers.transfer import AllOf, Done, Streams, Transfer, record_event
 from zerostd.tiers.worker import Work, Worker
 

@@ -22,7 +22,7 @@ from torch import nn
 from zerostd.communication.control import check_same_activations
 from zerostd.compat import has_saved_tensor_hooks, in_backward, version_of
 from zerostd.errors import MisuseError
-from zerostd.monitoring.loop_timer import LoopPhase
+from zerostd.monitoring.events import LoopPhase
 from zerostd.parameters import Group
 from zerostd.policy import Tier, Way
 from zerostd.scheduling.gathering import Gatherer

@@ -5,8 +5,7 @@ worker.py       a thread that does jobs, the most needed first
 limits.py       what is free, and the refusal of what does not fit
 host.py         pinned memory of exact size, and pages
 disk.py         extents of scratch files, past the page cache
-allocator.py    tier tensors, and the allocator of one prepared model
-pool.py         blocks that come and go
+allocator.py    tier tensors, the allocator of one prepared model, and pools of blocks that come and go
 uploading.py    the way of a tier tensor to the device
 debug.py        modes that make mistakes visible
 """

@@ -45,13 +45,8 @@ class Extent:
     file: str
     num_bytes: int
     kind: Kind
-    fd: int  # -1 when freed
+    fd: int
     transfers: list[Work] = field(default_factory=list, repr=False)  # those that may still be under way
-
-    def close(self) -> None:
-        """Close the file, which gives its space back."""
-        os.close(self.fd)
-        self.fd = -1
 
 
 Block = tuple[Extent, int, memoryview, bool, Work]  # offset, memory, whether it is written
@@ -136,7 +131,7 @@ class Disk:
                 transfer.wait()
         self._extents.discard(extent)
         self._ledger.leave(extent.kind, extent.num_bytes, Tier.DISK)
-        extent.close()
+        os.close(extent.fd)
 
     def close(self) -> None:
         """Wait for what is under way, give all space back and end the threads. Closing twice is free."""
@@ -215,7 +210,7 @@ def _shut(
         for thread in threads:
             thread.join()
     for extent in extents:
-        extent.close()
+        os.close(extent.fd)
     extents.clear()
 
 
@@ -223,9 +218,8 @@ def _carry_out(block: Block, page: memoryview, step: int) -> BaseException | Non
     """Move a block; return what went wrong."""
     extent, offset, view, is_write, _ = block
     what = f"{'writing' if is_write else 'reading'} {len(view)} bytes at offset {offset} of {extent.file}"
-    move = _write if is_write else _read
     try:
-        moved = move(extent, offset, view, page, step)
+        moved = _move_block(extent, offset, view, page, step, is_write=is_write)
     except OSError as error:
         failure = StorageError(f"{what} failed: {_reason(error)}; check the drive and its free space")
         failure.__cause__ = error.with_traceback(None)  # it would keep the memory alive
@@ -240,29 +234,22 @@ def _carry_out(block: Block, page: memoryview, step: int) -> BaseException | Non
     return None
 
 
-def _write(extent: Extent, offset: int, view: memoryview, page: memoryview, step: int) -> int:
-    """Write a block; return how many bytes of it were written."""
+def _move_block(extent: Extent, offset: int, view: memoryview, page: memoryview, step: int, *, is_write: bool) -> int:
+    """Read or write a block; return how many bytes of it were moved."""
+    move = os.pwritev if is_write else os.preadv
     tail = len(view) % step
     body = len(view) - tail
-    moved = _move(os.pwritev, extent.fd, view[:body], offset, step)
+    moved = _move(move, extent.fd, view[:body], offset, step)
     if moved < body or not tail:
         return moved
-    shares_page = offset + len(view) < extent.num_bytes  # the file has more in the last page, which must be kept
-    if shares_page and _move(os.preadv, extent.fd, page, offset + body, step) < len(page):
-        return moved
-    page[:tail] = view[body:]
-    return body + min(tail, _move(os.pwritev, extent.fd, page, offset + body, step))
-
-
-def _read(extent: Extent, offset: int, view: memoryview, page: memoryview, step: int) -> int:
-    """Read a block; return how many bytes of it were read."""
-    tail = len(view) % step
-    body = len(view) - tail
-    moved = _move(os.preadv, extent.fd, view[:body], offset, step)
-    if moved < body or not tail:
-        return moved
-    last = min(tail, _move(os.preadv, extent.fd, page, offset + body, step))
-    view[body : body + last] = page[:last]
+    if is_write:
+        shares_page = offset + len(view) < extent.num_bytes  # the file has more in the last page, which must be kept
+        if shares_page and _move(os.preadv, extent.fd, page, offset + body, step) < len(page):
+            return moved
+        page[:tail] = view[body:]
+    last = min(tail, _move(move, extent.fd, page, offset + body, step))
+    if not is_write:
+        view[body : body + last] = page[:last]
     return body + last
 
 

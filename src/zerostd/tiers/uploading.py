@@ -50,13 +50,20 @@ class Uploader:
                 return Done()
         ready = record_event(target.device)
         transfer = Work()
+        events = self._allocator.ledger.events
         turn = next(self._turns) if source.tensor is None else None
 
         def copy() -> None:
             values = source.tensor if turn is None else self._read(source, turn)
             assert values is not None
             ready.synchronize()
-            transfer.event = self._copy(values, target, source.tier, name)
+            way = (source.tier.value, Tier.DEVICE.value)
+            with (
+                self._streams.up.after(),
+                events.within("transfer", "up", name, target.nbytes, way=way, device=target.device),
+            ):
+                target.copy_(values, non_blocking=True)
+                transfer.event = self._streams.up.record_event()
             if turn is not None:
                 self._buffer_events[turn] = transfer.event
                 if target.device.type == "cpu":
@@ -77,14 +84,3 @@ class Uploader:
         memory = self._buffers[turn][: source.numel * source.dtype.itemsize]
         source.start_read(0, memory).wait()
         return memory.view(source.dtype)
-
-    def _copy(self, values: torch.Tensor, target: torch.Tensor, tier: Tier, name: str) -> Transfer:
-        """Put the copy into the stream up; return the event behind it."""
-        events = self._allocator.ledger.events
-        way = (tier.value, Tier.DEVICE.value)
-        with (
-            self._streams.up.after(),
-            events.within("transfer", "up", name, target.nbytes, way=way, device=target.device),
-        ):
-            target.copy_(values, non_blocking=True)
-            return self._streams.up.record_event()

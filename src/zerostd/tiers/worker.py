@@ -134,26 +134,21 @@ class _Queue:
                 with self.condition, contextlib.suppress(ValueError):  # its other parts are not to be done
                     self.jobs.remove(job)
         if self.error is not None:
-            job.work.finish(self._explained(self.error))
+            failure = self.error
+            if not isinstance(failure, ZerostdError):
+                failure = StorageError(f"{self.name} failed: {type(failure).__name__}: {failure}")
+                failure.__cause__ = self.error
+            job.work.finish(failure)
         elif not job.parts:
             job.work.finish()
-
-    def _explained(self, error: BaseException) -> BaseException:
-        if isinstance(error, ZerostdError):
-            return error
-        explained = StorageError(f"{self.name} failed: {type(error).__name__}: {error}")
-        explained.__cause__ = error
-        return explained
 
 
 class Worker:
     """Does jobs in the background. Its thread ends with the object, or with `stop`."""
 
-    stop: Callable[[], None]  # may outlive the worker, which it does not refer to
-
     def __init__(self, name: str, device: torch.device) -> None:
         self._queue = _Queue(name)
-        self.stop = self._queue.stop
+        self.stop = self._queue.stop  # may outlive the worker, which it does not refer to
         threading.Thread(target=self._queue.serve, args=(device,), daemon=True, name=name).start()
         weakref.finalize(self, self._queue.close)
 
