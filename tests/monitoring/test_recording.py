@@ -132,7 +132,7 @@ def test_a_planted_leak_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with zerostd.record(model, tmp_path / "run"):
         train(model, optimizer, 6)
         with monkeypatch.context() as patch:
-            patch.setattr(flat, "hide", lambda: None)
+            patch.setattr(flat, "free", lambda: None)
             train(model, optimizer, 2)
         train(model, optimizer, 4)
     (leak,) = of("leak", lines(tmp_path / "run"))

@@ -55,8 +55,7 @@ class Control:
     def confirm(self, name: str, num_flags: int) -> None:
         """Raise on all ranks unless all want to gather the group `name` now.
 
-        The message has the `num_flags` of an agreement, one for each parameter that trains, so that a rank that is
-        already at the end of backward is noticed too.
+        With the `num_flags` of `agree`, a rank that is already at the end of backward is noticed too.
         """
         self.agree([False] * num_flags, ["now", name])
 
@@ -132,7 +131,7 @@ def check_same_activations(world: World, name: str, sizes: Sequence[int]) -> Non
     if any(theirs != everyone[0] for theirs in everyone):
         counts = [f"rank {rank}: {len(theirs)} of {sum(theirs)} bytes" for rank, theirs in enumerate(everyone)]
         raise MisuseError(
-            f"Placement(same_activations=...): the ranks of that process group have different activations in group "
+            "Placement(same_activations=...): the ranks of that process group have different activations in group "
             f"{name!r} ({', '.join(counts)}); name a group whose ranks run the same forward on the same batch"
         )
 

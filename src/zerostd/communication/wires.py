@@ -24,7 +24,7 @@ from zerostd.monitoring import Ledger
 from zerostd.policy import Kind
 from zerostd.tiers import Done, StreamEvent, Transfer
 
-Start = Callable[[], Transfer]
+Start = Callable[[], Transfer]  # of a collective
 
 
 class Collective(Transfer):
@@ -72,12 +72,11 @@ class Wires:
     @staticmethod
     def buffer_bytes(largest: int, world_size: int, *, has_streams: bool) -> int:
         """Return the bytes of the receive buffer; the largest flat buffer that will be reduced has `largest`."""
-        if world_size == 1:
-            return 0
-        return largest // world_size if has_streams else largest
+        needed = largest // world_size if has_streams else largest
+        return needed if world_size > 1 else 0
 
     def reserve(self, largest: int) -> None:
-        """Allocate the receive buffer; the largest flat buffer that will be reduced has `largest` bytes."""
+        """Allocate the receive buffer."""
         num_bytes = self.buffer_bytes(largest, self.world.size, has_streams=self._stream is not None)
         if num_bytes:
             self._receive = torch.empty(num_bytes, dtype=torch.uint8, device=self.world.device)
@@ -198,10 +197,7 @@ class Wires:
 
 
 def wires_to_peers(group: Any, world: World, ledger: Ledger) -> Wires | None:
-    """Return wires to the ranks of a user's process group, which compute the same activations as this one.
-
-    Each keeps a slice of them, and gathers the others' through these wires; None if this rank is alone.
-    """
+    """Return wires to the ranks that compute the same activations, each of which keeps a slice; None if alone."""
     if group is None:
         return None
     if not isinstance(group, dist.ProcessGroup):

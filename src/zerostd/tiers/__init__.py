@@ -5,14 +5,12 @@ worker.py       a thread that does jobs, the most needed first
 limits.py       what is free, and the refusal of what does not fit
 host.py         pinned memory of exact size, and pages
 disk.py         extents of scratch files, past the page cache
-allocator.py    tier tensors, the allocator of one prepared model, and pools of blocks that come and go
-uploading.py    the way of a tier tensor to the device
+allocator.py    tier tensors: their allocator, pools of blocks, and the way to the device
 debug.py        modes that make mistakes visible
 """
 
-from zerostd.tiers.allocator import TierAllocator, TierTensor
+from zerostd.tiers.allocator import TierAllocator, TierTensor, Uploader
 from zerostd.tiers.transfer import AllOf, Done, Stream, StreamEvent, Streams, Transfer, record_event
-from zerostd.tiers.uploading import Uploader
 from zerostd.tiers.worker import Work, Worker
 
 __all__ = [

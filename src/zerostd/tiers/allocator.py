@@ -1,15 +1,13 @@
-"""Tier tensors, numbers in a row that are kept in one tier, and the allocator that makes those of a prepared model.
+"""Tier tensors: numbers in a row that are kept in one tier, how they are allocated, and their way to the device.
 
 On the device and the host a tier tensor is a torch tensor, and whoever works on it works on that. On disk it is an
 interval of a file, read and written in parts: through memory of the caller's or, outside the step, through memory of
-its own.
-
-On host and disk an owner (a name) reserves an arena of the exact size for each kind, and its tensors are cut from it;
-so what it has can be given back when it moves. `preparing` and `replanning` allocate; the runtime closes.
+its own. `preparing` and `replanning` allocate; parameters are uploaded when a group is gathered.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import Counter, deque
@@ -24,8 +22,10 @@ from zerostd.tiers.debug import poison
 from zerostd.tiers.disk import Disk, Extent
 from zerostd.tiers.host import PAGE, Host, aligned, padded
 from zerostd.tiers.limits import check_host
-from zerostd.tiers.transfer import Transfer
+from zerostd.tiers.transfer import Done, Streams, Transfer, record_event
+from zerostd.tiers.worker import Work, Worker
 
+NUM_BUFFERS = 2  # of an uploader
 WASTE = 1.25  # slabs of a pool, over the most that was taken at once
 
 Arena = tuple[str, Tier, Kind]  # of an owner
@@ -97,9 +97,11 @@ class TierTensor:
 
 
 class TierAllocator:
-    """Allocates in the tiers of one prepared model."""
+    """Allocates in the tiers of one prepared model.
 
-    disk: Disk | None
+    On host and disk an owner (a name) reserves an arena of the exact size for each kind, and its tensors are cut from
+    it; so what it has can be given back when it moves.
+    """
 
     def __init__(self, device: torch.device, host: Host, disk: Disk | None, ledger: Ledger) -> None:
         self.device = device
@@ -139,14 +141,12 @@ class TierAllocator:
                 self.free_bytes(memory)
 
     def allocate_bytes(self, tier: Tier, kind: Kind, num_bytes: int) -> torch.Tensor | Extent:
-        """Return memory of the host or an extent of the disk."""
         if tier is Tier.HOST:
             return self.host.allocate(num_bytes, kind)
         assert self.disk is not None
         return self.disk.allocate(num_bytes, kind)
 
     def free_bytes(self, memory: torch.Tensor | Extent) -> None:
-        """Give back what `allocate_bytes` returned."""
         if isinstance(memory, Extent):
             assert self.disk is not None
             self.disk.free(memory)
@@ -181,7 +181,6 @@ class _Slab:
     free: list[tuple[int, int]] = field(default_factory=list)  # from, to; in order, never touching
 
     def take(self, size: int) -> int | None:
-        """Return the start of the first free stretch that is long enough."""
         for index, (start, stop) in enumerate(self.free):
             if stop - start >= size:
                 self.free[index : index + 1] = [(start + size, stop)] if stop - start > size else []
@@ -197,9 +196,6 @@ class _Slab:
             else:
                 joined.append((low, high))
         self.free = joined
-
-
-_Place = tuple[_Slab, int, int]  # from, to
 
 
 class Pool:
@@ -222,7 +218,7 @@ class Pool:
         self._slabs: list[_Slab] = []
         self._used = 0
         self._most = 0  # ever used at once
-        self._returned: deque[_Place] = deque()  # no lock: the collector may run where one is held
+        self._returned: deque[tuple[_Slab, int, int]] = deque()  # no lock: the collector may run where one is held
 
     @property
     def num_bytes(self) -> int:
@@ -279,3 +275,74 @@ class Pool:
             if isinstance(slab.memory, torch.Tensor) and self._allocator.device.type == "cpu":
                 poison(slab.memory[start:stop])
             self._used -= stop - start
+
+
+class Uploader:
+    """Uploads tier tensors to the device, from the disk through a few buffers of host memory.
+
+    Work that the device has not come to may still read the target, and the loop runs far ahead of the device. Put into
+    the stream at once, the copy would hold up everything behind it, updates above all. So a thread puts it in when the
+    device is there. `largest_on_disk` is the longest tensor that is kept there, in bytes.
+    """
+
+    def __init__(self, allocator: TierAllocator, streams: Streams, *, largest_on_disk: int) -> None:
+        self._allocator = allocator
+        self._streams = streams
+        self._lazy_worker: Worker | None = None
+        num_buffers = NUM_BUFFERS if largest_on_disk else 0
+        self._buffers = [allocator.host.allocate(largest_on_disk, Kind.BUFFERS) for _ in range(num_buffers)]
+        self._buffer_events: list[Transfer] = [Done() for _ in self._buffers]  # when each may be filled again
+        self._turns = itertools.cycle(range(num_buffers))
+
+    @staticmethod
+    def buffer_bytes(largest_on_disk: int) -> int:
+        """Return the bytes of host memory that an uploader takes."""
+        return NUM_BUFFERS * largest_on_disk
+
+    def upload(self, source: TierTensor, target: torch.Tensor, name: str = "") -> Transfer:
+        """Start filling `target`, which is on the device and free behind what is in the current stream now.
+
+        Events show the upload as one of the group `name`.
+        """
+        if source.tensor is not None:
+            if source.tensor.data_ptr() == target.data_ptr():
+                return Done()
+            if source.tier is Tier.DEVICE or target.device.type == "cpu":
+                target.copy_(source.tensor)
+                return Done()
+        ready = record_event(target.device)
+        transfer = Work()
+        events = self._allocator.ledger.events
+        turn = next(self._turns) if source.tensor is None else None
+
+        def copy() -> None:
+            values = source.tensor if turn is None else self._read(source, turn)
+            assert values is not None
+            ready.synchronize()
+            way = (source.tier.value, Tier.DEVICE.value)
+            with (
+                self._streams.up.after(),
+                events.within("transfer", "up", name, target.nbytes, way=way, device=target.device),
+            ):
+                target.copy_(values, non_blocking=True)
+                transfer.event = self._streams.up.record_event()
+            if turn is not None:
+                self._buffer_events[turn] = transfer.event
+                if target.device.type == "cpu":
+                    poison(self._buffers[turn])
+
+        return self._worker.submit(copy, ready=ready, work=transfer)
+
+    @property
+    def _worker(self) -> Worker:
+        if self._lazy_worker is None:
+            self._lazy_worker = Worker("the upload of parameters to the device", self._allocator.device)
+            self._allocator.before_close(self._lazy_worker.stop)
+        return self._lazy_worker
+
+    def _read(self, source: TierTensor, turn: int) -> torch.Tensor:
+        """Read a tensor from disk into a buffer, when that is free."""
+        self._buffer_events[turn].synchronize()
+        memory = self._buffers[turn][: source.numel * source.dtype.itemsize]
+        source.start_read(0, memory).wait()
+        return memory.view(source.dtype)

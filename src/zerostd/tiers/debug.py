@@ -18,8 +18,9 @@ VARIABLE = "ZEROSTD_DEBUG"
 def _read_modes() -> set[str]:
     text = os.environ.get(VARIABLE, "")
     words = {word.strip() for word in text.split(",")} - {""}
-    for word in words - {"poison", "serial"}:
-        raise PrepareError(f"{VARIABLE}={text!r}: {word!r} is unknown; use poison, serial or both")
+    unknown = words - {"poison", "serial"}
+    if unknown:
+        raise PrepareError(f"{VARIABLE}={text!r}: {min(unknown)!r} is unknown; use poison, serial or both")
     return words
 
 
@@ -28,6 +29,7 @@ DEBUG = _read_modes()  # the modes that are on
 
 def poison(tensor: torch.Tensor) -> None:
     """Overwrite `tensor` in the current stream, so that stale reads of it are seen; only if poison is on."""
-    if "poison" in DEBUG:
-        nothing = float("nan") if tensor.is_floating_point() else 255 if tensor.dtype == torch.uint8 else -1
-        tensor.fill_(nothing)
+    if "poison" in DEBUG and tensor.is_floating_point():
+        tensor.fill_(float("nan"))
+    elif "poison" in DEBUG:
+        tensor.fill_(255 if tensor.dtype == torch.uint8 else -1)

@@ -4,8 +4,7 @@ In come host tensors that start on a page, out come transfers. An extent is one 
 has a byte: nothing is left when the process ends, however it ends. O_DIRECT, where the file system takes it, keeps the
 page cache from using up the host memory that the disk is there to save. Offsets, addresses and lengths must be whole
 pages then: the end of a request that does not fill one goes through a page of the thread's own, and what follows in
-that page of the file stays as it is. Used through `TierTensor` and `Pool`, and by `measuring` to learn the drive's
-speed.
+that page of the file stays as it is. Used through `TierTensor`, and by `measuring` to learn the drive's speed.
 """
 
 from __future__ import annotations
@@ -180,11 +179,8 @@ class Disk:
             raise StorageError(f"{extent} is not an extent of this Disk, or was freed before; use what allocate gave")
 
 
-# Threads know nothing of the Disk, so that it can be collected while they wait.
-
-
 def _serve(blocks: queue.SimpleQueue[Block | None], step: int) -> None:
-    """Move blocks until None comes. Moves start and end on multiples of `step`."""
+    """Move blocks until None comes, from and to multiples of `step`. A thread does not keep its Disk alive."""
     page = memoryview(mmap.mmap(-1, PAGE))
     while True:
         block = blocks.get()

@@ -105,7 +105,6 @@ class _Queue:
             del job
 
     def close(self) -> None:
-        """Let the thread end when it has done what it is doing."""
         with self.condition:
             self.is_closed = True
             self.condition.notify_all()
