@@ -54,14 +54,12 @@ class World:
     def discover(cls, device: torch.device) -> World:
         """Join the ranks the launcher started, or be a world of one."""
         timeout_s = _timeout_s()
-        if not dist.is_initialized():
-            if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-                return cls(0, 1, 1, device, timeout_s, None)
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) != 1:
             dist.init_process_group(_backends(device))
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls(0, 1, 1, device, timeout_s, None)
         size = dist.get_world_size()
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        if size == 1:
-            return cls(0, 1, 1, device, timeout_s, None)
         limit = timedelta(seconds=timeout_s)
         backend = "gloo" if device.type == "cpu" else "nccl"
         gather = dist.new_group(backend=backend, timeout=limit)
@@ -142,8 +140,7 @@ def _timeout_s() -> float:
 def thread_budget(local_size: int) -> int:
     """Return the threads this rank may use: the cores it is allowed, shared with the ranks beside it.
 
-    torchrun sets OMP_NUM_THREADS=1, which is right for data loaders and wrong for an update, so the variable is
-    not asked: affinity and the cgroup's quota are.
+    Affinity and the cgroup's quota count, not OMP_NUM_THREADS: torchrun sets it to 1, which is wrong for an update.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _cgroup_cores() or cores) // max(1, local_size))
