@@ -20,7 +20,7 @@ from zerostd import Budget, MisuseError, Placement, PrepareError
 from zerostd.engine.runtime import runtime_of
 from zerostd.policy import Tier, Way
 from zerostd.scheduling.offloading import ActivationOffloader
-from zerostd.tiers.debug import DEBUG
+from zerostd.tiers import debug
 
 WIDTH, LENGTH, SAMPLES, DEPTH, WORDS = 128, 64, 8, 4, 31
 INPUT = SAMPLES * LENGTH * WIDTH * 4  # bytes of what a block takes, in fp32: just worth moving
@@ -142,7 +142,7 @@ def test_every_way_goes_with_states_and_parameters_elsewhere(way: str, plain: An
 
 @pytest.mark.parametrize("way", ["host", "disk", "recompute+host"])
 def test_what_is_read_too_late_would_show(way: str, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DEBUG, "poisons", True)
+    monkeypatch.setattr(debug, "DEBUG", {"poison"})
     model, optimizer = prepared(way)
     assert_as(plain, train(model, optimizer), model)
 

@@ -137,15 +137,12 @@ def short_tiles(monkeypatch):
 
 
 @contextlib.contextmanager
-def debug(**switches: bool) -> Iterator[None]:
-    before = {name: getattr(DEBUG, name) for name in switches}
+def debug(mode: str) -> Iterator[None]:
+    DEBUG.add(mode)
     try:
-        for name, value in switches.items():
-            setattr(DEBUG, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(DEBUG, name, value)
+        DEBUG.discard(mode)
 
 
 # -- the same numbers --
@@ -206,10 +203,10 @@ def test_training_by_the_processor_is_as_close_as_torch_is_to_itself(name, preci
 def test_overlap_and_reuse_change_nothing(name, clip, tmp_path):
     """One thing after another, all at once, and all at once with memory poisoned when it is done with."""
     options = {"accumulate": 1, "max_grad_norm": clip, "precision": "bf16", "steps": 6}
-    with debug(is_serial=True):
+    with debug("serial"):
         expected = after(PLACEMENTS[name], tmp_path, **options)
     assert_bitwise(after(PLACEMENTS[name], tmp_path, **options), expected, "overlapped")
-    with debug(poisons=True):
+    with debug("poison"):
         assert_bitwise(after(PLACEMENTS[name], tmp_path, **options), expected, "poisoned")
 
 

@@ -34,10 +34,10 @@ from zerostd.measuring.rates import (
 )
 from zerostd.measuring.wire import fit
 from zerostd.monitoring import Ledger
-from zerostd.monitoring.timestamps import Timestamp
+from zerostd.monitoring.events import Timestamp
 from zerostd.planning.profiles import MachineProfile
 from zerostd.tiers.host import Host
-from zerostd.tiers.streams import Stream
+from zerostd.tiers.transfer import Stream
 
 MIB = 2**20
 CPU = torch.device("cpu")

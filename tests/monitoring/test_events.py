@@ -9,9 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from zerostd.monitoring.events import HOST, NOTHING, Events
-from zerostd.monitoring.loop_timer import LoopPhase, LoopTimer
-from zerostd.monitoring.timestamps import Timestamp
+from zerostd.monitoring.events import HOST, NOTHING, Events, LoopPhase, LoopTimer, Timestamp
 
 
 def recording() -> Events:

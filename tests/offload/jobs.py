@@ -192,12 +192,14 @@ def short_tiles() -> Iterator[None]:
 @contextlib.contextmanager
 def debugging(*, is_serial: bool = False, poisons: bool = False) -> Iterator[None]:
     """ZEROSTD_DEBUG for a while."""
-    before = DEBUG.is_serial, DEBUG.poisons
-    DEBUG.is_serial, DEBUG.poisons = is_serial, poisons
+    before = set(DEBUG)
+    DEBUG.clear()
+    DEBUG.update(["serial"] * is_serial, ["poison"] * poisons)
     try:
         yield
     finally:
-        DEBUG.is_serial, DEBUG.poisons = before
+        DEBUG.clear()
+        DEBUG.update(before)
 
 
 def prepared(job: Job, placement: Placement | None, folder: Any, seed: int = 0) -> tuple[Any, Any]:

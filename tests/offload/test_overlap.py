@@ -411,7 +411,7 @@ def held(worker: Worker) -> threading.Event:
 def test_a_worker_does_first_what_is_needed_first(worker: Worker) -> None:
     gate, seen = held(worker), []
     for place, label in ((3, "d"), (1, "b1"), (2, "c"), (1, "b2"), (0, "a"), (1, "b3")):
-        worker.submit(functools.partial(seen.append, label), place)
+        worker.submit(functools.partial(seen.append, label), place=place)
     gate.set()
     worker.drain()
     assert seen == ["a", "b1", "b2", "b3", "c", "d"]
@@ -419,12 +419,12 @@ def test_a_worker_does_first_what_is_needed_first(worker: Worker) -> None:
 
 def test_a_worker_does_what_has_arrived_and_then_what_was_given_first(worker: Worker) -> None:
     gate, seen, on_the_way, also = held(worker), [], Work(), Work()
-    worker.submit(functools.partial(seen.append, "late"), 5, also)
-    worker.submit(functools.partial(seen.append, "later"), 0, on_the_way)
-    worker.submit(functools.partial(seen.append, "here"), 9)
+    worker.submit(functools.partial(seen.append, "late"), place=5, ready=also)
+    worker.submit(functools.partial(seen.append, "later"), place=0, ready=on_the_way)
+    worker.submit(functools.partial(seen.append, "here"), place=9)
     also_arrived = Work()
     also_arrived.finish()
-    worker.submit(functools.partial(seen.append, "arrived"), 7, also_arrived)
+    worker.submit(functools.partial(seen.append, "arrived"), place=7, ready=also_arrived)
     gate.set()
     worker.drain()
     assert seen == ["arrived", "here", "late", "later"]
@@ -433,9 +433,9 @@ def test_a_worker_does_what_has_arrived_and_then_what_was_given_first(worker: Wo
 def test_a_worker_waits_for_all_that_a_job_needs(worker: Worker) -> None:
     """What has arrived in part would hold up what could be done meanwhile."""
     gate, seen, on_the_way = held(worker), [], Work()
-    worker.submit(functools.partial(seen.append, "given first"), 5, AllOf(Work(), Work()))
-    worker.submit(functools.partial(seen.append, "in part"), 0, AllOf(Done(), on_the_way))
-    worker.submit(functools.partial(seen.append, "all of it"), 9, AllOf(Done(), Done()))
+    worker.submit(functools.partial(seen.append, "given first"), place=5, ready=AllOf(Work(), Work()))
+    worker.submit(functools.partial(seen.append, "in part"), place=0, ready=AllOf(Done(), on_the_way))
+    worker.submit(functools.partial(seen.append, "all of it"), place=9, ready=AllOf(Done(), Done()))
     gate.set()
     worker.drain()
     assert seen == ["all of it", "given first", "in part"]
@@ -446,11 +446,11 @@ def test_what_is_needed_sooner_comes_between_the_parts_of_a_job(worker: Worker) 
 
     def second() -> None:
         seen.append("b2")
-        worker.submit(lambda: seen.append("sooner"), 0)
-        worker.submit(lambda: seen.append("later"), 2)
+        worker.submit(lambda: seen.append("sooner"), place=0)
+        worker.submit(lambda: seen.append("later"), place=2)
 
-    long = worker.submit_parts([lambda: seen.append("b1"), second, lambda: seen.append("b3")], 1)
-    behind = worker.submit_parts([lambda: seen.append("b4"), lambda: seen.append("b5")], 1)
+    long = worker.submit(lambda: seen.append("b1"), second, lambda: seen.append("b3"), place=1)
+    behind = worker.submit(lambda: seen.append("b4"), lambda: seen.append("b5"), place=1)
     assert not long.is_done()
     gate.set()
     worker.drain()
@@ -461,8 +461,8 @@ def test_what_is_needed_sooner_comes_between_the_parts_of_a_job(worker: Worker) 
 @pytest.mark.timeout(60)
 def test_parts_behind_one_that_fails_are_not_done(worker: Worker) -> None:
     gate, seen = held(worker), []
-    failed = worker.submit_parts([lambda: seen.append("first"), lambda: 1 // 0, lambda: seen.append("third")])
-    behind = worker.submit_parts([lambda: seen.append("behind"), lambda: seen.append("behind")])
+    failed = worker.submit(lambda: seen.append("first"), lambda: 1 // 0, lambda: seen.append("third"))
+    behind = worker.submit(lambda: seen.append("behind"), lambda: seen.append("behind"))
     gate.set()
     for work in (failed, behind):
         with pytest.raises(StorageError, match="ZeroDivisionError"):
@@ -482,7 +482,7 @@ def test_several_transfers_are_over_when_all_are() -> None:
     both.wait()
     both.synchronize()
     failed = Work()
-    failed.fail(StorageError("the disk is gone"))
+    failed.finish(StorageError("the disk is gone"))
     with pytest.raises(StorageError, match="the disk is gone"):
         AllOf(first, failed).wait()
 
@@ -503,9 +503,9 @@ def test_drain_waits_for_what_runs_and_what_waits(worker: Worker) -> None:
 @pytest.mark.timeout(60)
 def test_a_job_that_fails_stops_the_worker_loudly(worker: Worker) -> None:
     gate, seen = held(worker), []
-    worker.submit(lambda: seen.append("before"), 0)
-    failed = worker.submit(lambda: 1 // 0, 1)
-    behind = worker.submit(lambda: seen.append("behind"), 2)
+    worker.submit(lambda: seen.append("before"), place=0)
+    failed = worker.submit(lambda: 1 // 0, place=1)
+    behind = worker.submit(lambda: seen.append("behind"), place=2)
     gate.set()
     for _ in range(2):  # every time it is asked
         with pytest.raises(StorageError, match=r"the work of this test failed: ZeroDivisionError") as raised:

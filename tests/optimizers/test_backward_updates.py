@@ -11,7 +11,7 @@ from torch import nn
 import zerostd
 from zerostd import Placement
 from zerostd.errors import MisuseError
-from zerostd.tiers.debug import DEBUG
+from zerostd.optimizers import optimizer as optimizer_module
 
 HOST = Placement(optimizer_states="host", cpu_share=1.0)
 SPECULATING = Placement(optimizer_states="host", cpu_share=1.0, speculate=True)
@@ -71,7 +71,7 @@ def test_updates_wait_for_step(options):
 
 
 def test_updates_wait_for_step_when_debugging_serially(monkeypatch):
-    monkeypatch.setattr(DEBUG, "is_serial", True)
+    monkeypatch.setattr(optimizer_module, "DEBUG", {"serial"})
     _, optimizer = prepared()
     assert optimizer.backward_updates is None
 

@@ -44,7 +44,7 @@ class Bench:
         self.world = World(0, world_size, 1, CPU, 60.0, None)
         self.wires = Wires(self.world, self.ledger)
         self.allocator = TierAllocator(CPU, Host(CPU, self.ledger, 1), None, self.ledger)
-        self.uploader = Uploader(self.allocator, Streams.make(CPU), largest_on_disk=0)
+        self.uploader = Uploader(self.allocator, Streams(CPU), largest_on_disk=0)
 
     def group(
         self, name: str = "block", *, rests_on: Tier = Tier.HOST, trains: bool = False, keeps_whole: bool = False

@@ -7,7 +7,7 @@ import pytest
 from scheduling.small_groups import Bench, Update
 from zerostd.communication import Control
 from zerostd.errors import MisuseError
-from zerostd.monitoring.loop_timer import LoopPhase
+from zerostd.monitoring.events import LoopPhase
 from zerostd.parameters import Group, GroupState
 from zerostd.policy import Tier
 from zerostd.scheduling.gathering import Gatherer

@@ -23,10 +23,8 @@ from support.files import opened
 from zerostd.errors import PrepareError, StorageError
 from zerostd.monitoring.ledger import Ledger
 from zerostd.policy import Kind, Tier
-from zerostd.tiers.disk import BLOCK_BYTES, Disk
-from zerostd.tiers.host import Host
-from zerostd.tiers.pages import PAGE
-from zerostd.tiers.scratch_files import _open_and_unlink
+from zerostd.tiers.disk import BLOCK_BYTES, Disk, _open_and_unlink
+from zerostd.tiers.host import PAGE, Host
 
 MIB = 2**20
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")

@@ -14,8 +14,8 @@ from support.memory import pss
 from zerostd.errors import PrepareError, StorageError
 from zerostd.monitoring.ledger import Ledger
 from zerostd.policy import Kind, Tier
+from zerostd.tiers import Done, Transfer, Work
 from zerostd.tiers.host import Host
-from zerostd.tiers.transfer import Done, Transfer, Work
 
 MIB = 2**20
 
@@ -144,7 +144,7 @@ def test_done_is_done():
 def test_work_is_done_when_the_last_part_is():
     work = Work(3)
     work.finish()
-    work.fail(ValueError("planted"))
+    work.finish(ValueError("planted"))
     assert not work.is_done()
     thread = threading.Timer(0.05, work.finish)
     thread.start()
@@ -158,7 +158,7 @@ def test_work_is_done_when_the_last_part_is():
 def test_work_keeps_the_type_and_the_cause_of_our_own_errors():
     work, error, cause = Work(), PrepareError("what and why"), OSError(5, "input")
     error.__cause__ = cause
-    work.fail(error)
+    work.finish(error)
     for _ in range(2):
         with pytest.raises(PrepareError, match="what and why") as raised:
             work.wait()
@@ -167,6 +167,6 @@ def test_work_keeps_the_type_and_the_cause_of_our_own_errors():
 
 def test_failure_that_nobody_waited_for_is_said():
     work = Work()
-    work.fail(StorageError("planted"))
+    work.finish(StorageError("planted"))
     with pytest.warns(RuntimeWarning, match="nobody waited for it: planted"):
         del work

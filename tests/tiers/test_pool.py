@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from zerostd.errors import PrepareError
 from zerostd.monitoring import Ledger
 from zerostd.policy import Kind, Tier
-from zerostd.tiers import TierAllocator
+from zerostd.tiers.allocator import Pool, TierAllocator, TierTensor
 from zerostd.tiers.disk import Disk
 from zerostd.tiers.host import Host
-from zerostd.tiers.pool import Pool, PoolBlock
 
 CPU, PAGE = torch.device("cpu"), 4096
 
@@ -26,26 +25,26 @@ def host_pool(limit: int | None = None) -> Pool:
     return Pool(TierAllocator(CPU, Host(CPU, ledger, 1), None, ledger), Tier.HOST, Kind.ACTIVATIONS, limit)
 
 
-def memory_of(room: PoolBlock) -> torch.Tensor:
-    assert room.memory.tensor is not None
-    return room.memory.tensor
+def memory_of(room: TierTensor) -> torch.Tensor:
+    assert room.tensor is not None
+    return room.tensor
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.lists(st.integers(1, 5 * PAGE), max_size=5), st.integers(0, 9)), max_size=25))
 def test_rooms_never_overlap_and_come_back(turns: list[tuple[list[int], int]]) -> None:
-    pool, taken = host_pool(), list[tuple[PoolBlock, int]]()
+    pool, taken = host_pool(), list[tuple[TierTensor, int]]()
     for number, (sizes, num_back) in enumerate(turns):
         taken += [(room, number % 251) for room in pool.take(sizes)]
         new = taken[len(taken) - len(sizes) :]
-        assert [room.memory.numel for room, _ in new] == sizes
+        assert [room.numel for room, _ in new] == sizes
         for one, value in new:
             memory_of(one).fill_(value)
         assert all(bool((memory_of(one) == value).all()) for one, value in taken)
         new.clear()
         one = None  # type: ignore[assignment]
         del taken[:num_back]
-        assert pool.used == sum(-(-one.memory.numel // PAGE) * PAGE for one, _ in taken)
+        assert pool.used == sum(-(-one.numel // PAGE) * PAGE for one, _ in taken)
     taken.clear()
     assert pool.used == 0
 
@@ -94,9 +93,9 @@ def test_rooms_on_disk(tmp_path: Path) -> None:
     first, second = pool.take([PAGE + 7, PAGE - 5])
     for room, value in ((first, 3), (second, 4)):
         memory.fill_(value)
-        room.memory.start_write(0, memory[: room.memory.numel]).wait()
+        room.start_write(0, memory[: room.numel]).wait()
     for room, value in ((first, 3), (second, 4)):
-        room.memory.start_read(0, memory[: room.memory.numel]).wait()
-        assert bool((memory[: room.memory.numel] == value).all())
+        room.start_read(0, memory[: room.numel]).wait()
+        assert bool((memory[: room.numel] == value).all())
     assert ledger.now[Tier.DISK, Kind.ACTIVATIONS] == 3 * PAGE
     allocator.close()

@@ -12,7 +12,7 @@ from zerostd.monitoring import Ledger
 from zerostd.policy import Kind, Tier
 from zerostd.tiers import TierTensor, Transfer
 from zerostd.tiers.disk import Disk, Extent
-from zerostd.tiers.pages import padded
+from zerostd.tiers.host import padded
 
 NUMEL = 50_003
 

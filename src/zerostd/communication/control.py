@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zerostd.communication.world import World
-from zerostd.errors import CommunicationError, PrepareError
+from zerostd.errors import CommunicationError, MisuseError, PrepareError
 
 
 class Control:
@@ -44,27 +44,27 @@ class Control:
         with self.explain("the end of backward" if used else "an agreement"):
             dist.all_reduce(message, dist.ReduceOp.MAX, group=self.world.channels.control)
         if not torch.equal(message[-8:-4], 255 - message[-4:]):
-            self._raise_for_order(list(sequence))
+            everyone = self.collect(list(sequence))  # all ranks are here
+            raise CommunicationError(
+                "ranks gathered groups in different orders, so parameters may hold mixed values and this step was not "
+                f"applied: {_first_difference(everyone)}. Modules that only some ranks call "
+                "must share a group with one that all ranks call: pass groups=[...] with their parent's name"
+            )
         return [bool(flag) for flag in message[:-8].tolist()]
 
     def confirm(self, name: str, num_flags: int) -> None:
         """Raise on all ranks unless all want to gather the group `name` now.
 
-        The message has the `num_flags` of an agreement, one for each parameter that trains, so that a rank that is
-        already at the end of backward is noticed too.
+        With the `num_flags` of `agree`, a rank that is already at the end of backward is noticed too.
         """
         self.agree([False] * num_flags, ["now", name])
 
     def check_equal(self, what: str, lines: Sequence[str]) -> None:
         """Raise PrepareError if the `lines` of the ranks differ, with the first difference."""
-        if self.world.size == 1:
-            return
-        digest = f"{len(lines)}:{zlib.crc32(chr(10).join(lines).encode())}"
-        digests = self.collect(digest)
-        if len(set(digests)) == 1:
-            return
-        everyone = self.collect(list(lines))
-        raise PrepareError(f"ranks were given different {what}: {_first_difference(everyone)}")
+        digests = self.collect(f"{len(lines)}:{zlib.crc32(chr(10).join(lines).encode())}")
+        if len(set(digests)) > 1:
+            everyone = self.collect(list(lines))
+            raise PrepareError(f"ranks were given different {what}: {_first_difference(everyone)}")
 
     def collect(self, value: Any, what: str = "an exchange between ranks") -> list[Any]:
         """Return everyone's value, by rank; `what` names the exchange in errors."""
@@ -90,14 +90,6 @@ class Control:
         with self.explain(what):
             dist.gather_object(value, out, group=self.world.channels.control, group_dst=0)
         return out or []
-
-    def _raise_for_order(self, sequence: list[str]) -> None:
-        everyone = self.collect(sequence)  # all ranks are here
-        raise CommunicationError(
-            "ranks gathered groups in different orders, so parameters may hold mixed values and this step was not "
-            f"applied: {_first_difference(everyone)}. Modules that only some ranks call "
-            "must share a group with one that all ranks call: pass groups=[...] with their parent's name"
-        )
 
     @contextlib.contextmanager
     def explain(self, what: str) -> Iterator[None]:
@@ -125,11 +117,21 @@ class Control:
         )
 
     def _count(self, name: str) -> int:
-        """Return the count that a rank published under a name."""
         assert self.world.channels is not None
         store = self.world.channels.store
         key = f"{self._key}/{name}"
         return int(store.get(key)) if store.check([key]) else 0
+
+
+def check_same_activations(world: World, name: str, sizes: Sequence[int]) -> None:
+    """Raise on all ranks of a user's process group if their activations of a group differ in number or size."""
+    everyone = Control(world).collect(list(sizes))
+    if any(theirs != everyone[0] for theirs in everyone):
+        counts = [f"rank {rank}: {len(theirs)} of {sum(theirs)} bytes" for rank, theirs in enumerate(everyone)]
+        raise MisuseError(
+            "Placement(same_activations=...): the ranks of that process group have different activations in group "
+            f"{name!r} ({', '.join(counts)}); name a group whose ranks run the same forward on the same batch"
+        )
 
 
 def _first_difference(everyone: list[list[str]]) -> str:

@@ -12,15 +12,19 @@ order whatever the timing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zerostd.communication.world import World, thread_budget
+from zerostd.errors import PrepareError
 from zerostd.kernels import sum_slices
 from zerostd.monitoring import Ledger
 from zerostd.policy import Kind
 from zerostd.tiers import Done, StreamEvent, Transfer
+
+Start = Callable[[], Transfer]  # of a collective
 
 
 class Collective(Transfer):
@@ -32,13 +36,11 @@ class Collective(Transfer):
         self._next: Transfer | None = None
 
     def wait(self) -> None:
-        """Hold the host until the result is there, that of the collective which `finish` starts too."""
         self.land()
         if self._next is not None:
             self._next.wait()
 
     def is_done(self) -> bool:
-        """Return whether everything has landed and `finish` has run."""
         if self._finish is not None or not all(work.is_completed() for work in self._works):
             return False
         return self._next is None or self._next.is_done()
@@ -70,24 +72,25 @@ class Wires:
     @staticmethod
     def buffer_bytes(largest: int, world_size: int, *, has_streams: bool) -> int:
         """Return the bytes of the receive buffer; the largest flat buffer that will be reduced has `largest`."""
-        if world_size == 1:
-            return 0
-        return largest // world_size if has_streams else largest
+        needed = largest // world_size if has_streams else largest
+        return needed if world_size > 1 else 0
 
     def reserve(self, largest: int) -> None:
-        """Allocate the receive buffer; the largest flat buffer that will be reduced has `largest` bytes."""
+        """Allocate the receive buffer."""
         num_bytes = self.buffer_bytes(largest, self.world.size, has_streams=self._stream is not None)
         if num_bytes:
             self._receive = torch.empty(num_bytes, dtype=torch.uint8, device=self.world.device)
             self.ledger.enter(Kind.BUFFERS, num_bytes)
 
-    def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Transfer:
-        """Start filling `full` with the slices of all ranks; `shard` is mine, and may be a view of `full`."""
+    def gather(self, full: torch.Tensor, shard: torch.Tensor | None = None) -> Transfer:
+        """Start filling `full` with the slices of all ranks; `shard` is mine, by default my slice of `full`."""
         channels = self.world.channels
         if channels is None:
             return Done()
+        if shard is None:
+            shard = full.view(self.world.size, -1)[self.world.rank]
         if self._stream is not None:
-            self.ledger.record_sent("gather", shard.nbytes * (self.world.size - 1))
+            self.ledger.sent["gather"] += shard.nbytes * (self.world.size - 1)
             return self._on_stream(lambda: dist.all_gather_into_tensor(full, shard, group=channels.gather))
         return self._spread(full, shard, "gather")
 
@@ -96,13 +99,13 @@ class Wires:
 
         `full` must stay untouched until the wait; one reduce is in flight at a time, the next waits for it.
         """
-        world = self.world
-        channels = world.channels
+        channels = self.world.channels
+        size = self.world.size
         assert channels is not None
         if self._stream is None:
             return self._collect(full, land, accumulate=accumulate)
-        self.ledger.record_sent("reduce", full.nbytes // world.size * (world.size - 1))
-        received = self._receive[: full.nbytes // world.size].view(full.dtype)
+        self.ledger.sent["reduce"] += full.nbytes // size * (size - 1)
+        received = self._receive[: full.nbytes // size].view(full.dtype)
 
         def run() -> None:
             dist.reduce_scatter_tensor(received, full, op=dist.ReduceOp.AVG, group=channels.reduce)
@@ -120,26 +123,23 @@ class Wires:
         assert channels is not None
         mine = full.view(size, -1)[self.world.rank]
         if self._stream is not None:
-            self.ledger.record_sent("reduce", 2 * mine.nbytes * (size - 1))
+            self.ledger.sent["reduce"] += 2 * mine.nbytes * (size - 1)
             return self._on_stream(lambda: dist.all_reduce(full, dist.ReduceOp.AVG, group=channels.reduce))
         return self._collect(full, mine, then=lambda: self._spread(full, mine, "reduce"))
 
     def _collect(
-        self,
-        full: torch.Tensor,
-        land: torch.Tensor,
-        *,
-        accumulate: bool = False,
-        then: Callable[[], Transfer] | None = None,
+        self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False, then: Start | None = None
     ) -> Transfer:
         """Sum everyone's version of my slice, by gloo, and start what comes `then`; see [Note: gloo]."""
         world = self.world
         assert world.channels is not None
         if self._receiving is not None:
             self._receiving.land()
-        self.ledger.record_sent("reduce", full.nbytes // world.size * (world.size - 1))
+        self.ledger.sent["reduce"] += full.nbytes // world.size * (world.size - 1)
         received = self._receive[: full.nbytes].view(full.dtype)
-        work = dist.all_to_all_single(_bytes(received), _bytes(full), group=world.channels.reduce, async_op=True)
+        sent = full.view(torch.uint8)  # gloo has no all-to-all for every dtype
+        group = world.channels.reduce
+        work = dist.all_to_all_single(received.view(torch.uint8), sent, group=group, async_op=True)
 
         def finish() -> Transfer | None:
             factor = 1.0 / world.size
@@ -154,7 +154,7 @@ class Wires:
         world = self.world
         channels = world.channels
         assert channels is not None
-        self.ledger.record_sent(verb, shard.nbytes * (world.size - 1))
+        self.ledger.sent[verb] += shard.nbytes * (world.size - 1)
         group = channels.gather if verb == "gather" else channels.reduce
         slices = full.view(world.size, -1)
         if slices[world.rank].data_ptr() != shard.data_ptr():
@@ -173,7 +173,7 @@ class Wires:
     def _reduce_scalars(self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if self.world.channels is not None:
             dist.all_reduce(value, operation, group=self.world.channels.reduce)
-            self.ledger.record_sent("scalars", value.nbytes)
+            self.ledger.sent["scalars"] += value.nbytes
         return value
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -190,13 +190,19 @@ class Wires:
     def _on_stream(self, run: Callable[[], object]) -> Transfer:
         """Run collectives of nccl in the stream of the wires, behind what is in the current one."""
         assert self._stream is not None
-        device = self.world.device
-        self._stream.wait_stream(torch.accelerator.current_stream(device))
+        self._stream.wait_stream(torch.accelerator.current_stream(self.world.device))
         with self._stream:
             run()
-        return StreamEvent(self._stream, device)
+        return StreamEvent(self._stream, self.world.device)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as bytes: gloo has no all-to-all for every dtype."""
-    return tensor.view(torch.uint8)
+def wires_to_peers(group: Any, world: World, ledger: Ledger) -> Wires | None:
+    """Return wires to the ranks that compute the same activations, each of which keeps a slice; None if alone."""
+    if group is None:
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        raise PrepareError(
+            f"Placement(same_activations={group!r}) must be a process group that this rank is in, as "
+            "torch.distributed.new_group returns it"
+        )
+    return Wires(world.inside(group), ledger) if dist.get_world_size(group) > 1 else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -37,17 +38,6 @@ class Channels:
     control: dist.ProcessGroup  # gloo, on the CPU: reading its results costs no device synchronisation
     store: Any  # the process group's own key-value store; None in a user's group
 
-    def close(self) -> None:
-        """End the groups and drop them: gloo closes its sockets and ends its threads with the last reference.
-
-        The model may stay for long after it was released.
-        """
-        for name in ("gather", "reduce", "control"):
-            group = self.__dict__.pop(name, None)
-            if group is not None and dist.is_initialized():
-                with contextlib.suppress(ValueError):  # gone with the user's process group
-                    dist.destroy_process_group(group)
-
 
 @dataclass(frozen=True)
 class World:
@@ -64,22 +54,18 @@ class World:
     def discover(cls, device: torch.device) -> World:
         """Join the ranks the launcher started, or be a world of one."""
         timeout_s = _timeout_s()
-        if not dist.is_initialized():
-            if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-                return cls(0, 1, 1, device, timeout_s, None)
-            dist.init_process_group("gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl")
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) != 1:
+            dist.init_process_group(_backends(device))
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls(0, 1, 1, device, timeout_s, None)
         size = dist.get_world_size()
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        if size == 1:
-            return cls(0, 1, 1, device, timeout_s, None)
         limit = timedelta(seconds=timeout_s)
         backend = "gloo" if device.type == "cpu" else "nccl"
-        channels = Channels(
-            gather=dist.new_group(backend=backend, timeout=limit),
-            reduce=dist.new_group(backend=backend, timeout=limit),
-            control=dist.new_group(backend="gloo", timeout=limit),
-            store=default_store(),
-        )
+        gather = dist.new_group(backend=backend, timeout=limit)
+        reduce = dist.new_group(backend=backend, timeout=limit)
+        control = dist.new_group(backend="gloo", timeout=limit)
+        channels = Channels(gather, reduce, control, default_store())
         return cls(dist.get_rank(), size, local_size, device, timeout_s, channels)
 
     @classmethod
@@ -100,9 +86,44 @@ class World:
         return World(dist.get_rank(group), size, min(size, self.local_size), self.device, self.timeout_s, channels)
 
     def close(self) -> None:
-        """Close the channels, if they are still open; the user's own process group stays."""
-        if self.channels is not None:
-            self.channels.close()
+        """Close the channels, if they are still open; the user's own process group stays.
+
+        They are dropped, for the model may stay for long after it was released: gloo closes its sockets and ends its
+        threads with the last reference to a group.
+        """
+        for name in ("gather", "reduce", "control"):
+            group = vars(self.channels).pop(name, None) if self.channels is not None else None
+            if group is not None and dist.is_initialized():
+                with contextlib.suppress(ValueError):  # gone with the user's process group
+                    dist.destroy_process_group(group)
+
+
+def try_group(device: torch.device, timeout_s: float) -> tuple[int, str, float]:
+    """Return how many ranks met, over what backend, and the seconds of a small collective, for `zerostd doctor`.
+
+    A process group that was made for it is closed again. Raises torch's RuntimeError if they did not meet in time.
+    """
+    was_there = dist.is_initialized()
+    limit = timedelta(seconds=timeout_s)
+    if not was_there and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group(_backends(device), timeout=limit)
+    elif not was_there:
+        alone = dist.HashStore()  # type: ignore[attr-defined]  # torch does not list it among its exports
+        dist.init_process_group("gloo", store=alone, rank=0, world_size=1, timeout=limit)
+    try:
+        value = torch.ones(1, device=device)
+        dist.all_reduce(value)  # the first one makes the connections
+        begin = time.perf_counter()
+        dist.all_reduce(value)
+        num_ranks = round(value.item() ** 0.5)
+        return num_ranks, "gloo" if device.type == "cpu" else "nccl", time.perf_counter() - begin
+    finally:
+        if not was_there:
+            dist.destroy_process_group()
+
+
+def _backends(device: torch.device) -> str:
+    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
 
 
 def _timeout_s() -> float:
@@ -119,8 +140,7 @@ def _timeout_s() -> float:
 def thread_budget(local_size: int) -> int:
     """Return the threads this rank may use: the cores it is allowed, shared with the ranks beside it.
 
-    torchrun sets OMP_NUM_THREADS=1, which is right for data loaders and wrong for an update, so the variable is
-    not asked: affinity and the cgroup's quota are.
+    Affinity and the cgroup's quota count, not OMP_NUM_THREADS: torchrun sets it to 1, which is wrong for an update.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _cgroup_cores() or cores) // max(1, local_size))

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from zerostd.errors import PrepareError
 from zerostd.measuring.rates import finish
 from zerostd.measuring.trial import ForwardCost, call, casts_of, copy_of, everything_kept, map_tensors, try_forward
-from zerostd.monitoring.timestamps import Timestamp
+from zerostd.monitoring.events import Timestamp
 from zerostd.optimizers.elementwise import check_elementwise, find_states
 from zerostd.parameters.blueprints import (
     ROOT,

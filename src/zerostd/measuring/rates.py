@@ -19,15 +19,14 @@ from typing import TypeVar
 import torch
 
 from zerostd.kernels import Adam, update
+from zerostd.monitoring.events import Timestamp
 from zerostd.monitoring.ledger import Ledger
-from zerostd.monitoring.timestamps import Timestamp
 from zerostd.planning.profiles import DiskRates, Link
 from zerostd.policy import Kind
 from zerostd.tiers.disk import Disk
 from zerostd.tiers.host import Host
 from zerostd.tiers.limits import free_disk
-from zerostd.tiers.streams import Stream
-from zerostd.tiers.transfer import Transfer
+from zerostd.tiers.transfer import Stream, Transfer
 
 PAGE = 4096
 SHARE = 8  # at most one part in so many of what is free is taken for one array

@@ -45,36 +45,28 @@ def decode(data: str | bytes, kind: type[T], *, what: str, error: type[ZerostdEr
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as problem:
-        raise error(_with_remedy(f"{what} is not JSON ({problem})", remedy)) from problem
+        ending = f"; {remedy}" if remedy else ""
+        raise error(f"{what} is not JSON ({problem}){ending}") from problem
     return convert(value, kind, what=what, error=error, remedy=remedy)
 
 
 def convert(
-    value: Any,
-    kind: type[T],
-    *,
-    what: str,
-    error: type[ZerostdError],
-    remedy: str = "",
-    refuse_unknown: bool = False,
+    value: Any, kind: type[T], *, what: str, error: type[ZerostdError], remedy: str = "", refuse_unknown: bool = False
 ) -> T:
     """Return parsed JSON as an object of type `kind`; the arguments are those of `decode`.
 
     With `refuse_unknown`, fields that the dataclasses in `kind` do not have are refused instead of ignored: in what
     people write by hand they are misspelt.
     """
+    ending = f"; {remedy}" if remedy else ""
     try:
         converted = msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as problem:
-        raise error(_with_remedy(f"{what}: {_explain(problem, value)}", remedy)) from problem
+        raise error(f"{what}: {_explain(problem, value)}{ending}") from problem
     unknown = next(_unknown_fields(value, kind), None) if refuse_unknown else None
     if unknown is not None:
-        raise error(_with_remedy(f"{what}: {unknown}", remedy))
+        raise error(f"{what}: {unknown}{ending}")
     return converted
-
-
-def _with_remedy(text: str, remedy: str) -> str:
-    return f"{text}; {remedy}" if remedy else text
 
 
 def _explain(problem: msgspec.ValidationError, value: Any) -> str:

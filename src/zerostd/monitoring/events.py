@@ -8,18 +8,58 @@ them. Spans carry the same names into torch's profiler. While nobody records, a 
 from __future__ import annotations
 
 import contextlib
+import enum
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from zerostd.compat import is_profiling
-from zerostd.monitoring.timestamps import Timestamp
 
 HOST = torch.device("cpu")  # its timestamps are the host's clock
 NOTHING = contextlib.nullcontext()  # in place of a span that nobody wants
+
+
+class Timestamp:
+    """A moment of a stream, by default of the device's current one; on the CPU, of the host's clock."""
+
+    def __init__(self, device: torch.device, stream: torch.Stream | None = None) -> None:
+        self._time = time.perf_counter()
+        self._event: torch.Event | None = None
+        if device.type != "cpu":
+            self._event = torch.Event(device, enable_timing=True, blocking=True)
+            self._event.record(stream or torch.accelerator.current_stream(device))
+
+    @classmethod
+    def of_idle(cls, device: torch.device) -> Timestamp:
+        """Return a moment in which the device has nothing to do, so that its clock and the host's agree there."""
+        if device.type == "cpu":
+            return cls(device)
+        torch.accelerator.synchronize(device)
+        moment = cls(device)
+        torch.accelerator.synchronize(device)
+        return moment
+
+    def has_passed(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def after(self, earlier: Timestamp) -> float:
+        """Return the seconds since another moment, negative if that is later; hold the host until both have passed.
+
+        The seconds are the device's where both moments are of a stream, else the host's.
+        """
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        self._event.synchronize()
+        return earlier._event.elapsed_time(self._event) / 1e3
+
+    def since(self, earlier: Timestamp) -> float:
+        """Return the same as a duration: never 0 or less, so that rates can be computed from it."""
+        return max(self.after(earlier), 1e-9)
 
 
 @dataclass(eq=False)
@@ -40,12 +80,9 @@ class Span:
 class Events:
     """The spans of one prepared model on one rank."""
 
-    is_on: bool  # whether those of this step are recorded
-    step: int  # under way
-
     def __init__(self) -> None:
-        self.is_on = False
-        self.step = 0
+        self.is_on = False  # whether those of this step are recorded
+        self.step = 0  # under way
         self._recorded = (-1, -1)  # the last recorded steps: what they asked for may run later
         self._spans: list[Span] = []
         self._lock = threading.Lock()
@@ -124,3 +161,74 @@ class Events:
             spans = self._spans
             self._spans = []
         return spans
+
+
+class LoopPhase(enum.Enum):
+    OUTSIDE = "what is not ours: data, logging, other models"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+    WAITING = "waiting, inside one of these, for updates, parameters or other ranks"
+
+
+class LoopTimer:
+    """Turns marks of the loop into seconds by phase, between `start` and `stop`, and into spans while recording.
+
+    Scheduling and the engine mark where one phase ends and the next begins. Seconds are those of the device's current
+    stream, so that timing holds nothing up; on the CPU they are the loop's own. Off, a mark costs two comparisons.
+    """
+
+    def __init__(self, device: torch.device, events: Events) -> None:
+        self._device = device
+        self._events = events
+        self._phase = LoopPhase.OUTSIDE
+        self._group = ""  # at work
+        self._span: Span | None = None
+        self._periods: list[list[tuple[LoopPhase, Timestamp]]] = []  # marks from cut to cut; empty: off
+
+    def mark(self, phase: LoopPhase, cause: str = "") -> LoopPhase:
+        """Begin a phase, which for waiting has a cause; return the phase before."""
+        before = self._phase
+        self._phase = phase
+        if before is phase:
+            return before
+        if self._periods:
+            self._periods[-1].append((phase, Timestamp(self._device)))
+        if self._events.is_on:
+            if LoopPhase.WAITING not in (phase, before):
+                self._group = ""
+            self._begin_span(cause)
+        return before
+
+    def at(self, group: str) -> None:
+        """Begin the work of a group."""
+        if self._events.is_on:
+            self._group = group
+            self._begin_span()
+
+    def _begin_span(self, cause: str = "") -> None:
+        self._events.end(self._span, self._device)
+        self._span = None
+        if self._phase is not LoopPhase.OUTSIDE:
+            name = "wait" if self._phase is LoopPhase.WAITING else self._phase.name.lower()
+            self._span = self._events.begin(name, "compute", self._group, cause=cause, device=self._device)
+
+    def start(self) -> None:
+        self._periods = [[(self._phase, Timestamp(self._device))]]
+
+    def cut(self) -> None:
+        """Count what follows by itself, if the timer runs."""
+        if self._periods:
+            mark = (self._phase, Timestamp(self._device))
+            self._periods[-1].append(mark)
+            self._periods.append([mark])
+
+    def stop(self) -> list[dict[LoopPhase, float]]:
+        """Stop the timer; return seconds by phase, from cut to cut, when the device has come to this point."""
+        self.cut()
+        seconds = [dict.fromkeys(LoopPhase, 0.0) for _ in self._periods[:-1]]
+        for spent, marks in zip(seconds, self._periods, strict=False):
+            for (phase, begun), (_, ended) in pairwise(marks):
+                spent[phase] += ended.since(begun)
+        self._periods = []
+        return seconds

@@ -1,20 +1,27 @@
-"""The ledger: bytes by tier and kind, now and at peak, and bytes sent by verb, of this rank.
+"""The ledger: bytes by tier and kind, now and at peak, and bytes sent by verb, of this rank; and leaks.
 
-Whoever allocates enters it here, whoever frees takes it out; nobody estimates. `Memory` is what users get.
+Whoever allocates enters it here, whoever frees takes it out; nobody estimates. `Memory` is what users get. Leaks are
+bytes that were allocated during a step and are still there after the next one, with the place that did it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from zerostd.monitoring.events import Events
-from zerostd.monitoring.leaks import Leaks
 from zerostd.policy import Kind, Tier
+
+OURS = str(Path(__file__).parents[1])
+NUM_FIRST = 2  # steps that may allocate what stays
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,75 @@ class Memory:
         return "\n".join(rows)
 
 
+@dataclass(frozen=True)
+class Leak:
+    """A block that was not freed."""
+
+    tier: Tier
+    kind: Kind
+    num_bytes: int
+    group: str
+    where: str  # file:line of ours, and of the user's code that called it
+    step: int  # in which it was allocated
+
+
+class Leaks:
+    """The blocks that were allocated and not freed since `start`.
+
+    A block that is freed is known by its tier, kind, size and the group at work; of several such blocks the newest
+    counts as freed. `reporting` starts the search, asks after each step, and stops it.
+    """
+
+    def __init__(self) -> None:
+        self._is_on = False
+        self._first_step = 0
+        self._step = 0  # under way
+        self._open: dict[tuple[Tier, Kind, int], list[Leak]] = {}
+        self._lock = threading.Lock()
+
+    def start(self, step: int) -> None:
+        """Search from `step` on, which begins; what was allocated before is meant to stay."""
+        with self._lock:
+            self._open.clear()
+        self._first_step = step
+        self._step = step
+        self._is_on = True
+
+    def stop(self) -> None:
+        self._is_on = False
+        self._open.clear()
+
+    @contextlib.contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Leave out what is allocated in a `with` block: a pool keeps its memory for the next pass."""
+        was_on = self._is_on
+        self._is_on = False
+        try:
+            yield
+        finally:
+            self._is_on = was_on
+
+    def enter(self, tier: Tier, kind: Kind, num_bytes: int, group: str) -> None:
+        if self._is_on:
+            leak = Leak(tier, kind, num_bytes, group, _where(), self._step)
+            with self._lock:
+                self._open.setdefault((tier, kind, num_bytes), []).append(leak)
+
+    def leave(self, tier: Tier, kind: Kind, num_bytes: int, group: str) -> None:
+        with self._lock:
+            blocks = self._open.get((tier, kind, num_bytes))
+            if blocks:
+                blocks.remove(next((leak for leak in reversed(blocks) if leak.group == group), blocks[-1]))
+
+    def after(self, step: int) -> list[Leak]:
+        """Return what the step before `step` allocated and is still there, now that `step` is over."""
+        self._step = step + 1
+        if step - 1 <= self._first_step + NUM_FIRST:
+            return []
+        with self._lock:
+            return [leak for blocks in self._open.values() for leak in blocks if leak.step == step - 1]
+
+
 @dataclass
 class Ledger:
     """The books of one prepared model. Single-threaded: hooks and steps run on one thread at a time."""
@@ -57,22 +133,15 @@ class Ledger:
         self._group = group
 
     def enter(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
-        """Enter bytes that were allocated."""
         self.now[tier, kind] += num_bytes
         self.leaks.enter(tier, kind, num_bytes, self._group)
         self.peak[tier, kind] = max(self.peak[tier, kind], self.now[tier, kind])
 
     def leave(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
-        """Take out bytes that were freed."""
         self.now[tier, kind] -= num_bytes
         self.leaks.leave(tier, kind, num_bytes, self._group)
 
-    def record_sent(self, verb: str, num_bytes: int) -> None:
-        """Enter a collective that put `num_bytes` of this rank on the wire."""
-        self.sent[verb] += num_bytes
-
     def memory(self) -> Memory:
-        """Return the books as plain data."""
         return Memory(_nested(self.now), _nested(self.peak), dict(self.sent), self.gradient_form)
 
 
@@ -93,3 +162,16 @@ def _nested(book: Counter[tuple[Tier, Kind]]) -> dict[str, dict[str, int]]:
     for (tier, kind), size in sorted(book.items()):
         out.setdefault(tier.value, {})[kind.value] = size
     return out
+
+
+def _where() -> str:
+    """Return the innermost line of ours that is not of this bookkeeping, and the innermost of the user's."""
+    ours = ""
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        path = frame.f_code.co_filename
+        if path.startswith(OURS):
+            if not ours and path != __file__:
+                ours = f"zerostd{path[len(OURS) :]}:{line}"
+        elif "site-packages" not in path and not path.startswith("<"):
+            return f"{ours}, called from {path}:{line}" if ours else f"{path}:{line}"
+    return ours

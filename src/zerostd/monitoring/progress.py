@@ -9,16 +9,8 @@ import logging
 import time
 from typing import Self
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 BYTES_SHOWN_AFTER_S = 2.0  # shorter work shows nothing
 LINE_EVERY_S = 30.0
@@ -33,11 +25,11 @@ class ProgressBar:
     """
 
     def __init__(
-        self, *columns: ProgressColumn, total: float | None, is_shown: bool = True, is_transient: bool = True
+        self, *columns: bars.ProgressColumn, total: float | None, is_shown: bool = True, is_transient: bool = True
     ) -> None:
         console = Console(stderr=True)
         self.is_visible = is_shown and console.is_terminal
-        self._progress = Progress(*columns, console=console, transient=is_transient, disable=not self.is_visible)
+        self._progress = bars.Progress(*columns, console=console, transient=is_transient, disable=not self.is_visible)
         self._task = self._progress.add_task("", total=total, note="")
 
     def update(self, completed: float, description: str = "", note: str = "") -> None:
@@ -62,8 +54,9 @@ class ByteProgress(ProgressBar):
     """Progress of work on so many bytes."""
 
     def __init__(self, what: str, total: int, *, is_shown: bool) -> None:
-        columns = (DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn())
-        super().__init__(TextColumn("{task.description}"), BarColumn(), *columns, total=total, is_shown=is_shown)
+        text = bars.TextColumn("{task.description}")
+        rates = (bars.DownloadColumn(True), bars.TransferSpeedColumn(), bars.TimeRemainingColumn())
+        super().__init__(text, bars.BarColumn(), *rates, total=total, is_shown=is_shown)
         self._what = what
         self._total = total
         self._done = 0

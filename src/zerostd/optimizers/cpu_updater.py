@@ -30,7 +30,7 @@ from zerostd.parameters.flat import MASTER, StateShard
 from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding.portions import UNIT
 from zerostd.tiers import Done, Streams, TierAllocator, Transfer, Worker
-from zerostd.tiers.debug import DEBUG
+from zerostd.tiers.debug import poison
 
 Placed = Sequence[tuple[Flat, StateShard]]  # shards with their flats
 TILE_NUMEL = 16 << 20  # elements updated before their new parameters start on their way
@@ -286,4 +286,4 @@ def _wait_writes(slot: StagingSlot) -> None:
     if slot.writes:
         slot.wait_writes()
         for memory in slot.memory.values():
-            DEBUG.poison(memory)
+            poison(memory)

@@ -103,7 +103,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with self._threads(), explain_out_of_memory(self.updater.ledger):
             self.updater.check_memory()
             options = self._update(factor)
-        if DEBUG.is_serial or self.updater.counts_in_groups:
+        if "serial" in DEBUG or self.updater.counts_in_groups:
             self.synchronize()
         if options is not None:
             self.updater.keep_counters(options)
@@ -119,7 +119,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             or self.updater.counts_in_groups
             or self.loss_scale is not None
             or (is_speculative and not may_speculate)
-            or DEBUG.is_serial
+            or "serial" in DEBUG
         )
         self.backward_updates = None
         if knows_last_pass and not waits_for_step:

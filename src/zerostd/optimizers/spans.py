@@ -25,7 +25,7 @@ from zerostd.parameters import Flat, Group
 from zerostd.parameters.flat import MASTER, StateShard
 from zerostd.policy import Route, Tier
 from zerostd.sharding import Piece
-from zerostd.tiers import AllOf, Done, QueuedTransfer, TierTensor, Transfer, Worker, record_event
+from zerostd.tiers import AllOf, Done, TierTensor, Transfer, Work, Worker, record_event
 
 Options = dict[str, Any]  # of one param_group
 ScalarStates = dict[str, Any]  # states of one value for all elements, such as the count of steps
@@ -228,7 +228,7 @@ class UpdateTask:
     weights: torch.Tensor | None  # where new parameters belong; None: on disk, or the master is the parameter
     host_weights: torch.Tensor | None = None  # CPU only: where it writes them; they go to `weights` from there
     rule: Rule | None = None  # CPU only; None: a clone of the user's optimizer does the arithmetic
-    transfer: QueuedTransfer = field(default_factory=QueuedTransfer)  # done when new parameters are where they belong
+    transfer: Work = field(default_factory=Work)  # done when new parameters are where they belong
 
     @classmethod
     def make(
@@ -262,8 +262,7 @@ class UpdateTask:
         numel = self.span.numel
         tiles = [slice(start, min(numel, start + tile_numel)) for start in range(0, numel, tile_numel)]
         parts = [partial(update_tile, self, tile) for tile in tiles]
-        self.transfer.work = worker.submit_parts(parts, self.group.place, self.ready)
-        return self.transfer
+        return worker.submit(*parts, place=self.group.place, ready=self.ready, work=self.transfer)
 
     def tensors_of(self, tile: slice) -> tuple[Tensors, Tensors]:
         """Return what a tile reads and what it writes, where they are in memory."""

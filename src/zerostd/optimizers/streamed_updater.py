@@ -23,7 +23,7 @@ from zerostd.policy import Kind, Tier
 from zerostd.sharding import Portion
 from zerostd.sharding.portions import UNIT
 from zerostd.tiers import Streams, TierAllocator, TierTensor, Transfer, Worker
-from zerostd.tiers.debug import DEBUG
+from zerostd.tiers.debug import poison
 
 UP = (Tier.HOST.value, Tier.DEVICE.value)
 DOWN = (Tier.DEVICE.value, Tier.HOST.value)
@@ -175,7 +175,7 @@ class StreamedUpdater:
             for name, tensor in target.items():
                 tensor.copy_(staged[name], non_blocking=True)
             for tensor in (*staged.values(), gradient, slot.memory[LANDING]):
-                DEBUG.poison(tensor)
+                poison(tensor)
             landed = self.streams.down.record_event()
         slot.writes.append(landed)
         task.transfer.event = updated if is_on_device else landed

@@ -20,7 +20,7 @@ from zerostd.parameters.gradient import Gradient
 from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding import Layout, Piece, Portion
 from zerostd.tiers import Done, TierAllocator, TierTensor, Transfer
-from zerostd.tiers.debug import DEBUG
+from zerostd.tiers.debug import poison
 
 MASTER = "master"
 
@@ -198,7 +198,7 @@ class Flat:
                 stacklevel=2,
             )
             return
-        DEBUG.poison(self.full)
+        poison(self.full)
         self._ledger.leave(Kind.BUFFERS, self.full.nbytes)
         storage.resize_(0)
 

@@ -14,7 +14,7 @@ from zerostd.parameters.gradient import DOWN, Gradient, vector_norm
 from zerostd.policy import Kind, Tier
 from zerostd.sharding import Layout
 from zerostd.tiers import Done, Streams, TierAllocator, Transfer, record_event
-from zerostd.tiers.debug import DEBUG
+from zerostd.tiers.debug import poison
 
 UP = (Tier.HOST.value, Tier.DEVICE.value)
 NUM_STAGING = 2
@@ -112,7 +112,7 @@ class HostGradient(Gradient):
         within = self._host.events.within("transfer", "gradients", "", rest.nbytes, way=DOWN, device=landed.device)
         with self._streams.gradients.after(record_event(landed.device)), within:
             rest.copy_(landed, non_blocking=True)
-            DEBUG.poison(landed)
+            poison(landed)
             self.arrived = self._streams.gradients.record_event()
             self._staging.occupy(self._landing, until=self.arrived)
 

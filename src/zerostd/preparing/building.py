@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zerostd.communication import Control, Wires, World
-from zerostd.communication.peers import find_peers
+from zerostd.communication.wires import wires_to_peers
 from zerostd.engine.resources import Resources
 from zerostd.engine.runtime import Runtime
 from zerostd.engine.settings import Settings
@@ -63,14 +63,14 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
         need = demand(plans)
         need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans, rules)
         ledger = Ledger()
-        peers = find_peers(settings.decided[1].same_activations, world, ledger)
+        peers = wires_to_peers(settings.decided[1].same_activations, world, ledger)
         has_more = any(way.tier is Tier.DISK for way in ways.values())
         allocator = _make_allocator(need, settings.budget, world, ledger, needs_disk=has_more)
         _reserve(allocator, plans)
     except BaseException:
         world.close()
         raise
-    streams = Streams.make(device)
+    streams = Streams(device)
     uploader = Uploader(allocator, streams, largest_on_disk=largest_on_disk(plans))
     resources = Resources(allocator, streams, uploader, Staging(), num_threads(world))
     wires = Wires(world, ledger)

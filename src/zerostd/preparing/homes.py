@@ -16,7 +16,7 @@ from zerostd.parameters.blueprints import Blueprint, Member
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, shards
 from zerostd.sharding import Layout, Portion, make_layout
 from zerostd.sharding.portions import assign_tiers, cut_by_shares, cut_portions
-from zerostd.tiers.pages import padded
+from zerostd.tiers.host import padded
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from zerostd.engine.runtime import Runtime
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import free_bytes
-from zerostd.monitoring.loop_timer import LoopPhase
+from zerostd.monitoring.events import LoopPhase
 from zerostd.monitoring.texts import size_text
 from zerostd.parameters.observing import StepObserver
 from zerostd.planning import MachineProfile, Plan

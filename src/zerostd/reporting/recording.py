@@ -23,8 +23,7 @@ from torch import nn
 from zerostd.engine.runtime import Runtime, runtime_of
 from zerostd.errors import MisuseError
 from zerostd.measuring.identity import machine_name, versions
-from zerostd.monitoring.events import HOST, Span
-from zerostd.monitoring.timestamps import Timestamp
+from zerostd.monitoring.events import HOST, Span, Timestamp
 from zerostd.parameters.observing import StepObserver
 from zerostd.reporting import records
 from zerostd.reporting.reading import RANK_FILE

@@ -21,9 +21,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from zerostd.communication.control import check_same_activations
 from zerostd.compat import has_saved_tensor_hooks, in_backward, version_of
 from zerostd.errors import MisuseError
-from zerostd.monitoring.loop_timer import LoopPhase
+from zerostd.monitoring.events import LoopPhase
 from zerostd.parameters import Group
 from zerostd.policy import Tier, Way
 from zerostd.scheduling.gathering import Gatherer
@@ -154,7 +155,8 @@ class Activations:
         storages = activations.storages
         if self.offloader.peers is not None and group.name not in self._checked:
             self._checked.add(group.name)
-            self.offloader.peers.check_same(group.name, [storage.num_bytes for storage in storages])
+            sizes = [storage.num_bytes for storage in storages]
+            check_same_activations(self.offloader.peers.world, group.name, sizes)
         if len(self._left) >= MOST_KINDS:
             self._left.clear()
         self._left[like] = sum(storage.num_bytes for storage in storages if storage.num_users == 1)

@@ -17,7 +17,7 @@ from torch import nn
 
 from zerostd.compat import at_end_of_backward, in_backward
 from zerostd.errors import MisuseError
-from zerostd.monitoring.loop_timer import LoopPhase
+from zerostd.monitoring.events import LoopPhase
 from zerostd.parameters import GradientHandle, Group
 from zerostd.parameters.observing import StepObserver
 from zerostd.scheduling.activations import Activations

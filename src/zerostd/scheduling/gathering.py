@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from zerostd.communication import Control, Wires
 from zerostd.errors import MisuseError
-from zerostd.monitoring.loop_timer import LoopPhase, LoopTimer
+from zerostd.monitoring.events import LoopPhase, LoopTimer
 from zerostd.parameters import Group, GroupState
 
 PREFETCH_DEPTH = 1  # groups gathered ahead

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zerostd.compat import calls_of, no_dynamo
-from zerostd.monitoring.loop_timer import LoopPhase
+from zerostd.monitoring.events import LoopPhase
 from zerostd.parameters import Group, GroupState
 from zerostd.scheduling.activations import Passed
 from zerostd.scheduling.backward import Backward

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 import torch
 
-from zerostd.communication.peers import Peers
+from zerostd.communication import Wires
 from zerostd.policy import Tier
 from zerostd.scheduling.saved_storage import ActivationCopies, GroupActivations, SavedStorage, num_bytes_of
 
@@ -26,7 +26,7 @@ SLICE = 16  # bytes: slices begin where any number may
 class ActivationOffloader:
     """Lets activations leave the device and brings them back. `peers` have the same ones, so each keeps a slice."""
 
-    def __init__(self, copies: ActivationCopies, peers: Peers | None) -> None:
+    def __init__(self, copies: ActivationCopies, peers: Wires | None) -> None:
         self.copies = copies
         self.peers = peers
         self._leaving: deque[weakref.ref[GroupActivations]] = deque()
@@ -108,7 +108,7 @@ class ActivationOffloader:
         for storage in activations.storages:
             if not storage.is_whole and self.peers is not None:
                 assert storage.here is not None
-                self.peers.gather(storage.here)
+                self.peers.gather(storage.here).wait()
             storage.is_whole = True
             if storage.leaving is not None:  # it has arrived, so it was sent
                 storage.leaving = None
@@ -151,7 +151,7 @@ class ActivationOffloader:
         activations.is_here = True
         places = []
         for storage in missing:
-            size = storage.num_bytes if self.peers is None else self._slice_bytes(storage) * self.peers.size
+            size = storage.num_bytes if self.peers is None else self._slice_bytes(storage) * self.peers.world.size
             storage.here = torch.empty(size, dtype=torch.uint8, device=self.copies.device)
             storage.is_whole = self.peers is None
             places.append(self._own_part(storage))
@@ -166,12 +166,12 @@ class ActivationOffloader:
 
     def _slice_bytes(self, storage: SavedStorage) -> int:
         """Bytes of the slice that each of the peers keeps."""
-        size = 1 if self.peers is None else self.peers.size
+        size = 1 if self.peers is None else self.peers.world.size
         return -(-storage.num_bytes // (size * SLICE)) * SLICE if size > 1 else storage.num_bytes
 
     def _own_part(self, storage: SavedStorage) -> torch.Tensor:
         assert storage.here is not None
-        rank = 0 if self.peers is None else self.peers.rank
+        rank = 0 if self.peers is None else self.peers.world.rank
         length = self._slice_bytes(storage)
         return storage.here[: storage.num_bytes][rank * length : (rank + 1) * length]
 

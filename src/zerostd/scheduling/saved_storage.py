@@ -17,10 +17,8 @@ import torch
 
 from zerostd.compat import version_of
 from zerostd.policy import Kind, Tier
-from zerostd.tiers.allocator import TierAllocator
-from zerostd.tiers.pool import Pool, PoolBlock
-from zerostd.tiers.streams import Streams, record_event
-from zerostd.tiers.transfer import AllOf, Done, QueuedTransfer, Transfer
+from zerostd.tiers.allocator import Pool, TierAllocator, TierTensor
+from zerostd.tiers.transfer import AllOf, Done, Streams, Transfer, Work, record_event
 from zerostd.tiers.worker import Worker
 
 SPOILT = -1  # instead of a version
@@ -37,7 +35,7 @@ class SavedStorage:
     num_bytes: int
     left: torch.Tensor | None  # the tensor that was saved, until it is gone
     version: int  # of that one
-    block: PoolBlock | None = None
+    block: TierTensor | None = None
     own_slice: torch.Tensor | None = None  # instead of a block: this rank's slice, on the device
     sent: Transfer = field(default_factory=Done)  # from the device
     written: Transfer = field(default_factory=Done)  # to its block, if that is on disk
@@ -135,7 +133,7 @@ class ActivationCopies:
         self._streams = streams
         self.pools = {tier: Pool(allocator, tier, Kind.ACTIVATIONS, limit) for tier, limit in limits.items()}
         self._staging = Pool(allocator, Tier.HOST, Kind.BUFFERS)  # on the way to the disk and back
-        self._passing: deque[tuple[Transfer, list[PoolBlock]]] = deque()  # staging that is in use until then
+        self._passing: deque[tuple[Transfer, list[TierTensor]]] = deque()  # staging that is in use until then
         self._last_up: Transfer = Done()
         self._started_worker: Worker | None = None
 
@@ -152,7 +150,7 @@ class ActivationCopies:
         blocks = self.pools[tier].take([source.nbytes for source in sources])
         for storage, block in zip(storages, blocks, strict=True):
             storage.block = block
-        transfer = QueuedTransfer()
+        transfer = Work()
         events = self._allocator.ledger.events
         step = events.step
         last_up = self._last_up
@@ -173,15 +171,14 @@ class ActivationCopies:
             if is_disk:
                 transfer.event.synchronize()
                 for storage, block, target in zip(storages, blocks, targets, strict=True):
-                    storage.written = block.memory.start_write(0, _memory(target))
+                    storage.written = block.start_write(0, _memory(target))
                 self._passing.append((AllOf(*(storage.written for storage in storages)), targets))
 
-        transfer.work = self.worker.submit(job, ready=ready)
-        return transfer
+        return self.worker.submit(job, ready=ready, work=transfer)
 
     def start_in(self, name: str, tier: Tier, storages: list[SavedStorage], places: list[torch.Tensor]) -> Transfer:
         """Start copying the blocks of storages back to `places` on the device."""
-        transfer = QueuedTransfer()
+        transfer = Work()
         events = self._allocator.ledger.events
         step = events.step
         ready = record_event(self.device)
@@ -197,7 +194,7 @@ class ActivationCopies:
                 for storage in storages:
                     storage.written.wait()
                 pairs = zip(blocks, sources, strict=True)
-                AllOf(*[block.memory.start_read(0, _memory(source)) for block, source in pairs]).wait()
+                AllOf(*[block.start_read(0, _memory(source)) for block, source in pairs]).wait()
             ready.synchronize()
             way = (Tier.HOST.value, Tier.DEVICE.value)
             span = events.within("transfer", "up", name, size, way=way, device=self.device, step=step)
@@ -209,8 +206,7 @@ class ActivationCopies:
             if is_disk:
                 self._passing.append((transfer.event, sources))
 
-        transfer.work = self.worker.submit(job, ready=ready)
-        return transfer
+        return self.worker.submit(job, ready=ready, work=transfer)
 
     def _wait_for_staging(self) -> None:
         """Give staging back when what passes through it has left. Runs on the worker."""
@@ -219,6 +215,6 @@ class ActivationCopies:
             transfer.synchronize()
 
 
-def _memory(block: PoolBlock) -> torch.Tensor:
-    assert block.memory.tensor is not None
-    return block.memory.tensor
+def _memory(block: TierTensor) -> torch.Tensor:
+    assert block.tensor is not None
+    return block.tensor

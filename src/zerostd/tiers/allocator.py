@@ -1,31 +1,107 @@
-"""The allocator of a prepared model: tier tensors on the device, the host and the disk.
+"""Tier tensors: numbers in a row that are kept in one tier, how they are allocated, and their way to the device.
 
-On host and disk an owner (a name) reserves an arena of the exact size for each kind, and its tensors are cut from it;
-so what it has can be given back when it moves. `preparing` and `replanning` allocate; the runtime closes.
+On the device and the host a tier tensor is a torch tensor, and whoever works on it works on that. On disk it is an
+interval of a file, read and written in parts: through memory of the caller's or, outside the step, through memory of
+its own. `preparing` and `replanning` allocate; parameters are uploaded when a group is gathered.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections import Counter
-from collections.abc import Callable
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from zerostd.monitoring import Ledger
 from zerostd.policy import Kind, Tier
+from zerostd.tiers.debug import poison
 from zerostd.tiers.disk import Disk, Extent
-from zerostd.tiers.host import Host
-from zerostd.tiers.pages import padded
-from zerostd.tiers.tier_tensor import TierTensor
+from zerostd.tiers.host import PAGE, Host, aligned, padded
+from zerostd.tiers.limits import check_host
+from zerostd.tiers.transfer import Done, Streams, Transfer, record_event
+from zerostd.tiers.worker import Work, Worker
+
+NUM_BUFFERS = 2  # of an uploader
+WASTE = 1.25  # slabs of a pool, over the most that was taken at once
 
 Arena = tuple[str, Tier, Kind]  # of an owner
 
 
-class TierAllocator:
-    """Allocates in the tiers of one prepared model."""
+@dataclass(eq=False)
+class TierTensor:
+    """`numel` numbers of one dtype. `tensor` is None on disk."""
 
-    disk: Disk | None
+    numel: int
+    dtype: torch.dtype
+    tier: Tier
+    tensor: torch.Tensor | None
+    disk: Disk | None = None
+    extent: Extent | None = None
+    offset: int = 0  # bytes, in the extent
+
+    @classmethod
+    def cut(
+        cls, memory: torch.Tensor | Extent, start: int, numel: int, dtype: torch.dtype, disk: Disk | None
+    ) -> TierTensor:
+        """Return the numbers from byte `start` of host memory or of an extent on `disk`."""
+        if isinstance(memory, Extent):
+            return cls(numel, dtype, Tier.DISK, None, disk, memory, start)
+        return cls(numel, dtype, Tier.HOST, memory[start : start + numel * dtype.itemsize].view(dtype))
+
+    def read(self, part: slice, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the numbers of a part: a view, or from disk a copy. Holds the host, so it is not for the step.
+
+        The copy is in `memory`, which starts on a page and has one to spare, or in memory of its own.
+        """
+        if self.tensor is not None:
+            return self.tensor[part]
+        low = part.start * self.dtype.itemsize // PAGE * PAGE
+        size = part.stop * self.dtype.itemsize - low
+        buffer = aligned(size) if memory is None else memory[:size]
+        self.start_read(low // self.dtype.itemsize, buffer).wait()
+        skip = part.start * self.dtype.itemsize - low
+        return buffer[skip:].view(self.dtype)
+
+    def write(self, part: slice, values: torch.Tensor) -> None:
+        """Write numbers to a part. Holds the host, so it is not for the step."""
+        if self.tensor is not None:
+            self.tensor[part].copy_(values)
+            return
+        if part.start == part.stop:
+            return
+        per_page = PAGE // self.dtype.itemsize
+        low = part.start // per_page * per_page
+        high = min(self.numel, -(-part.stop // per_page) * per_page)
+        buffer = aligned((high - low) * self.dtype.itemsize)
+        shared = {low} if low < part.start else set()  # pages that hold more than the part
+        shared |= {(high - 1) // per_page * per_page} if part.stop < high else set()
+        for page in shared:
+            begin = (page - low) * self.dtype.itemsize
+            self.start_read(page, buffer[begin : begin + PAGE]).wait()
+        buffer.view(self.dtype)[part.start - low : part.stop - low].copy_(values)
+        self.start_write(low, buffer).wait()
+
+    def start_read(self, start: int, target: torch.Tensor) -> Transfer:
+        """Start reading from disk, from element `start` (on a page), into memory that starts on a page."""
+        assert self.disk is not None and self.extent is not None
+        return self.disk.read(self.extent, self.offset + start * self.dtype.itemsize, target)
+
+    def start_write(self, start: int, source: torch.Tensor) -> Transfer:
+        """Start writing to disk, to element `start` (on a page), from memory that starts on a page."""
+        assert self.disk is not None and self.extent is not None
+        return self.disk.write(self.extent, self.offset + start * self.dtype.itemsize, source)
+
+
+class TierAllocator:
+    """Allocates in the tiers of one prepared model.
+
+    On host and disk an owner (a name) reserves an arena of the exact size for each kind, and its tensors are cut from
+    it; so what it has can be given back when it moves.
+    """
 
     def __init__(self, device: torch.device, host: Host, disk: Disk | None, ledger: Ledger) -> None:
         self.device = device
@@ -65,14 +141,12 @@ class TierAllocator:
                 self.free_bytes(memory)
 
     def allocate_bytes(self, tier: Tier, kind: Kind, num_bytes: int) -> torch.Tensor | Extent:
-        """Return memory of the host or an extent of the disk."""
         if tier is Tier.HOST:
             return self.host.allocate(num_bytes, kind)
         assert self.disk is not None
         return self.disk.allocate(num_bytes, kind)
 
     def free_bytes(self, memory: torch.Tensor | Extent) -> None:
-        """Give back what `allocate_bytes` returned."""
         if isinstance(memory, Extent):
             assert self.disk is not None
             self.disk.free(memory)
@@ -98,3 +172,177 @@ class TierAllocator:
             self.close()
         else:
             threading.Thread(target=self.close).start()
+
+
+@dataclass(eq=False)
+class _Slab:
+    memory: torch.Tensor | Extent
+    num_bytes: int
+    free: list[tuple[int, int]] = field(default_factory=list)  # from, to; in order, never touching
+
+    def take(self, size: int) -> int | None:
+        for index, (start, stop) in enumerate(self.free):
+            if stop - start >= size:
+                self.free[index : index + 1] = [(start + size, stop)] if stop - start > size else []
+                return start
+        return None
+
+    def give(self, start: int, stop: int) -> None:
+        """Put a stretch back, and join it with its neighbours."""
+        joined: list[tuple[int, int]] = []
+        for low, high in sorted([*self.free, (start, stop)]):
+            if joined and joined[-1][1] == low:
+                joined[-1] = (joined[-1][0], high)
+            else:
+                joined.append((low, high))
+        self.free = joined
+
+
+class Pool:
+    """Blocks of host memory or of the disk, taken and given back in any order, and kept for the next time.
+
+    Activations come and go in every pass, in sizes that nobody knows before the first one and that may differ from
+    pass to pass. Blocks are cut from slabs; the slabs stay, so that after the first passes nothing is allocated. A slab
+    is as long as what did not fit into those there were. When no block is taken and the slabs have become much longer
+    than was ever needed at once, one slab of that length takes their place: a long run does not fragment.
+
+    A block is a tier tensor of bytes. It goes back with the last reference to that, on whichever thread. `limit` is the
+    most bytes that all slabs together may take.
+    """
+
+    def __init__(self, allocator: TierAllocator, tier: Tier, kind: Kind, limit: int | None = None) -> None:
+        self.tier = tier
+        self._allocator = allocator
+        self._kind = kind
+        self._limit = limit
+        self._slabs: list[_Slab] = []
+        self._used = 0
+        self._most = 0  # ever used at once
+        self._returned: deque[tuple[_Slab, int, int]] = deque()  # no lock: the collector may run where one is held
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(slab.num_bytes for slab in self._slabs)
+
+    @property
+    def used(self) -> int:
+        """Bytes of the blocks that are taken."""
+        self._collect()
+        return self._used
+
+    def take(self, sizes: Sequence[int]) -> list[TierTensor]:
+        """Return a block for each of `sizes` bytes; raise PrepareError if there is no memory for them."""
+        self._collect()
+        if self._used == 0 and self.num_bytes > WASTE * max(self._most, sum(map(padded, sizes))):
+            for slab in self._slabs:
+                self._allocator.free_bytes(slab.memory)
+            self._slabs.clear()
+            self._grow(self._most)
+        blocks = [self._find(size) for size in sizes]
+        missing = sum(padded(size) for size, block in zip(sizes, blocks, strict=True) if block is None)
+        if missing:
+            self._grow(missing)
+            blocks = [block or self._find(size) for size, block in zip(sizes, blocks, strict=True)]
+        self._most = max(self._most, self._used)
+        return [block for block in blocks if block is not None]
+
+    def _find(self, size: int) -> TierTensor | None:
+        wanted = padded(size)
+        for slab in self._slabs:
+            start = slab.take(wanted)
+            if start is not None:
+                self._used += wanted
+                block = TierTensor.cut(slab.memory, start, size, torch.uint8, self._allocator.disk)
+                finalizer = weakref.finalize(block, self._returned.append, (slab, start, start + wanted))
+                finalizer.atexit = False
+                return block
+        return None
+
+    def _grow(self, num_bytes: int) -> None:
+        if self.tier is Tier.HOST:
+            left = None if self._limit is None else max(0, self._limit - self.num_bytes)
+            check_host(num_bytes, f"more {self._kind.value} ({self.num_bytes} bytes are there)", left)
+        with self._allocator.ledger.leaks.ignored():  # kept for the next pass
+            memory = self._allocator.allocate_bytes(self.tier, self._kind, num_bytes)
+        self._slabs.append(_Slab(memory, num_bytes, [(0, num_bytes)]))
+
+    def _collect(self) -> None:
+        """Take in the blocks that were given back."""
+        while self._returned:
+            slab, start, stop = self._returned.popleft()
+            slab.give(start, stop)
+            if isinstance(slab.memory, torch.Tensor) and self._allocator.device.type == "cpu":
+                poison(slab.memory[start:stop])
+            self._used -= stop - start
+
+
+class Uploader:
+    """Uploads tier tensors to the device, from the disk through a few buffers of host memory.
+
+    Work that the device has not come to may still read the target, and the loop runs far ahead of the device. Put into
+    the stream at once, the copy would hold up everything behind it, updates above all. So a thread puts it in when the
+    device is there. `largest_on_disk` is the longest tensor that is kept there, in bytes.
+    """
+
+    def __init__(self, allocator: TierAllocator, streams: Streams, *, largest_on_disk: int) -> None:
+        self._allocator = allocator
+        self._streams = streams
+        self._lazy_worker: Worker | None = None
+        num_buffers = NUM_BUFFERS if largest_on_disk else 0
+        self._buffers = [allocator.host.allocate(largest_on_disk, Kind.BUFFERS) for _ in range(num_buffers)]
+        self._buffer_events: list[Transfer] = [Done() for _ in self._buffers]  # when each may be filled again
+        self._turns = itertools.cycle(range(num_buffers))
+
+    @staticmethod
+    def buffer_bytes(largest_on_disk: int) -> int:
+        """Return the bytes of host memory that an uploader takes."""
+        return NUM_BUFFERS * largest_on_disk
+
+    def upload(self, source: TierTensor, target: torch.Tensor, name: str = "") -> Transfer:
+        """Start filling `target`, which is on the device and free behind what is in the current stream now.
+
+        Events show the upload as one of the group `name`.
+        """
+        if source.tensor is not None:
+            if source.tensor.data_ptr() == target.data_ptr():
+                return Done()
+            if source.tier is Tier.DEVICE or target.device.type == "cpu":
+                target.copy_(source.tensor)
+                return Done()
+        ready = record_event(target.device)
+        transfer = Work()
+        events = self._allocator.ledger.events
+        turn = next(self._turns) if source.tensor is None else None
+
+        def copy() -> None:
+            values = source.tensor if turn is None else self._read(source, turn)
+            assert values is not None
+            ready.synchronize()
+            way = (source.tier.value, Tier.DEVICE.value)
+            with (
+                self._streams.up.after(),
+                events.within("transfer", "up", name, target.nbytes, way=way, device=target.device),
+            ):
+                target.copy_(values, non_blocking=True)
+                transfer.event = self._streams.up.record_event()
+            if turn is not None:
+                self._buffer_events[turn] = transfer.event
+                if target.device.type == "cpu":
+                    poison(self._buffers[turn])
+
+        return self._worker.submit(copy, ready=ready, work=transfer)
+
+    @property
+    def _worker(self) -> Worker:
+        if self._lazy_worker is None:
+            self._lazy_worker = Worker("the upload of parameters to the device", self._allocator.device)
+            self._allocator.before_close(self._lazy_worker.stop)
+        return self._lazy_worker
+
+    def _read(self, source: TierTensor, turn: int) -> torch.Tensor:
+        """Read a tensor from disk into a buffer, when that is free."""
+        self._buffer_events[turn].synchronize()
+        memory = self._buffers[turn][: source.numel * source.dtype.itemsize]
+        source.start_read(0, memory).wait()
+        return memory.view(source.dtype)

@@ -22,7 +22,20 @@ from zerostd.monitoring.ledger import Ledger
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.limits import check_host
 
+PAGE = 4096  # the largest logical block of common drives: files past the page cache are read and written in pages
 TOUCH_BYTES = 64 * 2**20  # one thread's share of the first touch
+
+
+def padded(num_bytes: int) -> int:
+    """Return the bytes of the whole pages that `num_bytes` take."""
+    return -(-num_bytes // PAGE) * PAGE
+
+
+def aligned(num_bytes: int) -> torch.Tensor:
+    """Return ordinary host memory that starts on a page."""
+    memory = torch.empty(num_bytes + PAGE, dtype=torch.uint8)
+    skip = -memory.data_ptr() % PAGE
+    return memory[skip : skip + num_bytes]
 
 
 class Host:
@@ -129,14 +142,9 @@ class _Mapping(mmap.mmap):
 
 def _touch(address: int, num_bytes: int, num_threads: int) -> None:
     """Make the pages present, each thread a slice at a time; memset releases the GIL."""
-    starts = range(0, num_bytes, TOUCH_BYTES)
 
     def touch(start: int) -> None:
         ctypes.memset(address + start, 0, min(TOUCH_BYTES, num_bytes - start))
 
-    if len(starts) <= 1 or num_threads == 1:
-        for start in starts:
-            touch(start)
-        return
-    with ThreadPoolExecutor(min(num_threads, len(starts)), thread_name_prefix="zerostd-touch") as threads:
-        list(threads.map(touch, starts))
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="zerostd-touch") as threads:
+        list(threads.map(touch, range(0, num_bytes, TOUCH_BYTES)))

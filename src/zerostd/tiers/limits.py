@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from zerostd.errors import PrepareError
+from zerostd.policy import Tier
 
 UNLIMITED = 2**60  # cgroup v1 says "no limit" with a number just below 2**63
 
@@ -78,16 +79,13 @@ def check_host(num_bytes: int, what: str, limit: int | None = None) -> None:
     available = available_memory()
     cgroup = cgroup_memory()
     free = free_host(available, cgroup)
-    if limit is not None and num_bytes > limit and limit <= free:
-        raise PrepareError(
-            f"{what} needs {_size(num_bytes)} of host memory, but the host budget leaves {_size(limit)} "
-            f"({_size(free)} are free); raise Budget(host=...), place less on the host, or use more ranks"
-        )
+    wanted = f"{what} needs {_size(num_bytes)} of host memory"
+    _check_budget(num_bytes, limit, free, wanted, Tier.HOST)
     if num_bytes > free:
         group = f"; cgroup {cgroup.path}: limit {_size(cgroup.limit)}, in use {_size(cgroup.used)}" if cgroup else ""
         raise PrepareError(
-            f"{what} needs {_size(num_bytes)} of host memory, but {_size(free)} are free (system: {_size(available)} "
-            f"available{group}); place less on the host, use more ranks or the disk tier, or raise the memory limit"
+            f"{wanted}, but {_size(free)} are free (system: {_size(available)} available{group}); "
+            "place less on the host, use more ranks or the disk tier, or raise the memory limit"
         )
 
 
@@ -99,15 +97,20 @@ def check_disk(num_bytes: int, path: str, limit: int | None = None) -> None:
         raise PrepareError(
             f"{path} is not a directory that can be used ({error.strerror}); name another one"
         ) from error
-    if limit is not None and num_bytes > limit and limit <= free:
-        raise PrepareError(
-            f"{_size(num_bytes)} wanted in {path}, but the disk budget leaves {_size(limit)} ({_size(free)} are free); "
-            "raise Budget(disk=...), place less on disk, or use more ranks"
-        )
+    wanted = f"{_size(num_bytes)} wanted in {path}"
+    _check_budget(num_bytes, limit, free, wanted, Tier.DISK)
     if num_bytes > free:
         raise PrepareError(
-            f"{_size(num_bytes)} wanted in {path}, but its file system has {_size(free)} free; "
+            f"{wanted}, but its file system has {_size(free)} free; "
             "make room, name another directory with Budget(disk_path=...), or place less on disk"
+        )
+
+
+def _check_budget(num_bytes: int, limit: int | None, free: int, wanted: str, tier: Tier) -> None:
+    if limit is not None and num_bytes > limit and limit <= free:
+        raise PrepareError(
+            f"{wanted}, but the {tier.value} budget leaves {_size(limit)} ({_size(free)} are free); raise "
+            f"Budget({tier.value}=...), place less on the {tier.value}, or use more ranks"
         )
 
 

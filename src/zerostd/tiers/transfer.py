@@ -1,17 +1,20 @@
-"""Transfers: work in flight that fills or reads memory, and the three ways to ask for its end.
+"""Transfers: work in flight that fills or reads memory, how to wait for it, and the streams of the device.
 
 Whoever starts a copy, a read of the disk, a collective or an update gets a `Transfer`. `wait` is for the loop: it puts
 the current stream behind the transfer and holds the host only where there is no stream. `synchronize` is for threads
 and for code that reads the memory on the host.
+
+On a GPU a `Stream` is a torch stream: work put into it runs beside everything else. On the CPU work is done as it is
+put in, so every event has been reached. The code that uses streams is the same for both.
 """
 
 from __future__ import annotations
 
-import threading
-import warnings
+import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
-from zerostd.errors import StorageError, ZerostdError
+import torch
 
 
 class Transfer(ABC):
@@ -38,10 +41,9 @@ class Done(Transfer):
     """A transfer that was over before it began."""
 
     def wait(self) -> None:
-        """Return at once."""
+        return
 
     def is_done(self) -> bool:
-        """Return True."""
         return True
 
 
@@ -52,85 +54,80 @@ class AllOf(Transfer):
         self.parts = parts
 
     def wait(self) -> None:
-        """Wait for one after the other."""
         for part in self.parts:
             part.wait()
 
     def is_done(self) -> bool:
-        """Return whether all are done."""
         return all(part.is_done() for part in self.parts)
 
     def synchronize(self) -> None:
-        """Hold the host until all have arrived."""
         for part in self.parts:
             part.synchronize()
 
     def has_arrived(self) -> bool:
-        """Return whether all have arrived."""
         return all(part.has_arrived() for part in self.parts)
 
 
-class Work(Transfer):
-    """A transfer that other threads carry out in `num_parts` parts, each of which ends in `finish` or `fail`.
+class StreamEvent(Transfer):
+    """The end of what is in a stream of the device when this is made."""
 
-    It is done when the last part has ended, failed ones too: after `wait` no thread touches the memory any more.
+    def __init__(self, stream: torch.Stream, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.Event(device, blocking=True)  # a thread that waits sleeps; else it keeps a core busy
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        """Put what enters the current stream from now on behind the event; the host goes on."""
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
+
+    def is_done(self) -> bool:
+        return True  # `wait` never holds the host
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def has_arrived(self) -> bool:
+        return self._event.query()
+
+
+class Stream:
+    """A stream of the device that runs beside its current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.Stream(device, priority=-1) if device.type != "cpu" else None
+
+    @contextlib.contextmanager
+    def after(self, *transfers: Transfer | None) -> Iterator[None]:
+        """Put the work of a `with` block into this stream, behind `transfers`."""
+        with contextlib.nullcontext() if self.stream is None else self.stream:
+            for transfer in transfers:
+                if transfer is not None:
+                    transfer.wait()
+            yield
+
+    def record_event(self) -> Transfer:
+        """Return an event behind what is in this stream now."""
+        return Done() if self.stream is None else StreamEvent(self.stream, self.device)
+
+
+def record_event(device: torch.device) -> Transfer:
+    """Return an event behind what is in the current stream now."""
+    if device.type == "cpu":
+        return Done()
+    return StreamEvent(torch.accelerator.current_stream(device), device)
+
+
+class Streams:
+    """The streams of one prepared model. The two directions of a link work at the same time, so each has its own.
+
+    A device's copy engine stays with a stream for as long as that has work: a second stream of the same direction gets
+    its turn when the first has nothing to do. So there is one stream up and one down, and work enters them only when it
+    can begin. Gradients have their own: they are put in before they are computed, and would hold up what is there.
     """
 
-    def __init__(self, num_parts: int = 1) -> None:
-        self._error: BaseException | None = None
-        self._is_reported = False  # whether anybody saw the error
-        self._parts_left = num_parts
-        self._lock = threading.Lock()
-        self._done = threading.Event()
-
-    def finish(self) -> None:
-        """End one part well."""
-        self._end(None)
-
-    def fail(self, error: BaseException) -> None:
-        """End one part with an error; `wait` raises the first one."""
-        self._end(error)
-
-    def wait(self) -> None:
-        """Return when all parts have ended; raise the first error, with its cause, every time."""
-        self._done.wait()
-        error = self._error
-        if error is None:
-            return
-        self._is_reported = True
-        if isinstance(error, ZerostdError):  # a new one each time: a raised error collects tracebacks
-            raise type(error)(*error.args) from error.__cause__ or error
-        raise StorageError(f"the work behind a transfer failed: {error!r}") from error
-
-    def is_done(self) -> bool:
-        """Return whether all parts have ended."""
-        return self._done.is_set()
-
-    def _end(self, error: BaseException | None) -> None:
-        with self._lock:
-            self._error = self._error or error
-            self._parts_left -= 1
-            if self._parts_left == 0:
-                self._done.set()
-
-    def __del__(self) -> None:
-        if self._error is not None and not self._is_reported:
-            warnings.warn(f"a transfer failed and nobody waited for it: {self._error}", RuntimeWarning, stacklevel=2)
-
-
-class QueuedTransfer(Transfer):
-    """Work of a thread that ends by putting a copy into a stream."""
-
-    def __init__(self) -> None:
-        self.work: Work | None = None
-        self.event: Transfer = Done()  # behind the copy; recorded by the thread
-
-    def wait(self) -> None:
-        """Hold the host until the thread is done, then put the current stream behind the copy."""
-        assert self.work is not None
-        self.work.wait()
-        self.event.wait()
-
-    def is_done(self) -> bool:
-        """Return whether the thread is done."""
-        return self.work is not None and self.work.is_done()
+    def __init__(self, device: torch.device) -> None:
+        self.up = Stream(device)  # host to device
+        self.down = Stream(device)  # device to host: states and parameters
+        self.gradients = Stream(device)  # gradients: device to host, and up again when a later pass adds to them
+        self.update = Stream(device)  # arithmetic on the device

@@ -1,4 +1,4 @@
-"""A worker: one thread that does jobs beside everything else.
+"""A worker: one thread that does jobs beside everything else, and the `Work` that others wait for.
 
 Of the jobs that wait, it takes those whose input has arrived, and of these the one that is needed first; if no input
 has arrived, the job submitted first. So what is needed soonest overtakes, but never holds up what could be done
@@ -13,15 +13,59 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
+import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from zerostd.errors import StorageError, ZerostdError
-from zerostd.tiers.transfer import Done, Transfer, Work
+from zerostd.tiers.transfer import Done, Transfer
+
+
+class Work(Transfer):
+    """A transfer that other threads carry out in `num_parts` parts, each of which ends in `finish`.
+
+    It is done when the last part has ended, failed ones too: after `wait` no thread touches the memory any more. Work
+    that ends by putting a copy into a stream sets `event` behind it, and `wait` puts the current stream behind that.
+    """
+
+    def __init__(self, num_parts: int = 1) -> None:
+        self.event: Transfer = Done()
+        self._error: BaseException | None = None
+        self._is_reported = False  # whether anybody saw the error
+        self._parts_left = num_parts
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End one part, well or with an error; `wait` raises the first one."""
+        with self._lock:
+            self._error = self._error or error
+            self._parts_left -= 1
+            if self._parts_left == 0:
+                self._done.set()
+
+    def wait(self) -> None:
+        """Hold the host until all parts have ended; raise the first error, with its cause, every time."""
+        self._done.wait()
+        error = self._error
+        if error is None:
+            self.event.wait()
+            return
+        self._is_reported = True
+        if isinstance(error, ZerostdError):  # a new one each time: a raised error collects tracebacks
+            raise type(error)(*error.args) from error.__cause__ or error
+        raise StorageError(f"the work behind a transfer failed: {error!r}") from error
+
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def __del__(self) -> None:
+        if self._error is not None and not self._is_reported:
+            warnings.warn(f"a transfer failed and nobody waited for it: {self._error}", RuntimeWarning, stacklevel=2)
 
 
 @dataclass(eq=False)
@@ -29,7 +73,7 @@ class _WorkerJob:
     parts: deque[Callable[[], None]]  # still to do
     place: int  # in the order in which jobs are needed
     ready: Transfer  # its input
-    work: Work = field(default_factory=Work)
+    work: Work
 
 
 class _Queue:
@@ -61,7 +105,6 @@ class _Queue:
             del job
 
     def close(self) -> None:
-        """Let the thread end when it has done what it is doing."""
         with self.condition:
             self.is_closed = True
             self.condition.notify_all()
@@ -90,39 +133,35 @@ class _Queue:
                 with self.condition, contextlib.suppress(ValueError):  # its other parts are not to be done
                     self.jobs.remove(job)
         if self.error is not None:
-            job.work.fail(self._explained(self.error))
+            failure = self.error
+            if not isinstance(failure, ZerostdError):
+                failure = StorageError(f"{self.name} failed: {type(failure).__name__}: {failure}")
+                failure.__cause__ = self.error
+            job.work.finish(failure)
         elif not job.parts:
             job.work.finish()
-
-    def _explained(self, error: BaseException) -> BaseException:
-        if isinstance(error, ZerostdError):
-            return error
-        explained = StorageError(f"{self.name} failed: {type(error).__name__}: {error}")
-        explained.__cause__ = error
-        return explained
 
 
 class Worker:
     """Does jobs in the background. Its thread ends with the object, or with `stop`."""
 
-    stop: Callable[[], None]  # may outlive the worker, which it does not refer to
-
     def __init__(self, name: str, device: torch.device) -> None:
         self._queue = _Queue(name)
-        self.stop = self._queue.stop
+        self.stop = self._queue.stop  # may outlive the worker, which it does not refer to
         threading.Thread(target=self._queue.serve, args=(device,), daemon=True, name=name).start()
         weakref.finalize(self, self._queue.close)
 
-    def submit(self, run: Callable[[], None], place: int = 0, ready: Transfer | None = None) -> Work:
-        """Do `run`, for which `ready` should have arrived. Its Work is done when it has returned."""
-        return self.submit_parts([run], place, ready)
+    def submit(
+        self, *parts: Callable[[], None], place: int = 0, ready: Transfer | None = None, work: Work | None = None
+    ) -> Work:
+        """Do the parts of a job one after the other, when `ready` has arrived or there is nothing else to do.
 
-    def submit_parts(self, parts: Iterable[Callable[[], None]], place: int = 0, ready: Transfer | None = None) -> Work:
-        """Do one part after the other, at least one. The Work is done when the last has returned."""
+        Return its Work, which is done when the last part has returned: `work`, if a part sets the event of it.
+        """
         self.check()
         if self._queue.is_closed:
             raise StorageError(f"{self._queue.name} has ended: its model was released")
-        job = _WorkerJob(deque(parts), place, ready or Done())
+        job = _WorkerJob(deque(parts), place, ready or Done(), work or Work())
         with self._queue.condition:
             self._queue.jobs.append(job)
             self._queue.condition.notify_all()

@@ -22,7 +22,7 @@ from zerostd.checkpointing.storage.safetensors_files import NUM_THREADS, Safeten
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
 from zerostd.tiers import Done, TierTensor, Transfer
-from zerostd.tiers.pages import PAGE, aligned
+from zerostd.tiers.host import PAGE, aligned
 
 DISK_WRITE = 16 << 20  # bytes written to a disk tier at a time
 NUM_BUFFERS = 3  # one is read, two are written

@@ -32,7 +32,7 @@ from msgspec import Struct
 from zerostd.checkpointing.storage.manifest import DTYPE_BY_CODE, SAFETENSORS_CODES, Count, Shape
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import convert
-from zerostd.tiers.pages import PAGE, aligned
+from zerostd.tiers.host import PAGE, aligned
 
 NUM_THREADS = 4
 MOST_HEADER = 256 << 20

@@ -30,7 +30,7 @@ from zerostd.parameters.flat import SavedInterval
 from zerostd.parameters.observing import StepObserver
 from zerostd.policy import Tier
 from zerostd.tiers import Done, Stream, Transfer, Work, record_event
-from zerostd.tiers.pages import PAGE, aligned
+from zerostd.tiers.host import PAGE, aligned
 
 log = logging.getLogger("zerostd")
 
