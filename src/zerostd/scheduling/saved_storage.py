@@ -18,8 +18,8 @@ import torch
 from zerostd.compat import version_of
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.allocator import Pool, TierAllocator, TierTensor
-from zerostd.tiers.transfer import AllOf, Done, Streams, Transfer, Work, record_event
-from zerostd.tiers.worker import Worker
+from zerostd.tiers.transfer import AllOf, Done, Streams, Transfer, record_event
+from zerostd.tiers.worker import Work, Worker
 
 SPOILT = -1  # instead of a version
 NUM_STAGED = 2  # groups that staging is in use for, at most
