@@ -17,17 +17,14 @@ TOP = {"__init__.py", "__main__.py", "api.py", "errors.py", "policy.py", "compat
 SHARED_FILES: dict[str, str] = {
     "plan.py": "the plan, and the command that makes one",
     "report.py": "the report, and the command that makes one",
-    "tables.py": "numbers in rows, on a terminal and on a page",
     "world.py": "the ranks, and Horovod's names for them",
     "optimizer.py": "the optimizer users get back, and Horovod's",
     "states.py": "optimizer states as state_dicts, and Horovod's",
     "activations.py": "what is done with activations: planned, and done",
-    "limits.py": "what may be used of a tier: planned, and held",
     "reading.py": "a checkpoint and a run directory, read and checked",
 }
 SHARED_CLASSES: dict[str, str] = {
     "ZeroStrategy": "of Fabric and of the Trainer: Lightning has a class for each",
-    "Leak": "where it is noticed, and the line of it in a run directory",
 }
 
 LISTED = re.compile(r"(?<![\w/.-])(\w+\.py)\b")  # a file of the room as a docstring lists it

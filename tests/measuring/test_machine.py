@@ -159,7 +159,7 @@ def test_files_are_closed_when_the_disk_fails(tmp_path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("zerostd.tiers.disk._read", refuse)
+        patch.setattr("zerostd.tiers.disk._move", refuse)
         with pytest.raises(StorageError, match="Input/output error"):
             disk_rates(str(tmp_path), SMALL)
     assert not opened(tmp_path) and os.listdir(tmp_path) == []
