@@ -45,7 +45,7 @@ COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at, and what to do about it."""
+    """The result of one check, and the remedy if it failed."""
 
     name: str
     status: Literal["ok", "warning", "failure"]  # a warning: it works, slower or with less

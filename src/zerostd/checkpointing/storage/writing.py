@@ -209,7 +209,7 @@ def _write_block(
 
 
 def _merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
-    """Return the manifest of all ranks. What they have in common is rank 0's."""
+    """Merge the manifests of all ranks; fields they share are taken from rank 0."""
     entries: dict[tuple[str, str, str], TensorEntry] = {}
     parts: dict[tuple[str, str, str], list[TensorPart]] = {}
     files: dict[str, FileEntry] = {}
