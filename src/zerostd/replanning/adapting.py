@@ -244,10 +244,10 @@ class Adapter(StepObserver):
         self._next["speed"] = self._step + self._pause * EVERY
         if text:
             plan = Plan.from_json(text)
+            _empty_cache(world.device)  # so that what moves does not lie in the blocks of activations
             moved = move(self.runtime, plan)
+            _empty_cache(world.device)  # what was given up is there for others
             self.revisions.append(Revision(self._step, reason, tuple(moved), plan))
-            if world.device.type != "cpu":
-                torch.accelerator.empty_cache()  # what was given up is there for others
         _forget_peak(world.device)
         self._begun = time.perf_counter()
 
@@ -300,6 +300,11 @@ class Adapter(StepObserver):
         for tier, size in room.items():
             limits[tier] = min(limits.get(tier, 0), int((1 - MARGIN) * size))
         return limits
+
+
+def _empty_cache(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 def _forget_peak(device: torch.device) -> None:
