@@ -31,6 +31,7 @@ from zerostd.monitoring import Memory
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters import GroupState
 from zerostd.parameters.blueprints import MARK, check_model, find_blueprints
+from zerostd.parameters.prepared import set_data
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
 from zerostd.preparing.building import attach_optimizer, build, device_of
@@ -194,6 +195,7 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             for group in groups:
                 for flat in group.flats:
                     runtime.wires.broadcast([flat.full])
+                    flat.keep_all()
                     flat.commit_edits()
         for group in released:
             runtime.gatherer.release(group)
@@ -330,8 +332,9 @@ def release(model: nn.Module) -> nn.Module:
     runtime.guards.remove()
     for group in runtime.groups:
         for parameter, value in full_values(runtime, group):
-            parameter.data = value.clone()
+            set_data(parameter, value.clone())
             parameter.grad = None
+    runtime.access.remove()
     if runtime.late_optimizer is not None:
         runtime.late_optimizer.end()
     if runtime.optimizer is not None:

@@ -125,3 +125,32 @@ def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a module's own state_dict has, by name; not those of its children."""
     skipped = module._non_persistent_buffers_set
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None and name not in skipped}
+
+
+def no_torch_function() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which tensors of our own classes are plain ones."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def _metadata() -> frozenset[Any]:
+    """Functions of torch that ask a tensor for anything but its values, or change such."""
+    attributes = """
+        shape dtype device layout requires_grad grad grad_fn is_leaf ndim itemsize nbytes names output_nr retains_grad
+        is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_xla is_mps is_xpu
+        _version _backward_hooks _post_accumulate_grad_hooks grad_dtype
+    """
+    methods = """
+        size dim numel nelement ndimension element_size is_floating_point is_complex is_signed is_inference get_device
+        is_same_size has_names register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad
+        __len__ __hash__
+    """
+    descriptors = [getattr(torch.Tensor, name, None) for name in attributes.split()]
+    functions: set[Any] = {
+        getattr(descriptor, verb, None) for descriptor in descriptors for verb in ("__get__", "__set__", "__delete__")
+    }
+    functions |= {getattr(torch.Tensor, name, None) for name in methods.split()}
+    functions |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_signed}
+    return frozenset(functions - {None})
+
+
+METADATA = _metadata()

@@ -9,6 +9,7 @@ import torch
 
 from scheduling.small_groups import SHAPE, Bench, Update, parameter_of, write
 from zerostd.parameters import Group, GroupState
+from zerostd.parameters.prepared import get_data
 from zerostd.policy import Kind, Tier
 
 
@@ -22,20 +23,20 @@ def test_released_group_holds_no_device_memory() -> None:
     group = bench.group()
     assert group.state is GroupState.RELEASED
     assert group.flats[0].full.untyped_storage().nbytes() == 0 and bench.ledger.now[Tier.DEVICE, Kind.BUFFERS] == 0
-    assert parameter_of(group).shape == SHAPE and parameter_of(group).isnan().all()
+    assert parameter_of(group).shape == SHAPE and get_data(parameter_of(group)).isnan().all()
     gather(group)
     assert bench.ledger.now[Tier.DEVICE, Kind.BUFFERS] == group.flats[0].full.nbytes
     assert torch.equal(parameter_of(group), torch.ones(SHAPE))
     group.release()
-    assert bench.ledger.now[Tier.DEVICE, Kind.BUFFERS] == 0 and parameter_of(group).isnan().all()
+    assert bench.ledger.now[Tier.DEVICE, Kind.BUFFERS] == 0 and get_data(parameter_of(group)).isnan().all()
 
 
 def test_parameters_show_values_only_when_the_gather_was_waited_for() -> None:
     group = Bench().group()
     group.start_gather()
-    assert group.state is GroupState.GATHERING and group.gathers and parameter_of(group).isnan().all()
+    assert group.state is GroupState.GATHERING and group.gathers and get_data(parameter_of(group)).isnan().all()
     group.wait_gather()
-    assert group.state is GroupState.GATHERED and not group.gathers and not parameter_of(group).isnan().any()
+    assert group.state is GroupState.GATHERED and not group.gathers and not get_data(parameter_of(group)).isnan().any()
 
 
 def pin(group: Group) -> None:
@@ -95,7 +96,7 @@ def test_expired_group_shows_nan_until_its_update_is_done() -> None:
     group = Bench().group(rests_on=Tier.DEVICE)
     group.add_update(Update(lambda: write(group, 5.0)))
     group.expire()
-    assert group.state is GroupState.GATHERING and not group.gathers and parameter_of(group).isnan().all()
+    assert group.state is GroupState.GATHERING and not group.gathers and get_data(parameter_of(group)).isnan().all()
     group.wait_gather()
     assert torch.equal(parameter_of(group), torch.full(SHAPE, 5.0))
 

@@ -20,6 +20,7 @@ from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters import GradientHandle, Group
 from zerostd.parameters.blueprints import MARK, OWNER, Blueprint
 from zerostd.parameters.observing import StepObserver
+from zerostd.scheduling.access import ParameterAccess
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.backward import Backward
 from zerostd.scheduling.gathering import Gatherer
@@ -66,8 +67,11 @@ class Runtime:
             self._trained(), gatherer, reducer, activations, self.observers, accumulate=settings.accumulate
         )
         casts = self._casts()
-        self.hooks = Hooks(model, self.backward, self._before_forward, self._on_input(casts), self._on_output(casts))
-        self.guards = Guards(model, gatherer, self.finish_updates)
+        self.access = ParameterAccess(gatherer, self.gradients.check_unlocked)
+        self.hooks = Hooks(
+            model, self.backward, self.access, self._before_forward, self._on_input(casts), self._on_output(casts)
+        )
+        self.guards = Guards(model, self.access, self.finish_updates)
         self._buffers_moved = True  # rank 0's buffers have to go to all before the next forward
 
     @property
@@ -109,6 +113,7 @@ class Runtime:
         self.backward.reducer.reserve(self.groups)
         weakref.finalize(self.model, self.world.close)
         weakref.finalize(self.model, self.resources.allocator.close_aside)
+        self.access.install()
         self.hooks.install()
         self.guards.install()
 
@@ -146,6 +151,7 @@ class Runtime:
     def _before_forward(self, model: nn.Module) -> None:
         """Whoever looks after the plan comes first. Then DDP's rule for buffers: after a forward that may have changed
         them, all ranks take rank 0's."""
+        self.access.forget()
         if model.training and torch.is_grad_enabled():
             for observer in self.observers:
                 observer.before_forward()
@@ -165,6 +171,7 @@ class Runtime:
 
     def renew(self, group: Group) -> None:
         """The group's masters have changed."""
+        self.access.forget()
         self.gatherer.renew(group)
 
     def stepped(self) -> None:
@@ -180,6 +187,7 @@ class Runtime:
             self.optimizer.synchronize()
         for group in self.groups:
             group.wait_save()
+            group.commit_edits()
 
     def check_step(self) -> None:
         """A step begins; raise if it would lose gradients."""

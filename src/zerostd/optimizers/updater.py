@@ -183,6 +183,7 @@ class Updater:
         """Start the update of the spans of `group` that have gradients; `is_complete` says that all have. The scope
         "speculative" are those with spare tensors, which are updated into these; "rest" are those without."""
         group.wait_save()
+        group.commit_edits()
         resident: list[UpdateSpan] = []
         used = 0
         is_speculative = scope == "speculative"
@@ -203,7 +204,7 @@ class Updater:
                 group.add_update(self.offload.launch(task))
             if flat.gradient is not None and flat.gradient.host_copy is not None:
                 flat.gradient.host_copy.drop_overwritten()
-            torch.autograd.graph.increment_version(flat.parameters)  # a graph from before must not run on new values
+            flat.mark_updated()
         if resident:
             self._update_resident(group, resident, options)
 

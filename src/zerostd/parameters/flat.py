@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from zerostd.compat import no_torch_function, version_of
 from zerostd.parameters.gradient import Gradient
+from zerostd.parameters.prepared import classes_for, set_data
 from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding import Layout, Piece, Portion
 from zerostd.tiers import Done, TierAllocator, TierTensor, Transfer
@@ -106,6 +108,10 @@ class Flat:
         loud = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
         blank = torch.full((), loud, dtype=dtype, device=allocator.device)
         self._blanks = [blank.expand(interval.shape) for interval in layout.intervals]
+        self._originals = [type(parameter) for parameter in self.parameters]
+        self._classes = [classes_for(original) for original in self._originals]
+        self._versions = [version_of(parameter) for parameter in self.parameters]  # at the last commit of edits
+        self._is_edited = False  # the user has written to parameters, and masters do not know
 
     @property
     def gives_back(self) -> bool:
@@ -130,7 +136,7 @@ class Flat:
         if parameter.device.type == "meta":  # torch lets no tensor change between meta and a real device in place
             real = torch.empty(0, dtype=self.full.dtype, device=self.full.device)  # own version: [Note: storage]
             torch.utils.swap_tensors(parameter, nn.Parameter(real, requires_grad=parameter.requires_grad))
-        parameter.data = self._views[index]
+        set_data(parameter, self._views[index])
 
     @torch.no_grad()
     def set_master(self, index: int, value: torch.Tensor) -> None:
@@ -177,13 +183,18 @@ class Flat:
 
     def show_values(self) -> None:
         """Let parameters be views of the gathered buffer."""
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.data = view
+        with no_torch_function():
+            for parameter, view, (prepared, _) in zip(self.parameters, self._views, self._classes, strict=True):
+                set_data(parameter, view)
+                parameter.__class__ = prepared
 
     def show_nan(self) -> None:
-        """Let parameters show NaN of their shape, which takes no memory."""
-        for parameter, blank in zip(self.parameters, self._blanks, strict=True):
-            parameter.data = blank
+        """Let parameters ask for their values when they are touched, and take no memory. What cannot ask, since it
+        goes around torch's functions, sees NaN."""
+        with no_torch_function():
+            for parameter, blank, (_, released) in zip(self.parameters, self._blanks, self._classes, strict=True):
+                set_data(parameter, blank)
+                parameter.__class__ = released
 
     def free(self) -> None:
         """Give the gathered buffer's memory back, if parameters rest elsewhere."""
@@ -202,6 +213,11 @@ class Flat:
         self._ledger.leave(Kind.BUFFERS, self.full.nbytes)
         storage.resize_(0)
 
+    def restore_classes(self) -> None:
+        """Let parameters be ordinary ones again."""
+        for parameter, original in zip(self.parameters, self._originals, strict=True):
+            parameter.__class__ = original
+
     # Masters and parameters
 
     def round_masters(self, *, only_resident: bool = False) -> None:
@@ -216,19 +232,53 @@ class Flat:
             else:
                 self.rest.write(shard.region, values.to(self.rest.dtype))
 
-    def commit_edits(self) -> None:
-        """Keep what the user wrote into the gathered parameters. Masters change only where the rounded value did,
-        so untouched parameters lose no bits."""
+    # What users write to parameters
+
+    def keep_values(self, index: int, values: torch.Tensor) -> None:
+        """Keep what the user wrote to one parameter, all of whose values these are."""
+        if self.gives_back:
+            piece = self.layout.piece_of(index, self.region if self.is_sharded else slice(0, self.layout.numel))
+            if piece is not None:
+                self.rest.write(piece.place, values.reshape(-1)[piece.start : piece.stop])
+        self._is_edited = True
+
+    def keep_edits(self) -> None:
+        """Keep what the user wrote in place to parameters that show their values, before these are given back."""
+        with no_torch_function():
+            versions = [version_of(parameter) for parameter in self.parameters]
+        if versions != self._versions:
+            self._versions = versions
+            self.keep_all()
+
+    def keep_all(self) -> None:
+        """Keep all values of the gathered buffer: the user may have written to any."""
         if self.gives_back:
             mine = self.full[self.region] if self.is_sharded else self.full
             self.rest.write(slice(0, self.rest.numel), mine)
+        self._is_edited = True
+
+    def commit_edits(self) -> None:
+        """Let masters follow what the user wrote. They change only where the rounded value did, so what was not
+        touched loses no bits."""
+        if not self.gives_back:
+            self.keep_edits()
+        if not self._is_edited:
+            return
+        self._is_edited = False
         for shard in self.state_shards:
             if not shard.holds_parameters:
                 master = shard.read_master()
-                mine = self.full[self.region][shard.region].to(master.device)
+                mine = self.parameters_of(shard)
+                mine = (self.rest.read(shard.region) if mine is None else mine).to(master.device)
                 edited = mine != master.to(mine.dtype)
                 values = torch.where(edited, mine.to(master.dtype), master)
                 shard.master.write(slice(0, shard.numel), values)
+
+    def mark_updated(self) -> None:
+        """Note that an update changes the parameters: a graph from before must not run on new values."""
+        torch.autograd.graph.increment_version(self.parameters)
+        with no_torch_function():
+            self._versions = [version_of(parameter) for parameter in self.parameters]
 
     def exact_values(self) -> torch.Tensor:
         """Return this rank's region, or shard if it is frozen, at the precision it is kept in, on the device."""

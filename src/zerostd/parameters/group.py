@@ -13,6 +13,8 @@ import contextlib
 import enum
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from zerostd.communication import Wires
 from zerostd.monitoring.events import Span
 from zerostd.parameters.blueprints import Blueprint
@@ -90,20 +92,34 @@ class Group:
         ledger.work_on(self.name)
         if ledger.events.is_on and world.size > 1:
             self._span = ledger.events.begin("gather", "wire", self.name, self._full_bytes, device=world.device)
-        self.gathers = [self._gather(flat) for flat in self.flats]
+        for flat in self.flats:
+            flat.allocate()
+        self.gathers = [self._gather(flat, flat.full) for flat in self.flats]
         self.state = GroupState.GATHERING
 
-    def _gather(self, flat: Flat) -> Transfer:
-        """Bring this rank's part to the device, and from there to all ranks."""
-        flat.allocate()
+    def _gather(self, flat: Flat, full: torch.Tensor) -> Transfer:
+        """Bring this rank's part of a flat to the device, and from there to all ranks."""
         world = self._wires.world
         if world.size == 1:
-            return self._uploader.upload(flat.rest, flat.full, self.name)
-        mine = flat.rest.tensor if flat.is_sharded else flat.full[flat.layout.shard(world.rank)]
-        if mine is None or mine.device != flat.full.device:
-            mine = flat.own_part(world.rank)
+            return self._uploader.upload(flat.rest, full, self.name)
+        mine = flat.rest.tensor if flat.is_sharded else full[flat.layout.shard(world.rank)]
+        if mine is None or mine.device != full.device:
+            mine = full[flat.layout.shard(world.rank)] if flat.is_sharded else full
             self._uploader.upload(flat.rest, mine, self.name).wait()
-        return self._wires.gather(flat.full, mine)
+        return self._wires.gather(full, mine)
+
+    def copy(self) -> dict[Flat, torch.Tensor]:
+        """Return the values of a group that rests elsewhere, in memory of their own. Every rank must call it."""
+        self.wait_updates()
+        copies = {flat: torch.empty_like(flat.full) for flat in self.flats}
+        for transfer in [self._gather(flat, full) for flat, full in copies.items()]:
+            transfer.wait()
+        return copies
+
+    def commit_edits(self) -> None:
+        """Let masters follow what the user wrote to parameters."""
+        for flat in self.flats:
+            flat.commit_edits()
 
     def wait_gather(self) -> None:
         """Wait until a gather has ended and its updates are done; parameters show their values from then on."""
@@ -114,9 +130,13 @@ class Group:
         self.gathers = []
         self._wires.ledger.events.end(self._span, self._wires.world.device)
         self._span = None
+        self.show_values()
+        self.state = GroupState.GATHERED
+
+    def show_values(self) -> None:
+        """Let parameters show what the gathered buffers hold."""
         for flat in self.flats:
             flat.show_values()
-        self.state = GroupState.GATHERED
 
     def release(self) -> None:
         """Give the memory of a gathered group back; its parameters show NaN."""
@@ -129,6 +149,7 @@ class Group:
             span = ledger.events.begin("release", "compute", self.name, self._full_bytes, device=device)
             ledger.events.end(span, device)
         for flat in self.flats:
+            flat.keep_edits()
             flat.show_nan()
             flat.free()
         self.state = GroupState.RELEASED

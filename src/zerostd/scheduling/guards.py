@@ -22,23 +22,18 @@ from torch.utils.hooks import RemovableHandle
 from zerostd.errors import MisuseError
 from zerostd.parameters import Group
 from zerostd.parameters.blueprints import GUARD, OWNER
-from zerostd.scheduling.gathering import Gatherer
+from zerostd.scheduling.access import ParameterAccess
 
 
 class Guards:
     """Installs and removes the guards of one prepared model."""
 
-    def __init__(self, root: nn.Module, gatherer: Gatherer, finish_updates: Callable[[], None]) -> None:
+    def __init__(self, root: nn.Module, access: ParameterAccess, finish_updates: Callable[[], None]) -> None:
         self.root = root
-        self.gatherer = gatherer
+        self.gatherer = access.gatherer
         self.is_open = False  # state_dict is being called by zerostd itself
         self._finish_updates = finish_updates  # masters must be home before they are changed
-        self._places = {
-            parameter: (group, flat, index)
-            for group in gatherer.groups
-            for flat in group.flats
-            for index, parameter in enumerate(flat.parameters)
-        }
+        self._places = access.places
         self._frozen = [(name, p) for name, p in root.named_parameters() if not p.requires_grad]
         self._removables: list[RemovableHandle] = []
         self._loading: dict[str, Group] = {}
@@ -138,5 +133,6 @@ class Guards:
     def _commit(self, name: str) -> None:
         group = self._loading.pop(name)
         for flat in group.flats:
+            flat.keep_all()
             flat.commit_edits()
         self.gatherer.release(group)

@@ -1,9 +1,8 @@
 """Hooks on the user's modules: the only place where zerostd enters their forward and backward.
 
 The root takes and returns the dtype it had before, whatever it computes in. A group is gathered before its modules'
-forward and before their backward, and released after. A parameter that a module of another group reads is noticed as
-it is read: `module.weight` looks into `module._parameters`, and hooks replace that dict by one that tells who reads,
-where groups are gathered at all. Every hook can be removed; then nothing of zerostd is left on the module.
+forward and before their backward, and released after. Every hook can be removed; then nothing of zerostd is left on the
+module.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from torch.utils.hooks import RemovableHandle
 
 from zerostd.compat import calls_of, no_dynamo
 from zerostd.monitoring.events import LoopPhase
-from zerostd.parameters import Group, GroupState
+from zerostd.parameters import Group
+from zerostd.scheduling.access import ParameterAccess
 from zerostd.scheduling.activations import Passed
 from zerostd.scheduling.backward import Backward
 from zerostd.scheduling.tensors import map_tensors, tensors_in
 
 OnTensor = Callable[[torch.Tensor], torch.Tensor]
-OnRead = Callable[[nn.Parameter | None, bool], None]  # whether it is read by name
 
 
 class Hooks:
@@ -37,6 +36,7 @@ class Hooks:
         self,
         root: nn.Module,
         backward: Backward,
+        access: ParameterAccess,
         before_forward: Callable[[nn.Module], None],
         on_input: OnTensor | None,
         on_output: OnTensor | None,
@@ -49,10 +49,9 @@ class Hooks:
         self._on_input = on_input
         self._on_output = on_output
         self._removables: list[RemovableHandle] = []
-        self._watched: list[nn.Module] = []
         self._knows_groups = False  # whether groups have hooks
         self._of_root = [group for group in self.gatherer.groups if root in group.blueprint.modules]
-        self._active: list[Group] = []  # groups whose forward runs now, innermost last
+        self._active = access.active
         self._recomputed: Group | None = None  # by activation checkpointing, in the backward that runs now
         self._depth = 0  # calls of the root, one inside the other
 
@@ -85,37 +84,14 @@ class Hooks:
             after = functools.partial(self._after_group, group)
             for module in [module for module in group.blueprint.modules if module is not self.root]:
                 self._add(module, before, after)
-        owners: dict[nn.Parameter | None, Group] = {
-            p: group for group in groups for flat in group.flats for p in flat.parameters
-        }
-        for module in self.root.modules():
-            if any(p in owners for p in module._parameters.values()):
-                on_read = functools.partial(self._read, owners)
-                module._parameters = WatchedParameters(module._parameters, on_read)
-                self._watched.append(module)
 
     def remove(self) -> None:
         """Leave the modules as they were."""
         self.activations.remove()
         for removable in self._removables:
             removable.remove()
-        for module in self._watched:
-            module._parameters = dict(module._parameters)
         self._removables.clear()
-        self._watched.clear()
         self._knows_groups = False
-
-    def _read(self, owners: dict[nn.Parameter | None, Group], parameter: nn.Parameter | None, by_name: bool) -> None:
-        """See to it that a parameter, which is being read, shows its values. A group that rests gathered is waited for.
-        A sharded one is gathered if a running forward reads it by name, and from then on whenever the reader is."""
-        group = owners.get(parameter)
-        if group is None or group.state is GroupState.GATHERED:
-            return
-        if not group.gives_back:
-            self.gatherer.wait_gather(group)
-        elif by_name and self._active:
-            self._active[-1].borrowed[group.name] = group
-            self.gatherer.gather(group)
 
     def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._depth and calls_of(module) < 2:  # an earlier call was interrupted: no hook saw its end
@@ -255,25 +231,3 @@ def _left_on(module: nn.Module) -> Iterator[torch.Tensor]:
         for value in vars(submodule).values():
             if isinstance(value, torch.Tensor):
                 yield value
-
-
-class WatchedParameters(dict[str, "nn.Parameter | None"]):
-    """A module's parameters. Whenever one is read, by its name or with all others, `on_read` is called first."""
-
-    def __init__(self, parameters: dict[str, nn.Parameter | None], on_read: OnRead) -> None:
-        super().__init__(parameters)
-        self._on_read = on_read
-
-    def __getitem__(self, name: str) -> Any:
-        parameter = super().__getitem__(name)
-        self._on_read(parameter, True)
-        return parameter
-
-    def items(self) -> Any:
-        self.values()
-        return super().items()
-
-    def values(self) -> Any:
-        for parameter in super().values():
-            self._on_read(parameter, False)
-        return super().values()
