@@ -188,6 +188,11 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         pins.enter_context(group.pinned())
     try:
         yield module
+        if not write and any(flat.has_edits for group in groups for flat in group.flats):
+            raise MisuseError(
+                "parameters were changed inside zerostd.gathered(module): use zerostd.gathered(module, write=True), "
+                "which keeps what rank 0 has changed, on all ranks"
+            )
     finally:
         pins.close()
         if write:

@@ -28,7 +28,7 @@ def forward(gatherer: Gatherer, order: list[Group]) -> list[list[str]]:
         assert group.state is GroupState.GATHERED
         seen.append([other.name for other in gatherer.groups if other.state is not GroupState.RELEASED])
         gatherer.release(group)
-    gatherer.release_all()
+    gatherer.release_all(is_backward=False)
     return seen
 
 

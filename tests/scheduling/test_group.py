@@ -124,14 +124,19 @@ def test_group_waits_for_a_save_that_reads_it() -> None:
 def test_backward_has_passed_when_the_inputs_of_every_forward_have_gradients() -> None:
     group = Bench().group()
     assert not group.is_passed  # no forward had inputs that get one: there is no sign
-    group.await_inputs()
-    group.await_inputs()
-    group.inputs_arrived()
+    forwards = [Update(), Update(), Update()]
+    for forward in forwards:
+        group.await_inputs(forward)
+    group.inputs_arrived(forwards[0])
     assert not group.is_passed
-    group.inputs_arrived()
+    group.inputs_arrived(forwards[1])
+    assert not group.is_passed
+    group.end_pass(is_backward=False)
+    assert not group.is_passed  # the end of a forward changes nothing
+    del forward, forwards  # the graph of the third one is gone: it gets no backward
     assert group.is_passed
     group.begin_backward()
-    group.end_pass()
+    group.end_pass(is_backward=True)
     assert not group.is_passed and not group.in_backward
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zerostd.communication import Wires, World
+from zerostd.compat import no_torch_function
 from zerostd.engine.resources import Resources
 from zerostd.engine.settings import Settings
 from zerostd.errors import MisuseError
@@ -197,12 +198,13 @@ class Runtime:
                 "optimizer.step() after backward passes under zerostd.no_sync that no later pass has reduced: run "
                 "the last backward pass of a step outside no_sync"
             )
-        for trained in self.backward.trained:
-            if trained.parameter.grad is not None and trained.parameter.grad is not trained.handle:
-                raise MisuseError(
-                    f"the gradient of {trained.handle.of!r} was replaced by a tensor: a prepared model keeps gradients "
-                    "sharded, so what is assigned to p.grad would be ignored. Change the loss instead"
-                )
+        with no_torch_function():
+            for trained in self.backward.trained:
+                if trained.parameter.grad is not None and trained.parameter.grad is not trained.handle:
+                    raise MisuseError(
+                        f"the gradient of {trained.handle.of!r} was replaced by a tensor: a prepared model keeps "
+                        "gradients sharded, so what is assigned to p.grad would be ignored. Change the loss instead"
+                    )
         self.guards.check_frozen()
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerostd.communication.world import thread_budget
-from zerostd.compat import move_step_hooks, note_step
+from zerostd.compat import move_step_hooks, no_torch_function, note_step
 from zerostd.errors import MisuseError
 from zerostd.monitoring.ledger import explain_out_of_memory
 from zerostd.optimizers.backward_updates import BackwardUpdates
@@ -204,8 +204,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._schedule.wait_gradients()
         self._gradients.check_unlocked("zero_grad()")
         self._gradients.take_factor()
-        for group in self.param_groups:
-            for parameter in group["params"]:
+        with no_torch_function():
+            for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
                 if set_to_none or parameter.grad is None:
                     parameter.grad = None
                 else:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
+from zerostd.compat import no_torch_function
 from zerostd.monitoring import Ledger
 from zerostd.optimizers import cpu_updater, streamed_updater
 from zerostd.optimizers.cpu_updater import CpuUpdater, DiskUpdater
@@ -188,7 +189,8 @@ class Updater:
         used = 0
         is_speculative = scope == "speculative"
         for flat in group.trainable:
-            has_gradient = [is_complete or parameter.grad is not None for parameter in flat.parameters]
+            with no_torch_function():
+                has_gradient = [is_complete or parameter.grad is not None for parameter in flat.parameters]
             if not any(has_gradient):
                 continue
             for span in self.spans[flat].active(has_gradient):

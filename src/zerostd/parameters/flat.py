@@ -110,7 +110,7 @@ class Flat:
         self._blanks = [blank.expand(interval.shape) for interval in layout.intervals]
         self._originals = [type(parameter) for parameter in self.parameters]
         self._classes = [classes_for(original) for original in self._originals]
-        self._versions = [version_of(parameter) for parameter in self.parameters]  # at the last commit of edits
+        self._versions = self._read_versions()  # when edits were kept last
         self._is_edited = False  # the user has written to parameters, and masters do not know
 
     @property
@@ -242,12 +242,18 @@ class Flat:
                 self.rest.write(piece.place, values.reshape(-1)[piece.start : piece.stop])
         self._is_edited = True
 
+    @property
+    def has_edits(self) -> bool:
+        """Whether the user wrote in place to parameters that show their values."""
+        return self._read_versions() != self._versions
+
+    def _read_versions(self) -> list[int]:
+        with no_torch_function():
+            return [version_of(parameter) for parameter in self.parameters]
+
     def keep_edits(self) -> None:
         """Keep what the user wrote in place to parameters that show their values, before these are given back."""
-        with no_torch_function():
-            versions = [version_of(parameter) for parameter in self.parameters]
-        if versions != self._versions:
-            self._versions = versions
+        if self.has_edits:
             self.keep_all()
 
     def keep_all(self) -> None:
@@ -255,6 +261,7 @@ class Flat:
         if self.gives_back:
             mine = self.full[self.region] if self.is_sharded else self.full
             self.rest.write(slice(0, self.rest.numel), mine)
+        self._versions = self._read_versions()
         self._is_edited = True
 
     def commit_edits(self) -> None:
@@ -277,8 +284,7 @@ class Flat:
     def mark_updated(self) -> None:
         """Note that an update changes the parameters: a graph from before must not run on new values."""
         torch.autograd.graph.increment_version(self.parameters)
-        with no_torch_function():
-            self._versions = [version_of(parameter) for parameter in self.parameters]
+        self._versions = self._read_versions()
 
     def exact_values(self) -> torch.Tensor:
         """Return this rank's region, or shard if it is frozen, at the precision it is kept in, on the device."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -49,7 +50,8 @@ class Group:
         self._wires = wires
         self._uploader = uploader
         self._span: Span | None = None  # of the gather in flight, while events are recorded
-        self._num_inputs_awaited: int | None = None  # None: no input of its forward gets a gradient
+        self._has_inputs = False  # whether inputs of a forward get gradients
+        self._awaited: weakref.WeakSet[object] = weakref.WeakSet()  # forwards that backward has not passed
         if self.gives_back:
             self.release()
 
@@ -209,20 +211,24 @@ class Group:
         """Note that its backward needs it no more."""
         self.in_backward = False
 
-    def await_inputs(self) -> None:
-        """Count a forward whose inputs will get gradients: when they have, backward has passed it."""
-        self._num_inputs_awaited = (self._num_inputs_awaited or 0) + 1
+    def await_inputs(self, forward: object) -> None:
+        """Note a forward whose inputs will get gradients: when they have, backward has passed it. It counts for as
+        long as it is alive: the hooks on its inputs hold it, and they go with their graph."""
+        self._has_inputs = True
+        self._awaited.add(forward)
 
-    def inputs_arrived(self) -> None:
-        """Count the gradients of one forward's inputs as known."""
-        self._num_inputs_awaited = max(0, (self._num_inputs_awaited or 0) - 1)
+    def inputs_arrived(self, forward: object) -> None:
+        """Note that the gradients of one forward's inputs are known."""
+        self._awaited.discard(forward)
 
     @property
     def is_passed(self) -> bool:
         """Whether backward has passed all its forwards. False where inputs get no gradient: there is no sign then."""
-        return self._num_inputs_awaited == 0
+        return self._has_inputs and not self._awaited
 
-    def end_pass(self) -> None:
-        """Forget what a pass has counted."""
+    def end_pass(self, *, is_backward: bool) -> None:
+        """Forget what a pass has noted. Forwards are awaited until a backward has ended."""
         self.in_backward = False
-        self._num_inputs_awaited = None
+        if is_backward:
+            self._has_inputs = False
+            self._awaited.clear()

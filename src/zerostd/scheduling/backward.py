@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from zerostd.compat import at_end_of_backward, in_backward
+from zerostd.compat import at_end_of_backward, in_backward, no_torch_function
 from zerostd.errors import MisuseError
 from zerostd.monitoring.events import LoopPhase
 from zerostd.parameters import GradientHandle, Group
@@ -144,7 +144,7 @@ class Backward:
         if self._pass is None or in_backward():
             return
         self.reducer.wait()
-        self.gatherer.release_all()
+        self.gatherer.release_all(is_backward=True)
         self._pass = None
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)
 
@@ -206,11 +206,12 @@ class Backward:
         self.activations.offloader.end_backward()
         self._send(running, only_complete=False)
         arrived = [trained for trained in self.trained if trained.parameter in running.gradients[trained.group].arrived]
-        for trained in arrived:
-            trained.parameter.grad = trained.handle
+        with no_torch_function():
+            for trained in arrived:
+                trained.parameter.grad = trained.handle
         for late in running.late.values():
             self.reducer.launch(late, sync=self.is_syncing)
-        self.gatherer.release_all()
+        self.gatherer.release_all(is_backward=True)
         self._used.update(trained.parameter for trained in arrived)
         self._pass = None
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)
@@ -259,4 +260,5 @@ class Backward:
     @property
     def has_unsynced(self) -> bool:
         """Whether gradients that are still wanted wait for a pass outside no_sync."""
-        return any(self._is_used(trained) for trained in self.trained)
+        with no_torch_function():
+            return any(self._is_used(trained) for trained in self.trained)

@@ -99,10 +99,10 @@ class Gatherer:
             self.wait_gather(group)
             group.release()
 
-    def release_all(self) -> None:
+    def release_all(self, *, is_backward: bool) -> None:
         """End a pass: release whatever is still gathered."""
         for group in self.groups:
-            group.end_pass()
+            group.end_pass(is_backward=is_backward)
             self.release(group)
 
     def renew(self, group: Group) -> None:

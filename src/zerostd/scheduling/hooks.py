@@ -123,7 +123,7 @@ class Hooks:
             return None
         self._active.clear()
         if not self.backward.is_running:
-            self.gatherer.release_all()
+            self.gatherer.release_all(is_backward=False)
             self.gatherer.timer.mark(LoopPhase.OUTSIDE)
         if output is None:
             return None
@@ -148,15 +148,15 @@ class Hooks:
         if (group.gives_back or group.is_updated_later) and torch.is_grad_enabled():
             inputs = [t for t in tensors_in((args, kwargs)) if t.grad_fn is not None]
             if inputs:
-                group.await_inputs()
-                hook = _call_after(len(inputs), functools.partial(self._inputs_done, group))
+                hook = _InputsHook(len(inputs), functools.partial(self._inputs_done, group))
+                group.await_inputs(hook)
                 for tensor in inputs:
                     tensor.register_hook(hook)
         self.activations.enter(group, module)
 
-    def _inputs_done(self, group: Group) -> None:
+    def _inputs_done(self, group: Group, forward: object) -> None:
         """Take note that the gradients of all inputs of one forward are known: backward has passed it."""
-        group.inputs_arrived()
+        group.inputs_arrived(forward)
         if self.backward.is_running:
             self.backward.done_with(group)
 
@@ -212,17 +212,19 @@ def _passed_back(hooks: weakref.ref[Hooks], passed: Passed, grad: torch.Tensor) 
         alive.activations.offloader.pass_back(activations(), size)
 
 
-def _call_after(count: int, done: Callable[[], None]) -> Callable[[torch.Tensor], None]:
-    """Return a hook that calls `done` when it was called `count` times. torch's own register_multi_grad_hook would do,
-    but it holds the graph that it waits for, which then is never freed if its backward does not run."""
+class _InputsHook:
+    """A hook on the inputs of one forward that calls `done` with itself when all have their gradients. torch's own
+    register_multi_grad_hook would do, but it holds the graph that it waits for, which then is never freed if its
+    backward does not run."""
 
-    def hook(grad: torch.Tensor) -> None:
-        nonlocal count
-        count -= 1
-        if count == 0:
-            done()
+    def __init__(self, num_inputs: int, done: Callable[[object], None]) -> None:
+        self._num_missing = num_inputs
+        self._done = done
 
-    return hook
+    def __call__(self, grad: torch.Tensor) -> None:
+        self._num_missing -= 1
+        if self._num_missing == 0:
+            self._done(self)
 
 
 def _left_on(module: nn.Module) -> Iterator[torch.Tensor]:
