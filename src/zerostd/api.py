@@ -31,7 +31,7 @@ from zerostd.monitoring import Memory
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters import GroupState
 from zerostd.parameters.blueprints import MARK, check_model, find_blueprints
-from zerostd.parameters.prepared import set_data
+from zerostd.parameters.lending import set_data
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
 from zerostd.preparing.building import attach_optimizer, build, device_of

@@ -9,7 +9,7 @@ import torch
 
 from scheduling.small_groups import SHAPE, Bench, Update, parameter_of, write
 from zerostd.parameters import Group, GroupState
-from zerostd.parameters.prepared import get_data
+from zerostd.parameters.lending import get_data
 from zerostd.policy import Kind, Tier
 
 

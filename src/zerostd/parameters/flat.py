@@ -18,7 +18,8 @@ from torch import nn
 
 from zerostd.compat import no_torch_function, version_of
 from zerostd.parameters.gradient import Gradient
-from zerostd.parameters.prepared import classes_for, set_data
+from zerostd.parameters.lending import set_data
+from zerostd.parameters.prepared import classes_for
 from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding import Layout, Piece, Portion
 from zerostd.tiers import Done, TierAllocator, TierTensor, Transfer
