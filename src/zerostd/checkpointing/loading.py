@@ -265,14 +265,12 @@ def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkp
 
 def _clear_states(flat: Flat, manifest: Manifest) -> None:
     """Set states that the checkpoint does not have to zero, where there is memory for them already."""
-    for piece in flat.layout.pieces(flat.region):
-        saved = {entry.state for entry in manifest.named("state", flat.layout.intervals[piece.index].name)}
-        for shard in flat.state_shards:
-            overlap = shard.overlap(piece.place.start, piece.place.stop)
+    for shard in flat.state_shards:
+        for part, here in shard.parts(flat.layout.pieces(flat.region)):
+            saved = {entry.state for entry in manifest.named("state", flat.layout.intervals[part.index].name)}
             for name, tensor in shard.tensors.items():
-                if name != MASTER and name not in saved and overlap is not None:
-                    here = overlap[0]
-                    tensor.write(here, torch.zeros(here.stop - here.start, dtype=tensor.dtype))
+                if name != MASTER and name not in saved:
+                    tensor.write(here, torch.zeros(part.numel, dtype=tensor.dtype))
 
 
 def _state_targets(updater: Updater, flat: Flat, manifest: Manifest) -> Iterator[Target]:

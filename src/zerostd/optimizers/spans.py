@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -98,7 +98,8 @@ class UpdateSpans:
         self._spans: list[UpdateSpan] = []
         region = flat.layout.pieces(flat.region)
         for shard in flat.state_shards:
-            for index, pieces in groupby(_pieces_in(shard, region), lambda piece: param_groups[piece.index]):
+            parts = [part for part, _ in shard.parts(region)]
+            for index, pieces in groupby(parts, lambda part: param_groups[part.index]):
                 if index is not None:
                     self._spans.append(UpdateSpan(tuple(pieces), index, shard))
 
@@ -167,16 +168,6 @@ class UpdateSpans:
             start = base + span.part_of(piece).start
             states[name] = tensor.read(slice(start, start + piece.numel))
         return states
-
-
-def _pieces_in(shard: StateShard, pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Yield the pieces of a region, cut to a shard."""
-    for piece in pieces:
-        low = max(piece.offset, shard.start)
-        high = min(piece.place.stop, shard.stop)
-        if low < high:
-            start = piece.start + low - piece.offset
-            yield replace(piece, start=start, stop=start + high - low, offset=low)
 
 
 def _is_as_long(value: Any, tensor: torch.Tensor) -> bool:

@@ -214,13 +214,11 @@ def state_records(updater: Updater, flat: Flat, rank: int, group: str) -> Iterat
     spans = updater.spans[flat]
     for span in spans:
         states = spans.long_states(span)
-        for piece, low, high in owned_pieces(flat, rank, span.pieces):
-            interval = flat.layout.intervals[piece.index]
-            start = piece.start + low
-            stop = piece.start + high
+        for part in owned_pieces(flat, rank, span.pieces):
+            of = flat.layout.intervals[part.index]
             for name, (tensor, base) in states.items():
-                offset = base + span.part_of(piece).start + low
-                yield SavedInterval("state", interval.name, interval.shape, start, stop, tensor, offset, name, group)
+                offset = base + span.part_of(part).start
+                yield SavedInterval("state", of.name, of.shape, part.start, part.stop, tensor, offset, name, group)
 
 
 def gradient_records(flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
@@ -228,13 +226,10 @@ def gradient_records(flat: Flat, rank: int, group: str) -> Iterator[SavedInterva
     parameters without elements are rank 0's."""
     tensor = gradient_tensor(flat)
     empty = [index for index, interval in enumerate(flat.layout.intervals) if rank == 0 and not interval.numel]
-    places = [(index, 0, 0, 0) for index in empty]
-    for piece, low, high in owned_pieces(flat, rank):
-        places.append((piece.index, piece.start + low, piece.start + high, piece.offset + low))
-    for index, start, stop, offset in places:
-        if flat.parameters[index].grad is not None:
-            interval = flat.layout.intervals[index]
-            yield SavedInterval("gradient", interval.name, interval.shape, start, stop, tensor, offset, group=group)
+    for part in [*(Piece(index, 0, 0, 0) for index in empty), *owned_pieces(flat, rank)]:
+        if flat.parameters[part.index].grad is not None:
+            of = flat.layout.intervals[part.index]
+            yield SavedInterval("gradient", of.name, of.shape, part.start, part.stop, tensor, part.offset, group=group)
 
 
 def gradient_tensor(flat: Flat, dtypes: Collection[torch.dtype] = ()) -> TierTensor:
@@ -251,7 +246,7 @@ def scalar_states(updater: Updater, rank: int) -> dict[str, dict[str, Any]]:
     """Return scalar states, such as counts of steps, by name of parameter, as far as this rank owns any of it."""
     by_name: dict[str, dict[str, Any]] = {}
     for flat, spans in updater.spans.items():
-        owned = {piece.index for piece, _, _ in owned_pieces(flat, rank)}
+        owned = {piece.index for piece in owned_pieces(flat, rank)}
         for span in spans:
             scalars = {
                 key: value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -66,13 +66,11 @@ class StateShard:
         """Make the spare tensors, which a speculative update has written, the true ones."""
         self.tensors, self.spare = self.spare, self.tensors
 
-    def overlap(self, start: int, stop: int) -> tuple[slice, slice] | None:
-        """Return the part of [start, stop) of the region that lies here: where here, and where in [start, stop)."""
-        low = max(start, self.start)
-        high = min(stop, self.stop)
-        if low >= high:
-            return None
-        return slice(low - self.start, high - self.start), slice(low - start, high - start)
+    def parts(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, slice]]:
+        """Yield the parts of the region's pieces that lie here, each with its place in the tensors."""
+        for piece in pieces:
+            if part := piece.within(self.start, self.stop):
+                yield part, slice(part.offset - self.start, part.place.stop - self.start)
 
     def read_master(self) -> torch.Tensor:
         return self.master.read(slice(0, self.numel))
@@ -136,13 +134,11 @@ class Flat:
     def set_master(self, index: int, value: torch.Tensor) -> None:
         """Write exact values to the master of one parameter, where there is one beside the parameter itself."""
         piece = self.layout.piece_of(index, self.region)
-        if piece is None:
-            return
-        part = value.reshape(-1)[piece.start : piece.stop]
+        pieces = [] if piece is None else [piece]
         for shard in self.state_shards:
-            overlap = shard.overlap(piece.offset, piece.offset + piece.numel)
-            if overlap is not None and not shard.holds_parameters:
-                shard.master.write(overlap[0], part[overlap[1]])
+            if not shard.holds_parameters:
+                for part, here in shard.parts(pieces):
+                    shard.master.write(here, value.reshape(-1)[part.start : part.stop])
 
     def keep(self, rank: int, rest: TierTensor | None, *, is_sharded: bool) -> None:
         """Keep what this rank needs of the values that were adopted: in `rest`, or in the gathered buffer itself."""
@@ -268,39 +264,26 @@ def tensor_interval(kind: str, of: str, tensor: torch.Tensor) -> SavedInterval:
     return SavedInterval(kind, of, tuple(tensor.shape), 0, flat.numel(), column, 0)
 
 
-def owned_pieces(flat: Flat, rank: int, pieces: Iterable[Piece] | None = None) -> Iterator[tuple[Piece, int, int]]:
-    """Yield the pieces of a trained flat's region that this rank saves, each with the part [low, high) it saves."""
+def owned_pieces(flat: Flat, rank: int, pieces: Iterable[Piece] | None = None) -> list[Piece]:
+    """Return what this rank saves of pieces of a trained flat's region, of all of them if none are given."""
     mine = flat.layout.shard(rank)
-    for piece in flat.layout.pieces(flat.region) if pieces is None else pieces:
-        place = flat.region.start + piece.offset
-        low = max(mine.start, place)
-        high = min(mine.stop, place + piece.numel)
-        if low < high:
-            yield piece, low - place, high - place
+    pieces = flat.layout.pieces(flat.region) if pieces is None else pieces
+    parts = [piece.within(mine.start - flat.region.start, mine.stop - flat.region.start) for piece in pieces]
+    return [part for part in parts if part is not None]
 
 
 def value_intervals(flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
     """Yield the values of a flat's parameters, at the precision they are kept in. Rank 0 saves the empty ones."""
     intervals = flat.layout.intervals
-    kept = flat.state_shards[0].master if flat.state_shards else flat.rest
-    for interval in intervals if rank == 0 else ():
-        if not interval.numel:
-            yield SavedInterval("parameter", interval.name, interval.shape, 0, 0, kept, 0, group=group)
-
-    def values(piece: Piece, start: int, stop: int, column: TierTensor, offset: int) -> SavedInterval:
-        interval = intervals[piece.index]
-        return SavedInterval("parameter", interval.name, interval.shape, start, stop, column, offset, group=group)
-
-    if not flat.state_shards:
+    empty = [Piece(index, 0, 0, 0) for index, interval in enumerate(intervals) if rank == 0 and not interval.numel]
+    if flat.state_shards:
+        owned = owned_pieces(flat, rank)
+        places = [(piece, flat.state_shards[0].master, 0) for piece in empty]
+        places += [(part, shard.master, here.start) for shard in flat.state_shards for part, here in shard.parts(owned)]
+    else:
         mine = flat.layout.shard(rank)
-        begin = mine.start if flat.is_sharded else 0
-        for piece in flat.layout.pieces(mine):
-            yield values(piece, piece.start, piece.stop, flat.rest, mine.start + piece.offset - begin)
-        return
-    for piece, low, high in owned_pieces(flat, rank):
-        for shard in flat.state_shards:
-            overlap = shard.overlap(piece.offset + low, piece.offset + high)
-            if overlap is not None:
-                here, there = overlap
-                first = piece.start + low
-                yield values(piece, first + there.start, first + there.stop, shard.master, here.start)
+        begin = 0 if flat.is_sharded else mine.start
+        places = [(piece, flat.rest, begin + piece.offset) for piece in (*empty, *flat.layout.pieces(mine))]
+    for piece, column, offset in places:
+        of = intervals[piece.index]
+        yield SavedInterval("parameter", of.name, of.shape, piece.start, piece.stop, column, offset, group=group)
