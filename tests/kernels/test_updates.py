@@ -22,9 +22,9 @@ DTYPES = [torch.float32, *HALVES]
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.int16: torch.int16}
 STREAMED = (1 << 20) + 300  # elements; long enough to be written around the cache
 
-ADAM = Adam(1e-3, 0.9, 0.95, 1e-8, 0.0, decoupled=True, maximize=False, step=3)
-SGD = Sgd(0.1, 0.9, 0.0, nesterov=False, weight_decay=0.0, maximize=False, is_first=False)
-ADAGRAD = Adagrad(0.01, 0.0, 1e-10, 0.0, maximize=False, step=3)
+ADAM = Adam(1e-3, 0.0, False, beta1=0.9, beta2=0.95, eps=1e-8, decoupled=True, step=3)
+SGD = Sgd(0.1, 0.0, False, momentum=0.9, dampening=0.0, nesterov=False, is_first=False)
+ADAGRAD = Adagrad(0.01, 0.0, False, lr_decay=0.0, eps=1e-10, step=3)
 RULES = {
     "Adam": ADAM,
     "AdamW": replace(ADAM, weight_decay=0.1),

@@ -7,20 +7,26 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Adam:
+class BaseRule:
+    """The numbers that all rules have, under torch's names."""
+
+    lr: float
+    weight_decay: float
+    maximize: bool
+
+
+@dataclass(frozen=True)
+class Adam(BaseRule):
     """`torch.optim.Adam`, or AdamW when `decoupled`; `step` counts from 1.
 
     torch takes square roots on x86 with MKL, which is slow and may be off in the last place. So does this, to give the
     same bits, unless `exact_root`: then roots are the CPU's, rounded correctly, and the step is faster.
     """
 
-    lr: float
     beta1: float
     beta2: float
     eps: float
-    weight_decay: float
     decoupled: bool
-    maximize: bool
     step: int
     exact_root: bool = False
     state_names: ClassVar = ("exp_avg", "exp_avg_sq")
@@ -35,15 +41,12 @@ class Adam:
 
 
 @dataclass(frozen=True)
-class Sgd:
+class Sgd(BaseRule):
     """`torch.optim.SGD`; `is_first` says that the momentum buffer is new and takes the gradient itself."""
 
-    lr: float
     momentum: float
     dampening: float
     nesterov: bool
-    weight_decay: float
-    maximize: bool
     is_first: bool
 
     @property
@@ -52,14 +55,11 @@ class Sgd:
 
 
 @dataclass(frozen=True)
-class Adagrad:
+class Adagrad(BaseRule):
     """`torch.optim.Adagrad`; `step` counts from 1. For `exact_root` see `Adam`."""
 
-    lr: float
     lr_decay: float
     eps: float
-    weight_decay: float
-    maximize: bool
     step: int
     exact_root: bool = False
     state_names: ClassVar = ("sum",)

@@ -8,6 +8,7 @@ Results are the same bits as without.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,37 +23,31 @@ from zerostd.parameters import Group
 NUM_UNCLIPPED = 2  # steps in a row that did not clip before the next one speculates
 
 
+@dataclass(eq=False)
 class BackwardUpdates:
     """Starts updates inside backward for one prepared optimizer."""
 
-    def __init__(
-        self, updater: Updater, gradients: Gradients, renew: Callable[[Group], None], *, is_speculative: bool
-    ) -> None:
-        self.updater = updater
-        self.gradients = gradients
-        self._renew = renew  # is told of each group whose masters have changed
-        self.is_speculative = is_speculative  # what is updated may have to be done again
-        self.num_speculated = 0  # steps
-        self.num_committed = 0  # of those
-        self._options: StepOptions | None = None  # of the step that has begun
-        self._done: dict[Group, None] = {}
-        self._num_unclipped = 0
-        self._last: StepOptions | None = None  # of a step that did not speculate and has not been looked at
+    updater: Updater
+    gradients: Gradients
+    renew: Callable[[Group], None]  # called with each group whose masters have changed
+    is_speculative: bool  # what is updated may have to be done again
+    num_speculated: int = 0  # steps
+    num_committed: int = 0  # of those
+    _options: StepOptions | None = None  # of the step that has begun
+    _done: dict[Group, None] = field(default_factory=dict)
+    _num_unclipped: int = 0
+    _last: StepOptions | None = None  # of a step that did not speculate and has not been looked at
 
     @torch.no_grad()
     def start(self, group: Group) -> None:
-        """Update a group whose gradient has landed and whose parameters backward needs no more. Groups whose slices
-        ranks gather right after the update wait for step(), where all ranks go through them in one order."""
-        if group.is_in_slices and not group.gives_back:
+        """Update a group whose gradient has landed and whose parameters backward needs no more."""
+        if group.is_in_slices and not group.gives_back:  # gathered right after the update: in step(), in one order
             return
         if self._options is None:
             if self.is_speculative and not self._is_confident():
                 return
             self._options = self.updater.step_options(None)
-            self.gradients.locked = (
-                "the update has begun inside backward, since prepare was told with accumulate= how many passes make a "
-                "step"
-            )
+            self.gradients.locked = "the update has begun inside backward, since prepare was given accumulate="
         if group in self._done:
             raise MisuseError(
                 f"a backward pass failed after the update of group {group.name!r} had begun inside it, and another one "
@@ -64,11 +59,10 @@ class BackwardUpdates:
             scope: Scope = "speculative" if self.is_speculative else "all"
             self.updater.update(group, self._options, scope, is_complete=True)
         self._done[group] = None
-        self._renew(group)
+        self.renew(group)
 
     def finish(self, factor: torch.Tensor | None, order: list[Group]) -> set[Group]:
-        """End the step: commit what was speculative if `factor` turned out to be one. Returns the groups that need
-        nothing more."""
+        """Commit what was speculative if `factor` turned out to be one; returns the groups that need nothing more."""
         options = self._options
         if options is None:
             return set()
@@ -88,7 +82,7 @@ class BackwardUpdates:
             if group in done:
                 self.updater.commit_speculative(group)
                 self.updater.update(group, options, "rest")
-                self._renew(group)
+                self.renew(group)
         return set(done)
 
     def watch(self, options: StepOptions) -> None:

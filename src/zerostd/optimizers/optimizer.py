@@ -34,20 +34,13 @@ THREADED_FROM = 1_000_000  # elements: below, waking threads costs more than the
 
 
 class Schedule(Protocol):
-    """What a step asks of the schedule, in this order; the optimizer never learns how groups move.
+    """Names what a step asks of the schedule, in this order; the optimizer never learns how groups move."""
 
-    1. check_step raises if a step now would lose gradients.
-    2. wait_gradients returns when all gradients have landed.
-    3. update_order returns the groups, those the next forward needs first in front.
-    4. renew notes that a group's masters have changed; once for each group that is updated.
-    5. stepped notes that the step was taken, or skipped.
-    """
-
-    def check_step(self) -> None: ...
-    def wait_gradients(self) -> None: ...
-    def update_order(self) -> list[Group]: ...
-    def renew(self, group: Group) -> None: ...
-    def stepped(self) -> None: ...
+    def check_step(self) -> None: ...  # raises if a step now would lose gradients
+    def wait_gradients(self) -> None: ...  # returns when all have landed
+    def update_order(self) -> list[Group]: ...  # those that the next forward needs first in front
+    def renew(self, group: Group) -> None: ...  # notes that its masters have changed; once for each updated group
+    def stepped(self) -> None: ...  # notes that the step was taken, or skipped
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -123,9 +116,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self.backward_updates = None
         if knows_last_pass and not waits_for_step:
-            self.backward_updates = BackwardUpdates(
-                self.updater, self._gradients, self._schedule.renew, is_speculative=is_speculative
-            )
+            renew = self._schedule.renew
+            self.backward_updates = BackwardUpdates(self.updater, self._gradients, renew, is_speculative)
         return self.backward_updates
 
     def check_consistent(self, call: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostd.errors import MisuseError
 from zerostd.kernels import Rule
 from zerostd.parameters import Flat, Group
 from zerostd.parameters.flat import MASTER, StateShard
@@ -50,28 +51,16 @@ class UpdateSpan:
             self.tensor = self.shard.master.tensor[self.in_shard].detach()
 
     @property
-    def region(self) -> slice:
-        """Where it lies in the flat's region."""
+    def region(self) -> slice:  # its place in the flat's region
         return slice(self.pieces[0].offset, self.pieces[-1].place.stop)
 
     @property
-    def in_shard(self) -> slice:
-        """Where it lies in its shard."""
-        return self.part_in_shard(slice(0, self.numel))
+    def in_shard(self) -> slice:  # its place in its shard
+        return slice(self.region.start - self.shard.start, self.region.stop - self.shard.start)
 
     @property
     def numel(self) -> int:
         return sum(piece.numel for piece in self.pieces)
-
-    def part_of(self, piece: Piece) -> slice:
-        """Return where one of its pieces lies, counted from the span's start."""
-        start = piece.offset - self.pieces[0].offset
-        return slice(start, start + piece.numel)
-
-    def part_in_shard(self, part: slice) -> slice:
-        """Return where a part, counted from the span's start, lies in the shard."""
-        start = self.pieces[0].offset - self.shard.start
-        return slice(start + part.start, start + part.stop)
 
     def keep(self, scalars: ScalarStates | None, *, is_speculative: bool) -> None:
         """Keep the scalar states that an update left."""
@@ -142,16 +131,30 @@ class UpdateSpans:
         return places
 
     def long_states(self, span: UpdateSpan) -> dict[str, tuple[TierTensor, int]]:
-        """Return the states of a span that have a value for each element, and where in them it begins."""
+        """Return the states with a value for each element, and the element of the region that each begins at."""
         span.finish_commit()
         if span.tensor is None:
             tensors = span.shard.tensors.items() if span.scalars is not None else ()
-            return {name: (tensor, span.in_shard.start) for name, tensor in tensors if name != MASTER}
-        return {
-            name: (TierTensor(value.numel(), value.dtype, Tier.DEVICE, value), 0)
-            for name, value in self.state.get(span.tensor, {}).items()
-            if _is_as_long(value, span.tensor)
-        }
+            return {name: (tensor, span.shard.start) for name, tensor in tensors if name != MASTER}
+        values = self.state.get(span.tensor, {}).items()
+        return {name: _on_device(value, span) for name, value in values if _is_as_long(value, span.tensor)}
+
+    def make_long_state(self, span: UpdateSpan, name: str, dtype: torch.dtype) -> tuple[TierTensor, int]:
+        """Return one of `long_states`, or the master. On the device the first call makes it; elsewhere it has room."""
+        if name == MASTER:
+            return span.shard.master, span.shard.start
+        if span.tensor is not None:
+            states = self.state[span.tensor]
+            if name not in states:
+                states[name] = torch.zeros_like(span.tensor, dtype=dtype)
+            return _on_device(states[name], span)
+        if name not in span.shard.tensors:
+            raise MisuseError(
+                f"the state {name!r} has no place off the device, since the optimizer did not make one in its trial at "
+                "prepare: it was saved by another optimizer, or with other options"
+            )
+        span.scalars = span.scalars or {}
+        return span.shard.tensors[name], span.shard.start
 
     def scalar_states(self, span: UpdateSpan) -> ScalarStates:
         """Return copies of the other states of a span."""
@@ -164,10 +167,13 @@ class UpdateSpans:
     def read(self, span: UpdateSpan, piece: Piece) -> dict[str, Any]:
         """Return the states of one piece of a span, in memory."""
         states = self.scalar_states(span)
-        for name, (tensor, base) in self.long_states(span).items():
-            start = base + span.part_of(piece).start
-            states[name] = tensor.read(slice(start, start + piece.numel))
+        for name, (tensor, origin) in self.long_states(span).items():
+            states[name] = tensor.read(piece.place_from(origin))
         return states
+
+
+def _on_device(state: torch.Tensor, span: UpdateSpan) -> tuple[TierTensor, int]:
+    return TierTensor(state.numel(), state.dtype, Tier.DEVICE, state), span.region.start
 
 
 def _is_as_long(value: Any, tensor: torch.Tensor) -> bool:
@@ -226,8 +232,7 @@ class UpdateTask:
         cls, group: Group, flat: Flat, span: UpdateSpan, options: StepOptions, *, step: int, is_speculative: bool
     ) -> UpdateTask:
         """Fix the update of a span as of now. It can begin when the gradient is there and the device has come to this
-        point. The gradient may be there long before: begun then, the update would hold up its stream, and everything
-        behind it."""
+        point: begun before, it would hold up its stream, and everything behind it."""
         span.finish_commit()
         shard = span.shard
         target = shard.spare if is_speculative else shard.tensors
@@ -248,8 +253,8 @@ class UpdateTask:
         return self.target is not self.source  # and counts only if it is committed
 
     def submit(self, worker: Worker, update_tile: Callable[[UpdateTask, slice], None], tile_numel: int) -> Transfer:
-        """Let a thread update the span tile by tile, so that what is needed sooner can come in between: groups that
-        forward needs first go first. Tiles are slices that count from the span's start."""
+        """Let a thread update the span tile by tile, counted from its start: groups that forward needs first go first,
+        also in between."""
         numel = self.span.numel
         tiles = [slice(start, min(numel, start + tile_numel)) for start in range(0, numel, tile_numel)]
         parts = [partial(update_tile, self, tile) for tile in tiles]
@@ -257,7 +262,8 @@ class UpdateTask:
 
     def tensors_of(self, tile: slice) -> tuple[Tensors, Tensors]:
         """Return what a tile reads and what it writes, where they are in memory."""
-        part = self.span.part_in_shard(tile)
+        start = self.span.in_shard.start
+        part = slice(start + tile.start, start + tile.stop)
         source = {name: tensor.tensor[part] for name, tensor in self.source.items() if tensor.tensor is not None}
         if not self.is_speculative:
             return source, source

@@ -61,7 +61,7 @@ def _read(spans: UpdateSpans, places: Places) -> States:
     for span, piece in places:
         states = spans.read(span, piece)
         if spans.flat.rest.dtype != span.shard.master.dtype:
-            states[MASTER] = span.shard.master.read(span.part_in_shard(span.part_of(piece)))
+            states[MASTER] = span.shard.master.read(piece.place_from(span.shard.start))
         parts.append(states)
     if len(parts) == 1:
         return parts[0]
@@ -167,46 +167,25 @@ def _fill(updater: Updater, spans: UpdateSpans, saved: Mapping[nn.Parameter, Sta
             for span, piece in places:
                 if _is_long(value):
                     skipped = 0 if value.numel() == parameter.numel() else first
-                    part = value.reshape(-1)[piece.start - skipped : piece.stop - skipped]
-                    _put_long(updater, span, piece, key, part)
+                    tensor, origin = spans.make_long_state(span, key, value.dtype)
+                    values = value.reshape(-1)[piece.start - skipped : piece.stop - skipped]
+                    tensor.write(piece.place_from(origin), values)
                 else:
                     _put_scalar(updater, span, key, value)
 
 
-def _put_long(updater: Updater, span: UpdateSpan, piece: Piece, key: str, values: torch.Tensor) -> None:
-    part = span.part_of(piece)
-    if key == MASTER:
-        span.shard.master.write(span.part_in_shard(part), values)
-        return
-    if span.tensor is not None:
-        states = updater.inner.state[span.tensor]
-        if key not in states:
-            states[key] = torch.zeros_like(span.tensor, dtype=values.dtype)
-        states[key][part].copy_(values)
-        return
-    if key not in span.shard.tensors:
-        raise MisuseError(
-            f"the state {key!r} has no place off the device, since the optimizer did not make one in its trial at "
-            "prepare: it was saved by another optimizer, or with other options"
-        )
-    span.scalars = span.scalars or {}
-    span.shard.tensors[key].write(span.part_in_shard(part), values)
-
-
 def _put_scalar(updater: Updater, span: UpdateSpan, key: str, value: Any) -> None:
     """Put a scalar state on the device where torch keeps it: with the parameters if the optimizer is fused."""
-    scalar = value.clone() if isinstance(value, torch.Tensor) else value
     options = updater.user_groups[span.param_group]
-    follows = bool(options.get("fused") or options.get("capturable"))
+    if isinstance(value, torch.Tensor):
+        device = value.device if span.tensor is not None else torch.device("cpu")
+        if (options.get("fused") or options.get("capturable")) and span.shard.route is not Route.CPU:
+            device = updater.device
+        value = value.to(device, copy=True)
     if span.tensor is not None:
-        if isinstance(scalar, torch.Tensor) and follows:
-            scalar = scalar.to(span.tensor.device)
-        updater.inner.state[span.tensor][key] = scalar
-        return
-    if isinstance(scalar, torch.Tensor):
-        follows = follows and span.shard.route is Route.STREAMED
-        scalar = scalar.to(updater.scratch.device if follows else "cpu")
-    span.scalars = {**(span.scalars or {}), key: scalar}
+        updater.inner.state[span.tensor][key] = value
+    else:
+        span.scalars = {**(span.scalars or {}), key: value}
 
 
 def state_records(updater: Updater, flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
@@ -216,14 +195,13 @@ def state_records(updater: Updater, flat: Flat, rank: int, group: str) -> Iterat
         states = spans.long_states(span)
         for part in owned_pieces(flat, rank, span.pieces):
             of = flat.layout.intervals[part.index]
-            for name, (tensor, base) in states.items():
-                offset = base + span.part_of(part).start
+            for name, (tensor, origin) in states.items():
+                offset = part.offset - origin
                 yield SavedInterval("state", of.name, of.shape, part.start, part.stop, tensor, offset, name, group)
 
 
 def gradient_records(flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
-    """Yield what the passes of an incomplete step have brought for a flat's parameters, as far as this rank owns it;
-    parameters without elements are rank 0's."""
+    """Yield the gradients of an incomplete step, as far as this rank owns them; rank 0 has those without elements."""
     tensor = gradient_tensor(flat)
     empty = [index for index, interval in enumerate(flat.layout.intervals) if rank == 0 and not interval.numel]
     for part in [*(Piece(index, 0, 0, 0) for index in empty), *owned_pieces(flat, rank)]:

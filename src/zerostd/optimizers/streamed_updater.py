@@ -9,7 +9,7 @@ The arithmetic is the user's optimizer on the device, as for resident states: th
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -49,6 +49,9 @@ class StagingSlot:
         """Return when nothing is on its way out."""
         for write in self.writes:
             write.synchronize()
+        for memory in self.memory.values() if self.writes else ():
+            if memory.device.type == "cpu":  # on a device it is poisoned in the stream
+                poison(memory)
         self.writes.clear()
 
     def views(self, tensors: Mapping[str, torch.Tensor | TierTensor], numel: int) -> Tensors:
@@ -77,29 +80,30 @@ def widest_dtypes(shards: Iterable[StateShard]) -> dict[str, torch.dtype]:
     return dtypes
 
 
+@dataclass(eq=False)
 class StreamedUpdater:
     """Updates tiles of `shards` on the device, in a thread of its own."""
 
-    def __init__(
-        self, inner: Optimizer, shards: list[StateShard], tile_numel: int, allocator: TierAllocator, streams: Streams
-    ) -> None:
-        self.device = allocator.device
+    inner: Optimizer
+    shards: Sequence[StateShard]
+    tile_numel: int
+    allocator: TierAllocator
+    streams: Streams
+    busy_s: float = field(init=False, default=0.0)  # that the thread has worked or waited for slots, in all
+
+    def __post_init__(self) -> None:
+        self.device = self.allocator.device
+        self.ledger = self.allocator.ledger
         self.worker = Worker("the update on the device of states in host memory", self.device)
-        self.clone = clone_optimizer(inner)
-        self.tile_numel = tile_numel
-        self.streams = streams
-        self.ledger = allocator.ledger
-        self.busy_s = 0.0  # that the thread has worked or waited for slots, in all
+        self.clone = clone_optimizer(self.inner)
         self._turn = 0
-        dtypes = widest_dtypes(shards)
-        sizes = {name: tile_numel * dtype.itemsize for name, dtype in _slot_dtypes(dtypes).items()}
-        self._slots = [
-            StagingSlot(
-                {name: torch.empty(size, dtype=torch.uint8, device=self.device) for name, size in sizes.items()}
-            )
-            for _ in range(NUM_SLOTS)
-        ]
-        self.ledger.enter(Kind.BUFFERS, self.buffer_bytes(dtypes, tile_numel))
+        dtypes = widest_dtypes(self.shards)
+        self._slots = [StagingSlot(self._allocate_slot(dtypes)) for _ in range(NUM_SLOTS)]
+        self.ledger.enter(Kind.BUFFERS, self.buffer_bytes(dtypes, self.tile_numel))
+
+    def _allocate_slot(self, dtypes: Mapping[str, torch.dtype]) -> Tensors:
+        sizes = {name: self.tile_numel * dtype.itemsize for name, dtype in _slot_dtypes(dtypes).items()}
+        return {name: torch.empty(size, dtype=torch.uint8, device=self.device) for name, size in sizes.items()}
 
     @staticmethod
     def buffer_bytes(dtypes: Mapping[str, torch.dtype], tile_numel: int) -> int:

@@ -70,7 +70,7 @@ class StateShard:
         """Yield the parts of the region's pieces that lie here, each with its place in the tensors."""
         for piece in pieces:
             if part := piece.within(self.start, self.stop):
-                yield part, slice(part.offset - self.start, part.place.stop - self.start)
+                yield part, part.place_from(self.start)
 
     def read_master(self) -> torch.Tensor:
         return self.master.read(slice(0, self.numel))

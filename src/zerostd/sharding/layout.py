@@ -46,6 +46,10 @@ class Piece:
     def place(self) -> slice:
         return slice(self.offset, self.offset + self.numel)  # of the region
 
+    def place_from(self, origin: int) -> slice:
+        """Return its place in something that begins at element `origin` of the region."""
+        return slice(self.offset - origin, self.offset - origin + self.numel)
+
     def within(self, start: int, stop: int) -> Self | None:
         """Return the part of it that lies in [start, stop) of the region; None if nothing does."""
         low = max(self.offset, start)
