@@ -16,7 +16,7 @@ import torch
 from zerostd.errors import MisuseError
 from zerostd.monitoring.ledger import explain_out_of_memory
 from zerostd.optimizers.gradients import Gradients
-from zerostd.optimizers.spans import StepOptions, snapshot
+from zerostd.optimizers.spans import StepOptions
 from zerostd.optimizers.updater import Scope, Updater
 from zerostd.parameters import Group
 
@@ -40,14 +40,18 @@ class BackwardUpdates:
 
     @torch.no_grad()
     def start(self, group: Group) -> None:
-        """Update a group whose gradient has landed and whose parameters backward needs no more."""
-        if group.is_in_slices and not group.gives_back:  # gathered right after the update: in step(), in one order
+        """Update a group whose gradient has landed and whose parameters backward needs no more. Groups whose slices
+        ranks gather right after the update wait for step(), where all ranks go through them in one order."""
+        if group.is_in_slices and not group.gives_back:
             return
         if self._options is None:
             if self.is_speculative and not self._is_confident():
                 return
             self._options = self.updater.step_options(None)
-            self.gradients.locked = "the update has begun inside backward, since prepare was given accumulate="
+            self.gradients.locked = (
+                "the update has begun inside backward, since prepare was told with accumulate= how many passes make a "
+                "step"
+            )
         if group in self._done:
             raise MisuseError(
                 f"a backward pass failed after the update of group {group.name!r} had begun inside it, and another one "
@@ -62,7 +66,8 @@ class BackwardUpdates:
         self.renew(group)
 
     def finish(self, factor: torch.Tensor | None, order: list[Group]) -> set[Group]:
-        """Commit what was speculative if `factor` turned out to be one; returns the groups that need nothing more."""
+        """End the step: commit what was speculative if `factor` turned out to be one. Returns the groups that need
+        nothing more."""
         options = self._options
         if options is None:
             return set()
@@ -100,10 +105,9 @@ class BackwardUpdates:
 
     def _check(self, options: StepOptions) -> None:
         """Refuse a step whose options or gradients have changed since its updates began."""
-        now = snapshot(self.updater.user_groups)
-        for index, (used, group) in enumerate(zip(options.param_groups, now, strict=True)):
+        for index, (used, group) in enumerate(zip(options.param_groups, self.updater.user_groups, strict=True)):
             for key, value in group.items():
-                if not _is_equal(used.get(key), value):
+                if key != "params" and not _is_equal(used.get(key), value):
                     raise MisuseError(
                         f"param_groups[{index}][{key!r}] was changed from {used.get(key)!r} to {value!r} between "
                         "backward and step, but the update began inside backward: change options after step(), as "

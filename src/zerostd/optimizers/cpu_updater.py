@@ -12,9 +12,11 @@ spans may share one: what is on its way out is written before it is read again.
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle, islice
 from typing import ClassVar
 
 import torch
@@ -25,10 +27,11 @@ from zerostd.errors import MisuseError
 from zerostd.kernels import Rule
 from zerostd.optimizers.elementwise import clone_optimizer, native_rule, next_scalars, update_by_clone
 from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask
-from zerostd.optimizers.streamed_updater import NUM_SLOTS, UP, StagingSlot, StreamedUpdater, tile_numel, widest_dtypes
+from zerostd.optimizers.streamed_updater import NUM_SLOTS, StagingSlot, StreamedUpdater, tile_numel, widest_dtypes
 from zerostd.parameters import Flat
 from zerostd.parameters.flat import MASTER, StateShard
 from zerostd.parameters.gradient import HostGradientCopy
+from zerostd.parameters.host_gradient import UP
 from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding.portions import UNIT
 from zerostd.tiers import Done, Streams, TierAllocator, Transfer, Worker
@@ -69,15 +72,14 @@ class CpuUpdater:
 
     def launch(self, task: UpdateTask) -> Transfer:
         """Start an update; done when the new parameters are where they belong."""
-        if task.span.shard.route is Route.CPU:
+        span = task.span
+        if span.shard.route is Route.CPU:
             rule = self._rule(task)
             task = replace(task, rule=rule, host_weights=self._host_weights(task))
             if rule is not None:
-                task.span.keep(next_scalars(rule, task.span.scalars), is_speculative=task.is_speculative)
-        return self.submit(task)
-
-    def submit(self, task: UpdateTask) -> Transfer:
-        return task.submit(self.worker, self._do, task.span.numel if task.rule is None else TILE_NUMEL)
+                span.keep(next_scalars(rule, span.scalars), is_speculative=task.is_speculative)
+        is_cut = task.rule is not None and span.shard.tier is Tier.HOST  # from disk, tiles overlap inside the thread
+        return task.submit(self.worker, self._do, TILE_NUMEL if is_cut else span.numel)
 
     def _rule(self, task: UpdateTask) -> Rule | None:
         """Return a native rule if the numbers are fp32 and the user has not asked for torch's fused kernel here."""
@@ -105,7 +107,7 @@ class CpuUpdater:
             return task.weights
         copy = None if task.is_speculative else _fitting_copy(task.flat)
         if copy is not None:
-            return copy.overwrite(span.region).view(task.flat.rest.dtype)
+            return copy.copy_of(span.region, overwrites=True).view(task.flat.rest.dtype)
         return self._weights_of(task.flat, span.shard)[span.in_shard]
 
     def _weights_of(self, flat: Flat, shard: StateShard) -> torch.Tensor:
@@ -219,13 +221,9 @@ class DiskUpdater(CpuUpdater):
         for slot in self._slots:
             slot.wait_writes()
 
-    def submit(self, task: UpdateTask) -> Transfer:
-        """Put a task into the thread with all its tiles at once: reading ahead and writing behind overlap inside it."""
-        return task.submit(self.worker, self._do_all, task.span.numel)
-
     # In the thread
 
-    def _do_all(self, task: UpdateTask, _: slice) -> None:
+    def _do(self, task: UpdateTask, tile: slice) -> None:
         span = task.span
         is_streamed = span.shard.route is Route.STREAMED
         if not is_streamed:
@@ -239,35 +237,34 @@ class DiskUpdater(CpuUpdater):
         end = min(span.shard.numel, -(-place.stop // UNIT) * UNIT)
         starts = range(place.start // UNIT * UNIT, place.stop, self._tile_numel)
         blocks = [slice(start, min(end, start + self._tile_numel)) for start in starts]  # of the shard, whole pages
-        ahead = NUM_SLOTS - 1
-        for index, block in enumerate(blocks[:ahead]):
-            self._read(task, block, self._slots[index])
+        to_read = zip(blocks, cycle(self._slots))
+        reading = deque(self._read(task, block, slot) for block, slot in islice(to_read, NUM_SLOTS - 1))
         scalars: ScalarStates | None = None
-        for index, block in enumerate(blocks):
-            slot = self._slots[index % NUM_SLOTS]
-            if index + ahead < len(blocks):
-                self._read(task, blocks[index + ahead], self._slots[(index + ahead) % NUM_SLOTS])
+        while reading:
+            reading.extend(self._read(task, block, slot) for block, slot in islice(to_read, 1))
+            slot = reading.popleft()
+            block = slot.block
             for read in slot.reads:
                 read.wait()
             staged = slot.views(task.source, block.stop - block.start)
             low = max(block.start, place.start)
             high = min(block.stop, place.stop)
-            tile = slice(low - place.start, high - place.start)
+            part = slice(low - place.start, high - place.start)
             states = {name: tensor[low - block.start : high - block.start] for name, tensor in staged.items()}
             if is_streamed:
                 assert self.streamed is not None
-                scalars, landed = self.streamed.update_tile(task, tile, states, states, after=Done())
+                scalars, landed = self.streamed.update_tile(task, part, states, states, after=Done())
                 landed.synchronize()
             else:
-                scalars = self.update_tile(task, tile, states, states, factor)
+                scalars = self.update_tile(task, part, states, states, factor)
             slot.writes += [tensor.start_write(block.start, staged[name]) for name, tensor in task.source.items()]
-            self.send_weights(task, tile)
+            self.send_weights(task, part)
         self.finish(task, scalars)
         events.end(event)
         self.busy_s += time.perf_counter() - begun
 
-    def _read(self, task: UpdateTask, block: slice, slot: StagingSlot) -> None:
-        """Start reading a block into a slot, when what overlaps it has been written."""
+    def _read(self, task: UpdateTask, block: slice, slot: StagingSlot) -> StagingSlot:
+        """Start reading a block into a slot, when what overlaps it has been written; returns the slot."""
         slot.wait_writes()
         for writing in self._slots:
             is_shards = writing.task is not None and writing.task.span.shard is task.span.shard
@@ -277,3 +274,4 @@ class DiskUpdater(CpuUpdater):
         slot.block = block
         staged = slot.views(task.source, block.stop - block.start)
         slot.reads = [tensor.start_read(block.start, staged[name]) for name, tensor in task.source.items()]
+        return slot

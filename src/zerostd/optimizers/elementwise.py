@@ -71,7 +71,8 @@ def writes_options(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def find_states(optimizer: torch.optim.Optimizer) -> dict[str, torch.dtype]:
-    """Return the dtypes of what the optimizer keeps for each element, by name, as trials of its param_groups show."""
+    """Return the dtypes of what the optimizer keeps for each element, by name, as two trial steps with each
+    param_group's options show."""
     return {
         name: value.dtype
         for _, (_, states, _) in _trials(optimizer)
@@ -112,19 +113,26 @@ def _trial(optimizer: torch.optim.Optimizer, index: int, lengths: Sequence[int] 
 def native_rule(
     inner: torch.optim.Optimizer, options: dict[str, Any], scalars: ScalarStates | None, *, exact_root: bool
 ) -> Rule | None:
-    """Return the rule for the step after `scalars`, if the kernels have this optimizer with these options."""
+    """Return the rule for the step after `scalars`, if the kernels have this optimizer with these options. Roots are
+    exact, or as torch takes them on a CPU."""
     if options.get("differentiable"):
         return None
     step = 1 if scalars is None else int(scalars.get("step", 0)) + 1
-    shared = (float(options.get("lr", 0.0)), float(options.get("weight_decay", 0.0)), bool(options.get("maximize")))
+    shared = (
+        float(options.get("lr", 0.0)),
+        float(options.get("weight_decay", 0.0)),
+        bool(options.get("maximize")),
+    )
     kind = type(inner)
     if kind in (torch.optim.Adam, torch.optim.AdamW) and not options.get("amsgrad"):
         decoupled = kind is torch.optim.AdamW or bool(options.get("decoupled_weight_decay", False))
         beta1, beta2 = (float(beta) for beta in options["betas"])
-        return Adam(*shared, beta1, beta2, float(options["eps"]), decoupled, step, exact_root)
+        eps = float(options["eps"])
+        return Adam(*shared, beta1, beta2, eps, decoupled, step, exact_root)
     if kind is torch.optim.SGD:
         momentum = float(options["momentum"])
-        return Sgd(*shared, momentum, float(options["dampening"]), bool(options["nesterov"]), is_first=scalars is None)
+        dampening = float(options["dampening"])
+        return Sgd(*shared, momentum, dampening, bool(options["nesterov"]), is_first=scalars is None)
     if kind is torch.optim.Adagrad:
         return Adagrad(*shared, float(options["lr_decay"]), float(options["eps"]), step, exact_root)
     return None
@@ -167,7 +175,9 @@ def update_by_clone(
         clone.state[parameter] = {**copy_values(span.scalars), **long_states}
     clone.step()
     parameter.grad = None
-    options.written[index] = {**group, "capturable": True} if is_captured else group
+    if is_captured:
+        group["capturable"] = True
+    options.written[index] = group
     after = clone.state[parameter]
     for name, value in after.items():
         if not isinstance(value, torch.Tensor) or not value.dim():

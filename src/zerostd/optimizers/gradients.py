@@ -104,7 +104,8 @@ class Gradients(StepObserver):
         return vector_norm(torch.stack(norms), order) if norms else torch.zeros((), device=self.wires.world.device)
 
     def _across_ranks(self, value: torch.Tensor, order: float) -> torch.Tensor:
-        """Return norms over all ranks, from sums of powers (or maxima) on this one; free where each rank holds all."""
+        """Return norms over all ranks, from sums of powers (or from the maximum) on this one. Where each rank holds
+        all gradients, nothing is exchanged."""
         is_sharded = any(flat.gradient is not None and flat.gradient.numel < flat.layout.numel for flat in self._flats)
         if math.isinf(order):
             return self.wires.largest(value) if is_sharded else value

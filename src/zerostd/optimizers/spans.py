@@ -60,7 +60,7 @@ class UpdateSpan:
 
     @property
     def numel(self) -> int:
-        return sum(piece.numel for piece in self.pieces)
+        return self.region.stop - self.region.start  # type: ignore[no-any-return]
 
     def keep(self, scalars: ScalarStates | None, *, is_speculative: bool) -> None:
         """Keep the scalar states that an update left."""
@@ -131,7 +131,8 @@ class UpdateSpans:
         return places
 
     def long_states(self, span: UpdateSpan) -> dict[str, tuple[TierTensor, int]]:
-        """Return the states with a value for each element, and the element of the region that each begins at."""
+        """Return the states of a span that have a value for each element, each with the element of the region that it
+        begins at."""
         span.finish_commit()
         if span.tensor is None:
             tensors = span.shard.tensors.items() if span.scalars is not None else ()
@@ -165,9 +166,12 @@ class UpdateSpans:
         return {name: copy.deepcopy(value) for name, value in states.items() if not _is_as_long(value, span.tensor)}
 
     def read(self, span: UpdateSpan, piece: Piece) -> dict[str, Any]:
-        """Return the states of one piece of a span, in memory."""
+        """Return the states of one piece of a span, in memory, with the master where parameters are rounded."""
         states = self.scalar_states(span)
-        for name, (tensor, origin) in self.long_states(span).items():
+        tensors = self.long_states(span)
+        if span.shard.master.dtype != self.flat.dtype:
+            tensors[MASTER] = (span.shard.master, span.shard.start)
+        for name, (tensor, origin) in tensors.items():
             states[name] = tensor.read(piece.place_from(origin))
         return states
 
@@ -232,7 +236,8 @@ class UpdateTask:
         cls, group: Group, flat: Flat, span: UpdateSpan, options: StepOptions, *, step: int, is_speculative: bool
     ) -> UpdateTask:
         """Fix the update of a span as of now. It can begin when the gradient is there and the device has come to this
-        point: begun before, it would hold up its stream, and everything behind it."""
+        point. The gradient may be there long before: begun then, the update would hold up its stream, and everything
+        behind it."""
         span.finish_commit()
         shard = span.shard
         target = shard.spare if is_speculative else shard.tensors
@@ -253,8 +258,8 @@ class UpdateTask:
         return self.target is not self.source  # and counts only if it is committed
 
     def submit(self, worker: Worker, update_tile: Callable[[UpdateTask, slice], None], tile_numel: int) -> Transfer:
-        """Let a thread update the span tile by tile, counted from its start: groups that forward needs first go first,
-        also in between."""
+        """Let a thread update the span tile by tile, so that what is needed sooner can come in between: groups that
+        forward needs first go first. Tiles are slices that count from the span's start."""
         numel = self.span.numel
         tiles = [slice(start, min(numel, start + tile_numel)) for start in range(0, numel, tile_numel)]
         parts = [partial(update_tile, self, tile) for tile in tiles]
@@ -264,7 +269,9 @@ class UpdateTask:
         """Return what a tile reads and what it writes, where they are in memory."""
         start = self.span.in_shard.start
         part = slice(start + tile.start, start + tile.stop)
-        source = {name: tensor.tensor[part] for name, tensor in self.source.items() if tensor.tensor is not None}
-        if not self.is_speculative:
-            return source, source
-        return source, {name: tensor.tensor[part] for name, tensor in self.target.items() if tensor.tensor is not None}
+
+        def cut(tensors: dict[str, TierTensor]) -> Tensors:
+            return {name: tensor.tensor[part] for name, tensor in tensors.items() if tensor.tensor is not None}
+
+        source = cut(self.source)
+        return source, cut(self.target) if self.is_speculative else source

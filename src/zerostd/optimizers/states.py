@@ -39,10 +39,7 @@ def save_states(updater: Updater, gradients: Gradients) -> dict[str, Any]:
             states = _read(spans, places)
             if states:
                 saved[number] = {key: _shaped(value, parameter) for key, value in states.items()}
-    groups = []
-    for group in updater.user_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**options, "params": [numbers[parameter] for parameter in group["params"]]})
+    groups = [{**group, "params": [numbers[p] for p in group["params"]]} for group in updater.user_groups]
     world = gradients.wires.world
     ours = {"rank": world.rank, "size": world.size, "intervals": intervals}
     if gradients.loss_scale is not None:
@@ -57,12 +54,7 @@ def _interval(places: Places) -> tuple[int, int]:
 
 def _read(spans: UpdateSpans, places: Places) -> States:
     """Return the states of one parameter: views of long ones, end to end; copies of scalar ones in the first place."""
-    parts = []
-    for span, piece in places:
-        states = spans.read(span, piece)
-        if spans.flat.rest.dtype != span.shard.master.dtype:
-            states[MASTER] = span.shard.master.read(piece.place_from(span.shard.start))
-        parts.append(states)
+    parts = [spans.read(span, piece) for span, piece in places]
     if len(parts) == 1:
         return parts[0]
     return {
@@ -106,7 +98,7 @@ def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, An
                         f"this rank's interval has {stop - start}: it was saved from another model, stage or world size"
                     )
     for user, group in zip(updater.user_groups, groups, strict=True):
-        user.update({key: value for key, value in group.items() if key != "params"})
+        user.update({**group, "params": user["params"]})
     if gradients.loss_scale is not None:
         for key, value in ours.get("loss_scale", {}).items():
             setattr(gradients.loss_scale, key, value)
@@ -201,7 +193,8 @@ def state_records(updater: Updater, flat: Flat, rank: int, group: str) -> Iterat
 
 
 def gradient_records(flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
-    """Yield the gradients of an incomplete step, as far as this rank owns them; rank 0 has those without elements."""
+    """Yield what the passes of an incomplete step have brought for a flat's parameters, as far as this rank owns it;
+    parameters without elements are rank 0's."""
     tensor = gradient_tensor(flat)
     empty = [index for index, interval in enumerate(flat.layout.intervals) if rank == 0 and not interval.numel]
     for part in [*(Piece(index, 0, 0, 0) for index in empty), *owned_pieces(flat, rank)]:

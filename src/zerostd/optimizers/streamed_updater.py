@@ -19,14 +19,14 @@ from torch.optim import Optimizer
 from zerostd.optimizers.elementwise import clone_optimizer, update_by_clone
 from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask
 from zerostd.parameters.flat import MASTER, StateShard
-from zerostd.policy import Kind, Tier
+from zerostd.parameters.gradient import DOWN
+from zerostd.parameters.host_gradient import UP
+from zerostd.policy import Kind
 from zerostd.sharding import Portion
 from zerostd.sharding.portions import UNIT
 from zerostd.tiers import Streams, TierAllocator, TierTensor, Transfer, Worker
 from zerostd.tiers.debug import poison
 
-UP = (Tier.HOST.value, Tier.DEVICE.value)
-DOWN = (Tier.DEVICE.value, Tier.HOST.value)
 TILE_NUMEL = 8 << 20
 NUM_SLOTS = 4
 FEW = 4  # tiles that a shard is cut into if one tile could hold it
@@ -68,7 +68,8 @@ def tile_numel(most: int, stretches: Iterable[Portion | StateShard]) -> int:
     longest = max((stretch.numel for stretch in stretches), default=0)
     if longest >= most:
         return most
-    return min(most, -(-max(LEAST, -(-longest // FEW)) // UNIT) * UNIT, -(-longest // UNIT) * UNIT)
+    shorter = min(longest, max(LEAST, -(-longest // FEW)))
+    return min(most, -(-shorter // UNIT) * UNIT)
 
 
 def widest_dtypes(shards: Iterable[StateShard]) -> dict[str, torch.dtype]:
@@ -98,12 +99,10 @@ class StreamedUpdater:
         self.clone = clone_optimizer(self.inner)
         self._turn = 0
         dtypes = widest_dtypes(self.shards)
-        self._slots = [StagingSlot(self._allocate_slot(dtypes)) for _ in range(NUM_SLOTS)]
-        self.ledger.enter(Kind.BUFFERS, self.buffer_bytes(dtypes, self.tile_numel))
-
-    def _allocate_slot(self, dtypes: Mapping[str, torch.dtype]) -> Tensors:
         sizes = {name: self.tile_numel * dtype.itemsize for name, dtype in _slot_dtypes(dtypes).items()}
-        return {name: torch.empty(size, dtype=torch.uint8, device=self.device) for name, size in sizes.items()}
+        allocate = partial(torch.empty, dtype=torch.uint8, device=self.device)
+        self._slots = [StagingSlot({name: allocate(size) for name, size in sizes.items()}) for _ in range(NUM_SLOTS)]
+        self.ledger.enter(Kind.BUFFERS, self.buffer_bytes(dtypes, self.tile_numel))
 
     @staticmethod
     def buffer_bytes(dtypes: Mapping[str, torch.dtype], tile_numel: int) -> int:

@@ -73,7 +73,8 @@ class OffloadUpdater:
         return self.updaters["disk" if shard.tier is Tier.DISK else shard.route.value].launch(task)
 
     def copy_to_host(self, factor: torch.Tensor) -> tuple[torch.Tensor, Transfer]:
-        """Start copying a factor to the host; returns its memory there, and when it has arrived."""
+        """Start copying a factor to the host, for the threads that need it as a number; returns its memory there, and
+        when it has arrived."""
         self._turn = (self._turn + 1) % NUM_FACTORS
         memory = self._factors[self._turn]
         memory.copy_(factor.reshape(()), non_blocking=True)
@@ -142,8 +143,10 @@ class Updater:
         # A step changes param_groups, so it must be complete before they are read again
         self.counts_in_groups = offload is not None and writes_options(self.inner)
         self._has_memory = False
-        by_group = [[shard for flat in group.trainable for shard in flat.state_shards] for group in self.groups]
-        resident = [sum(shard.numel for shard in shards if shard.is_resident) for shards in by_group]
+        resident = [
+            sum(shard.numel for flat in group.trainable for shard in flat.state_shards if shard.is_resident)
+            for group in self.groups
+        ]
         gradients = [flat.gradient for flat in self.spans if flat.gradient is not None]
         num_bytes = self.buffer_bytes(resident, [(gradient.dtype, gradient.comes_up) for gradient in gradients])
         self.ledger.leave(Kind.BUFFERS, self.scratch.nbytes)
@@ -202,7 +205,8 @@ class Updater:
                     shard.commit_speculative()
 
     def check_memory(self) -> None:
-        """Take the memory that the first update needs, and give it back: this raises before anything has changed."""
+        """Take the memory that the first update will need, and give it back to the allocator: if there is not enough,
+        this raises before anything has changed."""
         if self._has_memory or self.scratch.device.type == "cpu":
             return
         resident = [span.tensor for spans in self.spans.values() for span in spans if span.tensor is not None]

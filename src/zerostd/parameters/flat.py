@@ -76,34 +76,29 @@ class StateShard:
         return self.master.read(slice(0, self.numel))
 
 
+@dataclass(eq=False)
 class Flat:
     """One flat buffer's parameters, masters and gradient on this rank."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        parameters: Sequence[nn.Parameter],
-        dtype: torch.dtype,
-        allocator: TierAllocator,
-        *,
-        region: slice,
-        state_shards: Sequence[StateShard],
-    ) -> None:
-        self.layout = layout
-        self.parameters = tuple(parameters)  # in the layout's order
-        self.region = region  # what this rank updates: its slice, or everything at stage 0
-        self.state_shards = tuple(state_shards)  # portion by portion of the region; none if frozen
-        # In the compute dtype, on the device. Its storage is empty while released, if parameters rest elsewhere.
-        self.full = torch.zeros(layout.numel, dtype=dtype, device=allocator.device)
-        self.is_sharded = False  # parameters rest as this rank's slice only
-        # In the compute dtype, where parameters rest: a view into `full` unless sharded or off the device.
-        self.rest = TierTensor(layout.numel, dtype, Tier.DEVICE, self.full)
-        self.gradient: Gradient | None = None  # None if frozen
-        self._ledger = allocator.ledger
-        self._views = [self.full[i.offset : i.end].view(i.shape) for i in layout.intervals]
-        loud = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-        blank = torch.full((), loud, dtype=dtype, device=allocator.device)
-        self._blanks = [blank.expand(interval.shape) for interval in layout.intervals]
+    layout: Layout
+    parameters: Sequence[nn.Parameter]  # in the layout's order
+    dtype: torch.dtype  # they compute in
+    allocator: TierAllocator
+    region: slice  # what this rank updates: its slice, or everything at stage 0
+    state_shards: Sequence[StateShard]  # portion by portion of the region; none if frozen
+    is_sharded: bool = field(init=False, default=False)  # parameters rest as this rank's slice only
+    gradient: Gradient | None = field(init=False, default=None)  # None if frozen
+
+    def __post_init__(self) -> None:
+        # On the device. Its storage is empty while released, if parameters rest elsewhere.
+        self.full = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.allocator.device)
+        # Where parameters rest: a view into `full` unless sharded or off the device.
+        self.rest = TierTensor(self.layout.numel, self.dtype, Tier.DEVICE, self.full)
+        self._ledger = self.allocator.ledger
+        self._views = [self.full[i.offset : i.end].view(i.shape) for i in self.layout.intervals]
+        loud = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
+        blank = torch.full((), loud, dtype=self.dtype, device=self.full.device)
+        self._blanks = [blank.expand(interval.shape) for interval in self.layout.intervals]
 
     @property
     def gives_back(self) -> bool:
@@ -140,13 +135,13 @@ class Flat:
                 for part, here in shard.parts(pieces):
                     shard.master.write(here, value.reshape(-1)[part.start : part.stop])
 
-    def keep(self, rank: int, rest: TierTensor | None, *, is_sharded: bool) -> None:
+    def keep(self, rest: TierTensor | None, *, is_sharded: bool) -> None:
         """Keep what this rank needs of the values that were adopted: in `rest`, or in the gathered buffer itself."""
         self.is_sharded = is_sharded
         if rest is None:
             self._ledger.enter(Kind.PARAMETERS, self.full.nbytes)
         else:
-            rest.write(slice(0, rest.numel), self.own_part(rank))
+            rest.write(slice(0, rest.numel), self.own_part())
             self.rest = rest
             self._ledger.enter(Kind.BUFFERS, self.full.nbytes)
         self.share_masters()
@@ -167,9 +162,9 @@ class Flat:
             self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
             self._ledger.enter(Kind.BUFFERS, self.full.nbytes)
 
-    def own_part(self, rank: int) -> torch.Tensor:
+    def own_part(self) -> torch.Tensor:
         """Return the part of the gathered buffer that rests on this rank."""
-        return self.full[self.layout.shard(rank)] if self.is_sharded else self.full
+        return self.full[self.region] if self.is_sharded else self.full
 
     def show_values(self) -> None:
         """Let parameters be views of the gathered buffer."""
@@ -216,8 +211,7 @@ class Flat:
         """Keep what the user wrote into the gathered parameters. Masters change only where the rounded value did,
         so untouched parameters lose no bits."""
         if self.gives_back:
-            mine = self.full[self.region] if self.is_sharded else self.full
-            self.rest.write(slice(0, self.rest.numel), mine)
+            self.rest.write(slice(0, self.rest.numel), self.own_part())
         for shard in self.state_shards:
             if not shard.holds_parameters:
                 master = shard.read_master()
@@ -279,7 +273,8 @@ def value_intervals(flat: Flat, rank: int, group: str) -> Iterator[SavedInterval
     if flat.state_shards:
         owned = owned_pieces(flat, rank)
         places = [(piece, flat.state_shards[0].master, 0) for piece in empty]
-        places += [(part, shard.master, here.start) for shard in flat.state_shards for part, here in shard.parts(owned)]
+        for shard in flat.state_shards:
+            places += [(part, shard.master, here.start) for part, here in shard.parts(owned)]
     else:
         mine = flat.layout.shard(rank)
         begin = 0 if flat.is_sharded else mine.start

@@ -282,17 +282,14 @@ class HostGradientCopy:
             self.arrived = self._streams.gradients.record_event()
         self.is_current = True
 
-    def copy_of(self, part: slice) -> torch.Tensor:
-        """Return the copy of elements of the region, all of which lie in one of the parts."""
+    def copy_of(self, part: slice, *, overwrites: bool = False) -> torch.Tensor:
+        """Return the copy of elements of the region, all of which lie in one of the parts. With `overwrites` the caller
+        has read it and writes something else there."""
+        self._is_overwritten |= overwrites
         for whole, copy in zip(self.parts, self._copies, strict=True):
             if whole.start <= part.start and part.stop <= whole.stop:
                 return copy[part.start - whole.start : part.stop - whole.start]
         raise AssertionError(f"elements {part.start} to {part.stop} have no copy on the host")
-
-    def overwrite(self, part: slice) -> torch.Tensor:
-        """Return `copy_of(part)` to somebody who has read it and writes something else there."""
-        self._is_overwritten = True
-        return self.copy_of(part)
 
     def drop_overwritten(self) -> None:
         """Expect no gradient in what was overwritten: all updates that read it have been started."""

@@ -54,8 +54,10 @@ class Piece:
         """Return the part of it that lies in [start, stop) of the region; None if nothing does."""
         low = max(self.offset, start)
         high = min(self.offset + self.numel, stop)
+        if low >= high:
+            return None
         first = self.start + low - self.offset
-        return replace(self, start=first, stop=first + high - low, offset=low) if low < high else None
+        return replace(self, start=first, stop=first + high - low, offset=low)
 
 
 @dataclass(frozen=True)
