@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
-from typing import ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -44,7 +43,7 @@ DISK_TILE_NUMEL = 4 << 20
 class CpuUpdater:
     """Updates spans in a thread of its own."""
 
-    name: ClassVar = "the update on the CPU"
+    name = "the update on the CPU"
     inner: Optimizer
     placed: Sequence[tuple[Flat, StateShard]]  # the shards it updates, with their flats
     allocator: TierAllocator

@@ -61,7 +61,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
         world = gradients.wires.world
-        self._num_threads = thread_budget(world.local_size) if world.device.type == "cpu" else 1
+        num_elements = sum(flat.region.stop - flat.region.start for flat in updater.spans)
+        is_long = world.device.type == "cpu" and num_elements >= THREADED_FROM
+        self._num_threads = thread_budget(world.local_size) if is_long else 1  # for an update
         move_step_hooks(self.inner, self)  # once a step, not once a group
         self._is_built = True
 
@@ -153,7 +155,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _threads(self) -> Iterator[None]:
         """Use all threads this rank may have, for an update on the CPU that is long enough to pay for waking them."""
         before = torch.get_num_threads()
-        if self._num_threads <= before or self.updater.num_elements < THREADED_FROM:
+        if self._num_threads <= before:
             yield
             return
         torch.set_num_threads(self._num_threads)

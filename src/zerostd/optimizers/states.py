@@ -172,7 +172,7 @@ def _put_scalar(updater: Updater, span: UpdateSpan, key: str, value: Any) -> Non
     if isinstance(value, torch.Tensor):
         device = value.device if span.tensor is not None else torch.device("cpu")
         if (options.get("fused") or options.get("capturable")) and span.shard.route is not Route.CPU:
-            device = updater.device
+            device = updater.scratch.device
         value = value.to(device, copy=True)
     if span.tensor is not None:
         updater.inner.state[span.tensor][key] = value

@@ -8,7 +8,7 @@ are those the user set, and counters in its param_groups move once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, Literal
 
 import torch
@@ -105,25 +105,23 @@ class OffloadUpdater:
             updater.worker.check()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Updater:
     """Updates groups."""
 
     inner: Optimizer
     groups: tuple[Group, ...]
-    device: torch.device
+    device: InitVar[torch.device]
     ledger: Ledger
     offload: OffloadUpdater | None  # None: all states are on the device
     states: Mapping[str, torch.dtype]  # long ones that the optimizer will make, as far as known
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, device: torch.device) -> None:
         self.user_groups = self.inner.param_groups
         self.param_group_of = {p: index for index, group in enumerate(self.user_groups) for p in group["params"]}
-        flats = [flat for group in self.groups for flat in group.trainable]
-        self.spans = {flat: self.make_spans(flat) for flat in flats}
-        self.num_elements = sum(flat.region.stop - flat.region.start for flat in flats)  # updated by this rank
+        self.spans = {flat: self.make_spans(flat) for group in self.groups for flat in group.trainable}
         # As long as the largest group's resident part: gradients as the update reads them
-        self.scratch = torch.empty(0, dtype=torch.float32, device=self.device)
+        self.scratch = torch.empty(0, dtype=torch.float32, device=device)
         self._num_counted = 0  # tensors with states that the ledger knows
         self._num_booked = 0  # bytes of states that the ledger knows
         self._set_offload(self.offload)

@@ -76,7 +76,7 @@ class StateShard:
         return self.master.read(slice(0, self.numel))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Flat:
     """One flat buffer's parameters, masters and gradient on this rank."""
 

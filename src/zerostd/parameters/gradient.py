@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 
@@ -26,18 +25,18 @@ DOWN = (Tier.DEVICE.value, Tier.HOST.value)
 Arrived = Sequence[torch.Tensor | None]  # what one pass brought, by parameter
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Gradient:
     """One flat gradient, which rests on the device."""
 
-    tier: ClassVar = Tier.DEVICE
+    tier = Tier.DEVICE
+    comes_up = False  # whether it rests on the host and the device has memory of its own
     layout: Layout
     region: slice  # of the flat buffer, in elements
     dtype: torch.dtype  # of the reduce
     allocator: TierAllocator
     keep_whole: bool  # has a buffer of the flat's length, to reduce in place
     host_copy: HostGradientCopy | None = None  # where the CPU reads parts of it
-    comes_up: bool = field(init=False, default=False)  # it rests on the host, and the device has memory of its own
     arrived: Transfer = field(init=False, default_factory=Done)  # the last transfer to where it rests
 
     def __post_init__(self) -> None:

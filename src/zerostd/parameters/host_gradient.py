@@ -8,7 +8,6 @@ nothing is copied. `Staging` is also what the reducer has on the way to the wire
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 
@@ -53,11 +52,11 @@ class Staging:
         self._free[number] = until
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, repr=False, kw_only=True)
 class HostGradient(Gradient):
     """One flat gradient, which rests on the host."""
 
-    tier: ClassVar = Tier.HOST
+    tier = Tier.HOST
     streams: Streams
     staging: Staging | None  # None: the device has no memory of its own
     _landing: int = field(init=False, default=0)  # the staging buffer that was opened last
