@@ -32,8 +32,6 @@ from zerostd.optimizers.states import gradient_tensor, replace_states, updated_i
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
 from zerostd.parameters.flat import MASTER
-from zerostd.policy import Tier
-from zerostd.tiers import TierTensor
 
 MOST_PROBLEMS = 20  # named in an error
 IN_PART = (
@@ -256,7 +254,7 @@ def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkp
     if optimizer is not None and manifest.optimizer is not None:
         for group, saved in zip(optimizer.param_groups, manifest.optimizer.groups, strict=True):
             group.update(saved.options)
-        optimizer.updater.moved(runtime.groups, optimizer.updater.offload)
+        optimizer.updater.moved(optimizer.updater.offload)
     if runtime.loss_scale is not None and manifest.loss_scale is not None:
         for field in fields(runtime.loss_scale):
             setattr(runtime.loss_scale, field.name, manifest.loss_scale[field.name])
@@ -265,14 +263,12 @@ def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkp
 
 def _clear_states(flat: Flat, manifest: Manifest) -> None:
     """Set states that the checkpoint does not have to zero, where there is memory for them already."""
-    for piece in flat.layout.pieces(flat.region):
-        saved = {entry.state for entry in manifest.named("state", flat.layout.intervals[piece.index].name)}
-        for shard in flat.state_shards:
-            overlap = shard.overlap(piece.place.start, piece.place.stop)
+    for shard in flat.state_shards:
+        for part, here in shard.parts(flat.layout.pieces(flat.region)):
+            saved = {entry.state for entry in manifest.named("state", flat.layout.intervals[part.index].name)}
             for name, tensor in shard.tensors.items():
-                if name != MASTER and name not in saved and overlap is not None:
-                    here = overlap[0]
-                    tensor.write(here, torch.zeros(here.stop - here.start, dtype=tensor.dtype))
+                if name != MASTER and name not in saved:
+                    tensor.write(here, torch.zeros(part.numel, dtype=tensor.dtype))
 
 
 def _state_targets(updater: Updater, flat: Flat, manifest: Manifest) -> Iterator[Target]:
@@ -285,20 +281,11 @@ def _state_targets(updater: Updater, flat: Flat, manifest: Manifest) -> Iterator
     spans.cut([tuple((entry.state, entry.dtype) for entry in manifest.named("state", name)) for name in names])
     for span in spans:
         for entry in manifest.named("state", names[span.pieces[0].index]):
-            if span.tensor is None:
-                span.scalars = {} if span.scalars is None else span.scalars
-                tensor = span.shard.tensors[entry.state]
-                begin = span.in_shard.start
-            else:
-                value = torch.empty_like(span.tensor, dtype=entry.torch_dtype)
-                updater.inner.state[span.tensor][entry.state] = value
-                tensor = TierTensor(span.numel, value.dtype, Tier.DEVICE, value)
-                begin = 0
+            tensor, origin = spans.make_long_state(span, entry.state, entry.torch_dtype)
             for piece in span.pieces:
-                start = begin + span.part_of(piece).start
                 for state in manifest.named("state", names[piece.index]):
                     if state.state == entry.state:
-                        yield state, piece.start, tensor, slice(start, start + piece.numel)
+                        yield state, piece.start, tensor, piece.place_from(origin)
 
 
 def _gradient_targets(flat: Flat, manifest: Manifest) -> Iterator[Target]:

@@ -93,12 +93,9 @@ def value_targets(flat: Flat, rank: int) -> Iterator[tuple[str, int, TierTensor,
         for piece in flat.layout.pieces(mine):
             yield intervals[piece.index].name, piece.start, flat.rest, piece.place
         return
-    for piece in flat.layout.pieces(flat.region):
-        for shard in flat.state_shards:
-            overlap = shard.overlap(piece.place.start, piece.place.stop)
-            if overlap is not None:
-                here, there = overlap
-                yield intervals[piece.index].name, piece.start + there.start, shard.master, here
+    for shard in flat.state_shards:
+        for part, here in shard.parts(flat.layout.pieces(flat.region)):
+            yield intervals[part.index].name, part.start, shard.master, here
 
 
 # Random generators

@@ -50,7 +50,7 @@ def _make_flat(plan: FlatPlan, resources: Resources, value_of: ValueOf) -> Flat:
     rest: TierTensor | None = None
     if plan.gives_back:
         rest = allocator.allocate(plan.owner, plan.parameters, Kind.PARAMETERS, plan.rest_numel, plan.dtype)
-    flat.keep(plan.rules.rank, rest, is_sharded=is_sharded)
+    flat.keep(rest, is_sharded=is_sharded)
     if plan.is_trained:
         flat.gradient = _make_gradient(plan, resources)
     return flat
