@@ -105,6 +105,11 @@ class BackwardUpdates:
 
     def _check(self, options: StepOptions) -> None:
         """Refuse a step whose options or gradients have changed since its updates began."""
+        if self.updater.has_new_members:
+            raise MisuseError(
+                "param_groups have other parameters at step() than they had in backward, but the update began inside "
+                "backward: change them after step(), or leave accumulate out of prepare"
+            )
         for index, (used, group) in enumerate(zip(options.param_groups, self.updater.user_groups, strict=True)):
             for key, value in group.items():
                 if key != "params" and not _is_equal(used.get(key), value):
