@@ -34,7 +34,7 @@ EVENTS = tuple(Event)  # they are sent by number
 
 
 class Call(NamedTuple):
-    """The announcement of one rank, with two numbers whose meaning depends on the event."""
+    """An announcement, with two numbers whose meaning depends on the event."""
 
     event: Event
     first: float
@@ -54,13 +54,13 @@ class Session:
         self.owns_world = owns_world  # init made the process group, so shutdown destroys it
         self.group: Any = dist.new_group(backend="gloo") if is_distributed else None
         self._work: Any = None
-        self._rows = [torch.zeros(len(Call._fields)) for _ in range(self.size)]
+        self._rows: list[torch.Tensor] = []  # the last announcements, by rank
 
     def announce(self, event: Event, first: float = 0.0, second: float = 0.0) -> None:
         """Start to send what this rank does now. Earlier announcements are received first."""
         self.receive()
         row = torch.tensor([EVENTS.index(event), first, second], dtype=torch.float64)
-        self._rows = [row.clone() for _ in self._rows]
+        self._rows = [row.clone() for _ in range(self.size)]
         if self.group is not None:
             self._work = dist.all_gather(self._rows, row, group=self.group, async_op=True)
 
@@ -70,8 +70,7 @@ class Session:
             work = self._work
             self._work = None
             work.wait()
-        rows = [row.tolist() for row in self._rows]
-        calls = [Call(EVENTS[int(number)], first, second) for number, first, second in rows]
+        calls = [Call(EVENTS[int(row[0])], float(row[1]), float(row[2])) for row in self._rows]
         active = [rank for rank, call in enumerate(calls) if call.event is not Event.JOIN]
         self.num_joined = self.size - len(active) if active else 0  # when all have joined, all continue
         if active:
