@@ -7,6 +7,7 @@ model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, load
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -52,7 +53,8 @@ class Accelerator(accelerate.Accelerator):
     _optimizers: list[PreparedOptimizer]
 
     def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **options: Any) -> None:
-        _check_zero(zero or {}, options.get("mixed_precision"))
+        given = inspect.signature(super().__init__).bind(*args, **options).arguments
+        _check_zero(zero or {}, given.get("mixed_precision"))  # before accelerate asks for a GPU
         super().__init__(*args, **options)
         if self.ddp_handler is not None:
             raise zerostd.NotSupportedError(
@@ -61,12 +63,10 @@ class Accelerator(accelerate.Accelerator):
         self._set_up(zero or {})
 
     @classmethod
-    def take_over(cls, accelerator: accelerate.Accelerator, zero: Mapping[str, Any]) -> Accelerator:
+    def take_over(cls, accelerator: Any, zero: Mapping[str, Any]) -> None:
         """Turn a plain Accelerator into this class, for libraries that make it themselves."""
         accelerator.__class__ = cls
-        assert isinstance(accelerator, cls)
         accelerator._set_up(zero)
-        return accelerator
 
     def _set_up(self, zero: Mapping[str, Any]) -> None:
         _check_zero(zero, self.mixed_precision)
@@ -92,13 +92,13 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Prepare each model together with its optimizer by zerostd, loaders and schedulers by accelerate."""
-        placements = device_placement or [None] * len(args)
-        placement_of = dict(zip(map(id, args), placements, strict=True))
+        placements = dict(zip(map(id, args), device_placement or [None] * len(args), strict=True))
         prepared: dict[int, Any] = {}
         for model, optimizer in _pairs(args):
             prepared[id(model)] = model
-            prepared[id(optimizer)] = self._prepare_pair(model, optimizer, placement_of[id(model)])
-        for argument, placement in zip(args, placements, strict=True):
+            prepared[id(optimizer)] = self._prepare_pair(model, optimizer, placements[id(model)])
+        for argument in args:
+            placement = placements[id(argument)]
             if id(argument) not in prepared and isinstance(argument, nn.Module):  # frozen
                 prepared[id(argument)] = self.prepare_model(argument, placement, evaluation_mode=True)
             elif id(argument) not in prepared:
@@ -135,12 +135,10 @@ class Accelerator(accelerate.Accelerator):
         """Return the prepared optimizer of a model; None if the model was not prepared to train."""
         return next((optimizer for optimizer in self._optimizers if optimizer.model is model), None)
 
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Reduce the passes inside later, where that saves anything; see `late_reduction`."""
         is_sharded = self.optimizer_of(model) is not None
-        with common.late_reduction(model, self.zero) if is_sharded else contextlib.nullcontext():
-            yield
+        return common.late_reduction(model, self.zero) if is_sharded else contextlib.nullcontext()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip to the norm over all shards, and return it. Every rank must call it."""
@@ -162,7 +160,7 @@ class Accelerator(accelerate.Accelerator):
         with self._without_prepared() as optimizers:
             location = super().save_state(output_dir, safe_serialization=safe_serialization, **options)
         for number, optimizer in enumerate(optimizers):
-            self.save_shards(Path(location), optimizer.model, number=number)
+            self.save_shards(Path(location), optimizer, number=number)
         return location
 
     def load_state(
@@ -177,10 +175,9 @@ class Accelerator(accelerate.Accelerator):
             finally:
                 hook.remove()
 
-    def save_shards(self, folder: Path, model: nn.Module, extra: Any = None, number: int = 0) -> None:
+    def save_shards(self, folder: Path, optimizer: PreparedOptimizer, extra: Any = None, number: int = 0) -> None:
         """Write a checkpoint of zerostd inside `folder`. An older one there is removed when this one is complete."""
-        optimizer = self.optimizer_of(model)
-        assert optimizer is not None
+        model = optimizer.model
         parent = _checkpoints_in(folder, number)
         path = parent / str(common.next_number(parent))
         self.wait_for_everyone()  # all have looked before one of them writes

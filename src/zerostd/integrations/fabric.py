@@ -71,25 +71,17 @@ class ZeroStrategy(DDPStrategy):
         super().__init__(**options)
         self._backward_sync_control = self
 
-    @property
-    def precision(self) -> Any:
-        """Lightning's plugin: fp32, or autocast in bf16."""
-        return super().precision
-
-    @precision.setter
-    def precision(self, plugin: Any) -> None:
-        check_plugin(plugin, self.zero)
-        self._precision = plugin
+    def _configure_launcher(self) -> None:
+        """Refuse a precision that cannot be honoured: Fabric has set it by now, and started nothing."""
+        common.check_precision(self.zero, CALL, self.precision.precision, PRECISIONS)
+        super()._configure_launcher()
 
     def _get_process_group_backend(self) -> str:
         return self._process_group_backend or backend_for(self.root_device)
 
     def _setup_distributed(self) -> None:
-        """Make a process group, but not for a world of one."""
-        if self.num_nodes * self.num_processes > 1:
+        if self.num_nodes * self.num_processes > 1:  # a world of one needs no process group
             super()._setup_distributed()
-        else:
-            self._set_world_ranks()
 
     def setup_module(self, module: nn.Module) -> Root:
         """Shard a module without an optimizer, to evaluate."""
@@ -222,11 +214,6 @@ def take_zero(options: dict[str, Any], base: type) -> dict[str, Any]:
     return zero
 
 
-def check_plugin(plugin: Any, zero: Mapping[str, Any]) -> None:
-    """Refuse precision plugins that scale or cast what is sharded."""
-    common.check_precision(zero, CALL, PRECISIONS[0] if plugin is None else plugin.precision, PRECISIONS)
-
-
 def save_shards(strategy: Any, folder: Path, root: Root, rest: dict[str, Any], optimizer: Any) -> None:
     """Write the directory `folder`: shards in `zerostd/N`, and `rest` in the file `rest-N`. Older ones are removed when
     N is complete, which it is with the shards."""
@@ -253,6 +240,4 @@ def newest_shards(folder: Path) -> tuple[str, Path]:
     return shards, folder / f"rest-{Path(shards).name}"
 
 
-STRATEGY_REGISTRY.register(
-    "zerostd", ZeroStrategy, description="ZeroStrategy: zerostd plans what is sharded", override=True
-)
+STRATEGY_REGISTRY.register("zerostd", ZeroStrategy, description="zerostd plans what is sharded", override=True)

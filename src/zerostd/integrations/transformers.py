@@ -102,7 +102,7 @@ class Trainer(transformers.Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         extra = {"scheduler": self.lr_scheduler.state_dict()}
-        self.accelerator.save_shards(Path(output_dir), self.model, extra)
+        self.accelerator.save_shards(Path(output_dir), self.optimizer, extra)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if _newest_shards(resume_from_checkpoint) is None:  # those are loaded once the model is sharded
@@ -142,9 +142,6 @@ def _load(path: str, model: nn.Module, optimizer: torch.optim.Optimizer | None =
 
 def _newest_complete(folder: Path) -> str | None:
     """Return the directory checkpoint-N with the largest N. Trainer writes its own state last."""
-    numbers = {
-        path: int(path.name.rpartition("-")[2])
-        for path in folder.glob("checkpoint-*")
-        if path.name.rpartition("-")[2].isdigit() and (path / TRAINER_STATE_NAME).exists()
-    }
-    return str(max(numbers, key=numbers.__getitem__)) if numbers else None
+    names = [path.parent.name.removeprefix("checkpoint-") for path in folder.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
+    newest = max((int(name) for name in names if name.isdigit()), default=None)
+    return None if newest is None else str(folder / f"checkpoint-{newest}")
