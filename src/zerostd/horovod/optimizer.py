@@ -83,7 +83,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self, calls: list[Call]) -> None:
-        """Do what ranks in join follow."""
         self._agree(calls)
         if session().num_joined:
             states.write_options(self.param_groups, session().share(states.read_options(self.param_groups)))
@@ -98,8 +97,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._forget_passes()
 
     def synchronize(self) -> None:
-        """Wait until `p.grad` stands for averaged gradients, which are sharded. Clip then with
-        torch.nn.utils.clip_grad_norm_, or without synchronize() with `optimizer.clip_grad_norm_`, which is faster."""
+        """Make `p.grad` the averaged gradient, for torch.nn.utils.clip_grad_norm_; `clip_grad_norm_` is faster."""
         session().check_present("optimizer.synchronize()")
 
     def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
@@ -134,7 +132,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _forget_passes(self) -> None:
         self._num_passes = [0] * len(self.parameters)  # since the last step, by parameter
-        self._num_announced = 0  # passes since the last step that the other ranks know of
+        self._num_announced = 0  # passes since the last step that other ranks know of
 
     def join(self) -> int:
         """Follow the steps of ranks that still have data, with zeros, until none has; see `hvd.join`."""
@@ -192,8 +190,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         expected = [len(group["params"]) for group in self.param_groups]
         if counts != expected:
             raise MisuseError(
-                f"the state_dict is of param_groups with {counts} parameters, and this optimizer has {expected}: it "
-                "was saved from another model"
+                f"the state_dict is of param_groups with {counts} parameters, and this optimizer has {expected}: load "
+                "one that was saved from the same model"
             )
         states.write_options(self.param_groups, states.read_options(state_dict["param_groups"]))
         self.loaded = state_dict

@@ -76,12 +76,12 @@ class Session:
         if active:
             self.last_rank = active[-1]
         for rank in active:
-            event = calls[active[0]].event
-            if calls[rank].event is not event:
+            first = calls[active[0]].event
+            event = calls[rank].event
+            if event is not first:
                 raise CommunicationError(
-                    f"rank {active[0]} is at {event.value} and rank {rank} at {calls[rank].event.value}: every rank "
-                    "must make these calls, so move them out of `if hvd.rank() == 0:`. A rank that has no data left "
-                    "calls hvd.join()"
+                    f"rank {active[0]} is at {first.value} and rank {rank} at {event.value}: every rank must make "
+                    "these calls, so move them out of `if hvd.rank() == 0:`. A rank without data calls hvd.join()"
                 )
         return calls
 

@@ -60,22 +60,16 @@ class Accelerator(accelerate.Accelerator):
             raise zerostd.NotSupportedError(
                 "DistributedDataParallelKwargs in kwargs_handlers: there is no DDP that would heed it; leave it out"
             )
-        self._set_up(zero or {})
+        self.set_up(zero or {})
 
-    @classmethod
-    def take_over(cls, accelerator: Any, zero: Mapping[str, Any]) -> None:
-        """Turn a plain Accelerator into this class, for libraries that make it themselves."""
-        accelerator.__class__ = cls
-        accelerator._set_up(zero)
-
-    def _set_up(self, zero: Mapping[str, Any]) -> None:
+    def set_up(self, zero: Mapping[str, Any]) -> None:
+        """Take the options of zerostd, and refuse what accelerate was configured to do that clashes with them."""
         _check_zero(zero, self.mixed_precision)
         started = int(os.environ.get("WORLD_SIZE", "1"))
         if started != self.num_processes:
             raise zerostd.PrepareError(
-                f"the launcher started {started} processes, and accelerate takes this one for one of "
-                f"{self.num_processes}: without accelerators pass Accelerator(cpu=True) or "
-                "TrainingArguments(use_cpu=True)"
+                f"the launcher started {started} processes, and accelerate sees {self.num_processes}: without "
+                "accelerators pass Accelerator(cpu=True) or TrainingArguments(use_cpu=True)"
             )
         if self.distributed_type in OTHERS or self.parallelism_config:
             raise zerostd.NotSupportedError(
@@ -83,22 +77,23 @@ class Accelerator(accelerate.Accelerator):
                 "by itself: take it out of the script, the configuration and the environment (ACCELERATE_USE_...), or "
                 "do without zerostd"
             )
-        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+        backend = self.state.dynamo_plugin.backend
+        if backend != DynamoBackend.NO:
             raise zerostd.NotSupportedError(
-                f"torch.compile of the whole model (dynamo backend {self.state.dynamo_plugin.backend.value}) would see "
-                "shards: compile its blocks with module.compile() before prepare, and leave the backend out"
+                f"torch.compile of the whole model (dynamo backend {backend.value}) would see shards: compile its "
+                "blocks with module.compile() before prepare, and leave the backend out"
             )
         self.zero = dict(zero)
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Prepare each model together with its optimizer by zerostd, loaders and schedulers by accelerate."""
-        placements = dict(zip(map(id, args), device_placement or [None] * len(args), strict=True))
+        placements = device_placement or [None] * len(args)
+        placement_of = dict(zip(map(id, args), placements, strict=True))
         prepared: dict[int, Any] = {}
         for model, optimizer in _pairs(args):
             prepared[id(model)] = model
-            prepared[id(optimizer)] = self._prepare_pair(model, optimizer, placements[id(model)])
-        for argument in args:
-            placement = placements[id(argument)]
+            prepared[id(optimizer)] = self._prepare_pair(model, optimizer, placement_of[id(model)])
+        for argument, placement in zip(args, placements, strict=True):
             if id(argument) not in prepared and isinstance(argument, nn.Module):  # frozen
                 prepared[id(argument)] = self.prepare_model(argument, placement, evaluation_mode=True)
             elif id(argument) not in prepared:
@@ -137,8 +132,9 @@ class Accelerator(accelerate.Accelerator):
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Reduce the passes inside later, where that saves anything; see `late_reduction`."""
-        is_sharded = self.optimizer_of(model) is not None
-        return common.late_reduction(model, self.zero) if is_sharded else contextlib.nullcontext()
+        if self.optimizer_of(model) is None:
+            return contextlib.nullcontext()
+        return common.late_reduction(model, self.zero)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip to the norm over all shards, and return it. Every rank must call it."""
@@ -155,23 +151,21 @@ class Accelerator(accelerate.Accelerator):
             return super().get_state_dict(model, unwrap=unwrap)
         return zerostd.full_state_dict(model, rank=0)
 
-    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
+    def save_state(self, *args: Any, **options: Any) -> Any:
         """Write accelerate's directory, models and optimizers as checkpoints of zerostd. Every rank must call it."""
         with self._without_prepared() as optimizers:
-            location = super().save_state(output_dir, safe_serialization=safe_serialization, **options)
+            location = super().save_state(*args, **options)
         for number, optimizer in enumerate(optimizers):
             self.save_shards(Path(location), optimizer, number=number)
         return location
 
-    def load_state(
-        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
-    ) -> None:
+    def load_state(self, *args: Any, **options: Any) -> None:
         """Load what `save_state` wrote, on any number of ranks, stage and placement. Every rank must call it."""
         with self._without_prepared() as optimizers:
             # accelerate calls the hook with the directory that it chose, before it loads anything itself
             hook = self.register_load_state_pre_hook(lambda _, folder: _load_shards(folder, optimizers))
             try:
-                super().load_state(input_dir, load_kwargs, **options)
+                super().load_state(*args, **options)
             finally:
                 hook.remove()
 
@@ -189,8 +183,7 @@ class Accelerator(accelerate.Accelerator):
         """Hide what zerostd prepared while accelerate saves or loads."""
         models = self._models
         optimizers = self._optimizers
-        sharded = {id(optimizer.model) for optimizer in optimizers}
-        self._models = [model for model in models if id(model) not in sharded]
+        self._models = [model for model in models if self.optimizer_of(model) is None]
         self._optimizers = []
         try:
             yield optimizers

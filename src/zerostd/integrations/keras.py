@@ -100,16 +100,16 @@ class ShardedLayer(nn.Module):
     """The weights of a layer that train, and the layer's call."""
 
     layer: Any
-    layer_call: Callable[..., Any]
+    layer_call: Callable[..., Any]  # before it was prepared
 
     def __init__(self, layer: Any, weights: list[nn.Parameter]) -> None:
         super().__init__()
-        self.__dict__.update(layer=layer, layer_call=layer.call)  # not as a submodule: Keras has its own names
+        self.__dict__["layer"] = layer  # not as a submodule: Keras has its own names
+        self.__dict__["layer_call"] = layer.call
         for number, weight in enumerate(weights):
             self.register_parameter(f"weight{number}", weight)
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """Call the layer as before it was prepared."""
         return self.layer_call(*args, **options)
 
 
@@ -122,9 +122,7 @@ def prepare(model: keras.Model, *, groups: Sequence[str] | None = None, **zero: 
     optimizer = _check(model, zero)
     root = _tree(model)
     if not list(root.parameters()):
-        raise zerostd.PrepareError(
-            "the model has no weights that train: build it, model.build(input_shape), or call it"
-        )
+        raise zerostd.PrepareError("no weights of the model train: build it, model.build(input_shape), or call it")
     inner = optimizer.make(root.parameters(), lr=float(optimizer.learning_rate), **optimizer.options)
     if groups is None and len(list(root.children())) > 1:
         groups = ["*"]  # each layer

@@ -89,7 +89,7 @@ class ZeroStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
             optimizer = common.only_one(self._optimizers, module)
         has_parameters = optimizer is not None and bool(optimizer.param_groups)  # configure_optimizers may give None
-        root = fabric.prepare_root(module, optimizer if has_parameters else None, self.zero)
+        root = Root(module, optimizer if has_parameters else None, self.zero)
         module.__dict__[ROOT] = root
         if has_parameters:
             self.optimizers = [root.optimizer]
