@@ -112,10 +112,7 @@ def session() -> Session:
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Join the processes that torchrun started, or be a world of one. An existing process group is used.
-
-    A communicator, process sets, and a launcher other than torchrun are refused.
-    """
+    """Join the processes that torchrun started, or be a world of one. An existing process group is used."""
     if comm is not None or process_sets is not None:
         raise NotSupportedError("hvd.init(comm, process_sets): all processes take part in everything; leave them out")
     if OPEN:
@@ -128,8 +125,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         for name in OTHER_LAUNCHERS:
             if int(os.environ.get(name, "1")) > 1:
                 raise NotSupportedError(
-                    f"{name}={os.environ[name]}: the processes were started by mpirun or horovodrun, and each would be "
-                    "a world of one. Start them with `torchrun --nproc-per-node N script.py`"
+                    f"{name}={os.environ[name]}: mpirun or horovodrun started the processes, and each would be alone. "
+                    "Start them with `torchrun --nproc-per-node N script.py`"
                 )
     OPEN.append(Session(owns_world))
 
