@@ -28,30 +28,25 @@ BUSY = {"device": "compute"}  # a run's word for a resource: the plan's
 
 def plans(run: Run, steps: Steps) -> tuple[list[dict[str, Any]], list[str]]:
     """Return each plan with what came of it, in order; and notices about those that cannot be read."""
+    recorded = next((log.of(PlanLine) for log in run.ranks if log.of(PlanLine)), [])  # of the first rank with plans
+    written = [(f"the plan of step {line.step}", line) for line in sorted(recorded, key=lambda line: line.step)]
+    if run.info.plan is not None:
+        written.insert(0, ("the plan of run.json", PlanLine(0, run.info.plan, "at the start")))
     notices: list[str] = []
-    readable: list[tuple[Plan, str, int]] = []
-    for source, data, reason, first in _written(run):
+    readable: list[tuple[Plan, PlanLine]] = []
+    for source, line in written:
         try:
-            readable.append((_checked(data, source), reason, first))
+            readable.append((_checked(line.plan, source), line))
         except ZerostdError as error:
             notices.append(f"{tidy_text(str(error))}.")
     if len(readable) > MOST_PLANS:
         notices.append(f"Of {len(readable)} plans the first {MOST_PLANS} are shown.")
-    stops = [*(first for _, _, first in readable[1:]), LAST_STEP]
+    stops = [*(line.step for _, line in readable[1:]), LAST_STEP]
     rows = [
-        {"reason": reason, **_compared(run, steps, plan, range(first, stop))}
-        for (plan, reason, first), stop in zip(readable, stops, strict=False)
+        {"reason": line.reason or "no reason was written", **_compared(run, steps, plan, range(line.step, stop))}
+        for (plan, line), stop in zip(readable, stops, strict=False)
     ]
     return rows[:MOST_PLANS], notices
-
-
-def _written(run: Run) -> Iterator[tuple[str, Any, str, int]]:
-    """Yield (where it stands, the plan, the reason, its first step): of run.json, and of the first rank with plans."""
-    if run.info.plan is not None:
-        yield "the plan of run.json", run.info.plan, "at the start", 0
-    lines = next((log.of(PlanLine) for log in run.ranks if log.of(PlanLine)), [])
-    for line in sorted(lines, key=lambda line: line.step):
-        yield f"the plan of step {line.step}", line.plan, line.reason or "no reason was written", line.step
 
 
 def _checked(data: Any, source: str) -> Plan:

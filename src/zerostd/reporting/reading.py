@@ -96,32 +96,29 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
 def _read_rank(rank: int, file: Path) -> RankLog:
     log = RankLog(rank)
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                _add_line(log, line, f"{file.name}:{number}")
+        for number, text in enumerate(lines, start=1):
+            if not text.strip():
+                continue
+            log.num_lines += 1
+            try:
+                line = parse_line(text, f"{file.name}:{number}")
+            except StorageError as error:
+                if not text.endswith(b"\n"):
+                    log.is_torn = True
+                    continue
+                log.num_unreadable += 1
+                if len(log.unreadable) < MOST_NAMED:
+                    log.unreadable.append(tidy_text(str(error), LONGEST_REASON))
+                continue
+            if isinstance(line, str):
+                log.unknown[line] += 1
+            else:
+                log.lines.setdefault(type(line), []).append(line)
     steps = log.of(StepLine)
     last = {step.step: step for step in steps}
     log.num_repeated = len(steps) - len(last)
     log.lines[StepLine] = sorted(last.values(), key=lambda step: step.step)
     return log
-
-
-def _add_line(log: RankLog, text: bytes, where: str) -> None:
-    log.num_lines += 1
-    try:
-        line = parse_line(text, where)
-    except StorageError as error:
-        if not text.endswith(b"\n"):
-            log.is_torn = True
-            return
-        log.num_unreadable += 1
-        if len(log.unreadable) < MOST_NAMED:
-            log.unreadable.append(tidy_text(str(error), LONGEST_REASON))
-        return
-    if isinstance(line, str):
-        log.unknown[line] += 1
-    else:
-        log.lines.setdefault(type(line), []).append(line)
 
 
 def _notices(world_size: int, logs: tuple[RankLog, ...]) -> Iterator[str]:

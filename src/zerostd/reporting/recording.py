@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 import msgspec
 import torch
@@ -123,7 +123,7 @@ class Recording(StepObserver):
         path.mkdir(parents=True, exist_ok=True)
         if runtime.world.rank == 0:
             _write_info(runtime, path)
-        self._file: TextIO | None = (path / f"rank-{runtime.world.rank}.jsonl").open("w", encoding="utf-8")
+        self._file = (path / f"rank-{runtime.world.rank}.jsonl").open("w", encoding="utf-8")
         runtime.observers.append(self)
         self._zero = Timestamp.of_idle(self._device)
         self._begun = Timestamp(self._device)
@@ -141,7 +141,7 @@ class Recording(StepObserver):
     def log(self, **numbers: Any) -> None:
         """Numbers of the step that was taken last: `loss`, `samples`, `tokens`, `lr`, and any other by its name, which
         counts as quality. Tensors may be on the device."""
-        if self._file is None:
+        if self._file.closed:
             raise MisuseError("log() on a recording that was closed")
         if not self._steps:
             raise MisuseError("log() before the first optimizer.step(): the numbers belong to a step that was taken")
@@ -149,7 +149,7 @@ class Recording(StepObserver):
 
     def close(self) -> None:
         """Write what is left and stop. The run counts as complete then."""
-        if self._file is None:
+        if self._file.closed:
             return
         self._runtime.ledger.events.choose(-1, is_on=False)
         self._leaks.stop()
@@ -161,7 +161,6 @@ class Recording(StepObserver):
         self._write_steps(all_of_them=True)
         self._write_line(records.EndLine(Timestamp(self._device).after(self._zero)))
         self._file.close()
-        self._file = None
 
     # Between steps
 
@@ -213,7 +212,6 @@ class Recording(StepObserver):
                 break
             self._steps.pop(0)
             self._write_step(step)
-        assert self._file is not None
         self._file.flush()
 
     def _write_step(self, step: _Step) -> None:
@@ -230,10 +228,9 @@ class Recording(StepObserver):
             for span in step.spans
             if span.ended is not None
         ]
-        spans.sort(key=lambda item: item[1])
         waiting = {"updates": 0.0, "parameters": 0.0}
         busy: dict[str, list[tuple[float, float]]] = {}
-        for span, begun, ended in spans:
+        for span, begun, ended in sorted(spans, key=lambda item: item[1]):
             times = (round(begun, DIGITS), round(ended, DIGITS))
             line = records.EventLine(step.number, span.name, span.lane, *times, span.group)
             line.tier, line.to = span.way or (None, None)
@@ -271,8 +268,7 @@ class Recording(StepObserver):
             )
 
     def _write_line(self, line: records.Line) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(msgspec.to_builtins(line)) + "\n")
+        self._file.write(json.dumps(msgspec.to_builtins(line)) + "\n")
 
     def _moment(self, moment: Timestamp) -> float:
         return round(moment.after(self._zero), DIGITS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta, Struct
 
@@ -111,8 +111,8 @@ class EndLine(Struct, tag_field="kind", tag="end"):
 
 
 Line = StepLine | MemoryLine | EventLine | SecondsLine | QualityLine | LeakLine | PlanLine | EndLine  # of a rank's file
-TAGGED: tuple[type[Line], ...] = (StepLine, MemoryLine, EventLine, QualityLine, LeakLine, PlanLine, EndLine)
-KINDS = {str(line.__struct_config__.tag): line for line in TAGGED} | {"waiting": SecondsLine, "busy": SecondsLine}
+KINDS: dict[str, type[Line]] = {line.__struct_config__.tag: line for line in get_args(Line) if line is not SecondsLine}
+KINDS |= {"waiting": SecondsLine, "busy": SecondsLine}
 
 
 class Named(Struct, frozen=True, omit_defaults=True):

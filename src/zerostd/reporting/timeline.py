@@ -130,12 +130,9 @@ def _bar(events: list[EventLine], begin: float) -> dict[str, Any]:
 
 def _with_tracks(bars: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the bars with their tracks: where bars of one lane overlap, they are drawn above each other."""
-    ends = [NEVER]
+    ends = [NEVER] * MOST_TRACKS
     for bar in bars:
         free = [track for track, end in enumerate(ends) if end <= bar["start"]]
-        if not free and len(ends) < MOST_TRACKS:
-            free = [len(ends)]
-            ends.append(NEVER)
         track = free[0] if free else ends.index(min(ends))
         ends[track] = max(ends[track], bar["end"])
         bar["track"] = track
