@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zerostd.errors import NotSupportedError
-from zerostd.reporting.reading import RankLog, Run
-from zerostd.reporting.records import EventLine, MemoryLine, QualityLine, SecondsLine, StepLine
+from zerostd.reporting.records import EventLine, MemoryLine, QualityLine, RankLog, Run, SecondsLine, StepLine
 from zerostd.reporting.timeline import LANES
 
 

@@ -13,8 +13,7 @@ from statistics import fmean, median
 from typing import Any, TypeVar
 
 from zerostd.policy import Kind, Tier
-from zerostd.reporting.reading import RankLog, Run
-from zerostd.reporting.records import Bytes, LeakLine, MemoryLine, QualityLine, StepLine
+from zerostd.reporting.records import Bytes, LeakLine, MemoryLine, QualityLine, RankLog, Run, StepLine
 
 RESOURCES = ("device", "cpu", "up", "down", "disk", "wire")  # shown in this order, others after them
 CAUSES = ("updates", "parameters", "gradients")
@@ -269,10 +268,11 @@ def _share(part: float, whole: float) -> float | None:
 def thin_extremes(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
     """Return the lowest, the highest and the first gap of each stretch of points; the first and the last point stay."""
 
-    def choose(stretch: range) -> Iterator[int]:
-        known = [index for index in stretch if points[index][1] is not None]
-        yield from sorted(known, key=lambda index: (points[index][1], index))[:: max(1, len(known) - 1)]
-        yield from [index for index in stretch if points[index][1] is None][:1]
+    def choose(stretch: range) -> set[int]:
+        known = [(value, index) for index in stretch if (value := points[index][1]) is not None]
+        gaps = [index for index in stretch if points[index][1] is None]
+        extremes = {min(known)[1], max(known)[1]} if known else set[int]()
+        return {*extremes, *gaps[:1]}
 
     return _thin(points, most, 3, choose)
 

@@ -14,8 +14,7 @@ from zerostd.errors import ZerostdError
 from zerostd.planning.plan import Plan
 from zerostd.policy import Kind, Tier
 from zerostd.reporting.numbers import Steps, allocator_peak, finite, peaks, step_seconds, total
-from zerostd.reporting.reading import Run
-from zerostd.reporting.records import MemoryLine, PlanLine, tidy_text
+from zerostd.reporting.records import MemoryLine, PlanLine, Run, tidy_text
 
 GIB = 2**30
 LARGEST = 1e19  # seconds and bytes

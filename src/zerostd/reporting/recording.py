@@ -26,7 +26,7 @@ from zerostd.measuring.identity import machine_name, versions
 from zerostd.monitoring.events import HOST, Span, Timestamp
 from zerostd.parameters.observing import StepObserver
 from zerostd.reporting import records
-from zerostd.reporting.reading import RANK_FILE
+from zerostd.reporting.records import RANK_FILE
 from zerostd.reporting.timeline import covered_seconds
 
 EVERY = 20

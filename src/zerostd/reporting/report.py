@@ -11,8 +11,7 @@ from typing import Any
 
 from zerostd.reporting import numbers
 from zerostd.reporting.plans import plans
-from zerostd.reporting.reading import Run
-from zerostd.reporting.records import MemoryLine, QualityLine, tidy_text
+from zerostd.reporting.records import MemoryLine, QualityLine, Run, tidy_text
 from zerostd.reporting.timeline import timelines
 
 FORMAT = 1  # of the report

@@ -7,8 +7,7 @@ from statistics import median
 from typing import Any
 
 from zerostd.reporting.numbers import MOST_DRAWN, Steps, step_seconds
-from zerostd.reporting.reading import Run
-from zerostd.reporting.records import EventLine, StepLine
+from zerostd.reporting.records import EventLine, Run, StepLine
 
 LANES = ("loop", "compute", "gradients", "up", "down", "update", "cpu", "disk", "wire")  # shown in this order
 MOST_BARS = 3000  # of one step
