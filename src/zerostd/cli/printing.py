@@ -34,12 +34,11 @@ def show(title: str, table: Table) -> None:
     console.print(table)
 
 
-def parameters_text(count: int) -> str:
-    """Return a number of parameters with its unit."""
-    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit} parameters"
-    return f"{count} parameters"
+def title_of(name: str, numel: int, machine: str) -> str:
+    """Return a model with its number of parameters, and where it is planned for."""
+    sizes = (("T ", 10**12), ("B ", 10**9), ("M ", 10**6), ("K ", 10**3))
+    count = next((f"{numel / size:.3g} {unit}" for unit, size in sizes if numel >= size), f"{numel} ")
+    return f"{name}: {count}parameters on {machine}"
 
 
 def write(path: Path, text: str) -> None:
@@ -50,8 +49,15 @@ def write(path: Path, text: str) -> None:
         raise StorageError(f"{path} cannot be written: {error.strerror}; name another file") from error
 
 
-def scaling_table(rows: Sequence[ScalingRow], sequence: int | None) -> Table:
-    """Return a line for each world size; tokens if it is known how many a sample has."""
+def show_scaling(title: str, rows: Sequence[ScalingRow], sequence: int | None, *, as_json: bool) -> None:
+    """Print a line for each world size; tokens if it is known how many a sample has."""
+    if as_json:
+        objects = [msgspec.to_builtins(row) for row in rows]
+        for fields in objects:
+            if sequence is not None:
+                fields["tokens_per_s"] = fields["samples_per_s"] * sequence
+        typer.echo(json.dumps(objects, indent=2))
+        return
     tiers = [tier for tier in Tier if any(row.state.get(tier) for row in rows)]
     states = [f"state, {tier.value}" for tier in tiers]
     rate = "samples/s" if sequence is None else "tokens/s"
@@ -71,16 +77,10 @@ def scaling_table(rows: Sequence[ScalingRow], sequence: int | None) -> Table:
             f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}",
             f"{row.efficiency:.1%}",
         )
-    return table
-
-
-def rows_json(rows: Sequence[ScalingRow], sequence: int | None) -> str:
-    """Return the same as a list of objects."""
-    objects = []
+    show(title, table)
     for row in rows:
-        tokens = {} if sequence is None else {"tokens_per_s": row.samples_per_s * sequence}
-        objects.append(msgspec.to_builtins(row) | tokens)
-    return json.dumps(objects, indent=2) + "\n"
+        if row.refused:
+            typer.echo(f"{row.world_size:,} ranks: {row.refused}")
 
 
 def _table(*heads: str) -> Table:
@@ -98,12 +98,16 @@ def state_rows(model: ModelProfile) -> list[dict[str, Any]]:
     ]
 
 
-def state_table(model: ModelProfile) -> Table:
-    """Return one model's columns of Table 1."""
-    table = _table("devices", "stage 0", "stage 1", "stage 2", "stage 3")
-    for row in state_rows(model):
-        table.add_row(*(str(value) for value in row.values()))
-    return table
+def show_states(models: Sequence[ModelProfile], *, as_json: bool) -> None:
+    """Print the columns of Table 1 for each model."""
+    if as_json:
+        typer.echo(json.dumps({model.name: state_rows(model) for model in models}, indent=2))
+        return
+    for model in models:
+        table = _table("devices", "stage 0", "stage 1", "stage 2", "stage 3")
+        for row in state_rows(model):
+            table.add_row(*(str(value) for value in row.values()))
+        show(f"{model.name}: GB of model state on one device, as in Table 1 of the ZeRO paper", table)
 
 
 def _digits(gigabytes: float) -> str:
