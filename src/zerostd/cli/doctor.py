@@ -22,7 +22,7 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from zerostd.cli.printing import show
+from zerostd.cli.printing import is_first_rank, show
 from zerostd.communication.world import try_group
 from zerostd.errors import PrepareError
 from zerostd.kernels import native
@@ -68,7 +68,7 @@ def doctor(
     """
     findings = examine(disk)
     is_healthy = all(finding.status != "failure" for finding in findings)
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         if as_json:
             objects = [asdict(finding) for finding in findings]
             typer.echo(json.dumps({"healthy": is_healthy, "findings": objects}, indent=2))
@@ -152,11 +152,11 @@ def _host() -> Findings:
     yield _judged("host memory", text, remedy, is_good=free >= LEAST_HOST)
     limit = memlock_limit()
     text = "no limit" if limit is None else f"limit {size_text(limit)}, {size_text(free)} of host memory free"
-    if choose_device(None).type == "cpu":
-        yield Finding("pinned memory", "ok", f"{text}; not needed without an accelerator")
-    else:
-        remedy = "if pinning fails: `ulimit -l unlimited`, or `--ulimit memlock=-1` for a container"
-        yield _judged("pinned memory", text, remedy, is_good=limit is None or limit >= free)
+    is_needed = choose_device(None).type != "cpu"
+    if not is_needed:
+        text += "; not needed without an accelerator"
+    remedy = "if pinning fails: `ulimit -l unlimited`, or `--ulimit memlock=-1` for a container"
+    yield _judged("pinned memory", text, remedy, is_good=not is_needed or limit is None or limit >= free)
     if not os.path.isdir("/dev/shm"):
         yield Finding("shared memory", "warning", "no /dev/shm", "mount it: data loaders with workers need it")
         return
@@ -184,12 +184,10 @@ def _disk(path: str) -> Findings:
 
 
 def _group() -> Findings:
-    device = choose_device(None)
-    if device.type == "cpu" or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        device = torch.device("cpu")  # alone, the CPU is enough to try
-    else:
+    device = torch.device("cpu")  # alone, it is enough to try
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and choose_device(None).type != "cpu":
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device(device.type, local_rank % torch.accelerator.device_count())
+        device = torch.device(choose_device(None).type, local_rank % torch.accelerator.device_count())
     try:
         met, backend, seconds = try_group(device, MEETING_S)
     except (RuntimeError, ValueError, OSError) as error:

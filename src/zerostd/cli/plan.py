@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -111,14 +109,15 @@ def _plan(
     budget = options.budget
     if isinstance(source, ModelProfile):
         described = _machine(cluster, budget.disk_path)
-        with _status("planning"):
+        with Console(stderr=True).status("planning"):
             plan = plan_on(source, described, options)
         return title_of(source.name, source.numel, described.name), plan
     model, optimizer, batch = source
     machine = None if cluster is None else _machine(cluster, budget.disk_path)
     if machine is not None and machine.disk is not None:
         budget = replace(budget, disk_path=machine.disk.path)
-    with _status("planning, and measuring this machine if that was not done yet" if machine is None else "planning"):
+    doing = "planning, and measuring this machine if that was not done yet" if machine is None else "planning"
+    with Console(stderr=True).status(doing):
         plan = api.plan(
             model,
             optimizer,
@@ -153,7 +152,7 @@ def _scale(
         model, optimizer, batch = source
         profile = profile_model(model, optimizer, precision=precision, batch=batch)
     machine = _machine(cluster, options.budget.disk_path)
-    with _status("planning"):
+    with Console(stderr=True).status("planning"):
         rows = scaling(profile, machine, worlds, use=options, samples_per_step=step_samples)
     return f"{title_of(profile.name, profile.numel, machine.name)}; predicted, not measured", rows
 
@@ -167,9 +166,3 @@ def _machine(cluster: Path | None, disk_path: str | None) -> MachineProfile:
             "--disk-path is of this machine, and --cluster is another: its profile says what disk it has"
         )
     return load_profile(cluster)
-
-
-def _status(text: str) -> AbstractContextManager[object]:
-    """Show a sign of life on a terminal."""
-    console = Console(stderr=True)
-    return console.status(text) if console.is_terminal else contextlib.nullcontext()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from decimal import ROUND_FLOOR, ROUND_HALF_UP, Decimal
 from pathlib import Path
@@ -18,6 +19,7 @@ from zerostd.errors import StorageError
 from zerostd.monitoring.texts import size_text
 from zerostd.planning import ModelProfile
 from zerostd.planning.cluster import ScalingRow, state_bytes
+from zerostd.planning.described import UNITS
 from zerostd.policy import Stage, Tier
 
 WIDTH = 120  # where the output is no terminal
@@ -36,9 +38,14 @@ def show(title: str, table: Table) -> None:
 
 def title_of(name: str, numel: int, machine: str) -> str:
     """Return a model with its number of parameters, and where it is planned for."""
-    sizes = (("T ", 10**12), ("B ", 10**9), ("M ", 10**6), ("K ", 10**3))
-    count = next((f"{numel / size:.3g} {unit}" for unit, size in sizes if numel >= size), f"{numel} ")
-    return f"{name}: {count}parameters on {machine}"
+    unit = max((unit for unit, size in UNITS.items() if numel >= size), key=UNITS.__getitem__, default="")
+    count = f"{numel / UNITS[unit]:.3g} {unit}".strip()
+    return f"{name}: {count} parameters on {machine}"
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that prints."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def write(path: Path, text: str) -> None:
