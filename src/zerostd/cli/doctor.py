@@ -88,7 +88,7 @@ def examine(disk_path: str | None = None) -> list[Finding]:
 
     Collective: all ranks call it together, if there are several.
     """
-    path = tempfile.gettempdir() if disk_path is None else disk_path
+    path = disk_path or tempfile.gettempdir()
     checks: dict[str, Callable[[], Findings]] = {
         "versions": _versions,
         "native kernels": _kernels,

@@ -103,7 +103,11 @@ def plan(
 
 
 def _plan(
-    source: ModelProfile | Made, options: TrainingOptions, precision: Precision, cluster: Path | None, world: int | None
+    source: ModelProfile | Made,
+    options: TrainingOptions,
+    precision: Precision,
+    cluster: Path | None,
+    world: int | None,
 ) -> tuple[str, Plan]:
     """Return a title and the plan; for a module the one that prepare would make, to the byte."""
     budget = options.budget

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import operator
 import os
 import sys
 import traceback
@@ -92,10 +93,9 @@ def make_model(name: str, *, is_meta: bool) -> Made:
         sys.path.remove(folder)
     parts = result if isinstance(result, tuple) else (result,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
-        types = ", ".join(type(part).__name__ for part in parts)
-        what = f"({types})" if isinstance(result, tuple) else types
+        types = ", ".join(type(part).__name__ for part in parts) or "nothing"
         raise PrepareError(
-            f"{name!r} returned {what}; it must return a model, (model, optimizer) or (model, optimizer, batch)"
+            f"{name!r} returned {types}; it must return a model, (model, optimizer) or (model, optimizer, batch)"
         )
     model, optimizer, batch = (*parts, None, None)[:3]
     if not isinstance(optimizer, torch.optim.Optimizer | None):
@@ -105,23 +105,22 @@ def make_model(name: str, *, is_meta: bool) -> Made:
 
 
 def _find(name: str) -> Any:
-    module_name, *rest = name.split(":")
-    if len(rest) != 1 or not module_name or not rest[0]:
+    module_name, _, path = name.partition(":")
+    if not module_name or not path or ":" in path:
         raise PrepareError(f"{name!r} is not module:function, such as 'train:make_model'")
-    path = rest[0]
     with _own_traceback(f"the module {module_name!r}"):
         spec = None
         with contextlib.suppress(ModuleNotFoundError):  # of a package it should lie in
             spec = importlib.util.find_spec(module_name)
-        member: Any = None if spec is None else importlib.import_module(module_name)
-    if member is None:
+        module = None if spec is None else importlib.import_module(module_name)
+    if module is None:
         raise PrepareError(
             f"there is no module {module_name!r} for {name!r}: start in the directory that holds it, or install it"
         )
-    for part in path.split("."):
-        if not hasattr(member, part):
-            raise PrepareError(f"there is no {path!r} in the module {module_name!r} ({member!r} has no {part!r})")
-        member = getattr(member, part)
+    try:
+        member = operator.attrgetter(path)(module)
+    except AttributeError as error:
+        raise PrepareError(f"there is no {path!r} in the module {module_name!r} ({error})") from error
     if not callable(member):
         raise PrepareError(f"{name!r} is {type(member).__name__}, not a function that makes a model")
     return member
