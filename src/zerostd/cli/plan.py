@@ -13,7 +13,7 @@ from rich.console import Console
 from zerostd import api
 from zerostd.cli.measure import measured
 from zerostd.cli.printing import show_scaling, show_states, title_of, write
-from zerostd.cli.sources import Made, check_options, in_precision, make_model, parse_budget, parse_counts, parse_ways
+from zerostd.cli.sources import Built, check_options, in_precision, make_model, parse_budget, parse_counts, parse_ways
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_profile
 from zerostd.measuring.model import profile_model
@@ -103,7 +103,7 @@ def plan(
 
 
 def _plan(
-    source: ModelProfile | Made,
+    source: ModelProfile | Built,
     options: TrainingOptions,
     precision: Precision,
     cluster: Path | None,
@@ -142,7 +142,7 @@ def _plan(
 
 
 def _scale(
-    source: ModelProfile | Made,
+    source: ModelProfile | Built,
     options: TrainingOptions,
     precision: Precision,
     cluster: Path | None,

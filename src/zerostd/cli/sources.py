@@ -1,4 +1,4 @@
-"""What is to be planned, from the options of `zerostd plan`: a module that a function makes, or a model in numbers."""
+"""Sources of `zerostd plan`: its options are checked and parsed, and become a module or a model in numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zerostd.policy import Budget, Precision, Tier
 
 OURS = (__file__, importlib.__file__, "<frozen importlib")  # frames that say nothing to the user
 
-Made = tuple[nn.Module, torch.optim.Optimizer | None, Any]  # model, optimizer, batch
+Built = tuple[nn.Module, torch.optim.Optimizer | None, Any]  # model, optimizer, batch
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -80,7 +80,7 @@ def in_precision(model: ModelProfile, precision: Precision) -> ModelProfile:
     return replace(model, parameter_bytes=4, gradient_bytes=4, state_bytes=8, master_bytes=4)
 
 
-def make_model(name: str, *, is_meta: bool) -> Made:
+def make_model(name: str, *, is_meta: bool) -> Built:
     """Call a function that is named as module:function, with the current directory importable."""
     folder = os.getcwd()
     sys.path.insert(0, folder)
@@ -120,7 +120,7 @@ def _find(name: str) -> Any:
     try:
         member = operator.attrgetter(path)(module)
     except AttributeError as error:
-        raise PrepareError(f"there is no {path!r} in the module {module_name!r} ({error})") from error
+        raise PrepareError(f"there is no {path!r} in the module {module_name!r} ({module}): {error}") from error
     if not callable(member):
         raise PrepareError(f"{name!r} is {type(member).__name__}, not a function that makes a model")
     return member

@@ -33,13 +33,12 @@ WORDS = {
     "wire": "wires",
 }
 
-Report = dict[str, Any]
 Place = tuple[str | int, ...]  # in the report: fields, numbers of rows, and names or tiers that rows have
 Column = tuple[str, Place | str, str]  # head, place of its values below a row ("speed.step_s"), how they are written
 Cell = dict[str, Any]  # text, value, path in the report such as "runs.0.speed.step_s", is_number, share drawn as a bar
 
 
-def page_of(report: Report) -> str:
+def page_of(report: dict[str, Any]) -> str:
     """Return a report as HTML."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -66,13 +65,13 @@ def page_of(report: Report) -> str:
     )
 
 
-def _rows(report: Report, place: Place, columns: Iterable[Column]) -> list[list[Cell]]:
+def _rows(report: dict[str, Any], place: Place, columns: Iterable[Column]) -> list[list[Cell]]:
     """Return the cells of a list in the report, a row for each of its items."""
     items, _ = _find(report, place)
     return [[_cell(report, (*place, row), below, form) for _, below, form in columns] for row in range(len(items))]
 
 
-def _cell(report: Report, place: Place, below: Place | str, form: str) -> Cell:
+def _cell(report: dict[str, Any], place: Place, below: Place | str, form: str) -> Cell:
     value, path = _find(report, (*place, *(below.split(".") if isinstance(below, str) else below)))
     return {
         "text": NONE if value is None else FORMATS[form](value),
@@ -83,7 +82,7 @@ def _cell(report: Report, place: Place, below: Place | str, form: str) -> Cell:
     }
 
 
-def _find(report: Report, place: Place) -> tuple[Any, str]:
+def _find(report: dict[str, Any], place: Place) -> tuple[Any, str]:
     """Return what stands at a place, and its path; None where nothing does, without a path if there is no such row."""
     value: Any = report
     path = []

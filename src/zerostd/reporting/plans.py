@@ -22,7 +22,6 @@ LAST_STEP = 2**63
 MOST_PLANS = 20
 MOST_SENTENCES = 60
 WITHOUT = "without activations"  # a part of the device's bytes
-BUSY = {"device": "compute"}  # a run's word for a resource: the plan's
 
 
 def plans(run: Run, steps: Steps) -> tuple[list[dict[str, Any]], list[str]]:
@@ -87,14 +86,11 @@ def _compared(run: Run, steps: Steps, plan: Plan, in_force: range) -> dict[str, 
 def _time_rows(run: Run, steps: Steps, plan: Plan, in_force: range) -> Iterator[dict[str, Any]]:
     seconds = [step_seconds(step) for step in steps.values()]
     yield _row("step", "", "s", plan.predicted.step_s, median(seconds) if seconds else None)
-    planned = dict(plan.predicted.busy)
-    if plan.predicted.compute_s is not None:
-        planned["compute"] = plan.predicted.compute_s
+    planned = {**plan.predicted.busy, "device": plan.predicted.compute_s}
     lines = [line.seconds for log in run.ranks for line in log.seconds("busy") if line.step in in_force]
     for name in dict.fromkeys(name for line in lines for name in line):
-        if BUSY.get(name, name) in planned:
-            measured = median(line.get(name, 0.0) for line in lines)
-            yield _row("busy", name, "s", planned[BUSY.get(name, name)], measured)
+        if planned.get(name) is not None:
+            yield _row("busy", name, "s", planned[name], median(line.get(name, 0.0) for line in lines))
 
 
 def _byte_rows(run: Run, plan: Plan, in_force: range) -> Iterator[dict[str, Any]]:

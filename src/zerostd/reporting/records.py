@@ -23,7 +23,6 @@ from zerostd.policy import Kind, Tier
 
 FORMAT = 1  # of run directories; docs/run-directory.md
 RANK_FILE = re.compile(r"rank-(0|[1-9][0-9]{0,6})\.jsonl")
-MOST_RANKS = 2**20
 MOST_NAMED = 5  # lines, ranks or kinds in a notice
 LONGEST_TEXT = 2000  # characters; longer texts are cut
 LONGEST_REASON = 200  # characters
@@ -137,7 +136,7 @@ class RunInfo(Struct, frozen=True, kw_only=True):
     format: int
     zerostd: str = ""
     begun: str = ""
-    world_size: Annotated[int, Meta(ge=1, le=MOST_RANKS)]
+    world_size: Annotated[int, Meta(ge=1, le=2**20)]
     command: str = ""
     model: Named = Named()
     machine: Named = Named()

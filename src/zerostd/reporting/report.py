@@ -79,9 +79,8 @@ def _thinned(run: Run, report: dict[str, Any], num_leaks: int) -> Iterator[str]:
     num_points = max(curve["count"] for curve in (loss, *report["quality"]))
     if num_points > numbers.MOST_POINTS:
         yield f"Of {num_points:,} points of a line, the lowest and the highest of each stretch are drawn."
-    moments = {log.rank: len(log.of(MemoryLine)) for log in run.ranks}
-    drawn = [(rank["rank"], tier) for rank in report["memory"]["ranks"] for tier in rank["tiers"]]
-    if any(len(tier["times"]) < moments[rank] for rank, tier in drawn):
+    drawn = {rank["rank"] for rank in report["memory"]["ranks"] if rank["tiers"]}
+    if any(len(log.of(MemoryLine)) > numbers.MOST_POINTS for log in run.ranks if log.rank in drawn):
         yield f"Of {report['memory']['lines']:,} moments of memory, the largest of each stretch are drawn."
     for step in report["timeline"]["steps"]:
         if step["bars"] < step["events"]:
