@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import operator
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -105,9 +106,10 @@ def make_model(name: str, *, is_meta: bool) -> Built:
 
 
 def _find(name: str) -> Any:
-    module_name, _, path = name.partition(":")
-    if not module_name or not path or ":" in path:
+    match = re.fullmatch("([^:]+):([^:]+)", name)
+    if match is None:
         raise PrepareError(f"{name!r} is not module:function, such as 'train:make_model'")
+    module_name, path = match.groups()
     with _own_traceback(f"the module {module_name!r}"):
         spec = None
         with contextlib.suppress(ModuleNotFoundError):  # of a package it should lie in
