@@ -208,7 +208,7 @@ def _fitted(request: PlanRequest) -> Solution:
     for gathers in (is_sharded, True):
         fixed = {Tier.DEVICE: activations + _working(request, gathers=gathers)}
         solution = solve(replace(request, fixed=fixed))
-        if gathers or not any(share.parameters_host + share.parameters_disk for share in solution.shares):
+        if gathers or not any(share.parameters_off for share in solution.shares):
             break
     return solution
 

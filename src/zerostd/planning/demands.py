@@ -33,11 +33,16 @@ class GroupShares:
     activations_recomputed: float = 0.0
     activations_host: float = 0.0
 
+    @property
+    def parameters_off(self) -> float:
+        return self.parameters_host + self.parameters_disk
+
 
 STATES = ("resident", "cpu", "streamed", "disk_cpu", "disk_streamed")
 BY_CPU = ("cpu", "disk_cpu")
 OFF = ("parameters_host", "parameters_disk")
-PRODUCTS = ("weights_up", "weights_down", "weights_held", "mirror", "gradients_up", "master_device", "master_host")
+MASTERS = ("master_device", "master_host")
+PRODUCTS = ("weights_up", "weights_down", "weights_held", "gradients_down", "gradients_up", *MASTERS)
 NAMES = tuple(field.name for field in fields(GroupShares))
 WHOLE = NAMES[len(STATES) :]  # what a group does as a whole, in the end
 
@@ -96,7 +101,7 @@ class ResourceDemands:
             if not self.request.has_one_memory:
                 total["parameters_disk"] = self.weights
             if self.request.machine.link is not None:
-                total |= {"mirror": self.gradient, "weights_held": self.weights}
+                total |= {"gradients_down": self.gradient, "weights_held": self.weights}
             return total, 0.0
         on_disk = self.states + self.masters
         return {"disk_cpu": on_disk, "disk_streamed": on_disk, "parameters_disk": self.parameters}, 0.0
@@ -116,7 +121,7 @@ class ResourceDemands:
         down = {
             "streamed": states,
             "disk_streamed": states,
-            "mirror": self.gradient,
+            "gradients_down": self.gradient,
             "weights_down": self.weights,
             "gradients_host": self.gradient,
         }
@@ -173,11 +178,16 @@ def products(request: PlanRequest) -> Iterator[tuple[str, Sequence[str], Mapping
     lands = _array(lands_on_copy(request, cost) for cost in request.costs)
     yield "weights_up", BY_CPU, off, 0.0  # new parameters that go to the device from the CPU
     yield "weights_down", OFF, by_cpu, 0.0  # and from the device to where they are kept
-    yield "mirror", BY_CPU, {"gradients_host": 1.0}, 0.0  # gradients on the device that the CPU reads a copy of
+    yield "gradients_down", BY_CPU, {"gradients_host": 1.0}, 0.0  # gradients on the device that the CPU reads a copy of
     yield "gradients_up", ("gradients_host",), by_cpu, 0.0  # gradients on the host that the device reads
     yield "master_device", ("resident", *OFF), {}, 1.0  # masters that are no parameters themselves
     yield "master_host", ("cpu", "streamed"), {} if request.speculates else {"parameters_host": 1.0}, 0.0
-    yield "weights_held", ("weights_up",), {"mirror": lands}, 0.0  # where parameters wait that take no gradient's place
+    yield (
+        "weights_held",
+        ("weights_up",),
+        {"gradients_down": lands},
+        0.0,
+    )  # that take no gradient's place
 
 
 def lands_on_copy(request: PlanRequest, cost: GroupCost) -> bool:

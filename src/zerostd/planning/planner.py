@@ -202,7 +202,7 @@ def _simpler(request: PlanRequest, solution: Solution) -> Iterator[PlanRequest]:
         least_s = longer_s + sum(cost.forward_s + cost.backward_s for cost in request.costs)
         if request.accumulate * least_s < solution.cost_s:
             yield replace(request, activations=frozenset({"recompute"}))
-    is_off = any(share.gradients_host + share.parameters_host + share.parameters_disk for share in solution.shares)
+    is_off = any(share.gradients_host + share.parameters_off for share in solution.shares)
     if is_off:  # what is off comes and goes in every pass, behind what is streamed
         yield replace(request, can_place=request.can_place & {Kind.OPTIMIZER_STATES})
 

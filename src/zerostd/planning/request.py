@@ -9,8 +9,9 @@ of them are linear in the shares that the program chooses.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import TypeVar
 
 from zerostd.errors import PrepareError
 from zerostd.planning.profiles import WAYS, DiskRates, GroupProfile, MachineProfile, ModelProfile, Wire
@@ -23,6 +24,7 @@ WORTH_SPECULATING = 0.03  # of a step, for twice the host memory
 NUM_BUSY_THREADS = 2  # cores left to the loop and the autograd engine while the CPU updates beside them
 MIN_WIRE_BANDWIDTH = 1e6
 MOST_GROUPS = 96  # that the program sees; neighbours of larger models are placed together
+LARGEST = {"gathered", "peak", "inside", "largest"}  # costs of which neighbours together have the largest, not the sum
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,9 @@ class GroupCost:
     members: tuple[int, ...]  # indices of the model's groups
     rests: Tier | None = None  # where its parameters stay; None: they are placed too
     activations: ActivationCost = field(default_factory=ActivationCost)
+
+
+Cost = TypeVar("Cost", GroupCost, ActivationCost)
 
 
 @dataclass(frozen=True)
@@ -337,28 +342,15 @@ def merged(costs: Sequence[GroupCost], most: int) -> list[GroupCost]:
 
 
 def _merge(costs: Sequence[GroupCost]) -> GroupCost:
-    """Groups run one after the other: what is left of them adds up, what one needs while it runs does not."""
-    activations = [cost.activations for cost in costs]
     return replace(
-        costs[0],
-        updated=sum(cost.updated for cost in costs),
-        parameters=sum(cost.parameters for cost in costs),
-        gradients=sum(cost.gradients for cost in costs),
-        pinned_gradients=sum(cost.pinned_gradients for cost in costs),
-        gathered=max(cost.gathered for cost in costs),
-        forward_s=sum(cost.forward_s for cost in costs),
-        backward_s=sum(cost.backward_s for cost in costs),
-        compute_s=sum(cost.compute_s for cost in costs),
-        wire_s=sum(cost.wire_s for cost in costs),
+        _added(costs),
         members=tuple(index for cost in costs for index in cost.members),
-        activations=ActivationCost(
-            kept=sum(cost.kept for cost in activations),
-            boundary=sum(cost.boundary for cost in activations),
-            peak=max(cost.peak for cost in activations),
-            inside=max(cost.inside for cost in activations),
-            largest=max(cost.largest for cost in activations),
-            longer_s=sum(cost.longer_s for cost in activations),
-            again_s=sum(cost.again_s for cost in activations),
-            staying=sum(cost.staying for cost in activations),
-        ),
+        activations=_added([cost.activations for cost in costs]),
     )
+
+
+def _added(costs: Sequence[Cost]) -> Cost:
+    """Groups run one after the other: what is left of them adds up, what one needs while it runs does not."""
+    numbers = [field.name for field in fields(costs[0]) if field.type == "float"]
+    columns = {name: [getattr(cost, name) for cost in costs] for name in numbers}
+    return replace(costs[0], **{name: max(of) if name in LARGEST else sum(of) for name, of in columns.items()})

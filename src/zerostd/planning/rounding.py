@@ -15,7 +15,7 @@ import numpy
 from zerostd.monitoring.texts import size_text
 from zerostd.planning.activations import NUM_BUFFERS, any_choice, staying
 from zerostd.planning.demands import WHOLE, GroupShares, states_of
-from zerostd.planning.linear import Array, Infeasible
+from zerostd.planning.linear import Array, Infeasible, Term
 from zerostd.planning.profiles import ModelProfile
 from zerostd.planning.program import GIGA, ScheduleProgram, optimise
 from zerostd.planning.request import PlanRequest
@@ -115,10 +115,10 @@ def _nearest(request: PlanRequest, wanted: Sequence[GroupShares], spare: int) ->
         "activations_recomputed": demands.kept,
         "activations_host": demands.kept,
     }
-    distance: dict[int, float] = {}
+    distance = []
     for name, size in sizes.items():  # of whole numbers x, |x - w| is w + x (1 - 2 w)
         factors = 1.0 - 2.0 * numpy.array([getattr(share, name) for share in wanted])
-        distance |= zip(program.columns[name].tolist(), (factors * size / GIGA).tolist(), strict=True)
+        distance.append((program.columns[name], factors * size / GIGA))
     return [_rounded(share) for share in program.shares(program.linear.minimise(distance, _whole(program)))]
 
 
@@ -128,15 +128,15 @@ def missing_bytes(
     """Return how many bytes the tiers `of` lack when there is no solution, the fewest in all: for any shares, or with
     `is_whole` for groups that do one thing each. Raises Infeasible if more of these tiers does not help."""
     program, short = _bytes_program(request, dict.fromkeys(of, -1.0))
-    solution = program.linear.minimise(dict.fromkeys(short, 1.0), _whole(program) if is_whole else None)
-    return {tier: float(solution.values[column]) * GIGA for tier, column in zip(of, short, strict=True)}
+    solution = program.linear.minimise([(short, 1.0)], _whole(program) if is_whole else None)
+    return {tier: float(lack) * GIGA for tier, lack in zip(of, solution.values[short], strict=True)}
 
 
 def most_room(request: PlanRequest) -> float:
     """Return the most bytes of the device that whole groups can leave free; below 0 if they do not fit at all."""
-    program, (spare,) = _bytes_program(request, {Tier.DEVICE: 1.0})
+    program, spare = _bytes_program(request, {Tier.DEVICE: 1.0})
     try:
-        return float(program.linear.minimise({spare: -1.0}, _whole(program)).values[spare]) * GIGA
+        return float(program.linear.minimise([(spare, -1.0)], _whole(program)).values[spare[0]]) * GIGA
     except Infeasible:
         return -1.0
 
@@ -145,27 +145,27 @@ def _whole(program: ScheduleProgram) -> Array:
     return numpy.concatenate([program.columns[name] for name in WHOLE])
 
 
-def _bytes_program(request: PlanRequest, beside: Mapping[Tier, float]) -> tuple[ScheduleProgram, list[int]]:
+def _bytes_program(request: PlanRequest, beside: Mapping[Tier, float]) -> tuple[ScheduleProgram, Array]:
     """Return the constraints about bytes, and for each tier in `beside` a variable that counts there with this factor,
     in units of GIGA: -1.0 for what a tier lacks, 1.0 for what is left of it."""
     program = ScheduleProgram(request, any_choice(request), has_times=False)
     linear = program.linear
-    more: dict[Tier, dict[int, float]] = {tier: {} for tier in Tier}
+    more: dict[Tier, list[Term]] = {tier: [] for tier in Tier}
     if request.chooses:  # what one group needs while it runs
         activations = [cost.activations for cost in request.costs]
-        inside = linear.variable()
-        buffers = linear.variable()
-        more[Tier.DEVICE] = {inside: 1.0, buffers: 1.0}
+        inside = linear.variables()
+        buffers = linear.variables()
+        more[Tier.DEVICE] = [(inside, 1.0), (buffers, 1.0)]
         peak = (numpy.array([cost.peak for cost in activations]) + staying(request)) / GIGA
         again = (numpy.array([cost.inside for cost in activations]) + staying(request)) / GIGA - peak
-        of_each = numpy.full(len(peak), inside)
+        of_each = numpy.repeat(inside, len(peak))
         linear.each_at_most([(program.columns["activations_recomputed"], again), (of_each, -1.0)], -peak)
         largest = numpy.array([cost.largest for cost in activations]) * NUM_BUFFERS / GIGA
-        of_each = numpy.full(len(peak), buffers)
+        of_each = numpy.repeat(buffers, len(peak))
         linear.each_at_most([(program.columns["activations_host"], largest), (of_each, -1.0)], 0.0)
-    columns = [linear.variable() for _ in beside]
+    columns = linear.variables(len(beside))
     for (tier, factor), column in zip(beside.items(), columns, strict=True):
-        more[tier][column] = factor
+        more[tier].append((numpy.array([column]), factor))
     program.limit(more)
     return program, columns
 

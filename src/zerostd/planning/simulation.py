@@ -9,7 +9,7 @@ a job.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from zerostd.planning.activations import ActivationTraffic, way_of
@@ -40,13 +40,12 @@ class _Job:
         self.kind = tuple(self.takes.items())  # the same for jobs that take the same
 
 
-@dataclass
+@dataclass(frozen=True)
 class Timeline:
     """What one step looks like."""
 
     step_s: float = 0.0
     compute_s: float = 0.0  # of it the device computes
-    waits: dict[str, float] = field(default_factory=dict)  # seconds the device waits, by what for
     busy: dict[str, float] = field(default_factory=dict)  # seconds that each worker has something to do
 
 
@@ -58,14 +57,14 @@ class StepSimulation:
         self.costs = request.costs
         self.shares = shares
         self.now = 0.0
-        self.timeline = Timeline()
+        self.busy: dict[str, float] = {}  # seconds that each worker had something to do
         self.rates = _rates(request)
         self.waiting: dict[str, list[tuple[int, _Job]]] = {
             worker: [] for worker in ("cpu", "streamed", "disk", "land", "resident")
         }
         self.running: dict[str, _Job] = {}
         self.unfinished = [0] * len(shares)  # jobs of each group's update
-        self.present = [not _is_off(share) for share in shares]
+        self.present = [not share.parameters_off for share in shares]
         self.wanted: list[int] = []  # groups to bring, in order
         self.traffic = ActivationTraffic(request, shares)
         # Whether gradients are on the host before their update may begin.
@@ -112,8 +111,8 @@ class StepSimulation:
         states = model.state_bytes + model.master_bytes
         gradient_up = cost.gradient_bytes if share.gradients_host > 0.5 else 0
         gradient_down = 0 if share.gradients_host > 0.5 or self.lands_before else cost.gradient_bytes
-        weight_down = model.parameter_bytes if _is_off(share) else 0
-        weight_up = 0 if _is_off(share) else model.parameter_bytes
+        weight_down = model.parameter_bytes if share.parameters_off else 0
+        weight_up = model.parameter_bytes - weight_down
         cpu_memory = cost.gradient_bytes + model.parameter_bytes + 2 * states + weight_up + gradient_down
         by_cpu = {
             "cpu": self.request.machine.processor.ns(self.request.num_threads) * 1e-9,  # seconds
@@ -203,21 +202,14 @@ class StepSimulation:
         if not self.present[group] and group not in self.wanted and not is_coming:
             self.wanted.insert(place, group)
 
-    def wait_for(self, group: int, what: str) -> None:
+    def wait_for(self, group: int) -> None:
         """Let time pass until a group is updated and its parameters are there."""
-        begun = self.now
         self.want(group, 0)
-        while self.unfinished[group] or not self.present[group]:
-            self._advance()
-        self.timeline.waits[what] = self.timeline.waits.get(what, 0.0) + self.now - begun
+        self.wait_until(lambda group: self.present[group] and not self.unfinished[group], group)
 
     def wait_until(self, is_ready: Callable[[int], bool], group: int) -> None:
-        begun = self.now
         while not is_ready(group):
             self._advance()
-        if self.now > begun:
-            waits = self.timeline.waits
-            waits["activations"] = waits.get("activations", 0.0) + self.now - begun
 
     def _advance(self) -> None:
         """Let time pass until the next job is done."""
@@ -233,7 +225,7 @@ class StepSimulation:
             bring.behind = 0.0 if ends["behind"] <= step * (1 + 1e-12) else bring.behind - speeds["streamed"] * step
         for worker, job in list(self.running.items()):
             job.left -= speeds[worker] * step
-            self.timeline.busy[worker] = self.timeline.busy.get(worker, 0.0) + step
+            self.busy[worker] = self.busy.get(worker, 0.0) + step
             if ends[worker] <= step * (1 + 1e-12) + EPSILON:
                 del self.running[worker]
                 self._finish(worker, job)
@@ -255,22 +247,22 @@ class StepSimulation:
         num_run = min(count, MOST_PASSES)
         for number in range(num_run):
             begun = self.now
-            before = replace(self.timeline, waits=dict(self.timeline.waits), busy=dict(self.timeline.busy))
-            self._forward(first=number == 0)
+            before = dict(self.busy)
+            self._forward()
             self._backward(last=number == num_run - 1, adds=number > 0)
             if number == num_run - 2 and count > num_run:
                 more = count - num_run
                 self.now += more * (self.now - begun)
-                _repeat(self.timeline.waits, before.waits, more)
-                _repeat(self.timeline.busy, before.busy, more)
+                for worker, seconds in self.busy.items():
+                    self.busy[worker] = seconds + more * (seconds - before.get(worker, 0.0))
 
-    def _forward(self, *, first: bool) -> None:
+    def _forward(self) -> None:
         num_groups = len(self.costs)
         self.traffic.begin()
         for group, cost in enumerate(self.costs):
             for ahead in range(group, min(num_groups, group + AHEAD + 1)):
                 self.want(ahead, len(self.wanted))
-            self.wait_for(group, "updates" if first else "parameters")
+            self.wait_for(group)
             self.wait_until(self.traffic.has_room, group)
             self.run(cost.forward_s)
             self.traffic.leave(group)
@@ -284,7 +276,7 @@ class StepSimulation:
             for ahead in range(group, max(-1, group - AHEAD - 1), -1):
                 self.want(ahead, len(self.wanted))
             self.traffic.want(group)
-            self.wait_for(group, "parameters")
+            self.wait_for(group)
             self.wait_until(lambda group: not self.traffic.gone[group], group)
             recomputes = way_of(self.shares[group]) == "recompute"
             self.run(cost.backward_s + (cost.activations.longer_s if recomputes else 0.0))
@@ -292,7 +284,7 @@ class StepSimulation:
             self.land(group, last=last, adds=adds)
 
     def _let_go(self, group: int) -> None:
-        self.present[group] = not _is_off(self.shares[group])
+        self.present[group] = not self.shares[group].parameters_off
 
 
 def simulate(request: PlanRequest, shares: Sequence[GroupShares]) -> Timeline:
@@ -305,14 +297,14 @@ def simulate(request: PlanRequest, shares: Sequence[GroupShares]) -> Timeline:
     begun = 0.0
     for _ in range(NUM_STEPS):
         begun = steps.now
-        steps.timeline = Timeline()
+        steps.busy = {}
         steps.passes(request.accumulate)
         steps.run(resident_s, "update")
         if not request.is_early:
             for group in range(len(shares)):
                 steps.update_when_landed(group)
     step_s = max(steps.now - begun, compute_s + resident_s)  # but for rounding it never is less
-    return replace(steps.timeline, step_s=step_s, compute_s=compute_s + resident_s)
+    return Timeline(step_s, compute_s + resident_s, steps.busy)
 
 
 def _rates(request: PlanRequest) -> dict[str, float]:
@@ -323,12 +315,3 @@ def _rates(request: PlanRequest) -> dict[str, float]:
     if request.disk is not None:
         rates |= {"read": request.disk.both, "write": request.disk.both}
     return rates
-
-
-def _repeat(total: dict[str, float], before: dict[str, float], times: int) -> None:
-    for name, seconds in total.items():
-        total[name] = seconds + times * (seconds - before.get(name, 0.0))
-
-
-def _is_off(share: GroupShares) -> bool:
-    return share.parameters_host + share.parameters_disk > 0.5

@@ -61,7 +61,7 @@ class Solution:
         """Bytes of model state that are not on the device."""
         return sum(
             cost.updated * self.request.model.state_bytes * (1 - share.resident)
-            + cost.parameters * (share.parameters_host + share.parameters_disk)
+            + cost.parameters * share.parameters_off
             + cost.gradients * share.gradients_host
             for cost, share in zip(self.request.costs, self.shares, strict=True)
         )
