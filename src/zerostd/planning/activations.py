@@ -113,6 +113,12 @@ def activation_bytes(request: PlanRequest, shares: Sequence[GroupShares]) -> tup
     return device + choice_of(request, shares).beside, host
 
 
+def again_seconds(request: PlanRequest, shares: Sequence[GroupShares]) -> float:
+    """Return the arithmetic of one pass that is done again."""
+    pairs = zip(request.costs, shares, strict=True)
+    return sum(cost.activations.again_s for cost, share in pairs if way_of(share) == "recompute")
+
+
 def way_of(share: GroupShares) -> str:
     if share.activations_recomputed > 0.5:
         return "recompute"
@@ -148,17 +154,10 @@ class ActivationTraffic:
         return any(abs(size - sent) <= ALIKE * sent for sent in self.sizes if sent)
 
     def begin(self) -> None:
-        self._count_from(0)
         self.freed = 0.0  # bytes of groups passed in backward
         self.held = 0.0  # bytes of the group that backward is in
 
-    def _count_from(self, group: int) -> None:
-        staying = [size for size in self.stays[group:] if size is not None]
-        self.num_to_come = len(staying)  # groups that send nothing
-        self.to_come = sum(staying)  # bytes of those
-
     def leave(self, group: int) -> None:
-        self._count_from(group + 1)
         if self.sizes[group]:
             self.gone[group] = True
             self.leaving.append(group)
@@ -166,11 +165,12 @@ class ActivationTraffic:
     def has_room(self, group: int) -> bool:
         """Return whether what is leaving may do so while groups from this one on run: if it is no more than will stay
         of them. Otherwise only the last one's is, or two while groups run that send nothing, none when the last did."""
-        if sum(self.sizes[leaving] for leaving in self.leaving) <= self.to_come:
+        to_come = [size for size in self.stays[group:] if size is not None]  # of groups that send nothing
+        if sum(self.sizes[leaving] for leaving in self.leaving) <= sum(to_come):
             return True
         if group and self.stays[group - 1] is not None:
             num_staying = sum(size is not None for size in self.stays)
-            return len(self.leaving) <= math.ceil(NUM_BUFFERS * self.num_to_come / num_staying)
+            return len(self.leaving) <= math.ceil(NUM_BUFFERS * len(to_come) / num_staying)
         return group == len(self.sizes) or len(self.leaving) < NUM_BUFFERS
 
     def want(self, group: int) -> None:

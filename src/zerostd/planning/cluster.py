@@ -27,7 +27,7 @@ from zerostd.planning.request import (
     stages_of,
     threads_of,
 )
-from zerostd.planning.solution import Solution, homes_by_group, model_state
+from zerostd.planning.solution import Solution, model_state
 from zerostd.policy import Budget, Kind, Stage, Tier, shards
 
 NUM_GATHERED = 3  # groups that are whole at once: the one at work, the next, and in backward the one before
@@ -88,7 +88,7 @@ def plan_on(model: ModelProfile, machine: MachineProfile, use: TrainingOptions) 
     solutions, refused = try_all(requests, _fitted)
     best = shortest(solutions)
     solution = min([best, *_speculating(solutions, use)], key=_seconds)
-    plan = plan_from(solution, homes_by_group(solution), model_state(solution))
+    plan = plan_from(solution, solution.homes, model_state(solution))
     if use.batch is None:
         notes = [*_notes(solution.request, use), *(str(error) for _, error in refused)]
     else:
@@ -133,7 +133,7 @@ def try_all(
             solutions.append(solve(request))
         except PrepareError as error:
             refused.append((request, error))
-    if refused and not solutions:
+    if not solutions:
         raise refused[-1][1]
     return solutions, refused
 
@@ -166,35 +166,33 @@ def _request(
     model: ModelProfile, machine: MachineProfile, use: TrainingOptions, passes: int | None, stage: Stage
 ) -> PlanRequest:
     local = min(use.world_size, machine.ranks_per_node)
-    request = PlanRequest(
+    return PlanRequest(
         model=model,
         machine=_share(machine, local),
-        limits={},
+        limits=limits_of(machine, use.world_size, use.budget, knows_activations=model.knows_time),
         stage=stage,
         world_size=use.world_size,
         accumulate=passes or 1,
         waits_for_norm=use.clips or use.scales_loss or passes is None,
         num_threads=threads_of(machine, local),
+        activations=use.activations,
     )
-    limits = limits_of(machine, use.world_size, use.budget, knows_activations=request.knows_time)
-    return replace(request, limits=limits, activations=use.activations)
 
 
 def _seconds(solution: Solution) -> float:
     """Return those of a step; without a time, the most that a resource has to do."""
-    if solution.request.knows_time:
+    if solution.request.model.knows_time:
         return solution.timeline.step_s
     return max(work(solution.request, solution.shares).values(), default=0.0)
 
 
 def _speculating(solutions: Sequence[Solution], use: TrainingOptions) -> Iterator[Solution]:
     """Yield the best of each stage once more with speculation, where that is worth its memory."""
-    knows_passes = use.batch is not None or use.accumulate is not None
-    if not use.clips or use.scales_loss or not knows_passes:
+    if not use.clips or use.scales_loss or (use.batch is None and use.accumulate is None):
         return
     for stage in {solution.request.stage for solution in solutions}:
         best = shortest([solution for solution in solutions if solution.request.stage is stage])
-        if best.request.knows_time and model_state(best)[Tier.HOST]:
+        if best.request.model.knows_time and model_state(best)[Tier.HOST]:
             with contextlib.suppress(PrepareError):
                 speculating = _fitted(replace(best.request, speculates=True))
                 if speculating.timeline.step_s < (1.0 - WORTH_SPECULATING) * _seconds(best):
@@ -233,7 +231,7 @@ def _working(request: PlanRequest, *, gathers: bool) -> int:
 
 
 def _notes(request: PlanRequest, use: TrainingOptions) -> Iterator[str]:
-    if not request.knows_time:
+    if not request.model.knows_time:
         yield "The batch is not known, so time to compute is not in the plan and activations are not either."
         if use.budget.device is None:
             yield f"{FOR_ACTIVATIONS:.0%} of the device is left to activations."

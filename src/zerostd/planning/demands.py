@@ -75,34 +75,34 @@ class ResourceDemands:
 
     def bytes(self, tier: Tier) -> tuple[Factors, float]:
         """Return what shares take of one tier, and what is there in any case."""
+        one_memory = self.request.has_one_memory
         if tier is Tier.DEVICE:
-            total = {
+            on_the_way = self.weights * one_memory  # to the disk
+            factors = {
                 "resident": self.states,
                 "master_device": self.masters,
                 "parameters_host": -self.parameters,
-                "parameters_disk": -self.parameters,
+                "parameters_disk": on_the_way - self.parameters,
                 "gradients_host": -self.gradients,
                 "activations_recomputed": self.boundary - self.kept,
                 "activations_host": -self.kept,
             }
-            if self.request.has_one_memory:
-                total["parameters_disk"] = self.weights - self.parameters  # on their way to the disk
-            return total, float((self.parameters + self.gradients + self.pinned + self.kept).sum())
+            return factors, float((self.parameters + self.gradients + self.pinned + self.kept).sum())
         if tier is Tier.HOST:
             copies = 2 if self.request.speculates else 1
-            total = {
+            has_link = self.request.machine.link is not None
+            factors = {
                 "cpu": self.states * copies,
                 "streamed": self.states * copies,
                 "master_host": self.masters * copies,
                 "parameters_host": self.parameters,
                 "gradients_host": self.gradients,
                 "activations_host": self.kept,
+                "parameters_disk": self.weights * (not one_memory),
+                "gradients_down": self.gradient * has_link,
+                "weights_held": self.weights * has_link,
             }
-            if not self.request.has_one_memory:
-                total["parameters_disk"] = self.weights
-            if self.request.machine.link is not None:
-                total |= {"gradients_down": self.gradient, "weights_held": self.weights}
-            return total, 0.0
+            return factors, 0.0
         on_disk = self.states + self.masters
         return {"disk_cpu": on_disk, "disk_streamed": on_disk, "parameters_disk": self.parameters}, 0.0
 
@@ -128,7 +128,7 @@ class ResourceDemands:
         read = {"disk_cpu": states, "disk_streamed": states, "parameters_disk": self.parameters}
         by_cpu = {"cpu": self.updated, "disk_cpu": self.updated}
         in_memory = {name: self.gradient + self.weights + 2 * states for name in by_cpu}
-        work = {"cpu": _scaled(by_cpu, self.request.machine.processor.ns(self.request.num_threads) * 1e-9)}
+        work = {"cpu": _scaled(by_cpu, self.request.cpu_s)}
         work |= self._link(up, down, _sum(in_memory, up, down, _scaled(read, 2)))
         return work | self._disk(read, read)
 

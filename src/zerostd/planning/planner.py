@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zerostd.errors import PrepareError
 from zerostd.monitoring.texts import size_text
-from zerostd.planning.activations import activation_bytes, way_of
+from zerostd.planning.activations import activation_bytes, again_seconds, way_of
 from zerostd.planning.demands import GroupShares, work
 from zerostd.planning.linear import Infeasible, LinearSolution
 from zerostd.planning.plan import GIB, Plan, Prediction
@@ -45,12 +44,12 @@ def plan_from(
     busy["wire"] = request.accumulate * sum(cost.wire_s for cost in request.costs)
     busy = {name: seconds for name, seconds in busy.items() if seconds > 1e-9}
     predicted = Prediction(bytes=counted, busy=busy, prices=_prices(solution))
-    if request.knows_time:
+    if request.model.knows_time:
         timeline = solution.timeline
-        clipped_s = None
+        predicted = replace(predicted, step_s=timeline.step_s, compute_s=timeline.compute_s)
         if speculates:
             clipped_s = simulate(replace(request, speculates=False), solution.shares).step_s
-        predicted = replace(predicted, step_s=timeline.step_s, compute_s=timeline.compute_s, clipped_s=clipped_s)
+            predicted = replace(predicted, clipped_s=clipped_s)
         about = _about_activations if request.chooses else _if_recomputed
         notes = [_twice_the_samples(solution), *about(solution), *notes]
     return Plan(
@@ -66,20 +65,20 @@ def plan_from(
 
 
 def _prices(solution: Solution) -> dict[Tier, float]:
-    """Return the seconds for a byte, of the next GiB: by how much the program's step becomes shorter, in shares of
-    groups, since whole ones may have to change places to make use of it; and a step has its arithmetic, with nothing
-    recomputed."""
+    """Return the seconds for a byte of the next GiB: what it takes off the program's step, in shares of groups, since
+    whole ones may have to change places to make use of it. No step is shorter than its arithmetic."""
     request = solution.asked or solution.request
-    prices: dict[Tier, float] = {}
-    with contextlib.suppress(Infeasible):  # it is a plan that no longer fits
+    try:
         shortest = _shortest(request, solution)
-        prices = prices_of(shortest)
-        for tier in (tier for tier in request.limits if prices[tier]):
-            more = {**request.limits, tier: request.limits[tier] + GIB}
-            gain = shortest.objective - _shortest(replace(request, limits=more), solution).objective
-            prices[tier] = min(prices[tier], max(0.0, gain) / GIB)
+    except Infeasible:  # it is a plan that no longer fits
+        return {}
     least_s = request.accumulate * sum(cost.compute_s for cost in request.costs)
     most_s = max(0.0, solution.timeline.step_s - least_s)
+    prices = prices_of(shortest)
+    for tier in (tier for tier in request.limits if prices[tier]):
+        more = {**request.limits, tier: request.limits[tier] + GIB}
+        gain = shortest.objective - _shortest(replace(request, limits=more), solution).objective
+        prices[tier] = min(prices[tier], max(0.0, gain) / GIB)
     return {tier: min(price, most_s / GIB) for tier, price in prices.items()}
 
 
@@ -105,8 +104,7 @@ def _if_recomputed(solution: Solution) -> Iterator[str]:
         return
     gain = 1.0 - changed.timeline.step_s / solution.timeline.step_s
     if gain > WORTH_TELLING:
-        pairs = zip(changed.request.costs, changed.shares, strict=True)
-        count = sum(len(cost.members) for cost, share in pairs if way_of(share) != "keep")
+        count = sum(len(cost.members) for cost, share in changed.pairs if way_of(share) != "keep")
         yield (
             f"Recomputing the activations of {count} of {len(request.model.groups)} groups with "
             f"torch.utils.checkpoint would make a step {gain:.0%} shorter: it leaves more of the device to model state."
@@ -130,12 +128,9 @@ def _about_activations(solution: Solution) -> Iterator[str]:
     request = solution.request
     kept, _ = activation_bytes(request, [GroupShares()] * len(request.costs))
     held, sent = activation_bytes(request, solution.shares)
-    pairs = zip(request.costs, solution.shares, strict=True)
-    again_s = request.accumulate * sum(
-        cost.activations.again_s for cost, share in pairs if way_of(share) == "recompute"
-    )
     if held < kept:
         prices = []
+        again_s = request.accumulate * again_seconds(request, solution.shares)
         if again_s > 0:
             prices.append(f"{again_s:.3g} s of arithmetic a step")
         if sent > 0:
@@ -186,9 +181,8 @@ def _better(best: Solution, requests: Iterable[PlanRequest]) -> Solution:
     for request in requests:
         with contextlib.suppress(PrepareError):
             answer = _solve(request)
-            timeline = simulate(best.request, answer.shares)
             asked = replace(request, machine=best.request.machine)
-            candidate = Solution(best.request, answer.shares, timeline, asked)
+            candidate = Solution(best.request, answer.shares, asked)
             if candidate.cost_s < best.cost_s * (1 - WORTH_CHANGING):
                 best = candidate
     return best
@@ -232,35 +226,25 @@ def _choose(request: PlanRequest, shares: list[GroupShares]) -> Solution:
         placements.append(at_home)
     solutions = list[Solution]()
     for placement in placements:
-        is_new = all(placement != solution.shares for solution in solutions)
-        if is_new and (fits(request, placement) or not solutions):
-            solutions.append(Solution(request, placement, simulate(request, placement)))
+        candidate = Solution(request, placement)
+        if candidate not in solutions and (fits(candidate) or not solutions):
+            solutions.append(candidate)
     shortest_s = min(solution.timeline.step_s for solution in solutions)
     for solution in solutions:
         if solution.shares == at_home and solution.timeline.step_s <= shortest_s * (1 + WORTH_MOVING):
             return solution
-    least_s = math.inf
-    for solution in sorted(solutions, key=lambda solution: solution.timeline.step_s):
-        if solution.timeline.step_s < least_s:  # else it costs more
-            least_s = min(least_s, solution.cost_s)
-    most_s = least_s * (1 + SLACK)
-    near = [solution for solution in solutions if solution.timeline.step_s <= most_s and solution.cost_s <= most_s]
+    most_s = min(solution.cost_s for solution in solutions) * (1 + SLACK)
+    near = [solution for solution in solutions if solution.cost_s <= most_s]
     few = min(solution.bytes_off for solution in near) * (1 + FEW)
     candidates = [solution for solution in near if solution.bytes_off <= few]
     return min(candidates, key=lambda solution: round(solution.cost_s, DIGITS))
 
 
 def _all_resident(request: PlanRequest) -> list[GroupShares] | None:
-    """Return everything on the device that may be there; None if it does not fit."""
-    costs = request.costs
-    size = request.fixed.get(Tier.DEVICE, 0) + sum(cost.updated for cost in costs) * request.model.state_bytes
-    size += sum(cost.gradients + cost.pinned_gradients for cost in costs)
-    size += sum(cost.parameters for cost in costs if cost.rests in (None, Tier.DEVICE))
-    if request.chooses:
-        size += activation_bytes(request, [GroupShares()] * len(costs))[0]
-    if size > request.limits.get(Tier.DEVICE, 0) or (request.chooses and "keep" not in request.ways):
+    """Return everything on the device that may be there; None if activations may not."""
+    if request.chooses and "keep" not in request.ways:
         return None
-    rests = [cost.rests for cost in costs]
+    rests = [cost.rests for cost in request.costs]
     return [GroupShares(parameters_host=tier is Tier.HOST, parameters_disk=tier is Tier.DISK) for tier in rests]
 
 

@@ -113,10 +113,6 @@ class PlanRequest:
         return bool(self.activations) and self.model.knows_activations
 
     @property
-    def knows_time(self) -> bool:
-        return self.model.samples is not None or self.model.forward_s is not None
-
-    @property
     def ranks_beside(self) -> int:
         return max(1, min(self.world_size, self.machine.ranks_per_node))
 
@@ -124,6 +120,11 @@ class PlanRequest:
     def has_one_memory(self) -> bool:
         """Whether what passes through the host is the device's: it is the CPU, and the host has no limit."""
         return self.machine.link is None and Tier.HOST not in self.limits
+
+    @property
+    def cpu_s(self) -> float:
+        """The seconds that the CPU takes to update one parameter."""
+        return self.machine.processor.ns(self.num_threads) * 1e-9
 
     @property
     def memory_rate(self) -> float:

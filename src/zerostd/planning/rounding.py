@@ -61,18 +61,24 @@ def _optimise_near(request: PlanRequest, wanted: Sequence[GroupShares]) -> tuple
 
 def _rounded(share: GroupShares) -> GroupShares:
     """Move each to the place that has most of it."""
-    on_device = 1 - share.parameters_host - share.parameters_disk
-    on_disk = share.parameters_disk > max(share.parameters_host, on_device)
-    kept = 1 - share.activations_recomputed - share.activations_host
-    is_sent = share.activations_host > max(share.activations_recomputed, kept)
+    on_host, on_disk = _larger_of(share.parameters_host, share.parameters_disk)
+    recomputed, sent = _larger_of(share.activations_recomputed, share.activations_host)
+    gradients = float(share.gradients_host > 0.5)
     return replace(
         share,
-        parameters_host=float(not on_disk and share.parameters_host > on_device),
-        parameters_disk=float(on_disk),
-        gradients_host=float(share.gradients_host > 0.5),
-        activations_recomputed=float(not is_sent and share.activations_recomputed > kept),
-        activations_host=float(is_sent),
+        parameters_host=on_host,
+        parameters_disk=on_disk,
+        gradients_host=gradients,
+        activations_recomputed=recomputed,
+        activations_host=sent,
     )
+
+
+def _larger_of(first: float, second: float) -> tuple[float, float]:
+    """Return which of two shares is to be the whole; neither, where what both leave is more."""
+    rest = 1 - first - second
+    is_second = second > max(first, rest)
+    return float(not is_second and first > rest), float(is_second)
 
 
 def _spread(request: PlanRequest, wanted: Sequence[GroupShares]) -> list[GroupShares]:

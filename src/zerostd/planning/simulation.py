@@ -8,11 +8,11 @@ a job.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerostd.planning.activations import ActivationTraffic, way_of
+from zerostd.planning.activations import ActivationTraffic, again_seconds, way_of
 from zerostd.planning.demands import GroupShares
 from zerostd.planning.request import PlanRequest
 
@@ -22,7 +22,6 @@ AHEAD = 1  # groups that are brought before they are needed
 TILE = 8 << 20  # parameters that are streamed at a time
 QUEUED = 2.0  # such tiles that are in the stream before parameters that are to be brought
 EPSILON = 1e-12
-NOBODY = -1  # instead of a group
 
 
 @dataclass
@@ -31,7 +30,7 @@ class _Job:
 
     left: float
     takes: dict[str, float]  # bytes of up, down and memory for one unit
-    group: int
+    group: int = -1
     most: float = 1e15  # per second, with nothing beside it
     updates: bool = False  # the group, when this job is done
     behind: float = 0.0  # of parameters to be brought: those of tiles that are in the stream before them
@@ -59,9 +58,7 @@ class StepSimulation:
         self.now = 0.0
         self.busy: dict[str, float] = {}  # seconds that each worker had something to do
         self.rates = _rates(request)
-        self.waiting: dict[str, list[tuple[int, _Job]]] = {
-            worker: [] for worker in ("cpu", "streamed", "disk", "land", "resident")
-        }
+        self.waiting = {worker: list[_Job]() for worker in ("cpu", "streamed", "disk", "land", "resident")}
         self.running: dict[str, _Job] = {}
         self.unfinished = [0] * len(shares)  # jobs of each group's update
         self.present = [not share.parameters_off for share in shares]
@@ -86,25 +83,23 @@ class StepSimulation:
             return
         ways = 2.0 if adds and on_host else 1.0
         takes = {"up": ways - 1.0, "down": 1.0, "link": ways, "memory": ways}
-        job = _Job(part * cost.updated * cost.gradient_bytes, takes, group, updates=updates)
-        self.waiting["land"].append((-group, job))  # the last group's comes first
-        self.unfinished[group] += 1
+        self._queue("land", _Job(part * cost.updated * cost.gradient_bytes, takes, group, updates=updates))
+
+    def _queue(self, worker: str, job: _Job) -> None:
+        jobs = self.waiting[worker]
+        jobs.append(job)
+        jobs.sort(key=lambda job: job.group, reverse=worker == "land")  # gradients of the last group come first
+        self.unfinished[job.group] += 1
 
     def update_when_landed(self, group: int) -> None:
-        landing = [job for _, job in self.waiting["land"] if job.group == group]
-        if "land" in self.running and self.running["land"].group == group:
-            landing.insert(0, self.running["land"])
+        jobs = (self.running.get("land"), *self.waiting["land"])
+        landing = [job for job in jobs if job is not None and job.group == group]
         if landing:
             landing[-1].updates = True
         else:
             self.update(group)
 
     def update(self, group: int) -> None:
-        for worker, job in self._update_jobs(group):
-            self.waiting[worker].append((group, job))
-            self.unfinished[group] += 1
-
-    def _update_jobs(self, group: int) -> Iterator[tuple[str, _Job]]:
         cost = self.costs[group]
         share = self.shares[group]
         model = self.request.model
@@ -113,12 +108,11 @@ class StepSimulation:
         gradient_down = 0 if share.gradients_host > 0.5 or self.lands_before else cost.gradient_bytes
         weight_down = model.parameter_bytes if share.parameters_off else 0
         weight_up = model.parameter_bytes - weight_down
-        cpu_memory = cost.gradient_bytes + model.parameter_bytes + 2 * states + weight_up + gradient_down
         by_cpu = {
-            "cpu": self.request.machine.processor.ns(self.request.num_threads) * 1e-9,  # seconds
+            "cpu": self.request.cpu_s,
             "up": weight_up,
             "down": gradient_down,
-            "memory": cpu_memory,
+            "memory": cost.gradient_bytes + model.parameter_bytes + 2 * states + weight_up + gradient_down,
         }
         up = states + gradient_up
         down = states + weight_down
@@ -134,14 +128,13 @@ class StepSimulation:
             if part * cost.updated > 0.5:
                 on_disk = takes.get("read", 0) + takes.get("write", 0)  # which passes through memory
                 takes = {**takes, "link": takes["up"] + takes["down"], "memory": takes["memory"] + on_disk}
-                yield worker, _Job(part * cost.updated, takes, group)
+                self._queue(worker, _Job(part * cost.updated, takes, group))
 
     def _start(self) -> None:
         """Give every worker that has nothing to do its next job."""
         for worker, jobs in self.waiting.items():
             if jobs and worker not in self.running:
-                place = min(range(len(jobs)), key=lambda place: jobs[place][0])
-                self.running[worker] = jobs.pop(place)[1]
+                self.running[worker] = jobs.pop(0)
         if "bring" not in self.running and self.wanted and not self.unfinished[self.wanted[0]]:
             group = self.wanted.pop(0)
             takes = {"up": 1.0, "link": 1.0, "memory": 1.0}
@@ -192,7 +185,7 @@ class StepSimulation:
     def run(self, seconds: float, what: str = "compute") -> None:
         """Let the device do something. Where it is the CPU, that takes longer while updates are made there."""
         takes = {"cpu": 1.0} if self.request.machine.link is None else dict[str, float]()
-        self.running[what] = _Job(seconds, takes, NOBODY, most=1.0)
+        self.running[what] = _Job(seconds, takes, most=1.0)
         while what in self.running:
             self._advance()
 
@@ -231,13 +224,11 @@ class StepSimulation:
                 self._finish(worker, job)
 
     def _finish(self, worker: str, job: _Job) -> None:
-        if job.group == NOBODY:
-            return
         if worker == "bring":
             self.present[job.group] = True
         elif worker in ("send", "return"):
             self.traffic.finish(worker, job.group)
-        else:
+        elif worker in self.waiting:
             if job.updates:
                 self.update(job.group)
             self.unfinished[job.group] -= 1
@@ -290,9 +281,8 @@ class StepSimulation:
 def simulate(request: PlanRequest, shares: Sequence[GroupShares]) -> Timeline:
     """Return one step in the steady state, for whole placements of parameters and gradients."""
     steps = StepSimulation(request, shares)
-    pairs = list(zip(request.costs, shares, strict=True))
-    again_s = sum(cost.activations.again_s for cost, share in pairs if way_of(share) == "recompute")
-    compute_s = request.accumulate * (sum(cost.compute_s for cost in request.costs) + again_s)
+    compute_s = request.accumulate * (sum(cost.compute_s for cost in request.costs) + again_seconds(request, shares))
+    pairs = zip(request.costs, shares, strict=True)
     resident_s = sum(cost.updated * share.resident * request.machine.resident_ns * 1e-9 for cost, share in pairs)
     begun = 0.0
     for _ in range(NUM_STEPS):

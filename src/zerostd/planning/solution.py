@@ -3,9 +3,10 @@ show how fast each worker really is: `refit` makes a request of that."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 from zerostd.planning.activations import activation_bytes, way_of
 from zerostd.planning.demands import GroupShares, lands_on_copy
@@ -29,14 +30,24 @@ NAMES = {  # of shares of states
 }
 
 
+Value = TypeVar("Value")
+
+
 @dataclass(frozen=True)
 class Solution:
     """A placement of whole groups, and what it costs."""
 
     request: PlanRequest
     shares: list[GroupShares]
-    timeline: Timeline
     asked: PlanRequest | None = None  # with less to choose from, where this is the answer to that
+
+    @property
+    def pairs(self) -> list[tuple[GroupCost, GroupShares]]:
+        return list(zip(self.request.costs, self.shares, strict=True))
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return simulate(self.request, self.shares)
 
     @property
     def slow_request(self) -> PlanRequest:
@@ -63,23 +74,26 @@ class Solution:
             cost.updated * self.request.model.state_bytes * (1 - share.resident)
             + cost.parameters * share.parameters_off
             + cost.gradients * share.gradients_host
-            for cost, share in zip(self.request.costs, self.shares, strict=True)
+            for cost, share in self.pairs
         )
+
+    @property
+    def homes(self) -> dict[str, Homes]:
+        """The homes of all groups, by name."""
+        return self.by_group(homes_of)
+
+    def by_group(self, of_share: Callable[[GroupShares], Value]) -> dict[str, Value]:
+        """Return something of the shares of all groups, by name."""
+        groups = self.request.model.groups
+        return {groups[index].name: of_share(share) for cost, share in self.pairs for index in cost.members}
 
 
 def evaluate(request: PlanRequest, homes: Mapping[str, Homes]) -> Solution:
     """Return what given homes cost. Groups that are placed as one must have the same."""
-    shares = [shares_of(homes[cost.name]) for cost in request.costs]
-    return Solution(request, shares, simulate(request, shares))
+    return Solution(request, [shares_of(homes[cost.name]) for cost in request.costs])
 
 
-def homes_by_group(solution: Solution) -> dict[str, Homes]:
-    pairs = zip(solution.request.costs, solution.shares, strict=True)
-    homes = {index: _homes(share) for cost, share in pairs for index in cost.members}
-    return {group.name: homes[index] for index, group in enumerate(solution.request.model.groups)}
-
-
-def _homes(share: GroupShares) -> Homes:
+def homes_of(share: GroupShares) -> Homes:
     parts = [(tier, route, getattr(share, name)) for (tier, route), name in NAMES.items()]
     parts = [(tier, route, part) for tier, route, part in parts if part > 5e-6]
     total = sum(part for _, _, part in parts)
@@ -92,7 +106,7 @@ def _homes(share: GroupShares) -> Homes:
 
 
 def shares_of(homes: Homes) -> GroupShares:
-    """Return homes as shares: the counterpart of `_homes`."""
+    """Return homes as shares: the counterpart of `homes_of`."""
     states = dict.fromkeys(NAMES.values(), 0.0)
     for tier, route, part in homes.states:
         states[NAMES[tier, route]] = part
@@ -106,18 +120,15 @@ def shares_of(homes: Homes) -> GroupShares:
 
 def model_state(solution: Solution) -> dict[Tier, dict[Kind, int]]:
     """Return the bytes of this rank by the closed form: 2 for a parameter, 2 for its gradient, 12 for its states."""
-    return _model_state(solution.request, solution.shares)
-
-
-def _model_state(request: PlanRequest, shares: Sequence[GroupShares]) -> dict[Tier, dict[Kind, int]]:
+    request = solution.request
     model = request.model
     total = {tier: dict[Kind, float]() for tier in Tier}
 
     def add(tier: Tier, kind: Kind, size: float) -> None:
         total[tier][kind] = total[tier].get(kind, 0.0) + size
 
-    for cost, share in zip(request.costs, shares, strict=True):
-        homes = _homes(share)
+    for cost, share in solution.pairs:
+        homes = homes_of(share)
         add(homes.parameters, Kind.PARAMETERS, cost.parameters)
         add(homes.gradients, Kind.GRADIENTS, cost.gradients)
         add(Tier.DEVICE, Kind.GRADIENTS, cost.pinned_gradients)
@@ -130,7 +141,7 @@ def _model_state(request: PlanRequest, shares: Sequence[GroupShares]) -> dict[Ti
                 passes = Tier.DEVICE if request.has_one_memory else Tier.HOST
                 add(passes, Kind.BUFFERS, cost.updated * part * _passing(request, cost, homes))
     if request.chooses:
-        device, host = activation_bytes(request, shares)
+        device, host = activation_bytes(request, solution.shares)
         add(Tier.DEVICE, Kind.ACTIVATIONS, device)
         add(Tier.HOST, Kind.ACTIVATIONS, host)
     for tier, size in request.fixed.items():
@@ -153,16 +164,13 @@ def activations_by_group(solution: Solution) -> dict[str, str]:
     """Return what each group does with its activations, or one word for all; nothing where there is no choice."""
     if not solution.request.chooses:
         return {}
-    pairs = zip(solution.request.costs, solution.shares, strict=True)
-    ways = {index: way_of(share) for cost, share in pairs for index in cost.members}
-    if len(set(ways.values())) == 1:
-        return {"*": ways[0]}
-    return {group.name: ways[index] for index, group in enumerate(solution.request.model.groups)}
+    ways = solution.by_group(way_of)
+    return ways if len(set(ways.values())) > 1 else {"*": next(iter(ways.values()))}
 
 
-def fits(request: PlanRequest, shares: Sequence[GroupShares]) -> bool:
-    held = {tier: sum(kinds.values()) for tier, kinds in _model_state(request, shares).items()}
-    return all(size <= request.limits.get(tier, 0) * (1 + TOLERANCE) + 1 for tier, size in held.items())
+def fits(solution: Solution) -> bool:
+    held = {tier: sum(kinds.values()) for tier, kinds in model_state(solution).items()}
+    return all(size <= solution.request.limits.get(tier, 0) * (1 + TOLERANCE) + 1 for tier, size in held.items())
 
 
 # -- rates as they were observed --
