@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from planning.by_hand import fits, held_bytes, needed_inside, step_seconds
-from planning.machines import EVERYTHING, GIB, H200, LAPTOP, machines, make_plan, plain, request_of
+from planning.machines import EVERYTHING, GIB, H200, LAPTOP, machines, make_plan, request_of
 from zerostd.errors import PrepareError
 from zerostd.planning import GroupProfile, ModelProfile, Plan, PlanRequest
 from zerostd.planning.activations import activation_bytes, activation_choices, choice_of, way_of
@@ -377,8 +377,6 @@ def test_an_error_says_how_many_samples_fit_and_whether_recomputing_would_do() -
 
 
 def test_what_there_is_to_choose_from_is_checked() -> None:
-    with pytest.raises(PrepareError, match="'forget' is unknown; use some of keep, recompute, host"):
-        request_of(plain([5]), activations=frozenset({"forget"}))
     model = from_numbers("100M", samples=1)
     with pytest.raises(PrepareError, match="memory of its own"):
         request_of(model, EVERYTHING, machine=LAPTOP, activations=frozenset({"host"}))

@@ -1,4 +1,4 @@
-"""What should be kept where: from profiles of a machine and a model to a Plan. Pure: nothing here touches a device.
+"""Decides what is kept where: from profiles of a machine and a model to a Plan. Pure: nothing here touches a device.
 
 profiles.py     what a machine can do, what a model needs    described.py   models that are only numbers
 request.py      what is to be planned, what groups cost      demands.py     what shares of a group take

@@ -1,10 +1,9 @@
-"""What is done with activations until backward: groups keep them, recompute them from their inputs, or send them to the
-host and have them back.
+"""Activations until backward: groups keep them, recompute them from their inputs, or send them to the host and back.
 
 What a group leaves is linear in its shares. What it needs while it runs is not: a recomputed group keeps all of it for
-a moment, and what goes to the host leaves by way of buffers for two groups, however few groups do so. A linear program
-would let all groups do it by half to halve that. So it is asked several times, each time with other groups allowed and
-room for the largest of them: these are the choices. The traffic is what of them comes and goes in the simulation.
+a moment, and what goes to the host leaves by way of buffers for two groups. A linear program would let all groups do it
+by half to halve that. So it is asked several times, each time with other groups allowed and room for the largest of
+them: these are the choices. The traffic is what of them comes and goes in the simulation.
 """
 
 from __future__ import annotations
@@ -40,12 +39,10 @@ class ActivationChoice:
 
 def activation_choices(request: PlanRequest) -> list[ActivationChoice]:
     """Return the choices worth trying, keeping everything first; the only one where the plan does not choose."""
+    every = any_choice(request)
+    if not request.chooses or every.must:
+        return [every]
     nothing = numpy.zeros(len(request.costs))
-    if not request.chooses:
-        return [ActivationChoice(nothing, nothing)]
-    if "keep" not in request.ways:
-        every = any_choice(request)
-        return [_choice(request, every.recomputed, every.sent, must=True)]
     kept = numpy.array([cost.activations.kept for cost in request.costs])
     boundary = numpy.array([cost.activations.boundary for cost in request.costs])
     choices = [_choice(request, nothing, nothing)]
@@ -72,14 +69,13 @@ def choice_of(request: PlanRequest, shares: Sequence[GroupShares]) -> Activation
 
 
 def any_choice(request: PlanRequest) -> ActivationChoice:
-    """Return all that may be done, without what groups need for it while they run."""
+    """Return all that may be done."""
     every = numpy.full(len(request.costs), float(request.chooses))
     must = request.chooses and "keep" not in request.ways
-    return ActivationChoice(every * ("recompute" in request.ways), every * ("host" in request.ways), must)
+    return _choice(request, every * ("recompute" in request.ways), every * ("host" in request.ways), must=must)
 
 
 def staying(request: PlanRequest) -> float:
-    """Return the bytes of the device that groups keep which have no choice."""
     return sum(cost.activations.staying for cost in request.costs)
 
 
@@ -103,13 +99,9 @@ def _up_to_sizes(request: PlanRequest) -> Iterator[Array]:
 
 def activation_bytes(request: PlanRequest, shares: Sequence[GroupShares]) -> tuple[float, float]:
     """Return the bytes of the device and of the host in one pass, for given whole shares."""
-    device = 0.0
-    host = 0.0
-    for cost, share in zip(request.costs, shares, strict=True):
-        if way_of(share) == "host":
-            host += cost.activations.kept
-        else:
-            device += cost.activations.left(way_of(share))
+    ways = [(cost.activations, way_of(share)) for cost, share in zip(request.costs, shares, strict=True)]
+    device = sum(activations.left(way) for activations, way in ways if way != "host")
+    host = sum(activations.kept for activations, way in ways if way == "host")
     return device + choice_of(request, shares).beside, host
 
 
@@ -130,28 +122,22 @@ def way_of(share: GroupShares) -> str:
 
 class ActivationTraffic:
     """Activations that are kept on the host: on their way there, and wanted back. Those of other groups stay, and make
-    room for them: before they are there in forward, and when backward has passed them. How much they leave is known of
-    groups that are like one that sends its own, and of those that leave their inputs only.
-
-    The rules are those of scheduling/offloading.py, but that one group's at most are leaving where another sends its
-    own next, as the program has it: there two may be.
-    """
+    room for them: before they are there in forward, and when backward has passed them. The rules are those of
+    scheduling/offloading.py, but that one group's at most are leaving where another sends its own next, as the program
+    has it: there two may be."""
 
     def __init__(self, request: PlanRequest, shares: Sequence[GroupShares]) -> None:
         ways = [way_of(share) for share in shares]
         left = [cost.activations.left(way) for cost, way in zip(request.costs, ways, strict=True)]
         self.sizes = [size if way == "host" else 0.0 for size, way in zip(left, ways, strict=True)]
-        self.stays = [
-            None if way == "host" else size if way == "recompute" or self._sends_like(size) else 0.0
-            for size, way in zip(left, ways, strict=True)
-        ]
+        self.stays: list[float | None] = []
+        for size, way in zip(left, ways, strict=True):
+            is_known = way == "recompute" or any(abs(size - sent) <= ALIKE * sent for sent in self.sizes if sent)
+            self.stays.append(None if way == "host" else size if is_known else 0.0)
         self.leaving: list[int] = []  # groups, in order; the first is on its way
         self.gone = [False] * len(shares)
         self.wanted: list[int] = []
         self.begin()
-
-    def _sends_like(self, size: float) -> bool:
-        return any(abs(size - sent) <= ALIKE * sent for sent in self.sizes if sent)
 
     def begin(self) -> None:
         self.freed = 0.0  # bytes of groups passed in backward

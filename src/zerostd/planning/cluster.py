@@ -62,7 +62,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """What one world size takes."""
+    """The bytes and seconds of one world size."""
 
     world_size: int
     stage: Stage | None = None
@@ -180,7 +180,6 @@ def _request(
 
 
 def _seconds(solution: Solution) -> float:
-    """Return those of a step; without a time, the most that a resource has to do."""
     if solution.request.model.knows_time:
         return solution.timeline.step_s
     return max(work(solution.request, solution.shares).values(), default=0.0)
@@ -249,7 +248,7 @@ def _notes(request: PlanRequest, use: TrainingOptions) -> Iterator[str]:
 def limits_of(
     machine: MachineProfile, world_size: int, budget: Budget, *, knows_activations: bool = True
 ) -> dict[Tier, int]:
-    """Return the bytes that one rank may use of each tier: its part of the budget, or of what is free less a margin."""
+    """Return the bytes that one rank may use of each tier."""
     if machine.disk is None and budget.disk is not None:
         raise PrepareError(
             f"a budget of {budget.disk} of the disk, but nothing is known of one: name a directory with --disk-path, "
@@ -266,7 +265,6 @@ def limits_of(
 
 
 def _share(machine: MachineProfile, local: int) -> MachineProfile:
-    """Return what one of several ranks of a node has of the CPU, where that is the device."""
     if machine.link is not None:
         return machine
     matrix = {dtype: rate / local for dtype, rate in machine.matrix.items()}
@@ -284,9 +282,8 @@ def state_bytes(model: ModelProfile, stage: Stage, world_size: int) -> float:
 
 
 def sent_bytes(model: ModelProfile, stage: Stage, world_size: int, passes: int = 1) -> int:
-    """Return what each rank sends in a step: at stage 3 every pass gathers parameters in forward and in backward, at 1
-    and 2 new ones are gathered once a step, at 0 gradients are reduced to everywhere, which is a reduce and a
-    gather."""
+    """Return what each rank sends in a step: at stage 3 every pass gathers parameters twice, at 1 and 2 new ones are
+    gathered once a step, at 0 gradients are reduced to everywhere, which is a reduce and a gather."""
     gradients = model.trained * model.gradient_bytes * passes
     if stage is Stage.DATA_PARALLEL:
         gathered = gradients

@@ -1,4 +1,4 @@
-"""What shares of a group take: bytes of every tier and seconds of every resource, as factors of the shares.
+"""Demands of a group's shares: bytes of every tier and seconds of every resource, as factors of the shares.
 
 All of it is linear in the shares and in a few products of two shares, which the program bounds from below and which
 have a closed form where parameters and gradients of a group are in one place. Factors are arrays, one for each cost.
@@ -48,7 +48,7 @@ WHOLE = NAMES[len(STATES) :]  # what a group does as a whole, in the end
 
 
 def states_of(share: GroupShares, whole: GroupShares) -> GroupShares:
-    """Return the states of one share, with what the group does as a whole from another."""
+    """Return the states of one share with all else of another."""
     return GroupShares(*(getattr(share, name) for name in STATES), *(getattr(whole, name) for name in WHOLE))
 
 
@@ -171,8 +171,7 @@ class ResourceDemands:
 
 def products(request: PlanRequest) -> Iterator[tuple[str, Sequence[str], Mapping[str, Array | float], float]]:
     """Yield what depends on two shares at once: its name, shares that are added, those that are taken away with their
-    factors, and a number that is taken away. A product is the rest, if that is above 0: exact where parameters and
-    gradients of a group are in one place."""
+    factors, and a number that is taken away. A product is the rest, if that is above 0."""
     off = dict.fromkeys(OFF, 1.0)
     by_cpu = dict.fromkeys(BY_CPU, 1.0)
     lands = _array(lands_on_copy(request, cost) for cost in request.costs)

@@ -172,11 +172,10 @@ def from_config(path: str | Path, *, sequence: int | None = None, samples: int |
     _check(sequence=sequence, samples=samples)
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
-        data = decode(
-            file.read_bytes(), dict[str, Any], what=str(file), error=PrepareError, remedy="name a config.json"
-        )
+        text = file.read_bytes()
     except OSError as error:
         raise PrepareError(f"{file} cannot be read as a config.json: {error}") from error
+    data = decode(text, dict[str, Any], what=str(file), error=PrepareError, remedy="name a config.json")
     kind = data.get("model_type")
     if kind not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))

@@ -83,14 +83,13 @@ def _prices(solution: Solution) -> dict[Tier, float]:
 
 
 def _shortest(request: PlanRequest, solution: Solution) -> LinearSolution:
-    """Return the shortest step in shares of groups; in whole ones, where only those were found to fit."""
+    """Return the shortest step in shares of groups; in whole ones, where only those fit."""
     with contextlib.suppress(Infeasible):
         return quickest(request)[1]
     return quickest(request, solution.shares)[1]
 
 
 def _if_recomputed(solution: Solution) -> Iterator[str]:
-    """Yield whether recomputed activations would leave room for model state, and make a step much shorter."""
     request = solution.request
     activations = request.model.activations()
     recomputed = recomputed_bytes(request.model)
@@ -176,8 +175,7 @@ def _solve_as_measured(request: PlanRequest) -> Solution:
 
 
 def _better(best: Solution, requests: Iterable[PlanRequest]) -> Solution:
-    """Return this solution, or the answer to another request: the program does not see all that it costs to do one
-    thing here, one there, and relies on a CPU that may be slow."""
+    """Return this solution or a better answer to another request: the program does not see all that things cost."""
     for request in requests:
         with contextlib.suppress(PrepareError):
             answer = _solve(request)
@@ -202,14 +200,12 @@ def _simpler(request: PlanRequest, solution: Solution) -> Iterator[PlanRequest]:
 
 
 def _solve(request: PlanRequest) -> Solution:
-    """Optimise whole groups. Activations that go to the host cost more as a whole than in shares, which hide behind the
-    arithmetic of their neighbours: so the same is tried without."""
     try:
         step_s, shares = optimise_whole(request)
     except Infeasible:
         raise PrepareError(explain_missing(request)) from None
     without_host = request.ways - {"host"}
-    if without_host and any(share.activations_host for share in shares):
+    if without_host and any(share.activations_host for share in shares):  # they cost more as a whole than in shares
         with contextlib.suppress(Infeasible):
             without_s, without = optimise_whole(replace(request, activations=without_host))
             shares = without if without_s < step_s else shares
@@ -220,9 +216,11 @@ def _choose(request: PlanRequest, shares: list[GroupShares]) -> Solution:
     """Return, of a few placements that the program finds alike, the one that the simulation likes best."""
     placements = [shares, _even(request, shares)]
     if request.machine.link is not None:
-        placements += [_alike(shares, part) for part in CPU_PARTS]
-    at_home = _all_resident(request)
-    if at_home is not None:
+        for part in CPU_PARTS:  # the program sees no harm in a CPU that has nothing to do for half of backward
+            placements.append([share if share.parameters_disk else _with_cpu_part(share, part) for share in shares])
+    rests = [cost.rests for cost in request.costs]
+    at_home = [GroupShares(parameters_host=tier is Tier.HOST, parameters_disk=tier is Tier.DISK) for tier in rests]
+    if not request.chooses or "keep" in request.ways:
         placements.append(at_home)
     solutions = list[Solution]()
     for placement in placements:
@@ -240,17 +238,9 @@ def _choose(request: PlanRequest, shares: list[GroupShares]) -> Solution:
     return min(candidates, key=lambda solution: round(solution.cost_s, DIGITS))
 
 
-def _all_resident(request: PlanRequest) -> list[GroupShares] | None:
-    """Return everything on the device that may be there; None if activations may not."""
-    if request.chooses and "keep" not in request.ways:
-        return None
-    rests = [cost.rests for cost in request.costs]
-    return [GroupShares(parameters_host=tier is Tier.HOST, parameters_disk=tier is Tier.DISK) for tier in rests]
-
-
 def _even(request: PlanRequest, shares: Sequence[GroupShares]) -> list[GroupShares]:
-    """Give the CPU the same part of what is on the host in all groups whose parameters and gradients are kept alike:
-    the program does not care, but workers that take turns on every group wait less for each other."""
+    """Give the CPU the same part in all groups whose parameters and gradients are kept alike: the program does not
+    care, but workers that take turns on every group wait less for each other."""
     alike: dict[tuple[float, float, float], list[int]] = {}
     for index, share in enumerate(shares):
         alike.setdefault((share.parameters_host, share.parameters_disk, share.gradients_host), []).append(index)
@@ -262,12 +252,6 @@ def _even(request: PlanRequest, shares: Sequence[GroupShares]) -> list[GroupShar
         for index in indices:
             even[index] = _with_cpu_part(shares[index], part)
     return even
-
-
-def _alike(shares: Sequence[GroupShares], part: float) -> list[GroupShares]:
-    """Give the CPU the same part in all groups, whatever the program says: it sees no harm in giving it all of some
-    groups and none of others, and then the CPU has nothing to do for half of backward."""
-    return [share if share.parameters_disk else _with_cpu_part(share, part) for share in shares]
 
 
 def _with_cpu_part(share: GroupShares, part: float) -> GroupShares:

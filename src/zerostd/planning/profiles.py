@@ -1,4 +1,4 @@
-"""What a machine can do and what a model needs, as plain data.
+"""Profiles of machines and models as plain data: what one can do, what the other needs.
 
 `measuring` makes both; a machine that is elsewhere is written by hand, in JSON, and a model that does not exist yet is
 made from a few numbers. Rates are in bytes or operations per second, times in seconds. A sample is one row of the
@@ -71,6 +71,9 @@ class DiskRates:
     read: float  # bytes/s alone
     write: float  # bytes/s alone
     both: float  # bytes/s of each direction when both are busy
+
+    def slower(self, by: float) -> DiskRates:
+        return DiskRates(self.path, self.read / by, self.write / by, self.both / by)
 
 
 @dataclass(frozen=True)
@@ -157,12 +160,6 @@ class GroupProfile:
     stays: bool = False  # its activations are kept, whatever others do with theirs
     again_flops: float | None = None  # when it is recomputed, up to the last tensor that is saved; None: all
 
-    @property
-    def again(self) -> float:
-        if self.again_flops is None or not self.forward_flops:
-            return 1.0
-        return self.again_flops / self.forward_flops
-
 
 @dataclass(frozen=True)
 class ModelProfile:
@@ -199,7 +196,6 @@ class ModelProfile:
         return int(self._estimate()) if self.activation_bytes is None else self.activation_bytes
 
     def with_twice_the_samples(self) -> ModelProfile:
-        """Return the same model with twice the samples in a pass, as far as anything is known of a pass."""
         known = {name: getattr(self, name) for name in OF_A_PASS}
         return replace(self, **{name: 2 * value for name, value in known.items() if value is not None})
 
@@ -210,9 +206,8 @@ class ModelProfile:
 
     @cached_property
     def measured_groups(self) -> tuple[GroupProfile, ...]:
-        """The groups with activations that add up to what was measured. If that is less than the estimate, all are in
-        proportion less. What is more is needed for a moment only: what is kept was seen, what an operation needs beside
-        its output was not."""
+        """The groups with activations that add up to what was measured. What is more than the estimate is needed for a
+        moment only: what is kept was seen, what an operation needs beside its output was not."""
         estimate = self._estimate()
         measured = self.activation_bytes
         if measured is None or not estimate:

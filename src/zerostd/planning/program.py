@@ -45,7 +45,7 @@ NEARER = 1e-3  # bytes of the host that it is worth to have a byte at the front 
 
 
 class ScheduleProgram:
-    """The constraints, and what they are sums of. Without times it only knows what may be where."""
+    """The constraints, and what they are sums of. Without times it knows what may be where, less what runs need."""
 
     def __init__(self, request: PlanRequest, choice: ActivationChoice, *, has_times: bool = True) -> None:
         self.request = request
@@ -64,7 +64,7 @@ class ScheduleProgram:
         for tier in Tier:
             factors, constant = self.demands.bytes(tier)
             self.bytes[tier] = self._terms(factors, 1 / GIGA)
-            self.constant[tier] = constant + (choice.beside if tier is Tier.DEVICE else 0.0)
+            self.constant[tier] = constant + (choice.beside if tier is Tier.DEVICE and has_times else 0.0)
         if has_times:
             self.limit({})
             self._schedule()
@@ -136,8 +136,11 @@ class ScheduleProgram:
         self._sequence()
         self._windows(self._sent() if self.choice.sent.any() else {})
         self._brought()
-        if self.request.machine.link is None:
-            self._one_processor()
+        if self.request.machine.link is None:  # the CPU is the device, and does one thing after the other
+            passes = self.request.accumulate
+            computed = passes * (self.demands.forward_s + self.demands.backward_s).sum()
+            longer = (self.columns["activations_recomputed"], passes * self.demands.longer_s)
+            self.linear.at_most([*self.totals["cpu"], self._resident(), longer, (self.step, -1.0)], -float(computed))
 
     def _sequence(self) -> None:
         """Groups run one after the other: backward from the last to the first, forward the other way."""
@@ -205,7 +208,7 @@ class ScheduleProgram:
         return {resource: (columns, is_there * (GIGA / rate)) for resource, rate in rates.items()}
 
     def _brought(self) -> None:
-        """What backward needs is there when it comes to a group: parameters, which the last group has from forward, and
+        """Backward has what it needs when it comes to a group: parameters, which the last group has from forward, and
         activations, which have room when backward has done with the second group after it."""
         link = self.request.machine.link
         if link is None:
@@ -219,13 +222,6 @@ class ScheduleProgram:
             for before in (_shifted(there, -1), _shifted(self.end, -NUM_BUFFERS)):
                 self.linear.each_at_most([before, activations, (there, -1.0)], 0.0)
             self._backward_after((there, 1.0))
-
-    def _one_processor(self) -> None:
-        """Where the CPU is the device as well, it computes and updates, one thing after the other."""
-        passes = self.request.accumulate
-        computed = passes * (self.demands.forward_s + self.demands.backward_s).sum()
-        longer = (self.columns["activations_recomputed"], passes * self.demands.longer_s)
-        self.linear.at_most([*self.totals["cpu"], self._resident(), longer, (self.step, -1.0)], -float(computed))
 
     def bytes_cost(self) -> list[Term]:
         """Return what steps of the same length are compared by: bytes by tier, and how near what is needed first is."""

@@ -1,7 +1,6 @@
 """Whole groups: the program takes shares of parameters, gradients and activations, but a group does one thing with all
-of its own. Its shares are rounded; where that does not fit, the nearest whole shares that do are looked for, with whole
-numbers and about bytes alone, which is quick: any placement that fits has some step. Where nothing fits, a refusal
-says how many bytes are missing in which tier, and what would change that.
+of its own. Its shares are rounded; where that does not fit, the nearest whole shares are taken that do, by whole
+numbers and bytes alone. Where nothing fits, a refusal says how many bytes are missing where, and what would help.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy
 
 from zerostd.monitoring.texts import size_text
 from zerostd.planning.activations import NUM_BUFFERS, any_choice, staying
-from zerostd.planning.demands import WHOLE, GroupShares, states_of
+from zerostd.planning.demands import STATES, WHOLE, GroupShares, states_of
 from zerostd.planning.linear import Array, Infeasible, Term
 from zerostd.planning.profiles import ModelProfile
 from zerostd.planning.program import GIGA, ScheduleProgram, optimise
@@ -61,17 +60,10 @@ def _optimise_near(request: PlanRequest, wanted: Sequence[GroupShares]) -> tuple
 
 def _rounded(share: GroupShares) -> GroupShares:
     """Move each to the place that has most of it."""
-    on_host, on_disk = _larger_of(share.parameters_host, share.parameters_disk)
-    recomputed, sent = _larger_of(share.activations_recomputed, share.activations_host)
-    gradients = float(share.gradients_host > 0.5)
-    return replace(
-        share,
-        parameters_host=on_host,
-        parameters_disk=on_disk,
-        gradients_host=gradients,
-        activations_recomputed=recomputed,
-        activations_host=sent,
-    )
+    parameters = _larger_of(share.parameters_host, share.parameters_disk)
+    activations = _larger_of(share.activations_recomputed, share.activations_host)
+    whole = [*parameters, float(share.gradients_host > 0.5), *activations]
+    return GroupShares(*(getattr(share, name) for name in STATES), *whole)
 
 
 def _larger_of(first: float, second: float) -> tuple[float, float]:
@@ -82,8 +74,8 @@ def _larger_of(first: float, second: float) -> tuple[float, float]:
 
 
 def _spread(request: PlanRequest, wanted: Sequence[GroupShares]) -> list[GroupShares]:
-    """Round shares. Where all groups should do something with a part of their activations, let some do it with all of
-    theirs, at even distances: as many bytes up to each of them as were wanted."""
+    """Round shares. Where groups should do something with a part of their activations, some do it with all of theirs,
+    at even distances: as many bytes up to each of them as were wanted."""
     owed_recomputed = 0.0  # bytes that were wanted so far and are not done yet
     owed_host = 0.0
     spread = []
@@ -114,15 +106,9 @@ def _nearest(request: PlanRequest, wanted: Sequence[GroupShares], spare: int) ->
     fixed = {tier: request.fixed.get(tier, 0) + spare * (tier in request.limits) for tier in Tier}
     program, _ = _bytes_program(replace(request, fixed=fixed), {})
     demands = program.demands
-    sizes = {
-        "parameters_host": demands.parameters,
-        "parameters_disk": demands.parameters,
-        "gradients_host": demands.gradients,
-        "activations_recomputed": demands.kept,
-        "activations_host": demands.kept,
-    }
+    sizes = (demands.parameters, demands.parameters, demands.gradients, demands.kept, demands.kept)
     distance = []
-    for name, size in sizes.items():  # of whole numbers x, |x - w| is w + x (1 - 2 w)
+    for name, size in zip(WHOLE, sizes, strict=True):  # of whole numbers x, |x - w| is w + x (1 - 2 w)
         factors = 1.0 - 2.0 * numpy.array([getattr(share, name) for share in wanted])
         distance.append((program.columns[name], factors * size / GIGA))
     return [_rounded(share) for share in program.shares(program.linear.minimise(distance, _whole(program)))]
@@ -131,8 +117,8 @@ def _nearest(request: PlanRequest, wanted: Sequence[GroupShares], spare: int) ->
 def missing_bytes(
     request: PlanRequest, *, is_whole: bool = False, of: Collection[Tier] = tuple(Tier)
 ) -> dict[Tier, float]:
-    """Return how many bytes the tiers `of` lack when there is no solution, the fewest in all: for any shares, or with
-    `is_whole` for groups that do one thing each. Raises Infeasible if more of these tiers does not help."""
+    """Return the bytes that the tiers `of` lack, the fewest in all: for any shares, or with `is_whole` for groups that
+    do one thing each. Raises Infeasible if more of these tiers does not help."""
     program, short = _bytes_program(request, dict.fromkeys(of, -1.0))
     solution = program.linear.minimise([(short, 1.0)], _whole(program) if is_whole else None)
     return {tier: float(lack) * GIGA for tier, lack in zip(of, solution.values[short], strict=True)}
@@ -142,7 +128,7 @@ def most_room(request: PlanRequest) -> float:
     """Return the most bytes of the device that whole groups can leave free; below 0 if they do not fit at all."""
     program, spare = _bytes_program(request, {Tier.DEVICE: 1.0})
     try:
-        return float(program.linear.minimise([(spare, -1.0)], _whole(program)).values[spare[0]]) * GIGA
+        return program.linear.minimise([(spare, -1.0)], _whole(program)).objective * -GIGA
     except Infeasible:
         return -1.0
 
@@ -181,8 +167,7 @@ def _bytes_program(request: PlanRequest, beside: Mapping[Tier, float]) -> tuple[
 
 def explain_missing(request: PlanRequest) -> str:
     least = {tier: size for tier, size in missing_bytes(request).items() if size > FEW}
-    whole = _in_whole_groups(request, tuple(Tier)) or least
-    whole = whole or dict.fromkeys(request.limits, _spare(request))
+    whole = _in_whole_groups(request, tuple(Tier)) or least or dict.fromkeys(request.limits, _spare(request))
     limits = ", ".join(f"{size_text(size)} of the {tier.value}" for tier, size in request.limits.items())
     if least:
         where = f"at least {_of_tiers(least)} is missing"
@@ -197,7 +182,6 @@ def explain_missing(request: PlanRequest) -> str:
 
 
 def _changes(request: PlanRequest, whole: Mapping[Tier, float]) -> Iterator[str]:
-    """Yield what would fit, the smallest change first."""
     yield _larger(request, whole)
     for tier in request.limits:
         alone = _in_whole_groups(request, (tier,)) if {*whole} != {tier} else {}

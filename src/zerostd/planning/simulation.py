@@ -41,7 +41,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What one step looks like."""
+    """The seconds of one step."""
 
     step_s: float = 0.0
     compute_s: float = 0.0  # of it the device computes
@@ -258,7 +258,7 @@ class StepSimulation:
             self.run(cost.forward_s)
             self.traffic.leave(group)
             if group < num_groups - 1:  # the last one stays for backward
-                self._let_go(group)
+                self.present[group] = not self.shares[group].parameters_off
         self.wait_until(self.traffic.has_room, num_groups)
 
     def _backward(self, *, last: bool, adds: bool) -> None:
@@ -271,11 +271,8 @@ class StepSimulation:
             self.wait_until(lambda group: not self.traffic.gone[group], group)
             recomputes = way_of(self.shares[group]) == "recompute"
             self.run(cost.backward_s + (cost.activations.longer_s if recomputes else 0.0))
-            self._let_go(group)
+            self.present[group] = not self.shares[group].parameters_off
             self.land(group, last=last, adds=adds)
-
-    def _let_go(self, group: int) -> None:
-        self.present[group] = not self.shares[group].parameters_off
 
 
 def simulate(request: PlanRequest, shares: Sequence[GroupShares]) -> Timeline:

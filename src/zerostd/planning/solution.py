@@ -21,6 +21,7 @@ CLOSE = 0.02  # of what a worker was observed to take
 LEAST_SECONDS = 1e-4  # of a worker in a step, for its rate to be told, and
 LEAST_PART = 0.1  # of a step: in less, what it shares with others hides how fast it is
 SLOW_PACE = 0.8  # of its rates, that a CPU has in slow minutes: 0.5 to 1.1 were seen within one hour
+Value = TypeVar("Value")
 NAMES = {  # of shares of states
     (Tier.DEVICE, Route.RESIDENT): "resident",
     (Tier.HOST, Route.CPU): "cpu",
@@ -28,9 +29,6 @@ NAMES = {  # of shares of states
     (Tier.DISK, Route.CPU): "disk_cpu",
     (Tier.DISK, Route.STREAMED): "disk_streamed",
 }
-
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Solution:
 
     @property
     def cost_s(self) -> float:
-        """What placements are compared by: a step, half of them in such minutes."""
+        """The seconds that placements are compared by: half of the steps are in such minutes."""
         return (self.timeline.step_s + self.slow_s) / 2
 
     @property
@@ -79,11 +77,10 @@ class Solution:
 
     @property
     def homes(self) -> dict[str, Homes]:
-        """The homes of all groups, by name."""
         return self.by_group(homes_of)
 
     def by_group(self, of_share: Callable[[GroupShares], Value]) -> dict[str, Value]:
-        """Return something of the shares of all groups, by name."""
+        """Return a value of each group, by its name."""
         groups = self.request.model.groups
         return {groups[index].name: of_share(share) for cost, share in self.pairs for index in cost.members}
 
@@ -94,19 +91,14 @@ def evaluate(request: PlanRequest, homes: Mapping[str, Homes]) -> Solution:
 
 
 def homes_of(share: GroupShares) -> Homes:
-    parts = [(tier, route, getattr(share, name)) for (tier, route), name in NAMES.items()]
-    parts = [(tier, route, part) for tier, route, part in parts if part > 5e-6]
-    total = sum(part for _, _, part in parts)
+    parts = {place: getattr(share, name) for place, name in NAMES.items() if getattr(share, name) > 5e-6}
+    total = sum(parts.values())
     parameters = Tier.HOST if share.parameters_host else Tier.DISK if share.parameters_disk else Tier.DEVICE
-    return Homes(
-        parameters,
-        Tier.HOST if share.gradients_host else Tier.DEVICE,
-        tuple((tier, route, part / total) for tier, route, part in parts),
-    )
+    gradients = Tier.HOST if share.gradients_host else Tier.DEVICE
+    return Homes(parameters, gradients, tuple((tier, route, part / total) for (tier, route), part in parts.items()))
 
 
 def shares_of(homes: Homes) -> GroupShares:
-    """Return homes as shares: the counterpart of `homes_of`."""
     states = dict.fromkeys(NAMES.values(), 0.0)
     for tier, route, part in homes.states:
         states[NAMES[tier, route]] = part
@@ -178,7 +170,7 @@ def fits(solution: Solution) -> bool:
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """What steps were observed to take, on the rank that took longest."""
+    """The seconds that steps were observed to take, on the rank that took longest."""
 
     step_s: float
     forward_s: float  # of one pass with all else that the loop does, which hides updates as well; without waiting
@@ -231,8 +223,5 @@ def _slower(machine: MachineProfile, by: Mapping[str, float]) -> MachineProfile:
     link = machine.link
     if link is not None:
         link = replace(link, up=link.up / streamed, down=link.down / streamed, both=link.both / streamed)
-    disk = machine.disk
-    if disk is not None:
-        slower = by.get("disk", 1.0)
-        disk = replace(disk, read=disk.read / slower, write=disk.write / slower, both=disk.both / slower)
+    disk = machine.disk and machine.disk.slower(by.get("disk", 1.0))
     return replace(machine, processor=processor, link=link, disk=disk)
