@@ -15,8 +15,7 @@ from planning.by_hand import fits, held_bytes, needed_inside, step_seconds
 from planning.machines import EVERYTHING, GIB, H200, LAPTOP, machines, make_plan, request_of
 from zerostd.errors import PrepareError
 from zerostd.planning import GroupProfile, ModelProfile, Plan, PlanRequest
-from zerostd.planning.activations import activation_bytes, activation_choices, choice_of, way_of
-from zerostd.planning.demands import GroupShares
+from zerostd.planning.demands import GroupShares, activation_bytes, activation_choices, choice_of, way_of
 from zerostd.planning.described import from_numbers
 from zerostd.planning.linear import Infeasible
 from zerostd.planning.planner import solve

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from planning.by_hand import ROUTES, fits, grid, held_bytes, step_seconds, update_seconds
 from planning.machines import EVERYTHING, H200, LAPTOP, gpt, machines, models, plain, request_of, tight
 from zerostd.planning import Link, MachineProfile, ModelProfile, PlanRequest, Wire
-from zerostd.planning.activations import choice_of
-from zerostd.planning.demands import GroupShares, work
+from zerostd.planning.demands import GroupShares, choice_of, work
 from zerostd.planning.linear import Infeasible, LinearProgram
 from zerostd.planning.program import SLACK, ScheduleProgram, optimise, prices_of, quickest
 from zerostd.planning.request import GroupCost, group_costs, merged, wire_of

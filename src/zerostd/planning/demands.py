@@ -2,10 +2,16 @@
 
 All of it is linear in the shares and in a few products of two shares, which the program bounds from below and which
 have a closed form where parameters and gradients of a group are in one place. Factors are arrays, one for each cost.
+
+Only what a group needs for its activations while it runs is not linear: a recomputed group keeps all of them for a
+moment, and those that go to the host leave by way of buffers for two groups. A linear program would let all groups do
+it by half to halve that. So it is asked several times, each time with other groups allowed and room for the largest of
+them: these are the choices.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -14,6 +20,9 @@ import numpy
 from zerostd.planning.linear import Array
 from zerostd.planning.request import GroupCost, PlanRequest
 from zerostd.policy import Tier
+
+NUM_BUFFERS = 2  # groups whose activations are on the device, where they are kept on the host
+MOST_SIZES = 3  # of groups, up to which others than kept activations are tried
 
 Factors = dict[str, Array]  # by the name of a share or a product
 
@@ -223,3 +232,99 @@ def _sum(*many: Mapping[str, Array]) -> Factors:
         for name, factor in factors.items():
             total[name] = total[name] + factor if name in total else factor
     return total
+
+
+# -- activations --
+
+
+@dataclass(frozen=True)
+class ActivationChoice:
+    """Which groups may do what, and the bytes of the device that they need for it while they run."""
+
+    recomputed: Array  # by group, 1.0 or 0.0
+    sent: Array
+    must: bool = False  # no group may keep them
+    beside: float = 0.0
+
+    @property
+    def changes(self) -> bool:
+        return bool(self.recomputed.any() or self.sent.any())
+
+
+def activation_choices(request: PlanRequest) -> list[ActivationChoice]:
+    """Return the choices worth trying, keeping everything first; the only one where the plan does not choose."""
+    every = any_choice(request)
+    if not request.chooses or every.must:
+        return [every]
+    nothing = numpy.zeros(len(request.costs))
+    kept = _array(cost.activations.kept for cost in request.costs)
+    boundary = _array(cost.activations.boundary for cost in request.costs)
+    choices = [_choice(request, nothing, nothing)]
+    least: dict[tuple[str, ...], float] = {}  # bytes of the device, by ways
+    for small in _up_to_sizes(request):
+        for ways in (("recompute",), ("host",), ("recompute", "host")):
+            if not request.ways.issuperset(ways):
+                continue
+            recomputed = small * (kept > boundary) * ("recompute" in ways)
+            sent = small * (kept > 0) * ("host" in ways)
+            choice = _choice(request, recomputed, sent)
+            left = numpy.where(sent > 0, 0.0, numpy.where(recomputed > 0, boundary, kept)).sum() + choice.beside
+            if choice.changes and left < least.get(ways, math.inf):  # else larger groups cost more than they save
+                least[ways] = left
+                choices.append(choice)
+    return choices
+
+
+def choice_of(request: PlanRequest, shares: Sequence[GroupShares]) -> ActivationChoice:
+    """Return the choice that given whole shares need."""
+    recomputed = _array(way_of(share) == "recompute" for share in shares)
+    return _choice(request, recomputed, _array(way_of(share) == "host" for share in shares))
+
+
+def any_choice(request: PlanRequest) -> ActivationChoice:
+    """Return all that may be done."""
+    every = numpy.full(len(request.costs), float(request.chooses))
+    must = request.chooses and "keep" not in request.ways
+    return _choice(request, every * ("recompute" in request.ways), every * ("host" in request.ways), must=must)
+
+
+def staying(request: PlanRequest) -> float:
+    return sum(cost.activations.staying for cost in request.costs)
+
+
+def _choice(request: PlanRequest, recomputed: Array, sent: Array, *, must: bool = False) -> ActivationChoice:
+    activations = [cost.activations for cost in request.costs]
+    inside = max(cost.inside if again else cost.peak for cost, again in zip(activations, recomputed, strict=True))
+    buffers = NUM_BUFFERS * max(cost.largest * goes for cost, goes in zip(activations, sent, strict=True))
+    return ActivationChoice(recomputed, sent, must, inside + buffers + staying(request))
+
+
+def _up_to_sizes(request: PlanRequest) -> Iterator[Array]:
+    """Yield the groups that are no larger than some size, for a few sizes and at last for all."""
+    largest = _array(cost.activations.largest for cost in request.costs)
+    sizes = numpy.unique(numpy.round(largest[largest > 0], -1))
+    if len(sizes) > MOST_SIZES:
+        places = numpy.linspace(0, len(sizes) - 1, MOST_SIZES + 1)[1:]
+        sizes = sizes[places.astype(int)]
+    for size in sizes:
+        yield (largest <= size + 10).astype(float)
+
+
+def activation_bytes(request: PlanRequest, shares: Sequence[GroupShares]) -> tuple[float, float]:
+    """Return the bytes of the device and of the host in one pass, for given whole shares."""
+    ways = [(cost.activations, way_of(share)) for cost, share in zip(request.costs, shares, strict=True)]
+    device = sum(activations.left(way) for activations, way in ways if way != "host")
+    host = sum(activations.kept for activations, way in ways if way == "host")
+    return device + choice_of(request, shares).beside, host
+
+
+def again_seconds(request: PlanRequest, shares: Sequence[GroupShares]) -> float:
+    """Return the arithmetic of one pass that is done again."""
+    pairs = zip(request.costs, shares, strict=True)
+    return sum(cost.activations.again_s for cost, share in pairs if way_of(share) == "recompute")
+
+
+def way_of(share: GroupShares) -> str:
+    if share.activations_recomputed > 0.5:
+        return "recompute"
+    return "host" if share.activations_host > 0.5 else "keep"

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from zerostd.errors import PrepareError
 from zerostd.monitoring.texts import size_text
-from zerostd.planning.activations import activation_bytes, again_seconds, way_of
-from zerostd.planning.demands import GroupShares, work
+from zerostd.planning.demands import GroupShares, activation_bytes, again_seconds, way_of, work
 from zerostd.planning.linear import Infeasible, LinearSolution
 from zerostd.planning.plan import GIB, Plan, Prediction
 from zerostd.planning.program import SLACK, optimise, prices_of, quickest
@@ -68,17 +67,16 @@ def _prices(solution: Solution) -> dict[Tier, float]:
     """Return the seconds for a byte of the next GiB: what it takes off the program's step, in shares of groups, since
     whole ones may have to change places to make use of it. No step is shorter than its arithmetic."""
     request = solution.asked or solution.request
-    try:
+    prices: dict[Tier, float] = {}
+    with contextlib.suppress(Infeasible):  # it is a plan that no longer fits
         shortest = _shortest(request, solution)
-    except Infeasible:  # it is a plan that no longer fits
-        return {}
+        prices = prices_of(shortest)
+        for tier in (tier for tier in request.limits if prices[tier]):
+            more = {**request.limits, tier: request.limits[tier] + GIB}
+            gain = shortest.objective - _shortest(replace(request, limits=more), solution).objective
+            prices[tier] = min(prices[tier], max(0.0, gain) / GIB)
     least_s = request.accumulate * sum(cost.compute_s for cost in request.costs)
     most_s = max(0.0, solution.timeline.step_s - least_s)
-    prices = prices_of(shortest)
-    for tier in (tier for tier in request.limits if prices[tier]):
-        more = {**request.limits, tier: request.limits[tier] + GIB}
-        gain = shortest.objective - _shortest(replace(request, limits=more), solution).objective
-        prices[tier] = min(prices[tier], max(0.0, gain) / GIB)
     return {tier: min(price, most_s / GIB) for tier, price in prices.items()}
 
 

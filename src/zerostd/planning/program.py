@@ -20,16 +20,19 @@ from collections.abc import Mapping, Sequence
 
 import numpy
 
-from zerostd.planning.activations import NUM_BUFFERS, ActivationChoice, activation_choices, choice_of
 from zerostd.planning.demands import (
     NAMES,
+    NUM_BUFFERS,
     OFF,
     PRODUCTS,
     STATES,
     WHOLE,
+    ActivationChoice,
     Factors,
     GroupShares,
     ResourceDemands,
+    activation_choices,
+    choice_of,
     products,
     states_of,
 )

@@ -12,8 +12,7 @@ from dataclasses import replace
 import numpy
 
 from zerostd.monitoring.texts import size_text
-from zerostd.planning.activations import NUM_BUFFERS, any_choice, staying
-from zerostd.planning.demands import STATES, WHOLE, GroupShares, states_of
+from zerostd.planning.demands import NUM_BUFFERS, STATES, WHOLE, GroupShares, any_choice, states_of, staying
 from zerostd.planning.linear import Array, Infeasible, Term
 from zerostd.planning.profiles import ModelProfile
 from zerostd.planning.program import GIGA, ScheduleProgram, optimise

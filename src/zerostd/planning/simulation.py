@@ -8,12 +8,12 @@ a job.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerostd.planning.activations import ActivationTraffic, again_seconds, way_of
-from zerostd.planning.demands import GroupShares
+from zerostd.planning.demands import NUM_BUFFERS, GroupShares, again_seconds, way_of
 from zerostd.planning.request import PlanRequest
 
 NUM_STEPS = 2  # the last one is taken: what a step leaves to the next is the same from the first one on
@@ -21,6 +21,7 @@ MOST_PASSES = 4  # that are simulated one by one
 AHEAD = 1  # groups that are brought before they are needed
 TILE = 8 << 20  # parameters that are streamed at a time
 QUEUED = 2.0  # such tiles that are in the stream before parameters that are to be brought
+ALIKE = 0.01  # of their activations' bytes, that groups differ in which are taken for the same
 EPSILON = 1e-12
 
 
@@ -302,3 +303,73 @@ def _rates(request: PlanRequest) -> dict[str, float]:
     if request.disk is not None:
         rates |= {"read": request.disk.both, "write": request.disk.both}
     return rates
+
+
+class ActivationTraffic:
+    """Activations that are kept on the host: on their way there, and wanted back. Those of other groups stay, and make
+    room for them: before they are there in forward, and when backward has passed them. The rules are those of
+    scheduling/offloading.py, but that one group's at most are leaving where another sends its own next, as the program
+    has it: there two may be."""
+
+    def __init__(self, request: PlanRequest, shares: Sequence[GroupShares]) -> None:
+        ways = [way_of(share) for share in shares]
+        left = [cost.activations.left(way) for cost, way in zip(request.costs, ways, strict=True)]
+        self.sizes = [size if way == "host" else 0.0 for size, way in zip(left, ways, strict=True)]
+        self.stays: list[float | None] = []
+        for size, way in zip(left, ways, strict=True):
+            is_known = way == "recompute" or any(abs(size - sent) <= ALIKE * sent for sent in self.sizes if sent)
+            self.stays.append(None if way == "host" else size if is_known else 0.0)
+        self.leaving: list[int] = []  # groups, in order; the first is on its way
+        self.gone = [False] * len(shares)
+        self.wanted: list[int] = []
+        self.begin()
+
+    def begin(self) -> None:
+        self.freed = 0.0  # bytes of groups passed in backward
+        self.held = 0.0  # bytes of the group that backward is in
+
+    def leave(self, group: int) -> None:
+        if self.sizes[group]:
+            self.gone[group] = True
+            self.leaving.append(group)
+
+    def has_room(self, group: int) -> bool:
+        """Return whether what is leaving may do so while groups from this one on run: if it is no more than will stay
+        of them. Otherwise only the last one's is, or two while groups run that send nothing, none when the last did."""
+        to_come = [size for size in self.stays[group:] if size is not None]  # of groups that send nothing
+        if sum(self.sizes[leaving] for leaving in self.leaving) <= sum(to_come):
+            return True
+        if group and self.stays[group - 1] is not None:
+            num_staying = sum(size is not None for size in self.stays)
+            return len(self.leaving) <= math.ceil(NUM_BUFFERS * len(to_come) / num_staying)
+        return group == len(self.sizes) or len(self.leaving) < NUM_BUFFERS
+
+    def want(self, group: int) -> None:
+        """Backward comes to a group: what is away of it and of the next one is needed, more may come."""
+        stays = self.stays[group]
+        num_needed = NUM_BUFFERS
+        if stays is not None:
+            num_needed = 0
+            self.freed += self.held
+            self.held = stays
+        size = 0.0
+        for candidate in range(group, -1, -1):
+            size += self.sizes[candidate]
+            if candidate <= group - num_needed and size > self.freed:
+                break
+            if self.gone[candidate] and candidate not in self.wanted:
+                self.wanted.append(candidate)
+
+    def jobs(self) -> Iterator[tuple[str, int]]:
+        """Yield what can be done now: "send" or "return", and the group."""
+        if self.leaving:
+            yield "send", self.leaving[0]
+        if self.wanted and self.wanted[0] not in self.leaving:
+            yield "return", self.wanted[0]
+
+    def finish(self, job: str, group: int) -> None:
+        if job == "send":
+            self.leaving.remove(group)
+        else:
+            self.wanted.remove(group)
+            self.gone[group] = False

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
-from zerostd.planning.activations import activation_bytes, way_of
-from zerostd.planning.demands import GroupShares, lands_on_copy
+from zerostd.planning.demands import GroupShares, activation_bytes, lands_on_copy, way_of
 from zerostd.planning.profiles import MachineProfile
 from zerostd.planning.request import GroupCost, PlanRequest
 from zerostd.planning.simulation import Timeline, simulate
