@@ -166,9 +166,12 @@ def _request(
     model: ModelProfile, machine: MachineProfile, use: TrainingOptions, passes: int | None, stage: Stage
 ) -> PlanRequest:
     local = min(use.world_size, machine.ranks_per_node)
+    if machine.link is None:  # the CPU is the device, and ranks of a node share it
+        matrix = {dtype: rate / local for dtype, rate in machine.matrix.items()}
+        machine = replace(machine, matrix=matrix, resident_ns=machine.resident_ns * local)
     return PlanRequest(
         model=model,
-        machine=_share(machine, local),
+        machine=machine,
         limits=limits_of(machine, use.world_size, use.budget, knows_activations=model.knows_time),
         stage=stage,
         world_size=use.world_size,
@@ -264,13 +267,6 @@ def limits_of(
     )
 
 
-def _share(machine: MachineProfile, local: int) -> MachineProfile:
-    if machine.link is not None:
-        return machine
-    matrix = {dtype: rate / local for dtype, rate in machine.matrix.items()}
-    return replace(machine, matrix=matrix, resident_ns=machine.resident_ns * local)
-
-
 # -- closed forms --
 
 
@@ -333,9 +329,7 @@ def _row(model: ModelProfile, machine: MachineProfile, use: TrainingOptions, sam
     except PrepareError as error:
         return ScalingRow(use.world_size, refused=str(error))
     passes = use.accumulate or 1
-    no_wires = replace(_share(machine, min(use.world_size, machine.ranks_per_node)), wires=())
-    alone = PlanRequest(model, no_wires, plan.limits, plan.stage, use.world_size, passes, activations=use.activations)
-    costs = group_costs(alone)
+    costs = group_costs(_request(model, replace(machine, wires=()), use, passes, plan.stage))
     recomputed = [cost.activations for cost in costs if plan.activations_of(cost.name) == "recompute"]
     longer_s = sum(activations.longer_s for activations in recomputed)
     held = {

@@ -86,7 +86,6 @@ def from_numbers(
     vocabulary: int | None = None,
     sequence: int = 1024,
     samples: int | None = None,
-    name: str | None = None,
 ) -> ModelProfile:
     """Return a GPT of exactly `numel` parameters, in bf16 with the states of AdamW.
 
@@ -104,7 +103,7 @@ def from_numbers(
     else:
         width, ends, sizes = _scaled(total, hidden, layers, vocabulary)
     blocks = [_Block(size, max(0, size - 13 * width), width, width, width, 4 * width) for size in sizes]
-    return _assemble(name or f"gpt-{numel}", blocks, ends, sequence, samples)
+    return _assemble(f"gpt-{numel}", blocks, ends, sequence, samples)
 
 
 def _check(**given: int | None) -> None:
