@@ -42,8 +42,7 @@ from zerostd.monitoring import Ledger
 from zerostd.optimizers.elementwise import find_states
 from zerostd.parameters.blueprints import ROOT, Blueprint, find_blueprints
 from zerostd.planning import PlanRequest
-from zerostd.planning.activations import activation_bytes
-from zerostd.planning.demands import GroupShares
+from zerostd.planning.demands import GroupShares, activation_bytes
 from zerostd.planning.request import threads_of
 from zerostd.policy import Way
 from zerostd.preparing.accounting import predict

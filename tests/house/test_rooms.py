@@ -20,7 +20,6 @@ SHARED_FILES: dict[str, str] = {
     "world.py": "the ranks, and Horovod's names for them",
     "optimizer.py": "the optimizer users get back, and Horovod's",
     "states.py": "optimizer states as state_dicts, and Horovod's",
-    "activations.py": "what is done with activations: planned, and done",
 }
 SHARED_CLASSES: dict[str, str] = {
     "ZeroStrategy": "of Fabric and of the Trainer: Lightning has a class for each",

@@ -25,7 +25,7 @@ from zerostd.planning.planner import if_most_are_clipped, place_states, plan_fro
 from zerostd.planning.profiles import WAYS
 from zerostd.planning.program import SLACK
 from zerostd.planning.request import WORTH_SPECULATING, limits_for, stages_of, threads_of
-from zerostd.planning.solution import ObservedStep, Solution, evaluate, homes_by_group, model_state, refit
+from zerostd.planning.solution import ObservedStep, Solution, evaluate, model_state, refit
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats
@@ -263,7 +263,7 @@ class PlanSearch:
             for _ in range(2):
                 assert solution is not None
                 assumed = model_state(solution)
-                counted = self._count(request, homes_by_group(solution), assumed)
+                counted = self._count(request, solution.homes, assumed)
                 unknown = _unknown_bytes(counted, assumed, solution.request.fixed)
                 over = {tier: sum(counted.get(tier, {}).values()) - request.limits.get(tier, 0) for tier in Tier}
                 if all(size <= 0 for size in over.values()):
@@ -283,7 +283,7 @@ class PlanSearch:
                 fixed[tier] = max(fixed.get(tier, 0), unknown[tier]) + nearly
         if fitting:
             best, counted = min(fitting, key=lambda pair: pair[0].cost_s)
-            return plan_from(best, homes_by_group(best), counted, _notes(request))
+            return plan_from(best, best.homes, counted, _notes(request))
         beyond = {tier.value: size for tier, size in over.items()}
         raise PrepareError(
             f"no placement was found whose bytes stay inside the limits: the last one is {beyond} bytes over. Give the "
