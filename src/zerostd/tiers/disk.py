@@ -111,15 +111,10 @@ class Disk:
 
     def read(self, extent: Extent, offset: int, target: torch.Tensor) -> Transfer:
         """Start filling `target` from `offset` of `extent` on."""
-        self._check(extent, offset, target)
         return self._start(extent, offset, target, is_write=False)
 
     def write(self, extent: Extent, offset: int, source: torch.Tensor) -> Transfer:
         """Start writing `source` to `offset` of `extent`."""
-        self._check(extent, offset, source)
-        file_bytes = os.fstat(extent.fd).st_size
-        if file_bytes < extent.num_bytes:  # a write would hide it behind zeros
-            raise StorageError(f"{extent} was cut to {file_bytes} bytes by another process: what it held is lost")
         return self._start(extent, offset, source, is_write=True)
 
     def free(self, extent: Extent) -> None:
@@ -140,6 +135,9 @@ class Disk:
             self._finalizer()
 
     def _start(self, extent: Extent, offset: int, memory: torch.Tensor, *, is_write: bool) -> Transfer:
+        self._check(extent, offset, memory)
+        if is_write and (file_bytes := os.fstat(extent.fd).st_size) < extent.num_bytes:  # it would hide behind zeros
+            raise StorageError(f"{extent} was cut to {file_bytes} bytes by another process: what it held is lost")
         if memory.numel() == 0:
             return Done()
         view = memory.detach().view(-1).view(torch.uint8).numpy().data  # keeps the memory alive

@@ -63,7 +63,12 @@ class Host:
         mapping.advise("MADV_HUGEPAGE")
         tensor = torch.frombuffer(mapping, dtype=torch.uint8)
         address = tensor.data_ptr()
-        _touch(address, num_bytes, self._num_threads)
+
+        def touch(start: int) -> None:  # memset releases the GIL
+            ctypes.memset(address + start, 0, min(TOUCH_BYTES, num_bytes - start))
+
+        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="zerostd-touch") as threads:
+            list(threads.map(touch, range(0, num_bytes, TOUCH_BYTES)))
         if self.device.type == "cuda":
             mapping.register(address, self.device)
         self._mappings[address] = (mapping, num_bytes, kind)
@@ -138,13 +143,3 @@ class _Mapping(mmap.mmap):
     def __del__(self) -> None:
         if not sys.is_finalizing():  # the driver goes with the process
             self.unregister()
-
-
-def _touch(address: int, num_bytes: int, num_threads: int) -> None:
-    """Make the pages present, each thread a slice at a time; memset releases the GIL."""
-
-    def touch(start: int) -> None:
-        ctypes.memset(address + start, 0, min(TOUCH_BYTES, num_bytes - start))
-
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="zerostd-touch") as threads:
-        list(threads.map(touch, range(0, num_bytes, TOUCH_BYTES)))

@@ -6,6 +6,7 @@ Nothing here allocates. Every source of a number can be passed in, so that each 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import resource
 from collections.abc import Iterator
@@ -122,28 +123,20 @@ def _limits_of(line: str, root: Path) -> Iterator[CgroupMemory]:
     _, controllers, path = line.split(":", 2)
     if controllers and "memory" not in controllers.split(","):
         return
-    names = V1 if controllers else V2
+    limit_file, used_file, reclaimable = V1 if controllers else V2
     mounts = [root / "memory"] if controllers else [root, root / "unified"]
     here = PurePosixPath("/", path)
-    for group in (here, *here.parents):
-        for mount in mounts:
-            memory = _read_group(mount / str(group).lstrip("/"), *names)
-            if memory is not None:
-                yield memory
-
-
-def _read_group(folder: Path, limit_file: str, used_file: str, reclaimable: tuple[str, ...]) -> CgroupMemory | None:
-    """Return the limit of the cgroup in `folder`, None if none is set or nothing can be read."""
-    try:
-        limit_text = (folder / limit_file).read_text().strip()
-        used = int((folder / used_file).read_text())
-        rows = dict(row.split(maxsplit=1) for row in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    if limit_text == "max" or int(limit_text) >= UNLIMITED:
-        return None
-    cached = sum(int(rows.get(name, 0)) for name in reclaimable)
-    return CgroupMemory(str(folder), int(limit_text), max(0, used - cached))
+    for group, mount in itertools.product((here, *here.parents), mounts):
+        folder = mount / str(group).lstrip("/")
+        try:
+            limit = int((folder / limit_file).read_text())
+            used = int((folder / used_file).read_text())
+            rows = dict(row.split(maxsplit=1) for row in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # nothing there, or "max": no limit
+            continue
+        if limit < UNLIMITED:
+            cached = sum(int(rows.get(name, 0)) for name in reclaimable)
+            yield CgroupMemory(str(folder), limit, max(0, used - cached))
 
 
 def _size(num_bytes: int) -> str:
