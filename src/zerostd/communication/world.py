@@ -62,8 +62,9 @@ class World:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         limit = timedelta(seconds=timeout_s)
         backend = "gloo" if device.type == "cpu" else "nccl"
-        groups = [dist.new_group(backend=name, timeout=limit) for name in (backend, backend, "gloo")]
-        return cls(dist.get_rank(), size, local_size, device, timeout_s, Channels(*groups, store=default_store()))
+        gather, reduce, control = (dist.new_group(backend=b, timeout=limit) for b in (backend, backend, "gloo"))
+        channels = Channels(gather, reduce, control, default_store())
+        return cls(dist.get_rank(), size, local_size, device, timeout_s, channels)
 
     @classmethod
     def pretend(cls, device: torch.device, size: int | None, local_size: int | None) -> World:
@@ -79,8 +80,8 @@ class World:
     def inside(self, group: dist.ProcessGroup) -> World:
         """Return this process among those of a process group, which stays the user's."""
         channels = Channels(gather=group, reduce=group, control=group, store=None)
-        size = dist.get_world_size(group)
-        return World(dist.get_rank(group), size, min(size, self.local_size), self.device, self.timeout_s, channels)
+        size = group.size()
+        return World(group.rank(), size, min(size, self.local_size), self.device, self.timeout_s, channels)
 
     def close(self) -> None:
         """Close the channels, if they are still open; the user's own process group stays. They are dropped, for the
