@@ -54,9 +54,7 @@ class TierTensor:
 
     def read(self, part: slice, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Return the numbers of a part: a view, or from disk a copy. Holds the host, so it is not for the step.
-
-        The copy is in `memory`, which starts on a page and has one to spare, or in memory of its own.
-        """
+        The copy is in `memory`, which starts on a page and has one to spare, or in memory of its own."""
         if self.tensor is not None:
             return self.tensor[part]
         skip = part.start % (PAGE // self.dtype.itemsize)

@@ -287,9 +287,7 @@ def _open_and_unlink(path: str) -> tuple[int, str]:
 
 def _supports_direct(path: str) -> bool:
     """Return whether files in `path` take transfers past the page cache; raise PrepareError if none can be made there.
-
-    Some file systems take the flag and refuse the transfer, hence the trial.
-    """
+    Some file systems take the flag and refuse the transfer, hence the trial."""
     if not os.path.isdir(path):
         raise PrepareError(f"disk_path={path!r} is not a directory; name an existing one that you may write to")
     fd, _ = _open_unnamed(path)

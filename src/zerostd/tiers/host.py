@@ -76,10 +76,8 @@ class Host:
         return tensor[:num_bytes]
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Give back the memory of `tensor`, which is or views what `allocate` returned.
-
-        No copy from or to it may be waiting on a thread of the host; copies of the device are waited for.
-        """
+        """Give back the memory of `tensor`, which is or views what `allocate` returned. No copy from or to it may be
+        waiting on a thread of the host; copies of the device are waited for."""
         address = tensor.untyped_storage().data_ptr()
         if address not in self._mappings:
             raise StorageError(
@@ -112,10 +110,8 @@ class _Mapping(mmap.mmap):
                 self.madvise(getattr(mmap, name))
 
     def register(self, address: int, device: torch.device) -> None:
-        """Lock the pages and make them known to the CUDA driver.
-
-        A forked child does not inherit them, as with all pinned memory: the kernel would have to copy locked pages.
-        """
+        """Lock the pages and make them known to the CUDA driver. A forked child does not inherit them, as with all
+        pinned memory: the kernel would have to copy locked pages."""
         with torch.cuda.device(device):
             code = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
         if code != 0:

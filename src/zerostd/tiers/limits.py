@@ -116,10 +116,8 @@ def _check_budget(num_bytes: int, limit: int | None, free: int, wanted: str, tie
 
 
 def _limits_of(line: str, root: Path) -> Iterator[CgroupMemory]:
-    """Yield the limits that one line of /proc/self/cgroup leads to: of its cgroup and of every one above.
-
-    Inside a container the path may be the host's, which is not there; the walk up then ends at the container's own.
-    """
+    """Yield the limits that one line of /proc/self/cgroup leads to: of its cgroup and of every one above. Inside a
+    container the path may be the host's, which is not there; the walk up then ends at the container's own."""
     _, controllers, path = line.split(":", 2)
     if controllers and "memory" not in controllers.split(","):
         return

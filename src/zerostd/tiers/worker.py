@@ -154,10 +154,8 @@ class Worker:
     def submit(
         self, *parts: Callable[[], None], place: int = 0, ready: Transfer | None = None, work: Work | None = None
     ) -> Work:
-        """Do the parts of a job one after the other, when `ready` has arrived or there is nothing else to do.
-
-        Return its Work, which is done when the last part has returned: `work`, if a part sets the event of it.
-        """
+        """Do the parts of a job one after the other, when `ready` has arrived or there is nothing else to do. Return
+        its Work, which is done when the last part has returned: `work`, if a part sets the event of it."""
         self.check()
         if self._queue.is_closed:
             raise StorageError(f"{self._queue.name} has ended: its model was released")
