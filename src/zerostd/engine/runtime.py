@@ -156,7 +156,8 @@ class Runtime:
     # Schedule, as the optimizer sees it
 
     def wait_gradients(self) -> None:
-        """Return when all gradients have landed."""
+        """Return when all gradients have landed. A pass that failed is given up, and its memory with it."""
+        self.backward.abandon()
         self.backward.reducer.wait()
 
     def update_order(self) -> list[Group]:
