@@ -35,7 +35,7 @@ from offload import DEVICE, RESULT, HostPeak, Record, System, cell, describe, el
 from zerostd.communication import World
 from zerostd.engine.settings import Settings
 from zerostd.measuring import load_or_measure
-from zerostd.measuring.identity import choose_device, free_bytes
+from zerostd.measuring.identity import choose_device, device_of, free_bytes
 from zerostd.measuring.model import profile_model
 from zerostd.measuring.rates import HostUpdates, TrialSizes
 from zerostd.monitoring import Ledger
@@ -47,7 +47,6 @@ from zerostd.planning.demands import GroupShares
 from zerostd.planning.request import threads_of
 from zerostd.policy import Way
 from zerostd.preparing.accounting import predict
-from zerostd.preparing.building import device_of
 from zerostd.preparing.homes import plan_flats
 from zerostd.preparing.options import rules_for
 from zerostd.preparing.proposing import sizes_of

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
@@ -93,6 +95,20 @@ def negated(tensor: torch.Tensor) -> torch.Tensor:
 def arguments_of(operator: Any) -> list[Any]:
     """Return the arguments of an operator: their names, and in `alias_info` whether it writes to them."""
     return list(operator._schema.arguments)
+
+
+def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that a call of an operator writes to. Higher-order operators do not say, and write to none."""
+    if not hasattr(operator, "_schema"):
+        return []
+    marked = [(i, a.name) for i, a in enumerate(arguments_of(operator)) if a.alias_info and a.alias_info.is_write]
+    leaves = tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in marked])
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return a mode in which tensors have a device and a shape, and no memory. No public module of torch has it."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def no_modes() -> contextlib.AbstractContextManager[Any]:

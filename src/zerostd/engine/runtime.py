@@ -20,6 +20,7 @@ from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters import GradientHandle, Group
 from zerostd.parameters.blueprints import MARK, OWNER, Blueprint
 from zerostd.parameters.observing import StepObserver
+from zerostd.policy import root_casts
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.backward import Backward
 from zerostd.scheduling.gathering import Gatherer
@@ -65,7 +66,7 @@ class Runtime:
         self.backward = Backward(
             self._trained(), gatherer, reducer, activations, self.observers, accumulate=settings.accumulate
         )
-        casts = self._casts()
+        casts = root_casts(settings.precision, original_dtypes.values())
         self.hooks = Hooks(model, self.backward, self._before_forward, self._on_input(casts), self._on_output(casts))
         self.guards = Guards(model, gatherer, self.finish_updates)
         self._buffers_moved = True  # rank 0's buffers have to go to all before the next forward
@@ -111,14 +112,6 @@ class Runtime:
         weakref.finalize(self.model, self.resources.allocator.close_aside)
         self.hooks.install()
         self.guards.install()
-
-    def _casts(self) -> Casts:
-        """(outside, inside): the root takes and returns the dtype its parameters had, and computes in another."""
-        compute = self.settings.precision.compute
-        outside = {dtype for dtype in self.original_dtypes.values() if dtype.is_floating_point}
-        if compute is None or outside == {compute} or len(outside) != 1:
-            return None
-        return outside.pop(), compute
 
     def _on_input(self, casts: Casts) -> OnTensor | None:
         if casts is None and self.loss_scale is None:

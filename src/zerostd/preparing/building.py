@@ -18,6 +18,7 @@ from zerostd.engine.resources import Resources
 from zerostd.engine.runtime import Runtime
 from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
+from zerostd.measuring.identity import device_of
 from zerostd.monitoring import Ledger
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import put_states
@@ -168,19 +169,6 @@ def _make_groups(
         groups.append(group)
     _place_buffers(model, device, seed)
     return tuple(groups)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where the model lies; one built under empty_init goes to the accelerator, if there is one."""
-    real = {p.device for p in model.parameters() if p.device.type != "meta"}
-    is_deferred_model = any(p.device.type == "meta" for p in model.parameters())
-    if is_deferred_model and all(device.type == "cpu" for device in real):
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    else:
-        device = real.pop()
-    if device.type != "cpu" and device.index is None:
-        device = torch.device(device.type, torch.accelerator.current_device_index())
-    return device
 
 
 def _place_buffers(model: nn.Module, device: torch.device, seed: int) -> None:
