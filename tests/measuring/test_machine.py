@@ -25,6 +25,7 @@ from zerostd.measuring.rates import (
     LinkCopies,
     busy_memory,
     disk_rates,
+    fit,
     link_rates,
     matrix_rates,
     median_s,
@@ -32,7 +33,6 @@ from zerostd.measuring.rates import (
     turns_of,
     within,
 )
-from zerostd.measuring.wire import fit
 from zerostd.monitoring import Ledger
 from zerostd.monitoring.events import Timestamp
 from zerostd.planning.profiles import MachineProfile

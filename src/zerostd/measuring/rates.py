@@ -1,4 +1,5 @@
-"""What one machine can do: copies between host and device, updates on either, matrix products, files read and written.
+"""What a machine can do: copies between host and device, updates on either, matrix products, files read and written,
+and collectives among its ranks.
 
 Memory comes from the tiers and copies go through streams, as in training, so what is timed is what will be used. A
 number is the median of short turns; `TrialSizes` says how much is tried.
@@ -16,19 +17,20 @@ from functools import partial
 from statistics import median
 from typing import TypeVar
 
+import numpy
 import torch
 
+from zerostd.communication import Wires, World
 from zerostd.kernels import Adam, update
 from zerostd.monitoring.events import Timestamp
 from zerostd.monitoring.ledger import Ledger
-from zerostd.planning.profiles import DiskRates, Link
+from zerostd.planning.profiles import DiskRates, Link, Wire
 from zerostd.policy import Kind
 from zerostd.tiers.disk import Disk
-from zerostd.tiers.host import Host
+from zerostd.tiers.host import PAGE, Host
 from zerostd.tiers.limits import free_disk
 from zerostd.tiers.transfer import Stream, Transfer
 
-PAGE = 4096
 SHARE = 8  # at most one part in so many of what is free is taken for one array
 UPDATE_BYTES = 28  # of host memory for one parameter: fp32 master and states in and out, bf16 gradient in, weight out
 ARRAY_BYTES = 14  # that one parameter takes: the new weight takes the place of its gradient
@@ -39,7 +41,12 @@ SMALLEST_SIDE = 128  # of the first matrices that are tried
 BUSY_SECONDS = 0.5  # of updating while the link is busy
 REQUEST_BYTES = 16 << 20  # two blocks of the disk tier
 DEPTH = 4  # requests of each direction on their way at once
+SMALLEST_BYTES = 16 << 10  # that are gathered and reduced
+GROWTH = 16  # of that from size to size
+MOST_SECONDS = 3.0  # for one size, in units of what one number may take
+ALIGNMENT = 64  # elements a rank, as in a flat
 
+Point = tuple[float, float]  # bytes that one rank sends, seconds
 T = TypeVar("T")
 
 
@@ -157,10 +164,18 @@ class HostUpdates:
         self._gradient = memory[self.numel * 12 :].view(torch.bfloat16)
         for array, value in zip((*self._arrays, self._gradient), (0.5, 0.01, 0.001, 0.01), strict=True):
             array.fill_(value)
-        rates = {"lr": 3e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-        exact = host.device.type != "cpu"  # as the cpu route has it
         self.had = 1.0
-        self._rule = Adam(**rates, decoupled=True, maximize=False, step=10, exact_root=exact)
+        self._rule = Adam(
+            lr=3e-4,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            weight_decay=0.1,
+            decoupled=True,
+            maximize=False,
+            step=10,
+            exact_root=host.device.type != "cpu",  # as the cpu route has it
+        )
 
     def step(self, num_threads: int) -> None:
         update(self._rule, self._gradient, self._arrays, weight=self._gradient, num_threads=num_threads)
@@ -299,3 +314,56 @@ def _requests_per_s(requests: Sequence[Callable[[int], Transfer]], most: int, si
     for transfer in under_way:
         transfer.wait()
     return number / (time.perf_counter() - begin), number
+
+
+# -- wires --
+
+
+def wire_rates(world: World, sizes: TrialSizes) -> tuple[Wire, ...]:
+    """Return one wire among all ranks, which call this together; none in a world of one."""
+    if world.size == 1:
+        return ()
+    wires = Wires(world, Ledger())
+    least = ALIGNMENT * world.size
+    full = torch.ones(max(least, sizes.wire // 2 // least * least), dtype=torch.bfloat16, device=world.device)
+    land = torch.empty(full.numel() // world.size, dtype=full.dtype, device=world.device)
+    wires.reserve(full.nbytes)
+    points: list[Point] = []
+    numel = min(full.numel(), max(1, SMALLEST_BYTES // 2 // least) * least)
+    while True:
+        part = full[:numel]
+        mine = part.view(world.size, -1)[world.rank]
+        gather_s = _collective_s(wires, partial(wires.gather, part, mine), sizes.turns)
+        reduce_s = _collective_s(wires, partial(wires.reduce, part, land[: mine.numel()]), sizes.turns)
+        sent = float(mine.nbytes * (world.size - 1))
+        points += [(sent, gather_s), (sent, reduce_s)]
+        spent = (gather_s + reduce_s) * (1 + sizes.turns)
+        if numel == full.numel() or GROWTH * spent > MOST_SECONDS * sizes.seconds:
+            break
+        numel = min(full.numel(), GROWTH * numel)
+    latency, bandwidth = fit(points)
+    return (Wire("world", world.size, bandwidth, latency),)
+
+
+def _collective_s(wires: Wires, start: Callable[[], Transfer], num_turns: int) -> float:
+    """Return seconds on the slowest rank: the same number on all, so that all go on or stop together."""
+    turns = []
+    for _ in range(1 + num_turns):
+        begin = time.perf_counter()
+        start().wait()
+        finish(wires.world.device)
+        turns.append(time.perf_counter() - begin)
+    mine = torch.tensor([median(turns[1:])], device=wires.world.device)
+    return max(float(wires.largest(mine)), 1e-9)
+
+
+def fit(points: Sequence[Point]) -> tuple[float, float]:
+    """Return latency and bandwidth, neither below 0, so that latency + bytes / bandwidth comes nearest the seconds."""
+    sizes, seconds = numpy.array(points).T
+    if len(set(sizes)) > 1:
+        slope, latency = numpy.polyfit(sizes, seconds, 1, w=1 / seconds)
+        if latency >= 0 and slope > 0:
+            return float(latency), float(1 / slope)
+    size, longest = max(points)  # one size only, or too much noise: the longest says most
+    rate = size / longest
+    return max(0.0, min(s - size / rate for size, s in points)), rate
