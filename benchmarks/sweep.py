@@ -50,7 +50,6 @@ from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats
 from zerostd.preparing.options import rules_for
 from zerostd.preparing.proposing import sizes_of
-from zerostd.scheduling.gathering import PREFETCH_DEPTH
 from zerostd.tiers.host import Host
 
 GIB = 2**30
@@ -277,8 +276,8 @@ def count(
         states=find_states(optimizer),
         **{**case.options, "precision": zerostd.Precision.parse(PRECISION)},
     )
-    rules = rules_for(settings, World.pretend(device_of(model), 1, 1))
-    return plain(predict(plan_flats(found, rules), rules, prefetch_depth=PREFETCH_DEPTH))
+    rules = rules_for(settings, World.pretend(device_of(model), 1, 1), found)
+    return plain(predict(plan_flats(found, rules), rules))
 
 
 def held_by(model: Record, placement: zerostd.Placement) -> int:

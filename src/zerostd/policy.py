@@ -282,6 +282,11 @@ def parse_bytes(value: int | str) -> int:
     return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
 
 
+def limit_of(size: int | str | None) -> int | None:
+    """Return the bytes of a size in a budget; None: without limit."""
+    return None if size is None else parse_bytes(size)
+
+
 @dataclass(frozen=True)
 class Budget:
     """What the planner may use of each tier. None: what is free, less a margin."""

@@ -109,8 +109,9 @@ class LinkCopies:
         self.step = min(sizes.copy, self.num_bytes)
         self.up = Stream(device)
         self.down = Stream(device)
-        self._above = torch.zeros(2, self.num_bytes, dtype=torch.uint8, device=device)
-        self._below = [host.allocate(self.num_bytes, Kind.BUFFERS) for _ in (self.up, self.down)]
+        above = torch.zeros(2, self.num_bytes, dtype=torch.uint8, device=device)
+        below = [host.allocate(self.num_bytes, Kind.BUFFERS) for _ in (self.up, self.down)]
+        self._ends = {self.up: (below[0], above[0]), self.down: (above[1], below[1])}  # source and target
         finish(device)
 
     def turn(self, *streams: Stream) -> list[float]:
@@ -129,12 +130,10 @@ class LinkCopies:
         return Timestamp(self.up.device, self.up.stream).since(begin) / NUM_TINY
 
     def _copy(self, stream: Stream, start: int, num_bytes: int) -> None:
+        source, target = self._ends[stream]
         place = slice(start, start + num_bytes)
         with stream.after():
-            if stream is self.up:
-                self._above[0, place].copy_(self._below[0][place], non_blocking=True)
-            else:
-                self._below[1][place].copy_(self._above[1, place], non_blocking=True)
+            target[place].copy_(source[place], non_blocking=True)
 
 
 def link_rates(copies: LinkCopies, sizes: TrialSizes) -> Link:
@@ -165,17 +164,8 @@ class HostUpdates:
         for array, value in zip((*self._arrays, self._gradient), (0.5, 0.01, 0.001, 0.01), strict=True):
             array.fill_(value)
         self.had = 1.0
-        self._rule = Adam(
-            lr=3e-4,
-            beta1=0.9,
-            beta2=0.95,
-            eps=1e-8,
-            weight_decay=0.1,
-            decoupled=True,
-            maximize=False,
-            step=10,
-            exact_root=host.device.type != "cpu",  # as the cpu route has it
-        )
+        exact = host.device.type != "cpu"  # as the cpu route has it
+        self._rule = Adam(3e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, maximize=False, step=10, exact_root=exact)
 
     def step(self, num_threads: int) -> None:
         update(self._rule, self._gradient, self._arrays, weight=self._gradient, num_threads=num_threads)
@@ -240,24 +230,25 @@ def matrix_rates(device: torch.device, sizes: TrialSizes, free: int) -> dict[str
 def _matrix_rate(device: torch.device, dtype: torch.dtype, most: int, sizes: TrialSizes) -> float | None:
     """Return that of the largest product that there is time for: some CPUs are a thousand times slower in bf16."""
     side = min(SMALLEST_SIDE, most)
-    rate = None
-    while side <= most:
-        own = torch.Generator(device).manual_seed(0)  # the user's draws stay as they are
-        left, right = (torch.randn(side, side, device=device, generator=own).to(dtype) for _ in range(2))
-        seconds = median_s(partial(_multiply, left, right, torch.empty_like(left)), sizes)
-        if rate is None and dtype is not torch.float32 and seconds > sizes.seconds / 10:
-            return None
-        rate = 2 * side**3 / seconds
-        is_last = side == most or 8 * seconds * (1 + sizes.turns) > sizes.seconds * 2
-        if is_last:
-            break
+    seconds = _product_s(device, dtype, side, sizes)
+    if dtype is not torch.float32 and seconds > sizes.seconds / 10:
+        return None
+    while side < most and 8 * seconds * (1 + sizes.turns) <= sizes.seconds * 2:
         side = min(most, 2 * side)
-    return rate
+        seconds = _product_s(device, dtype, side, sizes)
+    return 2 * side**3 / seconds
 
 
-def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mm(left, right, out=out)
-    finish(out.device)
+def _product_s(device: torch.device, dtype: torch.dtype, side: int, sizes: TrialSizes) -> float:
+    own = torch.Generator(device).manual_seed(0)  # the user's draws stay as they are
+    left, right = (torch.randn(side, side, device=device, generator=own).to(dtype) for _ in range(2))
+    product = torch.empty_like(left)
+
+    def work() -> None:
+        torch.mm(left, right, out=product)
+        finish(device)
+
+    return median_s(work, sizes)
 
 
 # -- disk --
@@ -284,11 +275,8 @@ def _disk_rates(disk: Disk, host: Host, sizes: TrialSizes) -> DiskRates:
     into, out_of = memory.view(2, DEPTH, step).unbind()
     whole = file.num_bytes // step
 
-    def write_first(number: int) -> Transfer:
-        return disk.write(file, number * step, out_of[number % DEPTH])
-
     # Room that is reserved but was never written is not read from the drive.
-    _, count = _requests_per_s([write_first], whole, sizes)
+    _, count = _requests_per_s([lambda number: disk.write(file, number * step, out_of[number % DEPTH])], whole, sizes)
     half = max(1, count // 2)  # the first half is read, the second one written
 
     def read(number: int) -> Transfer:

@@ -16,7 +16,7 @@ from zerostd.preparing.building import begin_backward_updates, make_offload_upda
 from zerostd.preparing.groups import move_flat
 from zerostd.preparing.homes import FlatPlan, plan_flats
 from zerostd.preparing.options import check_world, rules_for
-from zerostd.preparing.proposing import homes_of, sizes_of
+from zerostd.preparing.proposing import sizes_of
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
         raise MisuseError("moving to another plan while there are gradients: do it after optimizer.zero_grad()")
     settings = runtime.settings.obeying(plan, sizes_of(runtime.blueprints))
     check_world(settings, runtime.world)
-    rules = rules_for(settings, runtime.world, homes_of(plan, runtime.blueprints))
+    rules = rules_for(settings, runtime.world, runtime.blueprints)
     plans = plan_flats(runtime.blueprints, rules)
     changed = [
         (group, flat, wanted)
