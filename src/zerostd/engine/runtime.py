@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from zerostd.communication import Wires, World
-from zerostd.engine.resources import Resources
 from zerostd.engine.settings import Settings
 from zerostd.errors import MisuseError
 from zerostd.monitoring import Ledger
@@ -19,6 +19,7 @@ from zerostd.optimizers.gradients import Gradients, LossScale, scale_gradient
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters import GradientHandle, Group
 from zerostd.parameters.blueprints import MARK, OWNER, Blueprint
+from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.observing import StepObserver
 from zerostd.policy import root_casts
 from zerostd.scheduling.activations import Activations
@@ -27,9 +28,21 @@ from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.guards import Guards
 from zerostd.scheduling.hooks import Hooks
 from zerostd.scheduling.reducing import Reducer, TrainedParameter
+from zerostd.tiers import Streams, TierAllocator, Uploader
 
 Casts = tuple[torch.dtype, torch.dtype] | None
 OnTensor = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """The memory, streams and threads of one prepared model: what groups are built on and updates run on."""
+
+    allocator: TierAllocator  # memory of each tier
+    streams: Streams  # queues of work on the device
+    uploader: Uploader  # brings parameters that rest elsewhere to the device
+    staging: Staging  # buffers on the device for gradients that rest on the host
+    num_threads: int  # for updates on the CPU
 
 
 class Runtime:

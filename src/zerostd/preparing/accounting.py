@@ -27,7 +27,10 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, dic
     need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans, rules)
     need[Tier.DEVICE, Kind.BUFFERS] += _gathered(plans) + _slots(plans, rules)[Tier.DEVICE]
     need[Tier.DEVICE, Kind.BUFFERS] += _wires(trained, rules) + _staging(trained, rules)
-    resident = [sum(p.numel for plan in group for p in plan.portions if p.tier is Tier.DEVICE) for group in plans]
+    resident = [
+        sum(portion.numel for plan in group for portion in plan.portions if portion.tier is Tier.DEVICE)
+        for group in plans
+    ]
     comes_up = [(plan.gradient_dtype, rules.has_own_memory and plan.gradients is Tier.HOST) for plan in trained]
     need[Tier.DEVICE, Kind.BUFFERS] += Updater.buffer_bytes(resident, comes_up)
     counted: dict[Tier, dict[Kind, int]] = {}

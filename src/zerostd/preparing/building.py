@@ -14,8 +14,7 @@ from torch import nn
 
 from zerostd.communication import Control, Wires, World
 from zerostd.communication.wires import wires_to_peers
-from zerostd.engine.resources import Resources
-from zerostd.engine.runtime import Runtime
+from zerostd.engine.runtime import Resources, Runtime
 from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
 from zerostd.measuring.identity import device_of
@@ -131,7 +130,8 @@ def _total(need: Demand, tier: Tier) -> int:
 
 
 def _parts(need: Demand, tier: Tier) -> str:
-    return ", ".join(f"{kind.value} {size / 2**30:.3f} GiB" for (where, kind), size in need.items() if where is tier)
+    kinds = {kind: size for (where, kind), size in need.items() if where is tier}
+    return ", ".join(f"{kind.value} {size / 2**30:.3f} GiB" for kind, size in kinds.items())
 
 
 def _first_values(model: nn.Module, wires: Wires, seed: int) -> ValueOf:

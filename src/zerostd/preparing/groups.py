@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from zerostd.engine.resources import Resources
+from zerostd.engine.runtime import Resources
 from zerostd.parameters.blueprints import Member
 from zerostd.parameters.flat import MASTER, Flat, StateShard
 from zerostd.parameters.gradient import Gradient, HostGradientCopy

@@ -91,7 +91,8 @@ class FlatPlan:
 
     def shares_master(self, portion: Portion) -> bool:
         """Whether the parameter itself is the master: same numbers, same place, and nothing is tried beside it."""
-        same = self.master_dtype == self.dtype and portion.tier is self.parameters and portion.tier is not Tier.DISK
+        is_as_wide = self.master_dtype == self.dtype
+        same = is_as_wide and portion.tier is self.parameters and portion.tier is not Tier.DISK
         return same and not (self.rules.placement.speculate and portion.tier is not Tier.DEVICE)
 
     def states_of(self, portion: Portion) -> dict[str, torch.dtype]:
@@ -154,7 +155,8 @@ def plan_flats(blueprints: Sequence[Blueprint], rules: Rules) -> list[list[FlatP
         gradients = assign_tiers(numels, placement.shares(Kind.GRADIENTS))
         portions = cut_portions(numels, placement.shares(Kind.OPTIMIZER_STATES), cpu_share=rules.cpu_share)
     else:
-        homes = [rules.homes[group.name] for group, plans in zip(blueprints, groups, strict=True) for _ in plans]
+        names = [blueprint.name for blueprint, group in zip(blueprints, groups, strict=True) for _ in group]
+        homes = [rules.homes[name] for name in names]
         parameters = [home.parameters for home in homes]
         gradients = [home.gradients for home in homes]
         portions = [cut_by_shares(numel, home.states) for numel, home in zip(numels, homes, strict=True)]
@@ -178,7 +180,8 @@ def _lay_out(blueprint: Blueprint, rules: Rules) -> list[FlatPlan]:
         shapes = [(name, tuple(member.parameter.shape)) for name, member in by_name.items()]
         layout = make_layout(shapes, rules.size, dtype.itemsize)
         region = layout.shard(rules.rank) if rules.shards(Kind.OPTIMIZER_STATES) else slice(0, layout.numel)
-        flats.append(FlatPlan(rules, tuple(by_name[interval.name] for interval in layout.intervals), layout, region))
+        ordered = tuple(by_name[interval.name] for interval in layout.intervals)
+        flats.append(FlatPlan(rules, ordered, layout, region))
     return flats
 
 

@@ -165,7 +165,8 @@ class PlanSearch:
             raise refused[-1]
         best = min(plans, key=_seconds)
         without_s = min(_seconds(plan) for plan in plans if not plan.speculate)
-        notes = [*(str(error) for error in refused), *if_most_are_clipped(best, without_s)]
+        notes = [str(error) for error in refused]
+        notes += if_most_are_clipped(best, without_s)
         return replace(best, notes=(*best.notes, *notes))
 
     def revise(self, limits: Mapping[Tier, int], machine: MachineProfile, seen: ObservedStep) -> tuple[Plan, Plan]:
@@ -223,8 +224,9 @@ class PlanSearch:
             plan = self._best(replace(request, speculates=True))
         except PrepareError:
             return []
-        is_worth = (plan.predicted.step_s or 0.0) < (1.0 - WORTH_SPECULATING) * (without.predicted.step_s or 0.0)
-        return [plan] if is_worth else []
+        step_s = plan.predicted.step_s or 0.0
+        without_s = without.predicted.step_s or 0.0
+        return [plan] if step_s < (1.0 - WORTH_SPECULATING) * without_s else []
 
     def _best(self, request: PlanRequest) -> Plan:
         """Return the best plan that fits by exact account, without a disk that would hold next to nothing."""
@@ -268,15 +270,18 @@ class PlanSearch:
                     fitting.append((solution, counted))
                     break
                 earlier = solution.request.fixed
-                solution = place_states(solution, {tier: max(earlier.get(tier, 0), unknown[tier]) for tier in Tier})
+                needed = {tier: max(earlier.get(tier, 0), unknown[tier]) for tier in Tier}
+                solution = place_states(solution, needed)
                 if solution is None:
                     break
-            if fitting and (len(fitting) >= MOST_FITTING or fitting[-1][0].cost_s <= answer.cost_s * (1 + SLACK)):
+            has_enough = len(fitting) >= MOST_FITTING
+            if fitting and (has_enough or fitting[-1][0].cost_s <= answer.cost_s * (1 + SLACK)):
                 break
             for tier in Tier:
-                is_near = over[tier] < NEARLY * request.limits.get(tier, 0) or attempt > 1  # answers differ by that
-                nearly = attempt * over[tier] if over[tier] > 0 and is_near else 0
-                fixed[tier] = max(fixed.get(tier, 0), unknown[tier]) + nearly
+                fixed[tier] = max(fixed.get(tier, 0), unknown[tier])
+                is_near = over[tier] < NEARLY * request.limits.get(tier, 0)  # answers differ by that much
+                if over[tier] > 0 and (is_near or attempt > 1):
+                    fixed[tier] += attempt * over[tier]
         if fitting:
             best, counted = min(fitting, key=lambda pair: pair[0].cost_s)
             return plan_from(best, homes_by_group(best), counted, _notes(request))

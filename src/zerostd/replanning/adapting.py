@@ -24,6 +24,7 @@ from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import free_bytes
 from zerostd.monitoring.events import LoopPhase
 from zerostd.monitoring.texts import size_text
+from zerostd.optimizers.updater import OffloadUpdater
 from zerostd.parameters.observing import StepObserver
 from zerostd.planning import MachineProfile, Plan
 from zerostd.planning.request import MARGIN
@@ -73,11 +74,9 @@ def adapt(runtime: Runtime) -> None:
 class Adapter(StepObserver):
     """Revises the plan of one prepared model."""
 
-    revisions: list[Revision]
-
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.revisions = []
+        self.revisions: list[Revision] = []
         self._step = 0  # that has begun
         self._begun = time.perf_counter()  # that step
         self._times: list[float] = []  # seconds of the steps since the last check
@@ -104,16 +103,14 @@ class Adapter(StepObserver):
             if self._step == self._watching[0] + NUM_WATCHED:
                 self._end_watching()
             self.runtime.gatherer.timer.cut()
-        elif self._step == NUM_FIRST and self._is_moving:
+        elif self._step == NUM_FIRST and self._offload is not None:
             self._watch("after the first steps")
         elif self._step % EVERY == 0:
             self._check()
 
     @property
-    def _is_moving(self) -> bool:
-        """Whether anything is updated off the device."""
-        optimizer = self.runtime.optimizer
-        return optimizer is not None and optimizer.updater.offload is not None
+    def _offload(self) -> OffloadUpdater | None:
+        return None if self.runtime.optimizer is None else self.runtime.optimizer.updater.offload
 
     # Observing
 
@@ -123,10 +120,7 @@ class Adapter(StepObserver):
         self.runtime.gatherer.timer.start()
 
     def _busy(self) -> dict[str, float]:
-        optimizer = self.runtime.optimizer
-        assert optimizer is not None
-        offload = optimizer.updater.offload
-        return offload.busy() if offload is not None else {}
+        return {} if self._offload is None else self._offload.busy()
 
     def _end_watching(self) -> None:
         assert self._watching is not None
@@ -176,8 +170,8 @@ class Adapter(StepObserver):
         if self._usual is None:
             self._usual = median(self._times)
             return False
-        is_time = self._is_moving and self._step >= self._next["speed"]
-        return is_time and median(self._times) > SLOWER * self._usual
+        may_search = self._offload is not None and self._step >= self._next["speed"]
+        return may_search and median(self._times) > SLOWER * self._usual
 
     def _collect(self, report: RankReport) -> RankReport:
         """The worst of all ranks."""
@@ -253,10 +247,9 @@ class Adapter(StepObserver):
 
     def _propose(self, reason: str, room: Mapping[Tier, int], seen: ObservedStep, machine: MachineProfile) -> str:
         """Return the plan to obey from now on as JSON, or nothing to keep the present one."""
-        runtime = self.runtime
         limits = self._limits(room, seen)
+        search = PlanSearch(self.runtime.settings, self.runtime.blueprints, self.runtime.world)
         try:
-            search = PlanSearch(runtime.settings, runtime.blueprints, runtime.world)
             now, best = search.revise(limits, machine, seen)
         except PrepareError as error:
             log.warning("the plan is kept after step %d (%s), although nothing fits: %s", self._step, reason, error)
@@ -271,11 +264,9 @@ class Adapter(StepObserver):
                 *(self._step, reason, before, seen.step_s, after),
             )
             return ""
-        why = (
-            f"a step of {before:.3g} s becomes {after:.3g} s"
-            if fits
-            else f"it no longer fits; a step takes {after:.3g} s"
-        )
+        why = f"a step of {before:.3g} s becomes {after:.3g} s"
+        if not fits:
+            why = f"it no longer fits; a step takes {after:.3g} s"
         log.info("the plan is revised after step %d (%s): %s\n%s", self._step, reason, why, best.explain())
         note = f"Revised after step {self._step}: {reason}."
         return replace(best, notes=(*best.notes, note)).to_json()
@@ -290,12 +281,11 @@ class Adapter(StepObserver):
         return seen
 
     def _limits(self, room: Mapping[Tier, int], seen: ObservedStep) -> dict[Tier, int]:
-        """Bytes to plan with: the budget's, or what there is less a margin; room kept free for activations counts
-        once."""
+        """Return the bytes to plan with: the budget's, or what there is less a margin."""
         settings = self.runtime.settings
         assert settings.plan is not None
         limits = dict(settings.plan.limits)
-        if settings.budget.device is None and seen.activation_bytes is not None:
+        if settings.budget.device is None and seen.activation_bytes is not None:  # which are counted by themselves
             limits[Tier.DEVICE] = room[Tier.DEVICE]
         for tier, size in room.items():
             limits[tier] = min(limits.get(tier, 0), int((1 - MARGIN) * size))
