@@ -101,9 +101,11 @@ def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """Return the tensors that a call of an operator writes to. Higher-order operators do not say, and write to none."""
     if not hasattr(operator, "_schema"):
         return []
-    marked = [(i, a.name) for i, a in enumerate(arguments_of(operator)) if a.alias_info and a.alias_info.is_write]
-    leaves = tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in marked])
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    written = []
+    for position, argument in enumerate(arguments_of(operator)):
+        if argument.alias_info and argument.alias_info.is_write:
+            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
 
 
 def fake_mode() -> FakeTensorMode:

@@ -189,17 +189,15 @@ class Placement:
     def __post_init__(self) -> None:
         for kind in ("parameters", "gradients", "optimizer_states"):
             self._check(kind, getattr(self, kind), [tier.value for tier in Tier], "a tier")
-        if not self._goes_by_group:
-            self._check("activations", self.activations, [way.value for way in Way], "a way for activations")
-        else:
-            for way in self.activations.values():  # type: ignore[union-attr]
-                self._check("activations", way, [way.value for way in Way], "a way for activations")
+        activations: Any = self.activations
+        for given in activations.values() if self._goes_by_group else [activations]:
+            self._check("activations", given, [way.value for way in Way], "a way for activations")
         if self.cpu_share is not None and not 0.0 <= self.cpu_share <= 1.0:
             raise PrepareError(f"Placement(cpu_share={self.cpu_share!r}) must be from 0 (all streamed) to 1 (all cpu)")
 
     @staticmethod
     def _check(kind: str, share: Any, known: list[str], what: str) -> None:
-        shares = {share: 1.0} if isinstance(share, str) else dict(share) if isinstance(share, Mapping) else {share: 1.0}
+        shares = dict(share) if isinstance(share, Mapping) else {share: 1.0}
         unknown = [name for name in shares if name not in known]
         if unknown:
             raise PrepareError(f"Placement({kind}={share!r}): {unknown[0]!r} is not {what}; use one of {known}")

@@ -139,19 +139,18 @@ def measure_together(
 
 def from_first(control: Control, work: Callable[[], T]) -> T:
     """Return what `work` returns, or raise what it raises, on the first rank; the others wait for it."""
-    if control.world.rank > 0:
-        outcome = control.collect(None)[0]
-        if isinstance(outcome, ZerostdError):
-            raise outcome
-        return cast(T, outcome)
-    try:
-        result = work()
-    except Exception as error:
-        is_ours = isinstance(error, ZerostdError)
-        control.collect(error if is_ours else CommunicationError(f"rank 0 failed where others wait for it: {error!r}"))
-        raise
-    control.collect(result)
-    return result
+    outcome: T | ZerostdError | None = None
+    if control.world.rank == 0:
+        try:
+            outcome = work()
+        except Exception as error:
+            reason = CommunicationError(f"rank 0 failed where others wait for it: {error!r}")
+            control.collect(error if isinstance(error, ZerostdError) else reason)
+            raise
+    outcome = control.collect(outcome)[0]
+    if isinstance(outcome, ZerostdError):
+        raise outcome
+    return cast(T, outcome)
 
 
 def _free_everywhere(control: Control, disk_path: str | None) -> dict[str, int]:

@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 from zerostd.errors import PrepareError
 from zerostd.measuring.rates import finish
-from zerostd.measuring.trial import ForwardCost, call, casts_of, copy_of, everything_kept, map_tensors, try_forward
+from zerostd.measuring.trial import ForwardCost, call, copy_of, everything_kept, map_tensors, try_forward
 from zerostd.monitoring.events import Timestamp
 from zerostd.optimizers.elementwise import check_elementwise, find_states
 from zerostd.parameters.blueprints import ROOT, Blueprint, Member, check_model, check_optimizer, find_blueprints
 from zerostd.planning.profiles import GroupProfile, ModelProfile
-from zerostd.policy import Precision
+from zerostd.policy import Precision, root_casts
 
 ASSUMED_STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}  # AdamW's, while there is no optimizer
 NUM_TIMED = 2  # passes after the first, which finds its kernels; the faster one counts
@@ -172,7 +172,7 @@ def _probe(model: nn.Module, blueprints: list[Blueprint], precision: Precision, 
 
 def _run(model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any, device: torch.device) -> Pass:
     dtypes = {id(member.parameter): member.dtype for blueprint in blueprints for member in blueprint.members}
-    outside, inside = casts_of(model, precision)
+    outside, inside = root_casts(precision, (p.dtype for p in model.parameters())) or (None, None)
 
     def drop_gradient(parameter: torch.Tensor) -> None:
         parameter.grad = None

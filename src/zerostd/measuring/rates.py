@@ -7,12 +7,14 @@ number is the median of short turns; `TrialSizes` says how much is tried.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import TypeVar
@@ -257,36 +259,30 @@ def _product_s(device: torch.device, dtype: torch.dtype, side: int, sizes: Trial
 def disk_rates(path: str, sizes: TrialSizes) -> DiskRates:
     """Return the rates of files in `path`; the one made for it has no name and is gone afterwards."""
     ledger = Ledger()
-    disk = Disk(path, ledger)
     host = Host(torch.device("cpu"), ledger, 1)
-    try:
-        return _disk_rates(disk, host, sizes)
-    finally:
-        disk.close()
-        host.free_all()
+    with contextlib.ExitStack() as ending:
+        ending.callback(host.free_all)
+        disk = ending.enter_context(contextlib.closing(Disk(path, ledger)))  # closed first: it uses the memory
+        size = within(sizes.disk, free_disk(disk.path))
+        step = min(REQUEST_BYTES, max(PAGE, size // 8 // PAGE * PAGE))
+        file = disk.allocate(max(size, 2 * step), Kind.BUFFERS)
+        memory = host.allocate(2 * DEPTH * step, Kind.BUFFERS)
+        memory.view(torch.int64).random_(generator=torch.Generator())  # zeros may be stored without being written
+        into, out_of = memory.view(2, DEPTH, step).unbind()
+        whole = file.num_bytes // step
 
+        def read(number: int) -> Transfer:
+            return disk.read(file, number % half * step, into[number % DEPTH])
 
-def _disk_rates(disk: Disk, host: Host, sizes: TrialSizes) -> DiskRates:
-    size = within(sizes.disk, free_disk(disk.path))
-    step = min(REQUEST_BYTES, max(PAGE, size // 8 // PAGE * PAGE))
-    file = disk.allocate(max(size, 2 * step), Kind.BUFFERS)
-    memory = host.allocate(2 * DEPTH * step, Kind.BUFFERS)
-    memory.view(torch.int64).random_(generator=torch.Generator())  # a file system may store zeros without writing them
-    into, out_of = memory.view(2, DEPTH, step).unbind()
-    whole = file.num_bytes // step
+        def write(number: int) -> Transfer:
+            return disk.write(file, (half + number % half) * step, out_of[number % DEPTH])
 
-    # Room that is reserved but was never written is not read from the drive.
-    _, count = _requests_per_s([lambda number: disk.write(file, number * step, out_of[number % DEPTH])], whole, sizes)
-    half = max(1, count // 2)  # the first half is read, the second one written
-
-    def read(number: int) -> Transfer:
-        return disk.read(file, number % half * step, into[number % DEPTH])
-
-    def write(number: int) -> Transfer:
-        return disk.write(file, (half + number % half) * step, out_of[number % DEPTH])
-
-    rates = [_requests_per_s(requests, 2 * whole, sizes)[0] * step for requests in ([read], [write], [read, write])]
-    return DiskRates(disk.path, *rates)
+        # Room that is reserved but was never written is not read from the drive.
+        fill = [lambda number: disk.write(file, number * step, out_of[number % DEPTH])]
+        _, count = _requests_per_s(fill, whole, sizes)
+        half = max(1, count // 2)  # the first half is read, the second one written
+        rates = [_requests_per_s(kinds, 2 * whole, sizes)[0] * step for kinds in ([read], [write], [read, write])]
+        return DiskRates(disk.path, *rates)
 
 
 def _requests_per_s(requests: Sequence[Callable[[int], Transfer]], most: int, sizes: TrialSizes) -> tuple[float, int]:
@@ -321,8 +317,8 @@ def wire_rates(world: World, sizes: TrialSizes) -> tuple[Wire, ...]:
     while True:
         part = full[:numel]
         mine = part.view(world.size, -1)[world.rank]
-        gather_s = _collective_s(wires, partial(wires.gather, part, mine), sizes.turns)
-        reduce_s = _collective_s(wires, partial(wires.reduce, part, land[: mine.numel()]), sizes.turns)
+        gather_s = _collective_s(wires, partial(wires.gather, part, mine), sizes)
+        reduce_s = _collective_s(wires, partial(wires.reduce, part, land[: mine.numel()]), sizes)
         sent = float(mine.nbytes * (world.size - 1))
         points += [(sent, gather_s), (sent, reduce_s)]
         spent = (gather_s + reduce_s) * (1 + sizes.turns)
@@ -333,16 +329,16 @@ def wire_rates(world: World, sizes: TrialSizes) -> tuple[Wire, ...]:
     return (Wire("world", world.size, bandwidth, latency),)
 
 
-def _collective_s(wires: Wires, start: Callable[[], Transfer], num_turns: int) -> float:
+def _collective_s(wires: Wires, start: Callable[[], Transfer], sizes: TrialSizes) -> float:
     """Return seconds on the slowest rank: the same number on all, so that all go on or stop together."""
-    turns = []
-    for _ in range(1 + num_turns):
-        begin = time.perf_counter()
+    device = wires.world.device
+
+    def work() -> None:
         start().wait()
-        finish(wires.world.device)
-        turns.append(time.perf_counter() - begin)
-    mine = torch.tensor([median(turns[1:])], device=wires.world.device)
-    return max(float(wires.largest(mine)), 1e-9)
+        finish(device)
+
+    mine = median_s(work, replace(sizes, seconds=math.inf))  # as many turns on all ranks
+    return float(wires.largest(torch.tensor([mine], device=device)))
 
 
 def fit(points: Sequence[Point]) -> tuple[float, float]:

@@ -87,7 +87,7 @@ def _without_memory(
 ) -> ForwardCounter:
     fake = fake_mode()
     dtypes = {id(m.parameter): m.dtype for blueprint in blueprints for m in blueprint.members}
-    outside, inside = casts_of(model, precision)
+    outside, inside = root_casts(precision, (p.dtype for p in model.parameters())) or (None, None)
 
     def shape_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         with fake:
@@ -119,7 +119,7 @@ def _with_memory(
         return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
     copied, copies = copy_of(model, own)
-    outside, inside = casts_of(model, precision)
+    outside, inside = root_casts(precision, (p.dtype for p in model.parameters())) or (None, None)
     scale = {outside: inside.itemsize / outside.itemsize} if outside is not None and inside is not None else {}
     counter = ForwardCounter(blueprints, copies, scale)
     try:
@@ -128,11 +128,6 @@ def _with_memory(
         for storage, before in counter.overwritten.values():
             storage.copy_(before)
     return counter
-
-
-def casts_of(model: nn.Module, precision: Precision) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """Return the dtype the root takes and returns, and the one it computes in; None twice if nothing is cast."""
-    return root_casts(precision, (p.dtype for p in model.parameters())) or (None, None)
 
 
 def call(model: nn.Module, batch: Any) -> Any:

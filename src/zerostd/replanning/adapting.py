@@ -257,7 +257,7 @@ class Adapter(StepObserver):
         before = now.predicted.step_s or 0.0
         after = best.predicted.step_s or 0.0
         fits = all(now.predicted.total(tier) <= limit for tier, limit in limits.items())
-        if fits and (before - after < GAIN * before or before - after < LEAST_GAIN_S):
+        if fits and before - after < max(GAIN * before, LEAST_GAIN_S):
             log.info(
                 "the plan is kept after step %d (%s): a step takes %.3g s by the model and took %.3g s, and the best "
                 "other plan would take %.3g s",
