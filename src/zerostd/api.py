@@ -119,7 +119,7 @@ def plan(
     max_grad_norm: float | None = None,
     groups: Sequence[str] | None = None,
 ) -> Plan:
-    """What prepare would do with these options, and what it would cost; nothing is changed or allocated for the model.
+    """Return what prepare would do with these options, and at what cost; nothing is changed or allocated for the model.
 
     Args:
         model: Any module, real, under `zerostd.empty_init()` or on the meta device.
@@ -174,7 +174,7 @@ def apply_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
 
 @contextlib.contextmanager
 def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
-    """Full parameters of `module` inside the context. With `write`, rank 0's changes are kept, on all ranks.
+    """Gather the full parameters of `module` inside the context. With `write`, rank 0's changes are kept, on all ranks.
 
     Collective: every rank must enter it.
     """
@@ -202,7 +202,7 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward passes inside sum gradients locally; the first one outside reduces them all."""
+    """Sum gradients locally in the backward passes inside; the first pass outside reduces them all."""
     backward = runtime_of(model, "no_sync").backward
     was_syncing = backward.is_syncing
     backward.is_syncing = False
@@ -213,13 +213,13 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def memory(model: nn.Module) -> Memory:
-    """Bytes of this rank by tier and kind, now and at peak."""
+    """Return the bytes of this rank by tier and kind, now and at peak."""
     return runtime_of(model, "memory").ledger.memory()
 
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, Any]:
-    """An ordinary state_dict on host memory, in the dtypes the model had before prepare, from the fp32 masters.
+    """Return an ordinary state_dict on host memory, in the dtypes the model had before prepare, from the fp32 masters.
 
     Collective: every rank must call it. With `rank`, only that rank keeps it and the others get an empty dict.
     """

@@ -23,12 +23,12 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs inside a backward pass (recomputed forwards run there too)."""
+    """Return whether this thread runs inside a backward pass (recomputed forwards run there too)."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def calls_of(module: torch.nn.Module) -> int:
-    """How many calls of a module are going on in this thread, one inside the other. Walks the stack."""
+    """Return how many calls of a module are going on in this thread, one inside the other. Walks the stack."""
     code = torch.nn.Module._call_impl.__code__
     count = 0
     frame = sys._getframe()
@@ -54,7 +54,7 @@ def default_store() -> Any:
 
 
 def is_profiling() -> bool:
-    """Whether torch's profiler is running."""
+    """Return whether torch's profiler is running."""
     return bool(torch._C._autograd._profiler_enabled())
 
 
@@ -65,7 +65,7 @@ def no_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """A step of it was taken, though not by its own `step`: its schedulers would warn that there was none."""
+    """Note that a step was taken, though not by its own `step`: its schedulers would warn that there was none."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -78,7 +78,7 @@ def move_step_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor, or another one with the same memory, was changed in place."""
+    """Return how often a tensor, or another with the same memory, was changed in place."""
     return int(tensor._version)
 
 
@@ -135,7 +135,7 @@ def replaced_trunc_normal(function: Callable[..., Any]) -> Iterator[None]:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether somebody packs what autograd saves now; checkpointing does."""
+    """Return whether somebody packs what autograd saves now; checkpointing does."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 

@@ -29,7 +29,7 @@ class Stage(enum.IntEnum):
 
     @classmethod
     def parse(cls, value: int | Stage) -> Stage:
-        """The stage `value` stands for, or an error that lists the four there are."""
+        """Return the stage that `value` stands for, or raise an error that lists the four there are."""
         if isinstance(value, bool) or not isinstance(value, int) or value not in tuple(cls):
             raise PrepareError(
                 f"stage={value!r} is not a ZeRO stage; use 0 (data parallel), 1 (shard optimizer states), "
@@ -39,7 +39,7 @@ class Stage(enum.IntEnum):
 
 
 class Kind(enum.StrEnum):
-    """What bytes mean. BUFFERS are working memory: staging, gathered groups, scratch."""
+    """Meanings of bytes. BUFFERS are working memory: staging, gathered groups, scratch."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -65,7 +65,7 @@ class Route(enum.StrEnum):
 
 
 class Way(enum.StrEnum):
-    """What becomes of a group's activations between forward and backward. A recomputed group keeps its inputs only.
+    """Ways of a group's activations between forward and backward. A recomputed group keeps its inputs only.
 
     Plans and the command line say "keep" for DEVICE: `Way("keep")` reads it, `in_plan` writes it.
     """
@@ -103,7 +103,7 @@ SHARDED_FROM = {Kind.OPTIMIZER_STATES: 1, Kind.GRADIENTS: 2, Kind.PARAMETERS: 3}
 
 
 def shards(stage: Stage, kind: Kind) -> bool:
-    """The one table in which the stages differ."""
+    """Return whether a stage shards a kind: the only table in which the stages differ."""
     return stage >= SHARDED_FROM[kind]
 
 
@@ -122,7 +122,7 @@ class Precision:
 
     @classmethod
     def parse(cls, value: str | Precision | None) -> Precision:
-        """A policy from its name."""
+        """Return a policy by its name."""
         if isinstance(value, Precision):
             return value
         known = {
@@ -205,7 +205,7 @@ class Placement:
             raise PrepareError(f"Placement({kind}={share!r}): shares must be >= 0 and sum to 1")
 
     def shares(self, kind: Kind) -> dict[Tier, float]:
-        """Shares by tier of one kind, zero shares left out."""
+        """Return the shares by tier of a kind, zero shares left out."""
         share = getattr(self, kind.value)
         parts = {share: 1.0} if isinstance(share, str) else share
         return {Tier(name): float(part) for name, part in parts.items() if part > 0}
@@ -217,7 +217,7 @@ class Placement:
         return not isinstance(given, str) and any(isinstance(value, str) for value in given.values())
 
     def ways(self, groups: Sequence[str]) -> dict[str, Way]:
-        """What each group does with its activations; PrepareError if a glob fits none."""
+        """Return what each group does with its activations; raise PrepareError if a glob fits none."""
         given = self.activations
         if isinstance(given, str):
             return dict.fromkeys(groups, Way(given))
@@ -271,7 +271,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_bytes(value: int | str) -> int:
-    """Bytes from an integer or a text with a unit: 24GiB, 500MB."""
+    """Return the bytes of an integer or a text with a unit: 24GiB, 500MB."""
     if isinstance(value, int):
         return value
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
@@ -287,7 +287,7 @@ def limit_of(size: int | str | None) -> int | None:
 
 @dataclass(frozen=True)
 class Budget:
-    """What the planner may use of each tier. None: what is free, less a margin."""
+    """Limits of what the planner may use of each tier. None: what is free, less a margin."""
 
     device: int | str | None = None
     host: int | str | None = None

@@ -91,7 +91,7 @@ class Runtime:
 
     @property
     def blueprints(self) -> list[Blueprint]:
-        """What the groups were made from."""
+        """The blueprints that the groups were made from."""
         return [group.blueprint for group in self.groups]
 
     @property
@@ -205,7 +205,7 @@ class Runtime:
 
 
 def owner_of(module: nn.Module) -> Runtime:
-    """The runtime of a prepared model or of a module inside one."""
+    """Return the runtime of a prepared model or of a module inside one."""
     root = module.__dict__.get(OWNER, lambda: None)()
     if root is None:
         raise MisuseError("zerostd.gathered needs a prepared model or a module inside one")
@@ -213,7 +213,7 @@ def owner_of(module: nn.Module) -> Runtime:
 
 
 def runtime_of(model: nn.Module, call: str) -> Runtime:
-    """What prepare left on a model; `call` is what the user asked for."""
+    """Return the runtime that prepare left on a model; `call` is what the user asked for."""
     runtime = model.__dict__.get(MARK)
     if not isinstance(runtime, Runtime):
         raise MisuseError(f"zerostd.{call} needs the module that zerostd.prepare was called on")

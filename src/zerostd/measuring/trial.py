@@ -38,7 +38,7 @@ Ref = StorageWeakRef | None  # of a tensor's storage; None: it has none
 
 @dataclass
 class ForwardCost:
-    """What one batch costs in one group."""
+    """Costs of one batch in one group."""
 
     flops: int = 0
     recomputed: int = 0  # of these, in what torch.utils.checkpoint will recompute

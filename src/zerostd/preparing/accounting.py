@@ -52,14 +52,14 @@ def largest_on_disk(plans: Sequence[Sequence[FlatPlan]]) -> int:
 
 
 def _slots(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, int]:
-    """Room for states that pass through the device, or come from disk, by the tier it is in."""
+    """Return the bytes for states that pass through the device, or come from disk, by the tier they are in."""
     portions = [portion for group in plans for plan in group for portion in plan.portions]
     return OffloadUpdater.buffer_bytes(portions, {MASTER: torch.float32, **rules.states})
 
 
 def _gathered(plans: Sequence[Sequence[FlatPlan]]) -> int:
-    """The root, which is there as long as forward lasts, with the group at work, those on their way, and in backward
-    the one before, whose last gradients are still to come. Groups that stay gathered are passed over."""
+    """Count the root, which is there as long as forward lasts, the group at work, those on their way, and in backward
+    the group before, whose last gradients are still to come. Groups that stay gathered are passed over."""
     root, *others = [
         sum(plan.layout.numel * plan.dtype.itemsize for plan in group if plan.gives_back) for group in plans
     ]
@@ -69,7 +69,7 @@ def _gathered(plans: Sequence[Sequence[FlatPlan]]) -> int:
 
 
 def _wires(trained: Sequence[FlatPlan], rules: Rules) -> int:
-    """What gradients are received in, and staged in where they are not kept whole."""
+    """Return the bytes that gradients are received in, and staged in where they are not kept whole."""
     if rules.size == 1:
         return 0
     largest = max((plan.layout.numel * plan.gradient_dtype.itemsize for plan in trained), default=0)
@@ -78,7 +78,7 @@ def _wires(trained: Sequence[FlatPlan], rules: Rules) -> int:
 
 
 def _staging(trained: Sequence[FlatPlan], rules: Rules) -> int:
-    """Buffers on the device that gradients pass through on their way to the host."""
+    """Return the bytes of the device that gradients pass through on their way to the host."""
     if not rules.has_own_memory:
         return 0
     on_host = [plan for plan in trained if plan.gradients is Tier.HOST]

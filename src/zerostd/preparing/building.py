@@ -120,7 +120,7 @@ def _reserve(allocator: TierAllocator, plans: list[list[FlatPlan]], need: Demand
 
 
 def _left_on_host(need: Demand, budget: Budget, world: World) -> int | None:
-    """Bytes that a budget leaves to the activations of this rank; None: as many as there are."""
+    """Return the bytes that a budget leaves to the activations of this rank; None: as many as there are."""
     limit = limit_of(budget.host)
     return None if limit is None else max(0, limit // world.local_size - _total(need, Tier.HOST))
 
@@ -150,7 +150,7 @@ def _first_values(model: nn.Module, wires: Wires, seed: int) -> ValueOf:
 
 
 def _place_buffers(model: nn.Module, device: torch.device, seed: int) -> None:
-    """Buffers that empty_init left on the host, or without memory, come to the device."""
+    """Bring buffers to the device that empty_init left on the host or without memory."""
     for name, module in model.named_modules():
         for short, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "meta":

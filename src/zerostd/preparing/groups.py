@@ -93,7 +93,7 @@ def _make_gradient(plan: FlatPlan, resources: Resources) -> Gradient:
 
 
 def _make_host_copy(plan: FlatPlan, resources: Resources) -> HostGradientCopy | None:
-    """The host's copy of what the CPU reads, where the gradient rests on a device with memory of its own."""
+    """Return the host's copy of what the CPU reads, where the gradient rests on a device with memory of its own."""
     parts = [slice(portion.start, portion.stop) for portion in plan.portions if portion.route is Route.CPU]
     if not plan.rules.has_own_memory or not parts:
         return None

@@ -23,7 +23,7 @@ Demand = Counter[tuple[Tier, Kind]]  # bytes
 
 @dataclass(frozen=True)
 class Rules:
-    """What decides how much of a model this rank holds, and where."""
+    """Decide how much of a model this rank holds, and where."""
 
     rank: int
     size: int
@@ -38,7 +38,7 @@ class Rules:
     reduces_all: bool = False  # `reduce_dtype` is for gradients of fp32 parameters too
 
     def shards(self, kind: Kind) -> bool:
-        """Whether this kind is spread over ranks here; in a world of one nothing is."""
+        """Return whether this kind is spread over ranks here; in a world of one nothing is."""
         return self.size > 1 and shards(self.stage, kind)
 
 
@@ -65,17 +65,17 @@ class FlatPlan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What parameters compute in."""
+        """The dtype that parameters compute in."""
         return self.members[0].dtype
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """What they are updated in."""
+        """The dtype that they are updated in."""
         return self.dtype if self.dtype.itemsize >= 4 else torch.float32
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """What gradients travel and rest in."""
+        """The dtype that gradients travel and rest in."""
         is_cast = self.dtype.itemsize < 4 or (self.rules.reduces_all and self.dtype is torch.float32)
         return self.rules.reduce_dtype if is_cast and self.rules.reduce_dtype is not None else self.dtype
 
@@ -90,13 +90,13 @@ class FlatPlan:
         return self.rules.shards(Kind.PARAMETERS) or self.parameters is not Tier.DEVICE
 
     def shares_master(self, portion: Portion) -> bool:
-        """Whether the parameter itself is the master: same numbers, same place, and nothing is tried beside it."""
+        """Return whether the parameter is its own master: same numbers, same place, and nothing is tried beside it."""
         is_as_wide = self.master_dtype == self.dtype
         same = is_as_wide and portion.tier is self.parameters and portion.tier is not Tier.DISK
         return same and not (self.rules.placement.speculate and portion.tier is not Tier.DEVICE)
 
     def states_of(self, portion: Portion) -> dict[str, torch.dtype]:
-        """States that are laid out beforehand, by name: those off the device."""
+        """Return the states that are laid out beforehand, by name: those off the device."""
         if portion.tier is Tier.DEVICE:
             return {}
         return {
@@ -194,5 +194,5 @@ def demand(plans: Sequence[Sequence[FlatPlan]]) -> Demand:
 
 
 def _taken(tier: Tier, num_bytes: int) -> int:
-    """Bytes that a column takes: off the device whole pages of an arena."""
+    """Return the bytes that a column takes: off the device whole pages of an arena."""
     return num_bytes if tier is Tier.DEVICE else padded(num_bytes)

@@ -307,17 +307,17 @@ class PlanSearch:
 
 
 def _seconds(plan: Plan) -> float:
-    """Of a step; without a time, the most that a resource has to do."""
+    """Return those of a step; without a time, the most that a resource has to do."""
     return plan.predicted.step_s or max(plan.predicted.busy.values(), default=0.0)
 
 
 def _fixed_bytes(request: PlanRequest) -> dict[Tier, int]:
-    """Bytes that are there whatever is placed where: activations, if there is no choice about them."""
+    """Return the bytes that are there wherever things are placed: activations, if there is no choice about them."""
     return {Tier.DEVICE: 0 if request.chooses else request.model.activations()}
 
 
 def _unknown_bytes(counted: Bytes, assumed: Bytes, fixed: Mapping[Tier, int]) -> dict[Tier, int]:
-    """Bytes of each tier that the program did not know of, with those it was told of, rounded up."""
+    """Return the bytes of each tier that the program did not know of, with those it was told of, rounded up."""
     unknown = {}
     for tier in Tier:
         beside = sum(counted.get(tier, {}).values()) - sum(assumed.get(tier, {}).values())
@@ -349,6 +349,6 @@ def sizes_of(blueprints: Sequence[Blueprint]) -> dict[str, float]:
 
 
 def _held(blueprints: Sequence[Blueprint], world: World) -> int:
-    """Bytes of parameters that are on the device already."""
+    """Return the bytes of parameters that are on the device already."""
     parameters = [member.parameter for group in blueprints for member in group.members]
     return sum(p.numel() * p.element_size() for p in parameters if p.device == world.device)

@@ -56,7 +56,7 @@ class Revision:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank sees when memory and step times are checked."""
+    """Memory and step times of one rank when they are checked."""
 
     room: Mapping[Tier, int]  # bytes of a tier that are ours or free
     is_short: bool = False  # the device's allocator had to search for memory, or ran out of it
@@ -166,7 +166,7 @@ class Adapter(StepObserver):
         self._times = []
 
     def _is_slower(self) -> bool:
-        """Whether steps take longer than they did under this plan at first."""
+        """Return whether steps take longer than they did under this plan at first."""
         if self._usual is None:
             self._usual = median(self._times)
             return False
@@ -174,7 +174,7 @@ class Adapter(StepObserver):
         return may_search and median(self._times) > SLOWER * self._usual
 
     def _collect(self, report: RankReport) -> RankReport:
-        """The worst of all ranks."""
+        """Return the worst of all ranks."""
         reports: list[RankReport] = self.runtime.gatherer.control.collect(report)
         steps = [report.seen for report in reports if report.seen is not None]
         return RankReport(
@@ -185,7 +185,7 @@ class Adapter(StepObserver):
         )
 
     def _room(self) -> dict[Tier, int]:
-        """Bytes that are ours or free. Where the device is the CPU, its memory is the host's."""
+        """Return the bytes that are ours or free. Where the device is the CPU, its memory is the host's."""
         world = self.runtime.world
         free = free_bytes(world.device, None)
         held = sum(size for (tier, _), size in self.runtime.ledger.now.items() if tier is Tier.HOST)
@@ -195,7 +195,7 @@ class Adapter(StepObserver):
         return room
 
     def _needs(self, tier: Tier) -> int:
-        """Bytes planned for a tier or held there; on an accelerator also what is not of the model."""
+        """Return the bytes planned for a tier or held there; on an accelerator also what is not of the model."""
         plan = self.runtime.settings.plan
         device = self.runtime.world.device
         assert plan is not None
@@ -299,7 +299,7 @@ def _forget_peak(device: torch.device) -> None:
 
 
 def _times_short(device: torch.device) -> int:
-    """How often the device's allocator had to free its cache to find memory, or failed."""
+    """Return how often the device's allocator had to free its cache to find memory, or failed."""
     module = torch.get_device_module(device) if device.type != "cpu" else None
     if module is None or not hasattr(module, "memory_stats"):
         return 0
