@@ -85,7 +85,8 @@ def measure_machine(
     device = choose_device(device)
     disk_path = None if disk_path is None else os.path.abspath(disk_path)
     with contextlib.closing(World.discover(device)) as world:
-        return measure_together(Control(world), disk_path, on_progress, sizes)
+        control = Control(world)
+        return _with_free(measure_together(control, disk_path, on_progress, sizes), control, disk_path)
 
 
 def load_or_measure(
@@ -110,9 +111,11 @@ def load_or_measure(
         profile = kept or measure_together(control, disk_path, on_progress, sizes)
         if disk_path is not None and profile.disk is None:
             profile = replace(profile, disk=from_first(control, lambda: disk_rates(disk_path, sizes)))
-        if world.rank == 0 and profile is not kept:
+        is_new = profile is not kept
+        profile = _with_free(profile, control, disk_path)
+        if is_new and world.rank == 0:
             _keep(profile)
-        return replace(profile, free=_free_everywhere(control, disk_path), ranks_per_node=world.local_size)
+        return profile
 
 
 # -- measuring --
@@ -128,13 +131,11 @@ def measure_together(
         profile = from_first(control, lambda: _measure(world.device, disk_path, tell, sizes))
         if world.size > 1:
             tell("collectives among ranks")
-        wires = wire_rates(world, sizes)
-        free = _free_everywhere(control, disk_path)
+        return replace(profile, wires=wire_rates(world, sizes))
     finally:
         if world.device.type != "cpu":  # give back what torch keeps for later
             finish(world.device)
             torch.accelerator.empty_cache()
-    return replace(profile, wires=wires, free=free, ranks_per_node=world.local_size)
 
 
 def from_first(control: Control, work: Callable[[], T]) -> T:
@@ -153,9 +154,11 @@ def from_first(control: Control, work: Callable[[], T]) -> T:
     return cast(T, outcome)
 
 
-def _free_everywhere(control: Control, disk_path: str | None) -> dict[str, int]:
+def _with_free(profile: MachineProfile, control: Control, disk_path: str | None) -> MachineProfile:
+    """Return a profile with what is free now, on the rank that has least."""
     everywhere = control.collect(free_bytes(control.world.device, disk_path))
-    return {tier: min(free[tier] for free in everywhere) for tier in everywhere[0]}
+    free = {tier: min(free[tier] for free in everywhere) for tier in everywhere[0]}
+    return replace(profile, free=free, ranks_per_node=control.world.local_size)
 
 
 def thread_counts(cores: int) -> list[int]:
