@@ -147,15 +147,17 @@ def _size_of(path: Path) -> int:
 def _checkpoints_in(parent: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
     """Yield every checkpoint with its manifest, or with the reason why it cannot be loaded."""
     for folder in sorted(parent.iterdir()):
-        if not folder.is_dir():
-            continue
-        if MARK in folder.name:
-            yield folder, CheckpointError("it was never completed")
-        elif (folder / MANIFEST).exists():
-            try:
-                yield folder, read_manifest(folder)
-            except CheckpointError as error:
-                yield folder, error
+        try:
+            with system_errors("it cannot be read"):
+                if not folder.is_dir():
+                    continue
+                if MARK in folder.name:
+                    raise CheckpointError("it was never completed")
+                if not (folder / MANIFEST).exists():
+                    continue
+            yield folder, read_manifest(folder)
+        except CheckpointError as error:
+            yield folder, error
 
 
 def latest(parent: Path) -> Path | None:
@@ -174,10 +176,12 @@ def latest(parent: Path) -> Path | None:
 def keep_newest(target: Path, keep: int) -> None:
     """Remove complete checkpoints beside `target`, the oldest first, until `keep` are left with it."""
     older: list[tuple[float, int, Path]] = []
-    with suppress(OSError):
+    try:
         for folder, manifest in _checkpoints_in(target.parent):
             if isinstance(manifest, Manifest) and folder.name != target.name:
                 older.append((manifest.saved, manifest.step, folder))
+    except OSError as error:  # the new checkpoint is whole all the same
+        log.warning("%s cannot be listed, so old checkpoints stay: %s", target.parent, reason(error))
     for _, _, folder in sorted(older)[: max(0, len(older) - (keep - 1))]:
         doomed = _with_token(folder)
         try:

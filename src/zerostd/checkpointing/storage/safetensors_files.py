@@ -64,10 +64,24 @@ def system_errors(what: str) -> Iterator[None]:
 
 
 def ordered_results(pool: ThreadPoolExecutor, work: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
-    """Run `work` on jobs in the pool, a few at a time, and yield the results in the order of the jobs."""
+    """Run `work` on jobs in the pool, a few at a time, and yield the results in the order of the jobs.
+
+    After an error no further job begins.
+    """
     waiting: deque[Future[Result]] = deque()
+    errors: list[Exception] = []
+
+    def work_unless_failed(job: Job) -> Result:
+        if errors:
+            raise errors[0]
+        try:
+            return work(job)
+        except Exception as error:
+            errors.append(error)
+            raise
+
     for job in jobs:
-        waiting.append(pool.submit(work, job))
+        waiting.append(pool.submit(work_unless_failed, job))
         if len(waiting) > 2 * NUM_THREADS:
             yield waiting.popleft().result()
     while waiting:
