@@ -127,15 +127,17 @@ def _describe(
 
 
 def _records(runtime: Runtime, optimizer: ZeroOptimizer | None, *, frozen: bool) -> Iterator[SavedInterval]:
-    rank = runtime.world.rank
+    has_gradient = {i.name for _, parameter, i in model_parts.parameters_of(runtime) if parameter.grad is not None}
     for group in runtime.update_order():
         runtime.gatherer.wait_updates(group)
         for flat in group.flats if frozen else group.trainable:
-            yield from value_intervals(flat, rank, group.name)
+            mine = flat.layout.shard(runtime.world.rank)
+            yield from value_intervals(flat, mine, group.name)
             if optimizer is not None and flat in optimizer.updater.spans:
-                yield from state_records(optimizer.updater, flat, rank, group.name)
+                yield from state_records(optimizer.updater, flat, mine, group.name)
             if optimizer is not None and flat.gradient is not None and runtime.backward.passes.num_done:
-                yield from gradient_records(flat, rank, group.name)
+                gradients = gradient_records(flat, mine, group.name)
+                yield from (record for record in gradients if record.of in has_gradient)
     yield from model_parts.generator_records(runtime.world)
 
 

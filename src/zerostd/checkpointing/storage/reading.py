@@ -21,13 +21,14 @@ from zerostd.checkpointing.storage.manifest import BLOCK, TensorEntry, TensorPar
 from zerostd.checkpointing.storage.safetensors_files import NUM_THREADS, SafetensorsReader, ordered_results
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
+from zerostd.parameters.flat import SavedInterval
 from zerostd.tiers import Done, TierTensor, Transfer
 from zerostd.tiers.host import PAGE, aligned
 
 DISK_WRITE = 16 << 20  # bytes written to a disk tier at a time
 NUM_BUFFERS = 3  # one is read, two are written
 
-Target = tuple[TensorEntry, int, TierTensor, slice]  # elements of the entry, from this one on, fill this part
+Target = tuple[TensorEntry, SavedInterval]  # a tensor, and which part of it goes where
 OnBytes = Callable[[int], None]
 
 
@@ -120,9 +121,14 @@ class Checkpoint:
 
     def fill_tiers(self, targets: Sequence[Target], on_bytes: OnBytes) -> None:
         """Read tensors into tier tensors. On disk neighbours are written together, while the next ones are read."""
-        in_memory = ((e, low, tensor.tensor[part]) for e, low, tensor, part in targets if tensor.tensor is not None)
+        in_memory = []
+        on_disk = []
+        for entry, record in targets:
+            if record.column.tensor is None:
+                on_disk.append((entry, record))
+            else:
+                in_memory.append((entry, record.start, record.column.tensor[record.place]))
         self.fill(in_memory, on_bytes)
-        on_disk = [target for target in targets if target[2].tensor is None]
         if not on_disk:
             return
         buffers = [aligned(DISK_WRITE) for _ in range(NUM_BUFFERS)]
@@ -182,23 +188,23 @@ def _disk_stretches(
     targets: Iterable[Target],
 ) -> Iterator[tuple[TierTensor, int, int, list[tuple[TensorEntry, int, slice]]]]:
     """Yield stretches of tier tensors, none longer than a buffer: tensor, start, stop, and what fills which part."""
-    runs: list[list[Target]] = []
-    for target in targets:
-        last = runs[-1][-1] if runs else None
-        if last is not None and last[2] is target[2] and last[3].stop == target[3].start:
+    runs: list[list[Target]] = []  # of neighbours
+    for target in sorted(targets, key=lambda target: (id(target[1].column), target[1].offset)):
+        last = runs[-1][-1][1] if runs else None
+        if last is not None and last.column is target[1].column and last.place.stop == target[1].offset:
             runs[-1].append(target)
         else:
             runs.append([target])
     for run in runs:
-        tensor = run[0][2]
-        begin = run[0][3].start
-        end = run[-1][3].stop
-        step = DISK_WRITE // tensor.dtype.itemsize
+        column = run[0][1].column
+        begin = run[0][1].offset
+        end = run[-1][1].place.stop
+        step = DISK_WRITE // column.dtype.itemsize
         for low, high in pairwise([begin, *range((begin // step + 1) * step, end, step), end]):
             parts = []
-            for entry, first, _, part in run:
-                start = max(low, part.start)
-                stop = min(high, part.stop)
+            for entry, record in run:
+                start = max(low, record.offset)
+                stop = min(high, record.place.stop)
                 if start < stop:
-                    parts.append((entry, first + start - part.start, slice(start - low, stop - low)))
-            yield tensor, low, high, parts
+                    parts.append((entry, record.start + start - record.offset, slice(start - low, stop - low)))
+            yield column, low, high, parts
