@@ -102,22 +102,22 @@ class Checkpoint:
             for entry, low, values in wanted
             for block in blocks_of(entry, low, low + values.numel())
         )
-        for num_bytes in ordered_results(self._pool, self._fill_from, jobs):
-            on_bytes(num_bytes)
 
-    @torch.no_grad()
-    def _fill_from(self, job: tuple[BlockOfPart, int, torch.Tensor]) -> int:
-        """Read a block, copy what overlaps with the values, which begin at an element, and return its bytes."""
-        block, low, values = job
-        start = max(low, block.low)
-        stop = min(low + values.numel(), block.high)
-        target = values[start - low : stop - low]
-        is_whole = (start, stop) == (block.low, block.high)
-        if is_whole and target.device.type == "cpu" and target.dtype == block.entry.torch_dtype:
-            return self._read_block(block, target).nbytes
-        numbers = self._read_block(block)[start - block.low : stop - block.low]
-        target.copy_(numbers)
-        return numbers.nbytes
+        @torch.no_grad()
+        def fill(job: tuple[BlockOfPart, int, torch.Tensor]) -> int:
+            block, low, values = job
+            start = max(low, block.low)
+            stop = min(low + values.numel(), block.high)
+            target = values[start - low : stop - low]
+            is_whole = (start, stop) == (block.low, block.high)
+            if is_whole and target.device.type == "cpu" and target.dtype == block.entry.torch_dtype:
+                return self._read_block(block, target).nbytes
+            numbers = self._read_block(block)[start - block.low : stop - block.low]
+            target.copy_(numbers)
+            return numbers.nbytes
+
+        for num_bytes in ordered_results(self._pool, fill, jobs):
+            on_bytes(num_bytes)
 
     def fill_tiers(self, targets: Sequence[Target], on_bytes: OnBytes) -> None:
         """Read tensors into tier tensors. On disk neighbours are written together, while the next ones are read."""
@@ -154,20 +154,26 @@ class Checkpoint:
             if not hasattr(self._scratch, "memory"):
                 self._scratch.memory = torch.empty(BLOCK, dtype=torch.uint8)
             target = self._scratch.memory.view(block.entry.torch_dtype)[: block.high - block.low]
-        self.read_unchecked(block, block.low, target)
-        self.check_sum(block, crc32(target))
+        for _ in self.slices(block, target):
+            pass
         return target
 
-    def read_unchecked(self, block: BlockOfPart, low: int, target: torch.Tensor) -> None:
-        """Fill `target` with the elements of a block from `low` on."""
-        self._readers[block.part.file].read(block.part.key, low - block.part.start, target)
+    def slices(self, block: BlockOfPart, memory: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the elements of a block, each time as many as `memory` holds, with the number of the first.
 
-    def check_sum(self, block: BlockOfPart, crc: int) -> None:
-        """Raise CheckpointError if a block does not have this crc32."""
+        At the end raises CheckpointError if they are not those that were written.
+        """
+        reader = self._readers[block.part.file]
+        crc = 0
+        for low in range(block.low, block.high, memory.numel()):
+            numbers = memory[: block.high - low]
+            reader.read(block.part.key, low - block.part.start, numbers)
+            crc = crc32(numbers, crc)
+            yield low, numbers
         if crc != block.crc32:
             raise CheckpointError(
-                f"{self._readers[block.part.file].path} is damaged: elements {block.low} to {block.high} of "
-                f"{block.entry.label} are not as written; use another checkpoint"
+                f"{reader.path} is damaged: elements {block.low} to {block.high} of {block.entry.label} are not as "
+                "written; use another checkpoint"
             )
 
 
