@@ -149,9 +149,6 @@ def _apply(runtime: Runtime, readers: Mapping[str, TensorReader], sources: Mappi
             buffer.copy_(values)
 
 
-# The files
-
-
 def is_model(path: Path) -> bool:
     """Return whether `path` is a file, or a directory with a model that is not a checkpoint of ours."""
     try:

@@ -72,10 +72,9 @@ def load_in_two_phases(
 
 def _on_all_ranks(runtime: Runtime, where: str, remark: str, work: Callable[[], T]) -> T:
     """Do `work` and return its result, or raise on all ranks what went wrong on the first that failed."""
-    results: list[T] = []
     cause: Exception | None = None
     try:
-        results.append(work())
+        result = work()
     except Exception as error:
         cause = error
     message = None if cause is None else str(checkpoint_error(cause))
@@ -83,7 +82,7 @@ def _on_all_ranks(runtime: Runtime, where: str, remark: str, work: Callable[[], 
         if said is not None:
             who = f"rank {rank}: " if runtime.world.size > 1 else ""
             raise CheckpointError(f"{who}{said}. {remark}") from cause
-    return results[0]
+    return result
 
 
 @torch.no_grad()

@@ -89,9 +89,6 @@ def kept_values(flat: Flat, rank: int) -> Iterator[SavedInterval]:
     return value_intervals(flat, mine, group="")
 
 
-# Random generators
-
-
 def generator_records(world: World) -> Iterator[SavedInterval]:
     """Yield the states of torch's generators on this rank."""
     yield tensor_interval("random", f"{world.rank}/torch", torch.get_rng_state())
