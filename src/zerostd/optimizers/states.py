@@ -18,7 +18,7 @@ from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.spans import UpdateSpan, UpdateSpans
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
-from zerostd.parameters.flat import MASTER, SavedInterval, owned_pieces
+from zerostd.parameters.flat import MASTER, SavedInterval, pieces_in
 from zerostd.policy import Route
 from zerostd.sharding import Piece
 from zerostd.tiers import TierTensor
@@ -209,12 +209,12 @@ def _put_scalar(updater: Updater, span: UpdateSpan, key: str, value: Any) -> Non
     span.scalars = {**(span.scalars or {}), key: scalar}
 
 
-def state_records(updater: Updater, flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
-    """Yield the long states of a trained flat's parameters, as far as this rank owns them."""
+def state_records(updater: Updater, flat: Flat, mine: slice, group: str) -> Iterator[SavedInterval]:
+    """Yield where the long states of a trained flat's parameters are kept, as far as they lie in `mine`."""
     spans = updater.spans[flat]
     for span in spans:
         states = spans.long_states(span)
-        for piece, low, high in owned_pieces(flat, rank, span.pieces):
+        for piece, low, high in pieces_in(mine, flat, span.pieces):
             interval = flat.layout.intervals[piece.index]
             start = piece.start + low
             stop = piece.start + high
@@ -223,35 +223,33 @@ def state_records(updater: Updater, flat: Flat, rank: int, group: str) -> Iterat
                 yield SavedInterval("state", interval.name, interval.shape, start, stop, tensor, offset, name, group)
 
 
-def gradient_records(flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
-    """Yield what the passes of an incomplete step have brought for a flat's parameters, as far as this rank owns it;
-    parameters without elements are rank 0's."""
-    tensor = gradient_tensor(flat)
-    empty = [index for index, interval in enumerate(flat.layout.intervals) if rank == 0 and not interval.numel]
-    places = [(index, 0, 0, 0) for index in empty]
-    for piece, low, high in owned_pieces(flat, rank):
-        places.append((piece.index, piece.start + low, piece.start + high, piece.offset + low))
-    for index, start, stop, offset in places:
-        if flat.parameters[index].grad is not None:
-            interval = flat.layout.intervals[index]
-            yield SavedInterval("gradient", interval.name, interval.shape, start, stop, tensor, offset, group=group)
-
-
-def gradient_tensor(flat: Flat, dtypes: Collection[torch.dtype] = ()) -> TierTensor:
-    """Return the gradient of a flat's region where it is kept, in a form that loses nothing of these dtypes."""
+def gradient_records(
+    flat: Flat, mine: slice, group: str, dtypes: Collection[torch.dtype] = ()
+) -> Iterator[SavedInterval]:
+    """Yield where the gradients of a flat's parameters are kept, as far as they lie in `mine`, in a form that loses
+    nothing of these dtypes. Parameters without elements lie at its start."""
     gradient = flat.gradient
     assert gradient is not None
     if any(torch.promote_types(dtype, gradient.rest_dtype) != gradient.rest_dtype for dtype in dtypes):
         gradient.use_sum()
     rest = gradient.wait_landed()
-    return TierTensor(rest.numel(), rest.dtype, gradient.tier, rest)
+    tensor = TierTensor(rest.numel(), rest.dtype, gradient.tier, rest)
+    for interval in flat.layout.intervals if mine.start == 0 else ():
+        if not interval.numel:
+            yield SavedInterval("gradient", interval.name, interval.shape, 0, 0, tensor, 0, group=group)
+    for piece, low, high in pieces_in(mine, flat):
+        interval = flat.layout.intervals[piece.index]
+        start = piece.start + low
+        stop = piece.start + high
+        offset = piece.offset + low
+        yield SavedInterval("gradient", interval.name, interval.shape, start, stop, tensor, offset, group=group)
 
 
 def scalar_states(updater: Updater, rank: int) -> dict[str, dict[str, Any]]:
     """Return scalar states, such as counts of steps, by name of parameter, as far as this rank owns any of it."""
     by_name: dict[str, dict[str, Any]] = {}
     for flat, spans in updater.spans.items():
-        owned = {piece.index for piece, _, _ in owned_pieces(flat, rank)}
+        owned = {piece.index for piece, _, _ in pieces_in(flat.layout.shard(rank), flat)}
         for span in spans:
             scalars = {
                 key: value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -240,7 +240,8 @@ class Flat:
 
 @dataclass(frozen=True)
 class SavedInterval:
-    """Elements [start, stop) of one tensor, flattened, which begin at `offset` of a tier tensor."""
+    """Elements [start, stop) of one tensor, flattened, which begin at `offset` of a tier tensor: saved from there, and
+    loaded to there."""
 
     kind: str
     of: str
@@ -256,6 +257,10 @@ class SavedInterval:
     def dtype(self) -> torch.dtype:
         return self.column.dtype
 
+    @property
+    def place(self) -> slice:
+        return slice(self.offset, self.offset + self.stop - self.start)  # of the tier tensor
+
     def read(self, low: int, high: int, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Return elements [low, high) of the interval; those on disk are read into `memory`, if it is given."""
         return self.column.read(slice(self.offset + low, self.offset + high), memory)
@@ -268,9 +273,8 @@ def tensor_interval(kind: str, of: str, tensor: torch.Tensor) -> SavedInterval:
     return SavedInterval(kind, of, tuple(tensor.shape), 0, flat.numel(), column, 0)
 
 
-def owned_pieces(flat: Flat, rank: int, pieces: Iterable[Piece] | None = None) -> Iterator[tuple[Piece, int, int]]:
-    """Yield the pieces of a trained flat's region that this rank saves, each with the part [low, high) it saves."""
-    mine = flat.layout.shard(rank)
+def pieces_in(mine: slice, flat: Flat, pieces: Iterable[Piece] | None = None) -> Iterator[tuple[Piece, int, int]]:
+    """Yield the pieces of a trained flat's region that lie in `mine`, each with the part [low, high) that does."""
     for piece in flat.layout.pieces(flat.region) if pieces is None else pieces:
         place = flat.region.start + piece.offset
         low = max(mine.start, place)
@@ -279,11 +283,12 @@ def owned_pieces(flat: Flat, rank: int, pieces: Iterable[Piece] | None = None) -
             yield piece, low - place, high - place
 
 
-def value_intervals(flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
-    """Yield the values of a flat's parameters, at the precision they are kept in. Rank 0 saves the empty ones."""
+def value_intervals(flat: Flat, mine: slice, group: str) -> Iterator[SavedInterval]:
+    """Yield where values of a flat's parameters are kept, at full precision, as far as they lie in `mine`: this rank's
+    shard, the region, or all of the flat. Parameters without elements lie at its start."""
     intervals = flat.layout.intervals
     kept = flat.state_shards[0].master if flat.state_shards else flat.rest
-    for interval in intervals if rank == 0 else ():
+    for interval in intervals if mine.start == 0 else ():
         if not interval.numel:
             yield SavedInterval("parameter", interval.name, interval.shape, 0, 0, kept, 0, group=group)
 
@@ -292,12 +297,11 @@ def value_intervals(flat: Flat, rank: int, group: str) -> Iterator[SavedInterval
         return SavedInterval("parameter", interval.name, interval.shape, start, stop, column, offset, group=group)
 
     if not flat.state_shards:
-        mine = flat.layout.shard(rank)
         begin = mine.start if flat.is_sharded else 0
         for piece in flat.layout.pieces(mine):
             yield values(piece, piece.start, piece.stop, flat.rest, mine.start + piece.offset - begin)
         return
-    for piece, low, high in owned_pieces(flat, rank):
+    for piece, low, high in pieces_in(mine, flat):
         for shard in flat.state_shards:
             overlap = shard.overlap(piece.offset + low, piece.offset + high)
             if overlap is not None:
