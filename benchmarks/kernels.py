@@ -21,8 +21,8 @@ from torch import Tensor
 from zerostd.kernels import Adam, native, update
 
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
-RULE = Adam(3e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, maximize=False, step=10)
-EXACT = Adam(3e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, maximize=False, step=10, exact_root=True)
+RULE = Adam(3e-4, 0.1, False, beta1=0.9, beta2=0.95, eps=1e-8, decoupled=True, step=10)
+EXACT = Adam(3e-4, 0.1, False, beta1=0.9, beta2=0.95, eps=1e-8, decoupled=True, step=10, exact_root=True)
 PEER = "torch fused AdamW, fp32, and both casts"
 STEP = 28  # bytes a parameter: fp32 master and states in and out, a bf16 gradient in, a bf16 weight out
 HEADER = """# AdamW on the CPU, one step

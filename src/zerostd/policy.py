@@ -262,6 +262,11 @@ class Homes:
         for tier, route, _ in self.states:
             if (tier is Tier.DEVICE) != (route is Route.RESIDENT):
                 raise PrepareError(f"states={self.states!r} of a plan: {route.value} is no route for the {tier.value}")
+            if route is Route.STREAMED and self.parameters is Tier.DISK:
+                raise PrepareError(
+                    f"states={self.states!r} of a plan: with parameters on disk no states can be streamed, since new "
+                    "parameters go to the disk from the host; give the route cpu their share"
+                )
         if self.gradients is Tier.DISK:
             raise PrepareError("gradients of a plan rest on the device or the host")
 

@@ -227,9 +227,8 @@ def loss_of(job: Job, model: nn.Module, index: int, rank: int = 0) -> Tensor:
 def hold_up(optimizer: Any, seconds: float) -> None:
     """Keep the threads that update busy for a while: what is asked of them now is done later."""
     offload = optimizer.updater.offload
-    for updater in (offload.cpu, offload.streamed, offload.disk) if offload is not None else ():
-        if updater is not None:
-            updater.worker.submit(lambda: time.sleep(seconds), place=-1)
+    for updater in offload.updaters.values() if offload is not None else ():
+        updater.worker.submit(lambda: time.sleep(seconds), place=-1)
 
 
 def run_steps(job: Job, model: Any, optimizer: Any, numbers: range, rank: int = 0) -> tuple[list[float], list[float]]:

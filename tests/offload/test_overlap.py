@@ -535,7 +535,7 @@ def test_a_failed_update_is_heard_of(tmp_path: Path) -> None:
     job = Job(rules="own")
     model, optimizer = prepared(job, PLACEMENTS["states on host"], tmp_path)
     run_steps(job, model, optimizer, range(1))
-    optimizer.updater.offload.cpu.clone.pace = "fast"
+    optimizer.updater.offload.updaters["cpu"].clone.pace = "fast"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of works that nobody waits for any more
         with pytest.raises(StorageError, match=r"TypeError"):

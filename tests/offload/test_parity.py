@@ -419,6 +419,14 @@ def test_in_a_world_of_one_every_stage_takes_every_placement(tmp_path: Path) -> 
             assert_same(trained, reference, f"stage {stage}, {name}")
 
 
+def test_parameters_on_disk_are_written_wherever_the_states_are(tmp_path: Path) -> None:
+    """New parameters go to the disk from the host, so nothing is streamed, whatever `cpu_share` says."""
+    for states in ("device", "host", "disk", THIRDS):
+        for job in (Job(), Job(precision="bf16", accumulate=1), Job(rules="rmsprop", max_grad_norm=MAX_NORM)):
+            placement = Placement(parameters="disk", optimizer_states=states, cpu_share=0.0)
+            assert_same(train(job, placement, tmp_path), on_device(job), f"states on {states}, {job}")
+
+
 def test_homes_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PrepareError, match=r"gradients='disk'.*use 'host'"):
         prepared(Job(), Placement(gradients="disk"), tmp_path)

@@ -29,7 +29,9 @@ def homes(draw: st.DrawFn) -> Homes:
     chosen = draw(st.lists(st.sampled_from(routes), min_size=1, max_size=4))
     parts = [draw(st.integers(1, 9)) for _ in chosen]
     states = tuple((*one, part / sum(parts)) for one, part in zip(chosen, parts, strict=True))
-    return Homes(draw(tiers), draw(st.sampled_from([Tier.DEVICE, Tier.HOST])), states)
+    is_streamed = any(route is Route.STREAMED for _, route in chosen)
+    parameters = draw(st.sampled_from([tier for tier in Tier if not (is_streamed and tier is Tier.DISK)]))
+    return Homes(parameters, draw(st.sampled_from([Tier.DEVICE, Tier.HOST])), states)
 
 
 sizes = st.integers(0, 10**13)

@@ -58,9 +58,9 @@ class Bench:
         flat.adopt(0, parameter.detach().clone())
         if rests_on is Tier.HOST:
             rest = TierTensor(layout.numel, torch.float32, Tier.HOST, torch.empty(layout.numel))
-            flat.keep(0, rest, is_sharded=False)
+            flat.keep(rest, is_sharded=False)
         else:
-            flat.keep(0, None, is_sharded=False)
+            flat.keep(None, is_sharded=False)
         if trains:
             flat.gradient = Gradient(layout, region, torch.float32, self.allocator, keep_whole=keeps_whole)
         return Group(Blueprint(name, (nn.Linear(1, 1),), ()), 0, [flat], self.wires, self.uploader)

@@ -249,7 +249,7 @@ def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkp
     if optimizer is not None and manifest.optimizer is not None:
         for group, saved in zip(optimizer.param_groups, manifest.optimizer.groups, strict=True):
             group.update(saved.options)
-        optimizer.updater.moved(runtime.groups, optimizer.updater.offload)
+        optimizer.updater.moved(optimizer.updater.offload)
     if runtime.loss_scale is not None and manifest.loss_scale is not None:
         for field in fields(runtime.loss_scale):
             setattr(runtime.loss_scale, field.name, manifest.loss_scale[field.name])
@@ -258,14 +258,12 @@ def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkp
 
 def _clear_states(flat: Flat, manifest: Manifest) -> None:
     """Set states that the checkpoint does not have to zero, where there is memory for them already."""
-    for piece in flat.layout.pieces(flat.region):
-        saved = {entry.state for entry in manifest.named("state", flat.layout.intervals[piece.index].name)}
-        for shard in flat.state_shards:
-            overlap = shard.overlap(piece.place.start, piece.place.stop)
+    for shard in flat.state_shards:
+        for part, here in shard.parts(flat.layout.pieces(flat.region)):
+            saved = {entry.state for entry in manifest.named("state", flat.layout.intervals[part.index].name)}
             for name, tensor in shard.tensors.items():
-                if name != MASTER and name not in saved and overlap is not None:
-                    here = overlap[0]
-                    tensor.write(here, torch.zeros(here.stop - here.start, dtype=tensor.dtype))
+                if name != MASTER and name not in saved:
+                    tensor.write(here, torch.zeros(part.numel, dtype=tensor.dtype))
 
 
 def _records(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifest) -> Iterator[SavedInterval]:
@@ -292,8 +290,4 @@ def _make_states(updater: Updater, flat: Flat, manifest: Manifest) -> None:
     spans.cut([tuple((entry.state, entry.dtype) for entry in manifest.named("state", name)) for name in names])
     for span in spans:
         for entry in manifest.named("state", names[span.pieces[0].index]):
-            if span.tensor is None:
-                span.scalars = {} if span.scalars is None else span.scalars
-            else:
-                value = torch.empty_like(span.tensor, dtype=entry.torch_dtype)
-                updater.inner.state[span.tensor][entry.state] = value
+            spans.make_long_state(span, entry.state, entry.torch_dtype)

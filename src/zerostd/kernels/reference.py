@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerostd.kernels.rules import Adagrad, Adam, Sgd, Split, UpdateArguments, join, split
+from zerostd.kernels.rules import Adagrad, Adam, Sgd, UpdateArguments
 
 
 @torch.no_grad()
@@ -36,29 +36,18 @@ def update(step: UpdateArguments) -> None:
         gradient = gradient * step.factor
     if step.rule.maximize:
         gradient = -gradient
-    arrays = [_written(source, target) for source, target in zip(step.source, step.target, strict=True)]
+    for source, target in zip(step.source, step.target, strict=True):
+        if target is not source:
+            target.copy_(source)
     match step.rule:
         case Adam():
-            _adam(step.rule, gradient, *arrays)
+            _adam(step.rule, gradient, *step.target)
         case Sgd():
-            _sgd(step.rule, gradient, *arrays)
+            _sgd(step.rule, gradient, *step.target)
         case Adagrad():
-            _adagrad(step.rule, gradient, *arrays)
-    if isinstance(step.target[0], Split):
-        for target, half in zip(step.target[0], split(arrays[0]), strict=True):
-            target.copy_(half)
+            _adagrad(step.rule, gradient, *step.target)
     if step.weight is not None:
-        step.weight.copy_(arrays[0])
-
-
-def _written(source: Tensor | Split, target: Tensor | Split) -> Tensor:
-    """Return the fp32 tensor that the rule changes: the target with the source's numbers, or the joined master."""
-    if isinstance(source, Split) or isinstance(target, Split):
-        assert isinstance(source, Split)
-        return join(source)
-    if target is not source:
-        target.copy_(source)
-    return target
+        step.weight.copy_(step.target[0])
 
 
 def _adam(rule: Adam, gradient: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:

@@ -167,7 +167,7 @@ class HostUpdates:
             array.fill_(value)
         self.had = 1.0
         exact = host.device.type != "cpu"  # as the cpu route has it
-        self._rule = Adam(3e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, maximize=False, step=10, exact_root=exact)
+        self._rule = Adam(3e-4, 0.1, False, 0.9, 0.95, 1e-8, decoupled=True, step=10, exact_root=exact)
 
     def step(self, num_threads: int) -> None:
         update(self._rule, self._gradient, self._arrays, weight=self._gradient, num_threads=num_threads)

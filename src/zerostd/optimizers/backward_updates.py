@@ -8,6 +8,7 @@ Results are the same bits as without.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,29 +16,27 @@ import torch
 from zerostd.errors import MisuseError
 from zerostd.monitoring.ledger import explain_out_of_memory
 from zerostd.optimizers.gradients import Gradients
-from zerostd.optimizers.spans import StepOptions, snapshot
+from zerostd.optimizers.spans import StepOptions
 from zerostd.optimizers.updater import Scope, Updater
 from zerostd.parameters import Group
 
 NUM_UNCLIPPED = 2  # steps in a row that did not clip before the next one speculates
 
 
+@dataclass(eq=False)
 class BackwardUpdates:
     """Starts updates inside backward for one prepared optimizer."""
 
-    def __init__(
-        self, updater: Updater, gradients: Gradients, renew: Callable[[Group], None], *, is_speculative: bool
-    ) -> None:
-        self.updater = updater
-        self.gradients = gradients
-        self._renew = renew  # is told of each group whose masters have changed
-        self.is_speculative = is_speculative  # what is updated may have to be done again
-        self.num_speculated = 0  # steps
-        self.num_committed = 0  # of those
-        self._options: StepOptions | None = None  # of the step that has begun
-        self._done: dict[Group, None] = {}
-        self._num_unclipped = 0
-        self._last: StepOptions | None = None  # of a step that did not speculate and has not been looked at
+    updater: Updater
+    gradients: Gradients
+    renew: Callable[[Group], None]  # called with each group whose masters have changed
+    is_speculative: bool  # what is updated may have to be done again
+    num_speculated: int = 0  # steps
+    num_committed: int = 0  # of those
+    _options: StepOptions | None = None  # of the step that has begun
+    _done: dict[Group, None] = field(default_factory=dict)
+    _num_unclipped: int = 0
+    _last: StepOptions | None = None  # of a step that did not speculate and has not been looked at
 
     @torch.no_grad()
     def start(self, group: Group) -> None:
@@ -64,7 +63,7 @@ class BackwardUpdates:
             scope: Scope = "speculative" if self.is_speculative else "all"
             self.updater.update(group, self._options, scope, is_complete=True)
         self._done[group] = None
-        self._renew(group)
+        self.renew(group)
 
     def finish(self, factor: torch.Tensor | None, order: list[Group]) -> set[Group]:
         """End the step: commit what was speculative if `factor` turned out to be one. Returns the groups that need
@@ -88,7 +87,7 @@ class BackwardUpdates:
             if group in done:
                 self.updater.commit_speculative(group)
                 self.updater.update(group, options, "rest")
-                self._renew(group)
+                self.renew(group)
         return set(done)
 
     def watch(self, options: StepOptions) -> None:
@@ -106,10 +105,9 @@ class BackwardUpdates:
 
     def _check(self, options: StepOptions) -> None:
         """Refuse a step whose options or gradients have changed since its updates began."""
-        now = snapshot(self.updater.user_groups)
-        for index, (used, group) in enumerate(zip(options.param_groups, now, strict=True)):
+        for index, (used, group) in enumerate(zip(options.param_groups, self.updater.user_groups, strict=True)):
             for key, value in group.items():
-                if not _is_equal(used.get(key), value):
+                if key != "params" and not _is_equal(used.get(key), value):
                     raise MisuseError(
                         f"param_groups[{index}][{key!r}] was changed from {used.get(key)!r} to {value!r} between "
                         "backward and step, but the update began inside backward: change options after step(), as "

@@ -12,9 +12,11 @@ spans may share one: what is on its way out is written before it is read again.
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle, islice
 
 import torch
 from torch.optim import Optimizer
@@ -24,39 +26,39 @@ from zerostd.errors import MisuseError
 from zerostd.kernels import Rule
 from zerostd.optimizers.elementwise import clone_optimizer, native_rule, next_scalars, update_by_clone
 from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask
-from zerostd.optimizers.streamed_updater import NUM_SLOTS, UP, StagingSlot, StreamedUpdater, tile_numel, widest_dtypes
+from zerostd.optimizers.streamed_updater import NUM_SLOTS, StagingSlot, StreamedUpdater, tile_numel, widest_dtypes
 from zerostd.parameters import Flat
 from zerostd.parameters.flat import MASTER, StateShard
+from zerostd.parameters.gradient import HostGradientCopy
+from zerostd.parameters.host_gradient import UP
 from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding.portions import UNIT
 from zerostd.tiers import Done, Streams, TierAllocator, Transfer, Worker
-from zerostd.tiers.debug import poison
 
-Placed = Sequence[tuple[Flat, StateShard]]  # shards with their flats
 TILE_NUMEL = 16 << 20  # elements updated before their new parameters start on their way
 DISK_TILE_NUMEL = 4 << 20
 
 
+@dataclass(eq=False)
 class CpuUpdater:
     """Updates spans in a thread of its own."""
 
     name = "the update on the CPU"
+    inner: Optimizer
+    placed: Sequence[tuple[Flat, StateShard]]  # the shards it updates, with their flats
+    allocator: TierAllocator
+    streams: Streams
+    num_threads: int
+    busy_s: float = field(init=False, default=0.0)  # that the thread has worked, in all
 
-    def __init__(
-        self, inner: Optimizer, placed: Placed, allocator: TierAllocator, streams: Streams, *, num_threads: int
-    ) -> None:
-        self.inner = inner
-        self.clone = clone_optimizer(inner)
-        self.allocator = allocator
-        self.streams = streams
-        self.num_threads = num_threads
-        self.worker = Worker(self.name, allocator.device)
-        self.busy_s = 0.0  # that the thread has worked, in all
+    def __post_init__(self) -> None:
+        self.clone = clone_optimizer(self.inner)
+        self.worker = Worker(self.name, self.allocator.device)
         self._weights: dict[StateShard, torch.Tensor] = {}  # on the host: new parameters on their way
-        if allocator.device.type == "cpu":
+        if self.allocator.device.type == "cpu":
             return
-        for flat, shard in placed:  # host memory where new parameters cannot take the place of the gradient's copy
-            takes_its_place = not shard.spare and _fits_gradient_copy(flat)
+        for flat, shard in self.placed:  # host memory where new parameters cannot take the place of the gradient's copy
+            takes_its_place = not shard.spare and _fitting_copy(flat) is not None
             if shard.route is Route.CPU and flat.rest.tier is not Tier.HOST and not takes_its_place:
                 self._weights_of(flat, shard)
 
@@ -69,15 +71,14 @@ class CpuUpdater:
 
     def launch(self, task: UpdateTask) -> Transfer:
         """Start an update; done when the new parameters are where they belong."""
-        if task.span.shard.route is Route.CPU:
+        span = task.span
+        if span.shard.route is Route.CPU:
             rule = self._rule(task)
             task = replace(task, rule=rule, host_weights=self._host_weights(task))
             if rule is not None:
-                task.span.keep(next_scalars(rule, task.span.scalars), is_speculative=task.is_speculative)
-        return self.submit(task)
-
-    def submit(self, task: UpdateTask) -> Transfer:
-        return task.submit(self.worker, self._do, task.span.numel if task.rule is None else TILE_NUMEL)
+                span.keep(next_scalars(rule, span.scalars), is_speculative=task.is_speculative)
+        is_cut = task.rule is not None and span.shard.tier is Tier.HOST  # from disk, tiles overlap inside the thread
+        return task.submit(self.worker, self._do, TILE_NUMEL if is_cut else span.numel)
 
     def _rule(self, task: UpdateTask) -> Rule | None:
         """Return a native rule if the numbers are fp32 and the user has not asked for torch's fused kernel here."""
@@ -98,22 +99,21 @@ class CpuUpdater:
 
     def _host_weights(self, task: UpdateTask) -> torch.Tensor | None:
         """Return where the kernel writes new parameters; None: the master is the parameter."""
-        shard = task.span.shard
-        if shard.holds_parameters:
+        span = task.span
+        if span.shard.holds_parameters:
             return None
         if task.weights is not None and task.weights.device.type == "cpu":
             return task.weights
-        copy = None if task.flat.gradient is None else task.flat.gradient.host_copy
-        if copy is not None and not task.is_speculative and _fits_gradient_copy(task.flat):
-            return copy.overwrite(task.span.region).view(task.flat.rest.dtype)
-        return self._weights_of(task.flat, shard)[task.span.in_shard]
+        copy = None if task.is_speculative else _fitting_copy(task.flat)
+        if copy is not None:
+            return copy.copy_of(span.region, overwrites=True).view(task.flat.rest.dtype)
+        return self._weights_of(task.flat, span.shard)[span.in_shard]
 
     def _weights_of(self, flat: Flat, shard: StateShard) -> torch.Tensor:
         """Return host memory for a shard's new parameters; the first call takes it."""
         if shard not in self._weights:
-            dtype = flat.rest.dtype
-            memory = self.allocator.host.allocate(shard.numel * dtype.itemsize, Kind.BUFFERS)
-            self._weights[shard] = memory.view(dtype)
+            memory = self.allocator.host.allocate(shard.numel * flat.rest.dtype.itemsize, Kind.BUFFERS)
+            self._weights[shard] = memory.view(flat.rest.dtype)
         return self._weights[shard]
 
     # In the thread
@@ -177,12 +177,11 @@ class CpuUpdater:
             rest.write(task.span.region, task.host_weights)
 
 
-def _fits_gradient_copy(flat: Flat) -> bool:
-    """Whether new parameters fit where the host's copy of their gradient was."""
-    gradient = flat.gradient
-    assert gradient is not None
-    is_as_wide = gradient.rest_dtype.itemsize == flat.rest.dtype.itemsize
-    return gradient.host_copy is not None and flat.rest.tensor is not None and is_as_wide
+def _fitting_copy(flat: Flat) -> HostGradientCopy | None:
+    """Return the host's copy of the gradient, if new parameters fit where it was."""
+    assert flat.gradient is not None
+    is_as_wide = flat.gradient.rest_dtype.itemsize == flat.rest.dtype.itemsize
+    return flat.gradient.host_copy if flat.rest.tensor is not None and is_as_wide else None
 
 
 class DiskUpdater(CpuUpdater):
@@ -190,16 +189,15 @@ class DiskUpdater(CpuUpdater):
 
     name = "the update of states on disk"
 
-    def __init__(
-        self, inner: Optimizer, placed: Placed, allocator: TierAllocator, streams: Streams, *, num_threads: int
-    ) -> None:
-        super().__init__(inner, placed, allocator, streams, num_threads=num_threads)
-        shards = [shard for _, shard in placed]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        allocator = self.allocator
+        shards = [shard for _, shard in self.placed]
         self._tile_numel = tile_numel(DISK_TILE_NUMEL, shards)
         streamed = [shard for shard in shards if shard.route is Route.STREAMED]
         self.streamed: StreamedUpdater | None = None  # for those that pass through the device
         if streamed:
-            self.streamed = StreamedUpdater(inner, streamed, self._tile_numel, allocator, streams)
+            self.streamed = StreamedUpdater(self.inner, streamed, self._tile_numel, allocator, self.streams)
         sizes = {name: self._tile_numel * dtype.itemsize for name, dtype in widest_dtypes(shards).items()}
         self._slots = [
             StagingSlot({name: allocator.host.allocate(size, Kind.BUFFERS) for name, size in sizes.items()})
@@ -220,15 +218,11 @@ class DiskUpdater(CpuUpdater):
     def wait_writes(self) -> None:
         """Return when everything is written."""
         for slot in self._slots:
-            _wait_writes(slot)
-
-    def submit(self, task: UpdateTask) -> Transfer:
-        """Put a task into the thread with all its tiles at once: reading ahead and writing behind overlap inside it."""
-        return task.submit(self.worker, self._do_all, task.span.numel)
+            slot.wait_writes()
 
     # In the thread
 
-    def _do_all(self, task: UpdateTask, _: slice) -> None:
+    def _do(self, task: UpdateTask, tile: slice) -> None:
         span = task.span
         is_streamed = span.shard.route is Route.STREAMED
         if not is_streamed:
@@ -242,48 +236,41 @@ class DiskUpdater(CpuUpdater):
         end = min(span.shard.numel, -(-place.stop // UNIT) * UNIT)
         starts = range(place.start // UNIT * UNIT, place.stop, self._tile_numel)
         blocks = [slice(start, min(end, start + self._tile_numel)) for start in starts]  # of the shard, whole pages
-        ahead = NUM_SLOTS - 1
-        for index, block in enumerate(blocks[:ahead]):
-            self._read(task, block, self._slots[index])
+        to_read = zip(blocks, cycle(self._slots))
+        reading = deque(self._read(task, block, slot) for block, slot in islice(to_read, NUM_SLOTS - 1))
         scalars: ScalarStates | None = None
-        for index, block in enumerate(blocks):
-            slot = self._slots[index % NUM_SLOTS]
-            if index + ahead < len(blocks):
-                self._read(task, blocks[index + ahead], self._slots[(index + ahead) % NUM_SLOTS])
+        while reading:
+            reading.extend(self._read(task, block, slot) for block, slot in islice(to_read, 1))
+            slot = reading.popleft()
+            block = slot.block
             for read in slot.reads:
                 read.wait()
             staged = slot.views(task.source, block.stop - block.start)
             low = max(block.start, place.start)
             high = min(block.stop, place.stop)
-            tile = slice(low - place.start, high - place.start)
+            part = slice(low - place.start, high - place.start)
             states = {name: tensor[low - block.start : high - block.start] for name, tensor in staged.items()}
             if is_streamed:
                 assert self.streamed is not None
-                scalars, landed = self.streamed.update_tile(task, tile, states, states, after=Done())
+                scalars, landed = self.streamed.update_tile(task, part, states, states, after=Done())
                 landed.synchronize()
             else:
-                scalars = self.update_tile(task, tile, states, states, factor)
+                scalars = self.update_tile(task, part, states, states, factor)
             slot.writes += [tensor.start_write(block.start, staged[name]) for name, tensor in task.source.items()]
-            self.send_weights(task, tile)
+            self.send_weights(task, part)
         self.finish(task, scalars)
         events.end(event)
         self.busy_s += time.perf_counter() - begun
 
-    def _read(self, task: UpdateTask, block: slice, slot: StagingSlot) -> None:
-        """Start reading a block into a slot, when what overlaps it has been written."""
-        _wait_writes(slot)
+    def _read(self, task: UpdateTask, block: slice, slot: StagingSlot) -> StagingSlot:
+        """Start reading a block into a slot, when what overlaps it has been written; returns the slot."""
+        slot.wait_writes()
         for writing in self._slots:
             is_shards = writing.task is not None and writing.task.span.shard is task.span.shard
             if is_shards and writing.block.start < block.stop and block.start < writing.block.stop:
-                _wait_writes(writing)
+                writing.wait_writes()
         slot.task = task
         slot.block = block
         staged = slot.views(task.source, block.stop - block.start)
         slot.reads = [tensor.start_read(block.start, staged[name]) for name, tensor in task.source.items()]
-
-
-def _wait_writes(slot: StagingSlot) -> None:
-    if slot.writes:
-        slot.wait_writes()
-        for memory in slot.memory.values():
-            poison(memory)
+        return slot

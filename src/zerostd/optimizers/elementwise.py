@@ -11,6 +11,7 @@ user holds is not touched.
 
 import copy
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from torch import nn
 from zerostd.compat import move_step_hooks
 from zerostd.errors import MisuseError, PrepareError
 from zerostd.kernels import Adagrad, Adam, Rule, Sgd
-from zerostd.optimizers.spans import ScalarStates, StepOptions, Tensors, UpdateSpan, copy_values
+from zerostd.optimizers.spans import Options, ScalarStates, StepOptions, Tensors, UpdateSpan, copy_values
 from zerostd.parameters.flat import MASTER
 
+Trial = tuple[torch.Tensor, dict[str, Any], Options]  # numbers, states and param_group afterwards
 NEEDS_WHOLE = {
     "LBFGS": "its line search needs dot products over all parameters and calls the loss several times a step",
     "Adafactor": "it factors the second moment by rows and columns of each matrix",
@@ -44,8 +46,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
                 "as AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam or RAdam"
             )
     try:
-        whole, _, _ = _trial(optimizer, 0, pieces=False)
-        pieces, _, _ = _trial(optimizer, 0, pieces=True)
+        whole, _, _ = _trial(optimizer, 0)
+        pieces, _, _ = _trial(optimizer, 0, lengths=(10, 14))
     except Exception as error:
         raise PrepareError(
             f"optimizer {name} failed on a trial update of a flat tensor, so it cannot run on shards: "
@@ -59,51 +61,53 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def writes_options(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step changes the optimizer's own param_groups, as those do that count steps there."""
-    for index, group in enumerate(optimizer.param_groups):
-        if group["params"]:
-            _, _, after = _trial(optimizer, index, pieces=False)
-            if any(str(group.get(key)) != str(value) for key, value in after.items() if key != "params"):
-                return True
-    return False
+    """Return whether a step changes the optimizer's own param_groups, as those do that count steps there."""
+    return any(
+        str(group.get(key)) != str(value)
+        for group, (_, _, after) in _trials(optimizer)
+        for key, value in after.items()
+        if key != "params"
+    )
 
 
 def find_states(optimizer: torch.optim.Optimizer) -> dict[str, torch.dtype]:
     """Return the dtypes of what the optimizer keeps for each element, by name, as two trial steps with each
     param_group's options show."""
-    dtypes: dict[str, torch.dtype] = {}
+    return {
+        name: value.dtype
+        for _, (_, states, _) in _trials(optimizer)
+        for name, value in states.items()
+        if isinstance(value, torch.Tensor) and value.numel() == 24
+    }
+
+
+def _trials(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Options, Trial]]:
+    """Yield each param_group that has parameters, with its trial."""
     for index, group in enumerate(optimizer.param_groups):
-        if not group["params"]:
-            continue
-        _, states, _ = _trial(optimizer, index, pieces=False)
-        for name, value in states.items():
-            if isinstance(value, torch.Tensor) and value.numel() == 24:
-                dtypes[name] = value.dtype
-    return dtypes
+        if group["params"]:
+            yield group, _trial(optimizer, index)
 
 
-def _trial(
-    optimizer: torch.optim.Optimizer, index: int, *, pieces: bool
-) -> tuple[torch.Tensor, dict[str, Any], dict[str, Any]]:
-    """Take two steps of a clone of `optimizer` on 24 fixed numbers, as one 4x6 matrix or as flat pieces of 10 and 14.
+def _trial(optimizer: torch.optim.Optimizer, index: int, lengths: Sequence[int] = ()) -> Trial:
+    """Take two steps of a clone of `optimizer` on 24 fixed numbers, as one 4x6 matrix or as flat pieces of `lengths`.
     Returns the numbers afterwards, the states of the first tensor, and the param_group."""
     numbers = torch.linspace(-1.0, 1.0, 24).sin()
-    tensors = [numbers[:10].clone(), numbers[10:].clone()] if pieces else [numbers.reshape(4, 6).clone()]
-    parameters = [nn.Parameter(tensor) for tensor in tensors]
+    tensors = numbers.split(list(lengths)) if lengths else [numbers.reshape(4, 6)]
+    parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
+    options = optimizer.param_groups[index].items()
+    group: Options = {key: copy.deepcopy(value) for key, value in options if key != "params"}
+    if "capturable" in group:
+        group["capturable"] = False  # only devices can be, and this is no device
     trial = clone_optimizer(optimizer)
     trial.state = defaultdict(dict)
-    group: dict[str, Any] = {
-        key: copy.deepcopy(value) for key, value in optimizer.param_groups[index].items() if key != "params"
-    }
-    group |= {"capturable": False} if "capturable" in group else {}  # only devices can be, and this is no device
     trial.param_groups = [{**group, "params": parameters}]
     for step in range(2):
         gradient = (torch.arange(24.0) * (step + 1)).cos()
         for parameter, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
             parameter.grad = part.reshape(parameter.shape).clone()
         trial.step()
-    numbers = torch.cat([parameter.detach().flatten() for parameter in parameters])
-    return numbers, dict(trial.state[parameters[0]]), trial.param_groups[0]
+    after = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    return after, dict(trial.state[parameters[0]]), trial.param_groups[0]
 
 
 def native_rule(
@@ -113,44 +117,24 @@ def native_rule(
     exact, or as torch takes them on a CPU."""
     if options.get("differentiable"):
         return None
-    lr = float(options.get("lr", 0.0))
-    weight_decay = float(options.get("weight_decay", 0.0))
-    maximize = bool(options.get("maximize", False))
     step = 1 if scalars is None else int(scalars.get("step", 0)) + 1
+    shared = (
+        float(options.get("lr", 0.0)),
+        float(options.get("weight_decay", 0.0)),
+        bool(options.get("maximize")),
+    )
     kind = type(inner)
     if kind in (torch.optim.Adam, torch.optim.AdamW) and not options.get("amsgrad"):
+        decoupled = kind is torch.optim.AdamW or bool(options.get("decoupled_weight_decay", False))
         beta1, beta2 = (float(beta) for beta in options["betas"])
-        return Adam(
-            lr=lr,
-            weight_decay=weight_decay,
-            maximize=maximize,
-            beta1=beta1,
-            beta2=beta2,
-            eps=float(options["eps"]),
-            decoupled=kind is torch.optim.AdamW or bool(options.get("decoupled_weight_decay", False)),
-            step=step,
-            exact_root=exact_root,
-        )
+        eps = float(options["eps"])
+        return Adam(*shared, beta1, beta2, eps, decoupled, step, exact_root)
     if kind is torch.optim.SGD:
-        return Sgd(
-            lr=lr,
-            weight_decay=weight_decay,
-            maximize=maximize,
-            momentum=float(options["momentum"]),
-            dampening=float(options["dampening"]),
-            nesterov=bool(options["nesterov"]),
-            is_first=scalars is None,
-        )
+        momentum = float(options["momentum"])
+        dampening = float(options["dampening"])
+        return Sgd(*shared, momentum, dampening, bool(options["nesterov"]), is_first=scalars is None)
     if kind is torch.optim.Adagrad:
-        return Adagrad(
-            lr=lr,
-            weight_decay=weight_decay,
-            maximize=maximize,
-            lr_decay=float(options["lr_decay"]),
-            eps=float(options["eps"]),
-            step=step,
-            exact_root=exact_root,
-        )
+        return Adagrad(*shared, float(options["lr_decay"]), float(options["eps"]), step, exact_root)
     return None
 
 
@@ -191,7 +175,9 @@ def update_by_clone(
         clone.state[parameter] = {**copy_values(span.scalars), **long_states}
     clone.step()
     parameter.grad = None
-    options.written[index] = {**group, "capturable": True} if is_captured else group
+    if is_captured:
+        group["capturable"] = True
+    options.written[index] = group
     after = clone.state[parameter]
     for name, value in after.items():
         if not isinstance(value, torch.Tensor) or not value.dim():

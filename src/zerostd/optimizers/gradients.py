@@ -137,20 +137,15 @@ class Gradients(StepObserver):
         """Return one parameter's norm. The first call computes all of them with one exchange."""
         self._wait()
         if (order, handle.of) not in self._norms:
-            self._compute_norms(order)
+            parts = torch.zeros(len(self._places), device=self.wires.world.device)
+            for row, (flat, index) in enumerate(self._places.values()):
+                piece = flat.layout.piece_of(index, flat.region)
+                if piece is not None and flat.parameters[index].grad is not None and flat.gradient is not None:
+                    parts[row] = flat.gradient.norm(order, piece.place)
+            norms = self._across_ranks(parts if math.isinf(order) else parts.pow(order), order)
+            self._norms = {(order, name): norms[row] for row, name in enumerate(self._places)}
         unscale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
         return self._norms[order, handle.of] * self.factor * unscale
-
-    def _compute_norms(self, order: float) -> None:
-        names = list(self._places)
-        parts = torch.zeros(len(names), device=self.wires.world.device)
-        for row, name in enumerate(names):
-            flat, index = self._places[name]
-            piece = flat.layout.piece_of(index, flat.region)
-            if piece is not None and flat.parameters[index].grad is not None and flat.gradient is not None:
-                parts[row] = flat.gradient.norm(order, piece.place)
-        norms = self._across_ranks(parts if math.isinf(order) else parts.pow(order), order)
-        self._norms = {(order, name): norms[row] for row, name in enumerate(names)}
 
     def scale(self, handle: GradientHandle, factor: torch.Tensor | float) -> None:
         """Multiply one parameter's gradient."""

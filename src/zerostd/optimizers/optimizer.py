@@ -34,20 +34,13 @@ THREADED_FROM = 1_000_000  # elements: below, waking threads costs more than the
 
 
 class Schedule(Protocol):
-    """What a step asks of the schedule, in this order; the optimizer never learns how groups move.
+    """Names what a step asks of the schedule, in this order; the optimizer never learns how groups move."""
 
-    1. check_step raises if a step now would lose gradients.
-    2. wait_gradients returns when all gradients have landed.
-    3. update_order returns the groups, those the next forward needs first in front.
-    4. renew notes that a group's masters have changed; once for each group that is updated.
-    5. stepped notes that the step was taken, or skipped.
-    """
-
-    def check_step(self) -> None: ...
-    def wait_gradients(self) -> None: ...
-    def update_order(self) -> list[Group]: ...
-    def renew(self, group: Group) -> None: ...
-    def stepped(self) -> None: ...
+    def check_step(self) -> None: ...  # raises if a step now would lose gradients
+    def wait_gradients(self) -> None: ...  # returns when all have landed
+    def update_order(self) -> list[Group]: ...  # those that the next forward needs first in front
+    def renew(self, group: Group) -> None: ...  # notes that its masters have changed; once for each updated group
+    def stepped(self) -> None: ...  # notes that the step was taken, or skipped
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -68,7 +61,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
         world = gradients.wires.world
-        self._num_threads = thread_budget(world.local_size) if world.device.type == "cpu" else 1
+        num_elements = sum(flat.region.stop - flat.region.start for flat in updater.spans)
+        is_long = world.device.type == "cpu" and num_elements >= THREADED_FROM
+        self._num_threads = thread_budget(world.local_size) if is_long else 1  # for an update
         move_step_hooks(self.inner, self)  # once a step, not once a group
         self._is_built = True
 
@@ -123,9 +118,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self.backward_updates = None
         if knows_last_pass and not waits_for_step:
-            self.backward_updates = BackwardUpdates(
-                self.updater, self._gradients, self._schedule.renew, is_speculative=is_speculative
-            )
+            renew = self._schedule.renew
+            self.backward_updates = BackwardUpdates(self.updater, self._gradients, renew, is_speculative)
         return self.backward_updates
 
     def check_consistent(self, call: str) -> None:
@@ -161,7 +155,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _threads(self) -> Iterator[None]:
         """Use all threads this rank may have, for an update on the CPU that is long enough to pay for waking them."""
         before = torch.get_num_threads()
-        if self._num_threads <= before or self.updater.num_elements < THREADED_FROM:
+        if self._num_threads <= before:
             yield
             return
         torch.set_num_threads(self._num_threads)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostd.errors import MisuseError
 from zerostd.kernels import Rule
 from zerostd.parameters import Flat, Group
 from zerostd.parameters.flat import MASTER, StateShard
@@ -50,28 +51,16 @@ class UpdateSpan:
             self.tensor = self.shard.master.tensor[self.in_shard].detach()
 
     @property
-    def region(self) -> slice:
-        """Where it lies in the flat's region."""
+    def region(self) -> slice:  # its place in the flat's region
         return slice(self.pieces[0].offset, self.pieces[-1].place.stop)
 
     @property
-    def in_shard(self) -> slice:
-        """Where it lies in its shard."""
-        return self.part_in_shard(slice(0, self.numel))
+    def in_shard(self) -> slice:  # its place in its shard
+        return slice(self.region.start - self.shard.start, self.region.stop - self.shard.start)
 
     @property
     def numel(self) -> int:
-        return sum(piece.numel for piece in self.pieces)
-
-    def part_of(self, piece: Piece) -> slice:
-        """Return where one of its pieces lies, counted from the span's start."""
-        start = piece.offset - self.pieces[0].offset
-        return slice(start, start + piece.numel)
-
-    def part_in_shard(self, part: slice) -> slice:
-        """Return where a part, counted from the span's start, lies in the shard."""
-        start = self.pieces[0].offset - self.shard.start
-        return slice(start + part.start, start + part.stop)
+        return self.region.stop - self.region.start  # type: ignore[no-any-return]
 
     def keep(self, scalars: ScalarStates | None, *, is_speculative: bool) -> None:
         """Keep the scalar states that an update left."""
@@ -98,7 +87,8 @@ class UpdateSpans:
         self._spans: list[UpdateSpan] = []
         region = flat.layout.pieces(flat.region)
         for shard in flat.state_shards:
-            for index, pieces in groupby(_pieces_in(shard, region), lambda piece: param_groups[piece.index]):
+            parts = [part for part, _ in shard.parts(region)]
+            for index, pieces in groupby(parts, lambda part: param_groups[part.index]):
                 if index is not None:
                     self._spans.append(UpdateSpan(tuple(pieces), index, shard))
 
@@ -141,16 +131,31 @@ class UpdateSpans:
         return places
 
     def long_states(self, span: UpdateSpan) -> dict[str, tuple[TierTensor, int]]:
-        """Return the states of a span that have a value for each element, and where in them it begins."""
+        """Return the states of a span that have a value for each element, each with the element of the region that it
+        begins at."""
         span.finish_commit()
         if span.tensor is None:
             tensors = span.shard.tensors.items() if span.scalars is not None else ()
-            return {name: (tensor, span.in_shard.start) for name, tensor in tensors if name != MASTER}
-        return {
-            name: (TierTensor(value.numel(), value.dtype, Tier.DEVICE, value), 0)
-            for name, value in self.state.get(span.tensor, {}).items()
-            if _is_as_long(value, span.tensor)
-        }
+            return {name: (tensor, span.shard.start) for name, tensor in tensors if name != MASTER}
+        values = self.state.get(span.tensor, {}).items()
+        return {name: _on_device(value, span) for name, value in values if _is_as_long(value, span.tensor)}
+
+    def make_long_state(self, span: UpdateSpan, name: str, dtype: torch.dtype) -> tuple[TierTensor, int]:
+        """Return one of `long_states`, or the master. On the device the first call makes it; elsewhere it has room."""
+        if name == MASTER:
+            return span.shard.master, span.shard.start
+        if span.tensor is not None:
+            states = self.state[span.tensor]
+            if name not in states:
+                states[name] = torch.zeros_like(span.tensor, dtype=dtype)
+            return _on_device(states[name], span)
+        if name not in span.shard.tensors:
+            raise MisuseError(
+                f"the state {name!r} has no place off the device, since the optimizer did not make one in its trial at "
+                "prepare: it was saved by another optimizer, or with other options"
+            )
+        span.scalars = span.scalars or {}
+        return span.shard.tensors[name], span.shard.start
 
     def scalar_states(self, span: UpdateSpan) -> ScalarStates:
         """Return copies of the other states of a span."""
@@ -161,22 +166,18 @@ class UpdateSpans:
         return {name: copy.deepcopy(value) for name, value in states.items() if not _is_as_long(value, span.tensor)}
 
     def read(self, span: UpdateSpan, piece: Piece) -> dict[str, Any]:
-        """Return the states of one piece of a span, in memory."""
+        """Return the states of one piece of a span, in memory, with the master where parameters are rounded."""
         states = self.scalar_states(span)
-        for name, (tensor, base) in self.long_states(span).items():
-            start = base + span.part_of(piece).start
-            states[name] = tensor.read(slice(start, start + piece.numel))
+        tensors = self.long_states(span)
+        if span.shard.master.dtype != self.flat.dtype:
+            tensors[MASTER] = (span.shard.master, span.shard.start)
+        for name, (tensor, origin) in tensors.items():
+            states[name] = tensor.read(piece.place_from(origin))
         return states
 
 
-def _pieces_in(shard: StateShard, pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Yield the pieces of a region, cut to a shard."""
-    for piece in pieces:
-        low = max(piece.offset, shard.start)
-        high = min(piece.place.stop, shard.stop)
-        if low < high:
-            start = piece.start + low - piece.offset
-            yield replace(piece, start=start, stop=start + high - low, offset=low)
+def _on_device(state: torch.Tensor, span: UpdateSpan) -> tuple[TierTensor, int]:
+    return TierTensor(state.numel(), state.dtype, Tier.DEVICE, state), span.region.start
 
 
 def _is_as_long(value: Any, tensor: torch.Tensor) -> bool:
@@ -266,8 +267,11 @@ class UpdateTask:
 
     def tensors_of(self, tile: slice) -> tuple[Tensors, Tensors]:
         """Return what a tile reads and what it writes, where they are in memory."""
-        part = self.span.part_in_shard(tile)
-        source = {name: tensor.tensor[part] for name, tensor in self.source.items() if tensor.tensor is not None}
-        if not self.is_speculative:
-            return source, source
-        return source, {name: tensor.tensor[part] for name, tensor in self.target.items() if tensor.tensor is not None}
+        start = self.span.in_shard.start
+        part = slice(start + tile.start, start + tile.stop)
+
+        def cut(tensors: dict[str, TierTensor]) -> Tensors:
+            return {name: tensor.tensor[part] for name, tensor in tensors.items() if tensor.tensor is not None}
+
+        source = cut(self.source)
+        return source, cut(self.target) if self.is_speculative else source

@@ -39,10 +39,7 @@ def save_states(updater: Updater, gradients: Gradients) -> dict[str, Any]:
             states = _read(spans, places)
             if states:
                 saved[number] = {key: _shaped(value, parameter) for key, value in states.items()}
-    groups = []
-    for group in updater.user_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**options, "params": [numbers[parameter] for parameter in group["params"]]})
+    groups = [{**group, "params": [numbers[p] for p in group["params"]]} for group in updater.user_groups]
     world = gradients.wires.world
     ours = {"rank": world.rank, "size": world.size, "intervals": intervals}
     if gradients.loss_scale is not None:
@@ -57,12 +54,7 @@ def _interval(places: Places) -> tuple[int, int]:
 
 def _read(spans: UpdateSpans, places: Places) -> States:
     """Return the states of one parameter: views of long ones, end to end; copies of scalar ones in the first place."""
-    parts = []
-    for span, piece in places:
-        states = spans.read(span, piece)
-        if spans.flat.rest.dtype != span.shard.master.dtype:
-            states[MASTER] = span.shard.master.read(span.part_in_shard(span.part_of(piece)))
-        parts.append(states)
+    parts = [spans.read(span, piece) for span, piece in places]
     if len(parts) == 1:
         return parts[0]
     return {
@@ -106,7 +98,7 @@ def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, An
                         f"this rank's interval has {stop - start}: it was saved from another model, stage or world size"
                     )
     for user, group in zip(updater.user_groups, groups, strict=True):
-        user.update({key: value for key, value in group.items() if key != "params"})
+        user.update({**group, "params": user["params"]})
     if gradients.loss_scale is not None:
         for key, value in ours.get("loss_scale", {}).items():
             setattr(gradients.loss_scale, key, value)
@@ -167,46 +159,25 @@ def _fill(updater: Updater, spans: UpdateSpans, saved: Mapping[nn.Parameter, Sta
             for span, piece in places:
                 if _is_long(value):
                     skipped = 0 if value.numel() == parameter.numel() else first
-                    part = value.reshape(-1)[piece.start - skipped : piece.stop - skipped]
-                    _put_long(updater, span, piece, key, part)
+                    tensor, origin = spans.make_long_state(span, key, value.dtype)
+                    values = value.reshape(-1)[piece.start - skipped : piece.stop - skipped]
+                    tensor.write(piece.place_from(origin), values)
                 else:
                     _put_scalar(updater, span, key, value)
 
 
-def _put_long(updater: Updater, span: UpdateSpan, piece: Piece, key: str, values: torch.Tensor) -> None:
-    part = span.part_of(piece)
-    if key == MASTER:
-        span.shard.master.write(span.part_in_shard(part), values)
-        return
-    if span.tensor is not None:
-        states = updater.inner.state[span.tensor]
-        if key not in states:
-            states[key] = torch.zeros_like(span.tensor, dtype=values.dtype)
-        states[key][part].copy_(values)
-        return
-    if key not in span.shard.tensors:
-        raise MisuseError(
-            f"the state {key!r} has no place off the device, since the optimizer did not make one in its trial at "
-            "prepare: it was saved by another optimizer, or with other options"
-        )
-    span.scalars = span.scalars or {}
-    span.shard.tensors[key].write(span.part_in_shard(part), values)
-
-
 def _put_scalar(updater: Updater, span: UpdateSpan, key: str, value: Any) -> None:
     """Put a scalar state on the device where torch keeps it: with the parameters if the optimizer is fused."""
-    scalar = value.clone() if isinstance(value, torch.Tensor) else value
     options = updater.user_groups[span.param_group]
-    follows = bool(options.get("fused") or options.get("capturable"))
+    if isinstance(value, torch.Tensor):
+        device = value.device if span.tensor is not None else torch.device("cpu")
+        if (options.get("fused") or options.get("capturable")) and span.shard.route is not Route.CPU:
+            device = updater.scratch.device
+        value = value.to(device, copy=True)
     if span.tensor is not None:
-        if isinstance(scalar, torch.Tensor) and follows:
-            scalar = scalar.to(span.tensor.device)
-        updater.inner.state[span.tensor][key] = scalar
-        return
-    if isinstance(scalar, torch.Tensor):
-        follows = follows and span.shard.route is Route.STREAMED
-        scalar = scalar.to(updater.scratch.device if follows else "cpu")
-    span.scalars = {**(span.scalars or {}), key: scalar}
+        updater.inner.state[span.tensor][key] = value
+    else:
+        span.scalars = {**(span.scalars or {}), key: value}
 
 
 def state_records(updater: Updater, flat: Flat, mine: slice, group: str) -> Iterator[SavedInterval]:
@@ -214,13 +185,11 @@ def state_records(updater: Updater, flat: Flat, mine: slice, group: str) -> Iter
     spans = updater.spans[flat]
     for span in spans:
         states = spans.long_states(span)
-        for piece, low, high in pieces_in(mine, flat, span.pieces):
-            interval = flat.layout.intervals[piece.index]
-            start = piece.start + low
-            stop = piece.start + high
-            for name, (tensor, base) in states.items():
-                offset = base + span.part_of(piece).start + low
-                yield SavedInterval("state", interval.name, interval.shape, start, stop, tensor, offset, name, group)
+        for part in pieces_in(mine, flat, span.pieces):
+            of = flat.layout.intervals[part.index]
+            for name, (tensor, origin) in states.items():
+                offset = part.offset - origin
+                yield SavedInterval("state", of.name, of.shape, part.start, part.stop, tensor, offset, name, group)
 
 
 def gradient_records(
@@ -234,22 +203,18 @@ def gradient_records(
         gradient.use_sum()
     rest = gradient.wait_landed()
     tensor = TierTensor(rest.numel(), rest.dtype, gradient.tier, rest)
-    for interval in flat.layout.intervals if mine.start == 0 else ():
-        if not interval.numel:
-            yield SavedInterval("gradient", interval.name, interval.shape, 0, 0, tensor, 0, group=group)
-    for piece, low, high in pieces_in(mine, flat):
-        interval = flat.layout.intervals[piece.index]
-        start = piece.start + low
-        stop = piece.start + high
-        offset = piece.offset + low
-        yield SavedInterval("gradient", interval.name, interval.shape, start, stop, tensor, offset, group=group)
+    intervals = flat.layout.intervals
+    empty = [Piece(index, 0, 0, 0) for index, interval in enumerate(intervals) if not (mine.start or interval.numel)]
+    for part in (*empty, *pieces_in(mine, flat)):
+        of = intervals[part.index]
+        yield SavedInterval("gradient", of.name, of.shape, part.start, part.stop, tensor, part.offset, group=group)
 
 
 def scalar_states(updater: Updater, rank: int) -> dict[str, dict[str, Any]]:
     """Return scalar states, such as counts of steps, by name of parameter, as far as this rank owns any of it."""
     by_name: dict[str, dict[str, Any]] = {}
     for flat, spans in updater.spans.items():
-        owned = {piece.index for piece, _, _ in pieces_in(flat.layout.shard(rank), flat)}
+        owned = {piece.index for piece in pieces_in(flat.layout.shard(rank), flat)}
         for span in spans:
             scalars = {
                 key: value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -9,7 +9,7 @@ The arithmetic is the user's optimizer on the device, as for resident states: th
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,14 +19,14 @@ from torch.optim import Optimizer
 from zerostd.optimizers.elementwise import clone_optimizer, update_by_clone
 from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask
 from zerostd.parameters.flat import MASTER, StateShard
-from zerostd.policy import Kind, Tier
+from zerostd.parameters.gradient import DOWN
+from zerostd.parameters.host_gradient import UP
+from zerostd.policy import Kind
 from zerostd.sharding import Portion
 from zerostd.sharding.portions import UNIT
 from zerostd.tiers import Streams, TierAllocator, TierTensor, Transfer, Worker
 from zerostd.tiers.debug import poison
 
-UP = (Tier.HOST.value, Tier.DEVICE.value)
-DOWN = (Tier.DEVICE.value, Tier.HOST.value)
 TILE_NUMEL = 8 << 20
 NUM_SLOTS = 4
 FEW = 4  # tiles that a shard is cut into if one tile could hold it
@@ -49,6 +49,9 @@ class StagingSlot:
         """Return when nothing is on its way out."""
         for write in self.writes:
             write.synchronize()
+        for memory in self.memory.values() if self.writes else ():
+            if memory.device.type == "cpu":  # on a device it is poisoned in the stream
+                poison(memory)
         self.writes.clear()
 
     def views(self, tensors: Mapping[str, torch.Tensor | TierTensor], numel: int) -> Tensors:
@@ -65,7 +68,8 @@ def tile_numel(most: int, stretches: Iterable[Portion | StateShard]) -> int:
     longest = max((stretch.numel for stretch in stretches), default=0)
     if longest >= most:
         return most
-    return min(most, -(-max(LEAST, -(-longest // FEW)) // UNIT) * UNIT, -(-longest // UNIT) * UNIT)
+    shorter = min(longest, max(LEAST, -(-longest // FEW)))
+    return min(most, -(-shorter // UNIT) * UNIT)
 
 
 def widest_dtypes(shards: Iterable[StateShard]) -> dict[str, torch.dtype]:
@@ -77,29 +81,28 @@ def widest_dtypes(shards: Iterable[StateShard]) -> dict[str, torch.dtype]:
     return dtypes
 
 
+@dataclass(eq=False)
 class StreamedUpdater:
     """Updates tiles of `shards` on the device, in a thread of its own."""
 
-    def __init__(
-        self, inner: Optimizer, shards: list[StateShard], tile_numel: int, allocator: TierAllocator, streams: Streams
-    ) -> None:
-        self.device = allocator.device
+    inner: Optimizer
+    shards: Sequence[StateShard]
+    tile_numel: int
+    allocator: TierAllocator
+    streams: Streams
+    busy_s: float = field(init=False, default=0.0)  # that the thread has worked or waited for slots, in all
+
+    def __post_init__(self) -> None:
+        self.device = self.allocator.device
+        self.ledger = self.allocator.ledger
         self.worker = Worker("the update on the device of states in host memory", self.device)
-        self.clone = clone_optimizer(inner)
-        self.tile_numel = tile_numel
-        self.streams = streams
-        self.ledger = allocator.ledger
-        self.busy_s = 0.0  # that the thread has worked or waited for slots, in all
+        self.clone = clone_optimizer(self.inner)
         self._turn = 0
-        dtypes = widest_dtypes(shards)
-        sizes = {name: tile_numel * dtype.itemsize for name, dtype in _slot_dtypes(dtypes).items()}
-        self._slots = [
-            StagingSlot(
-                {name: torch.empty(size, dtype=torch.uint8, device=self.device) for name, size in sizes.items()}
-            )
-            for _ in range(NUM_SLOTS)
-        ]
-        self.ledger.enter(Kind.BUFFERS, self.buffer_bytes(dtypes, tile_numel))
+        dtypes = widest_dtypes(self.shards)
+        sizes = {name: self.tile_numel * dtype.itemsize for name, dtype in _slot_dtypes(dtypes).items()}
+        allocate = partial(torch.empty, dtype=torch.uint8, device=self.device)
+        self._slots = [StagingSlot({name: allocate(size) for name, size in sizes.items()}) for _ in range(NUM_SLOTS)]
+        self.ledger.enter(Kind.BUFFERS, self.buffer_bytes(dtypes, self.tile_numel))
 
     @staticmethod
     def buffer_bytes(dtypes: Mapping[str, torch.dtype], tile_numel: int) -> int:

@@ -8,6 +8,7 @@ are those the user set, and counters in its param_groups move once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any, Literal
 
 import torch
@@ -36,21 +37,19 @@ class OffloadUpdater:
     ) -> None:
         self.allocator = allocator
         self.device = allocator.device
-        flats = [flat for group in groups for flat in group.trainable]
-        on_host = [(flat, shard) for flat in flats for shard in flat.state_shards if shard.tier is Tier.HOST]
-        on_disk = [(flat, shard) for flat in flats for shard in flat.state_shards if shard.tier is Tier.DISK]
+        placed = [(flat, shard) for group in groups for flat in group.trainable for shard in flat.state_shards]
+        on_host = [(flat, shard) for flat, shard in placed if shard.tier is Tier.HOST]
+        on_disk = [(flat, shard) for flat, shard in placed if shard.tier is Tier.DISK]
         streamed = [shard for _, shard in on_host if shard.route is Route.STREAMED]
-        self.cpu: CpuUpdater | None = None
-        self.streamed: StreamedUpdater | None = None
-        self.disk: DiskUpdater | None = None
-        if any(shard.route is Route.CPU for _, shard in on_host):
-            self.cpu = CpuUpdater(inner, on_host, allocator, streams, num_threads=num_threads)
+        self.updaters: dict[str, CpuUpdater | StreamedUpdater] = {}
+        if len(streamed) < len(on_host):
+            self.updaters["cpu"] = CpuUpdater(inner, on_host, allocator, streams, num_threads)
         if streamed:
             numel = tile_numel(streamed_updater.TILE_NUMEL, streamed)
-            self.streamed = StreamedUpdater(inner, streamed, numel, allocator, streams)
+            self.updaters["streamed"] = StreamedUpdater(inner, streamed, numel, allocator, streams)
         if on_disk:
-            self.disk = DiskUpdater(inner, on_disk, allocator, streams, num_threads=num_threads)
-        for updater in self._updaters.values():
+            self.updaters["disk"] = DiskUpdater(inner, on_disk, allocator, streams, num_threads)
+        for updater in self.updaters.values():
             allocator.before_close(updater.worker.stop)
         self._factors = allocator.host.allocate(NUM_FACTORS * 4, Kind.BUFFERS).view(torch.float32)
         self._turn = 0
@@ -71,15 +70,7 @@ class OffloadUpdater:
     def launch(self, task: UpdateTask) -> Transfer:
         """Start the update of one span."""
         shard = task.span.shard
-        updater = self.streamed if shard.route is Route.STREAMED else self.cpu
-        updater = self.disk if shard.tier is Tier.DISK else updater
-        assert updater is not None
-        return updater.launch(task)
-
-    @property
-    def _updaters(self) -> dict[str, CpuUpdater | StreamedUpdater]:
-        updaters = {"cpu": self.cpu, "streamed": self.streamed, "disk": self.disk}
-        return {name: updater for name, updater in updaters.items() if updater is not None}
+        return self.updaters["disk" if shard.tier is Tier.DISK else shard.route.value].launch(task)
 
     def copy_to_host(self, factor: torch.Tensor) -> tuple[torch.Tensor, Transfer]:
         """Start copying a factor to the host, for the threads that need it as a number; returns its memory there, and
@@ -91,75 +82,70 @@ class OffloadUpdater:
 
     def close(self) -> None:
         """End the threads and give their memory back; nothing may be under way."""
-        for updater in self._updaters.values():
+        for updater in self.updaters.values():
             updater.close()
         self.allocator.host.free(self._factors)
 
     def drain(self) -> None:
         """Return when every update so far is done; raise if one failed."""
-        for updater in self._updaters.values():
+        for updater in self.updaters.values():
             updater.worker.drain()
-        if self.disk is not None:
-            self.disk.wait_writes()
+            if isinstance(updater, DiskUpdater):
+                updater.wait_writes()
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
     def busy(self) -> dict[str, float]:
         """Return the seconds that each route's thread has worked since it was made."""
-        return {name: updater.busy_s for name, updater in self._updaters.items()}
+        return {name: updater.busy_s for name, updater in self.updaters.items()}
 
     def check(self) -> None:
         """Raise if a thread has failed."""
-        for updater in self._updaters.values():
+        for updater in self.updaters.values():
             updater.worker.check()
 
 
+@dataclass(eq=False, repr=False)
 class Updater:
     """Updates groups."""
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        groups: tuple[Group, ...],
-        device: torch.device,
-        ledger: Ledger,
-        offload: OffloadUpdater | None,
-        states: Mapping[str, torch.dtype],
-    ) -> None:
-        self.inner = inner
-        self.ledger = ledger
-        self.user_groups = inner.param_groups
-        self.states = dict(states)  # long ones that the optimizer will make, as far as known
+    inner: Optimizer
+    groups: tuple[Group, ...]
+    device: InitVar[torch.device]
+    ledger: Ledger
+    offload: OffloadUpdater | None  # None: all states are on the device
+    states: Mapping[str, torch.dtype]  # long ones that the optimizer will make, as far as known
+
+    def __post_init__(self, device: torch.device) -> None:
+        self.user_groups = self.inner.param_groups
         self.param_group_of = {p: index for index, group in enumerate(self.user_groups) for p in group["params"]}
-        flats = [flat for group in groups for flat in group.trainable]
-        self.spans = {flat: self.make_spans(flat) for flat in flats}
-        self.num_elements = sum(flat.region.stop - flat.region.start for flat in flats)  # updated by this rank
+        self.spans = {flat: self.make_spans(flat) for group in self.groups for flat in group.trainable}
         # As long as the largest group's resident part: gradients as the update reads them
         self.scratch = torch.empty(0, dtype=torch.float32, device=device)
         self._num_counted = 0  # tensors with states that the ledger knows
         self._num_booked = 0  # bytes of states that the ledger knows
-        self._set_offload(groups, offload)
+        self._set_offload(self.offload)
 
     def make_spans(self, flat: Flat) -> UpdateSpans:
         """Return the spans of a flat as it is now, without states."""
         return UpdateSpans(flat, [self.param_group_of.get(p) for p in flat.parameters], self.inner.state)
 
-    def moved(self, groups: tuple[Group, ...], offload: OffloadUpdater | None) -> None:
+    def moved(self, offload: OffloadUpdater | None) -> None:
         """Go on with states that are kept elsewhere now."""
-        self._set_offload(groups, offload)
+        self._set_offload(offload)
         self._num_counted = -1
         self._count()
 
-    def _set_offload(self, groups: tuple[Group, ...], offload: OffloadUpdater | None) -> None:
-        self.offload = offload  # None: all states are on the device
+    def _set_offload(self, offload: OffloadUpdater | None) -> None:
+        self.offload = offload
         # A step changes param_groups, so it must be complete before they are read again
         self.counts_in_groups = offload is not None and writes_options(self.inner)
         self._has_memory = False
         resident = [
             sum(shard.numel for flat in group.trainable for shard in flat.state_shards if shard.is_resident)
-            for group in groups
+            for group in self.groups
         ]
-        gradients = [flat.gradient for group in groups for flat in group.trainable if flat.gradient is not None]
+        gradients = [flat.gradient for flat in self.spans if flat.gradient is not None]
         num_bytes = self.buffer_bytes(resident, [(gradient.dtype, gradient.comes_up) for gradient in gradients])
         self.ledger.leave(Kind.BUFFERS, self.scratch.nbytes)
         self.scratch = self.scratch.new_empty(num_bytes // 4)

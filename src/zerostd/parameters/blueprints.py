@@ -53,8 +53,8 @@ def find_blueprints(
     tops = find_groups(_describe("", model, set()), globs=globs)
     uses: dict[nn.Parameter, list[tuple[int, str, torch.dtype]]] = {}  # group, name and dtype, module by module
     for module_name, module in model.named_modules(remove_duplicate=False):
-        inside = [i for i, top in enumerate(tops) if any(f"{module_name}.".startswith(f"{name}.") for name in top)]
-        home = inside[0] if inside else -1
+        within = (i for i, top in enumerate(tops) if any(f"{module_name}.".startswith(f"{name}.") for name in top))
+        home = next(within, -1)
         for short, parameter in module._parameters.items():
             if parameter is not None:
                 use = (home, f"{module_name}.{short}".lstrip("."), _compute_dtype(module, parameter, precision))

@@ -66,46 +66,39 @@ class StateShard:
         """Make the spare tensors, which a speculative update has written, the true ones."""
         self.tensors, self.spare = self.spare, self.tensors
 
-    def overlap(self, start: int, stop: int) -> tuple[slice, slice] | None:
-        """Return the part of [start, stop) of the region that lies here: where here, and where in [start, stop)."""
-        low = max(start, self.start)
-        high = min(stop, self.stop)
-        if low >= high:
-            return None
-        return slice(low - self.start, high - self.start), slice(low - start, high - start)
+    def parts(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, slice]]:
+        """Yield the parts of the region's pieces that lie here, each with its place in the tensors."""
+        for piece in pieces:
+            if part := piece.within(self.start, self.stop):
+                yield part, part.place_from(self.start)
 
     def read_master(self) -> torch.Tensor:
         return self.master.read(slice(0, self.numel))
 
 
+@dataclass(eq=False, repr=False)
 class Flat:
     """One flat buffer's parameters, masters and gradient on this rank."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        parameters: Sequence[nn.Parameter],
-        dtype: torch.dtype,
-        allocator: TierAllocator,
-        *,
-        region: slice,
-        state_shards: Sequence[StateShard],
-    ) -> None:
-        self.layout = layout
-        self.parameters = tuple(parameters)  # in the layout's order
-        self.region = region  # what this rank updates: its slice, or everything at stage 0
-        self.state_shards = tuple(state_shards)  # portion by portion of the region; none if frozen
-        # In the compute dtype, on the device. Its storage is empty while released, if parameters rest elsewhere.
-        self.full = torch.zeros(layout.numel, dtype=dtype, device=allocator.device)
-        self.is_sharded = False  # parameters rest as this rank's slice only
-        # In the compute dtype, where parameters rest: a view into `full` unless sharded or off the device.
-        self.rest = TierTensor(layout.numel, dtype, Tier.DEVICE, self.full)
-        self.gradient: Gradient | None = None  # None if frozen
-        self._ledger = allocator.ledger
-        self._views = [self.full[i.offset : i.end].view(i.shape) for i in layout.intervals]
-        loud = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-        blank = torch.full((), loud, dtype=dtype, device=allocator.device)
-        self._blanks = [blank.expand(interval.shape) for interval in layout.intervals]
+    layout: Layout
+    parameters: Sequence[nn.Parameter]  # in the layout's order
+    dtype: torch.dtype  # they compute in
+    allocator: TierAllocator
+    region: slice  # what this rank updates: its slice, or everything at stage 0
+    state_shards: Sequence[StateShard]  # portion by portion of the region; none if frozen
+    is_sharded: bool = field(init=False, default=False)  # parameters rest as this rank's slice only
+    gradient: Gradient | None = field(init=False, default=None)  # None if frozen
+
+    def __post_init__(self) -> None:
+        # On the device. Its storage is empty while released, if parameters rest elsewhere.
+        self.full = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.allocator.device)
+        # Where parameters rest: a view into `full` unless sharded or off the device.
+        self.rest = TierTensor(self.layout.numel, self.dtype, Tier.DEVICE, self.full)
+        self._ledger = self.allocator.ledger
+        self._views = [self.full[i.offset : i.end].view(i.shape) for i in self.layout.intervals]
+        loud = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
+        blank = torch.full((), loud, dtype=self.dtype, device=self.full.device)
+        self._blanks = [blank.expand(interval.shape) for interval in self.layout.intervals]
 
     @property
     def gives_back(self) -> bool:
@@ -136,21 +129,19 @@ class Flat:
     def set_master(self, index: int, value: torch.Tensor) -> None:
         """Write exact values to the master of one parameter, where there is one beside the parameter itself."""
         piece = self.layout.piece_of(index, self.region)
-        if piece is None:
-            return
-        part = value.reshape(-1)[piece.start : piece.stop]
+        pieces = [] if piece is None else [piece]
         for shard in self.state_shards:
-            overlap = shard.overlap(piece.offset, piece.offset + piece.numel)
-            if overlap is not None and not shard.holds_parameters:
-                shard.master.write(overlap[0], part[overlap[1]])
+            if not shard.holds_parameters:
+                for part, here in shard.parts(pieces):
+                    shard.master.write(here, value.reshape(-1)[part.start : part.stop])
 
-    def keep(self, rank: int, rest: TierTensor | None, *, is_sharded: bool) -> None:
+    def keep(self, rest: TierTensor | None, *, is_sharded: bool) -> None:
         """Keep what this rank needs of the values that were adopted: in `rest`, or in the gathered buffer itself."""
         self.is_sharded = is_sharded
         if rest is None:
             self._ledger.enter(Kind.PARAMETERS, self.full.nbytes)
         else:
-            rest.write(slice(0, rest.numel), self.own_part(rank))
+            rest.write(slice(0, rest.numel), self.own_part())
             self.rest = rest
             self._ledger.enter(Kind.BUFFERS, self.full.nbytes)
         self.share_masters()
@@ -171,9 +162,9 @@ class Flat:
             self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
             self._ledger.enter(Kind.BUFFERS, self.full.nbytes)
 
-    def own_part(self, rank: int) -> torch.Tensor:
+    def own_part(self) -> torch.Tensor:
         """Return the part of the gathered buffer that rests on this rank."""
-        return self.full[self.layout.shard(rank)] if self.is_sharded else self.full
+        return self.full[self.region] if self.is_sharded else self.full
 
     def show_values(self) -> None:
         """Let parameters be views of the gathered buffer."""
@@ -220,8 +211,7 @@ class Flat:
         """Keep what the user wrote into the gathered parameters. Masters change only where the rounded value did,
         so untouched parameters lose no bits."""
         if self.gives_back:
-            mine = self.full[self.region] if self.is_sharded else self.full
-            self.rest.write(slice(0, self.rest.numel), mine)
+            self.rest.write(slice(0, self.rest.numel), self.own_part())
         for shard in self.state_shards:
             if not shard.holds_parameters:
                 master = shard.read_master()
@@ -273,38 +263,26 @@ def tensor_interval(kind: str, of: str, tensor: torch.Tensor) -> SavedInterval:
     return SavedInterval(kind, of, tuple(tensor.shape), 0, flat.numel(), column, 0)
 
 
-def pieces_in(mine: slice, flat: Flat, pieces: Iterable[Piece] | None = None) -> Iterator[tuple[Piece, int, int]]:
-    """Yield the pieces of a trained flat's region that lie in `mine`, each with the part [low, high) that does."""
-    for piece in flat.layout.pieces(flat.region) if pieces is None else pieces:
-        place = flat.region.start + piece.offset
-        low = max(mine.start, place)
-        high = min(mine.stop, place + piece.numel)
-        if low < high:
-            yield piece, low - place, high - place
+def pieces_in(mine: slice, flat: Flat, pieces: Iterable[Piece] | None = None) -> list[Piece]:
+    """Return what lies in `mine` of pieces of a trained flat's region, of all of them if none are given."""
+    pieces = flat.layout.pieces(flat.region) if pieces is None else pieces
+    parts = [piece.within(mine.start - flat.region.start, mine.stop - flat.region.start) for piece in pieces]
+    return [part for part in parts if part is not None]
 
 
 def value_intervals(flat: Flat, mine: slice, group: str) -> Iterator[SavedInterval]:
     """Yield where values of a flat's parameters are kept, at full precision, as far as they lie in `mine`: this rank's
     shard, the region, or all of the flat. Parameters without elements lie at its start."""
     intervals = flat.layout.intervals
-    kept = flat.state_shards[0].master if flat.state_shards else flat.rest
-    for interval in intervals if mine.start == 0 else ():
-        if not interval.numel:
-            yield SavedInterval("parameter", interval.name, interval.shape, 0, 0, kept, 0, group=group)
-
-    def values(piece: Piece, start: int, stop: int, column: TierTensor, offset: int) -> SavedInterval:
-        interval = intervals[piece.index]
-        return SavedInterval("parameter", interval.name, interval.shape, start, stop, column, offset, group=group)
-
-    if not flat.state_shards:
-        begin = mine.start if flat.is_sharded else 0
-        for piece in flat.layout.pieces(mine):
-            yield values(piece, piece.start, piece.stop, flat.rest, mine.start + piece.offset - begin)
-        return
-    for piece, low, high in pieces_in(mine, flat):
+    empty = [Piece(index, 0, 0, 0) for index, interval in enumerate(intervals) if not (mine.start or interval.numel)]
+    if flat.state_shards:
+        owned = pieces_in(mine, flat)
+        places = [(piece, flat.state_shards[0].master, 0) for piece in empty]
         for shard in flat.state_shards:
-            overlap = shard.overlap(piece.offset + low, piece.offset + high)
-            if overlap is not None:
-                here, there = overlap
-                first = piece.start + low
-                yield values(piece, first + there.start, first + there.stop, shard.master, here.start)
+            places += [(part, shard.master, here.start) for part, here in shard.parts(owned)]
+    else:
+        begin = 0 if flat.is_sharded else mine.start
+        places = [(piece, flat.rest, begin + piece.offset) for piece in (*empty, *flat.layout.pieces(mine))]
+    for piece, column, offset in places:
+        of = intervals[piece.index]
+        yield SavedInterval("parameter", of.name, of.shape, piece.start, piece.stop, column, offset, group=group)

@@ -10,6 +10,7 @@ of parts on the host, for the CPU to read; one that rests on the host is a `Host
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,38 +25,30 @@ DOWN = (Tier.DEVICE.value, Tier.HOST.value)
 Arrived = Sequence[torch.Tensor | None]  # what one pass brought, by parameter
 
 
+@dataclass(eq=False, repr=False)
 class Gradient:
     """One flat gradient, which rests on the device."""
 
     tier = Tier.DEVICE
     comes_up = False  # whether it rests on the host and the device has memory of its own
+    layout: Layout
+    region: slice  # of the flat buffer, in elements
+    dtype: torch.dtype  # of the reduce
+    allocator: TierAllocator
+    keep_whole: bool  # has a buffer of the flat's length, to reduce in place
+    host_copy: HostGradientCopy | None = None  # where the CPU reads parts of it
+    arrived: Transfer = field(init=False, default_factory=Done)  # the last transfer to where it rests
 
-    def __init__(
-        self,
-        layout: Layout,
-        region: slice,
-        dtype: torch.dtype,
-        allocator: TierAllocator,
-        *,
-        keep_whole: bool,
-        host_copy: HostGradientCopy | None = None,
-    ) -> None:
-        self.layout = layout
-        self.region = region  # of the flat buffer, in elements
-        self.dtype = dtype  # of the reduce
-        self.host_copy = host_copy  # where the CPU reads parts of it
-        self.arrived: Transfer = Done()  # the last transfer to where it rests
-        self._device = allocator.device
-        self._ledger = allocator.ledger
-        # In `dtype`, the flat buffer's length, to reduce in place. None where gradients are sharded.
-        self.whole = self._allocate(layout.numel, dtype) if keep_whole else None
+    def __post_init__(self) -> None:
+        # In `dtype`, the flat buffer's length. None where gradients are sharded.
+        self.whole = self._allocate(self.layout.numel, self.dtype) if self.keep_whole else None
         # In `dtype`, the region's length, a view of `whole` where there is one. None before its first use, and while
         # `_sum` holds the gradient.
-        self._rest: torch.Tensor | None = None if self.whole is None else self.whole[region]
+        self._rest: torch.Tensor | None = None if self.whole is None else self.whole[self.region]
         self._sum: torch.Tensor | None = None  # fp32 (fp64 of fp64), the region's length: several passes make a step
         self._unsynced: torch.Tensor | None = None  # as `_sum`, the flat's length: passes under no_sync, not reduced
-        self._has_landed = [False] * len(layout.intervals)  # by parameter: a reduced gradient rests
-        self._is_unsynced = [False] * len(layout.intervals)  # by parameter: `_unsynced` holds something of it
+        self._has_landed = [False] * len(self.layout.intervals)  # by parameter: a reduced gradient rests
+        self._is_unsynced = [False] * len(self.layout.intervals)  # by parameter: `_unsynced` holds something of it
         self._views: dict[int, list[torch.Tensor]] = {}
 
     # Where it rests
@@ -103,7 +96,7 @@ class Gradient:
         form = "float32 (summed over several backward passes)"
         if self._sum is None:
             form = f"{str(self.dtype).removeprefix('torch.')} (one backward pass a step)"
-        self._ledger.gradient_form = form
+        self.allocator.ledger.gradient_form = form
 
     def close(self) -> None:
         """Give all memory back; nothing that rests here is wanted any more."""
@@ -114,7 +107,7 @@ class Gradient:
             self._free(self._rest)
         for tensor in (self.whole, self._unsynced):
             if tensor is not None:
-                self._ledger.leave(Kind.GRADIENTS, tensor.nbytes)
+                self.allocator.ledger.leave(Kind.GRADIENTS, tensor.nbytes)
         if self.host_copy is not None:
             self.host_copy.close()
         self._rest = self._sum = self.whole = self._unsynced = None
@@ -124,12 +117,12 @@ class Gradient:
         return self._allocate(self.numel, dtype)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.zeros(numel, dtype=dtype, device=self._device)
-        self._ledger.enter(Kind.GRADIENTS, tensor.nbytes)
+        tensor = torch.zeros(numel, dtype=dtype, device=self.allocator.device)
+        self.allocator.ledger.enter(Kind.GRADIENTS, tensor.nbytes)
         return tensor
 
     def _free(self, tensor: torch.Tensor) -> None:
-        self._ledger.leave(Kind.GRADIENTS, tensor.nbytes)
+        self.allocator.ledger.leave(Kind.GRADIENTS, tensor.nbytes)
 
     # Landing, called by the reducer
 
@@ -145,7 +138,7 @@ class Gradient:
                     view.zero_()
             buffer.add_(self._unsynced)
             self._is_unsynced = [False] * len(self._is_unsynced)
-            self._ledger.leave(Kind.GRADIENTS, self._unsynced.nbytes)
+            self.allocator.ledger.leave(Kind.GRADIENTS, self._unsynced.nbytes)
             self._views.pop(self._unsynced.data_ptr(), None)
             self._unsynced = None
 
@@ -238,7 +231,7 @@ class Gradient:
     def norm(self, order: float, part: slice | None = None) -> torch.Tensor:
         """Return the norm of the region, or of a part of it: fp32, on the device."""
         gradient = self.wait_landed()
-        return vector_norm(gradient if part is None else gradient[part], order).to(self._device)
+        return vector_norm(gradient if part is None else gradient[part], order).to(self.allocator.device)
 
     def send_host_copy(self) -> None:
         """Start copying down what the CPU will read."""
@@ -288,17 +281,14 @@ class HostGradientCopy:
             self.arrived = self._streams.gradients.record_event()
         self.is_current = True
 
-    def copy_of(self, part: slice) -> torch.Tensor:
-        """Return the copy of elements of the region, all of which lie in one of the parts."""
+    def copy_of(self, part: slice, *, overwrites: bool = False) -> torch.Tensor:
+        """Return the copy of elements of the region, all of which lie in one of the parts. With `overwrites` the caller
+        has read it and writes something else there."""
+        self._is_overwritten |= overwrites
         for whole, copy in zip(self.parts, self._copies, strict=True):
             if whole.start <= part.start and part.stop <= whole.stop:
                 return copy[part.start - whole.start : part.stop - whole.start]
         raise AssertionError(f"elements {part.start} to {part.stop} have no copy on the host")
-
-    def overwrite(self, part: slice) -> torch.Tensor:
-        """Return `copy_of(part)` to somebody who has read it and writes something else there."""
-        self._is_overwritten = True
-        return self.copy_of(part)
 
     def drop_overwritten(self) -> None:
         """Expect no gradient in what was overwritten: all updates that read it have been started."""

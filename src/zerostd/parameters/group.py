@@ -101,7 +101,7 @@ class Group:
             return self._uploader.upload(flat.rest, flat.full, self.name)
         mine = flat.rest.tensor if flat.is_sharded else flat.full[flat.layout.shard(world.rank)]
         if mine is None or mine.device != flat.full.device:
-            mine = flat.own_part(world.rank)
+            mine = flat.own_part()
             self._uploader.upload(flat.rest, mine, self.name).wait()
         return self._wires.gather(flat.full, mine)
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from zerostd.compat import in_backward
 from zerostd.errors import MisuseError
@@ -71,13 +72,9 @@ class GradientHandle(torch.Tensor):
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             args[0][0].ops.unscale(args[0], args[1], args[2])
             return None
-        first = next((arg for arg in _flatten(args) if isinstance(arg, cls)), None)
+        first = next((arg for arg in tree_leaves(args) if isinstance(arg, cls)), None)
         raise MisuseError(
             f"{func} on the gradient of {first.of if first is not None else 'a parameter'}: a prepared model keeps "
             "gradients sharded, so `p.grad` only stands for one. Clip with optimizer.clip_grad_norm_(max_norm), drop "
             "with optimizer.zero_grad(), update with the optimizer that zerostd.prepare returned"
         )
-
-
-def _flatten(args: Any) -> list[Any]:
-    return [item for arg in args for item in (_flatten(arg) if isinstance(arg, (list, tuple)) else [arg])]

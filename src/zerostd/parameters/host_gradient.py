@@ -7,13 +7,14 @@ nothing is copied. `Staging` is also what the reducer has on the way to the wire
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from zerostd.monitoring import Ledger
 from zerostd.parameters.gradient import DOWN, Gradient, vector_norm
 from zerostd.policy import Kind, Tier
-from zerostd.sharding import Layout
-from zerostd.tiers import Done, Streams, TierAllocator, Transfer, record_event
+from zerostd.tiers import Done, Streams, Transfer, record_event
 from zerostd.tiers.debug import poison
 
 UP = (Tier.HOST.value, Tier.DEVICE.value)
@@ -51,70 +52,61 @@ class Staging:
         self._free[number] = until
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class HostGradient(Gradient):
-    """One flat gradient, which rests on the host; with `staging` where the device has memory of its own."""
+    """One flat gradient, which rests on the host."""
 
     tier = Tier.HOST
+    streams: Streams
+    staging: Staging | None  # None: the device has no memory of its own
+    _landing: int = field(init=False, default=0)  # the staging buffer that was opened last
+    _norm: torch.Tensor | None = field(init=False, default=None)  # of what landed last, on the device; None: unknown
 
-    def __init__(
-        self,
-        layout: Layout,
-        region: slice,
-        dtype: torch.dtype,
-        allocator: TierAllocator,
-        *,
-        keep_whole: bool,
-        streams: Streams,
-        staging: Staging | None,
-    ) -> None:
-        super().__init__(layout, region, dtype, allocator, keep_whole=keep_whole)
-        self.comes_up = staging is not None
-        self._host = allocator.host
-        self._streams = streams
-        self._staging = staging
-        self._landing = 0  # the staging buffer that was opened last
-        self._norm: torch.Tensor | None = None  # of what landed last, on the device; None if unknown or not current
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.comes_up = self.staging is not None
+        self._events = self.allocator.host.events
 
     def _allocate_rest(self, dtype: torch.dtype) -> torch.Tensor:
-        return self._host.allocate(self.numel * dtype.itemsize, Kind.GRADIENTS).view(dtype)
+        return self.allocator.host.allocate(self.numel * dtype.itemsize, Kind.GRADIENTS).view(dtype)
 
     def _free(self, tensor: torch.Tensor) -> None:
-        self._host.free(tensor)
+        self.allocator.host.free(tensor)
 
     def reserve(self) -> None:
         """Take host memory and staging now: pinning memory in the middle of a step would hold it up."""
         num_bytes = self.current.nbytes
-        if self._staging is not None:
-            self._staging.reserve(num_bytes, self._device, self._ledger)
+        if self.staging is not None:
+            self.staging.reserve(num_bytes, self.allocator.device, self.allocator.ledger)
 
     def open_landing(self, *, accumulate: bool) -> torch.Tensor:
         """Return memory on the device to land in; with `accumulate` it holds the gradient already."""
         rest = super().open_landing(accumulate=accumulate)
-        if self._staging is None:
+        if self.staging is None:
             return rest
-        self._staging.reserve(rest.nbytes, self._device, self._ledger)
-        self._landing, buffer, free = self._staging.take(rest.numel(), rest.dtype)
+        self.staging.reserve(rest.nbytes, self.allocator.device, self.allocator.ledger)
+        self._landing, buffer, free = self.staging.take(rest.numel(), rest.dtype)
         free.wait()
         if accumulate:  # in the stream of gradients: in `up` it would hold up parameters
-            within = self._host.events.within("transfer", "gradients", "", rest.nbytes, way=UP, device=buffer.device)
-            with self._streams.gradients.after(record_event(buffer.device)), within:
+            within = self._events.within("transfer", "gradients", "", rest.nbytes, way=UP, device=buffer.device)
+            with self.streams.gradients.after(record_event(buffer.device)), within:
                 buffer.copy_(rest, non_blocking=True)
-                arrived = self._streams.gradients.record_event()
+                arrived = self.streams.gradients.record_event()
             arrived.wait()
         return buffer
 
     def close_landing(self, landed: torch.Tensor) -> None:
         """Take the norm of what landed, and start its way down."""
-        if self._staging is None:
+        if self.staging is None:
             return
         rest = self.current
         self._norm = vector_norm(landed, 2.0)
-        within = self._host.events.within("transfer", "gradients", "", rest.nbytes, way=DOWN, device=landed.device)
-        with self._streams.gradients.after(record_event(landed.device)), within:
+        within = self._events.within("transfer", "gradients", "", rest.nbytes, way=DOWN, device=landed.device)
+        with self.streams.gradients.after(record_event(landed.device)), within:
             rest.copy_(landed, non_blocking=True)
             poison(landed)
-            self.arrived = self._streams.gradients.record_event()
-            self._staging.occupy(self._landing, until=self.arrived)
+            self.arrived = self.streams.gradients.record_event()
+            self.staging.occupy(self._landing, until=self.arrived)
 
     def changed(self) -> None:
         """Forget the norm."""
@@ -129,14 +121,14 @@ class HostGradient(Gradient):
     def copy_to(self, target: torch.Tensor, region: slice) -> None:
         """Bring a part up as it is and convert it there: one copy that does both would hold the host."""
         part = self.current[region]
-        if self._staging is None:
+        if self.staging is None:
             target.copy_(part)
             return
-        number, buffer, free = self._staging.take(part.numel(), part.dtype)
-        within = self._host.events.within("transfer", "gradients", "", part.nbytes, way=UP, device=buffer.device)
-        with self._streams.gradients.after(free), within:
+        number, buffer, free = self.staging.take(part.numel(), part.dtype)
+        within = self._events.within("transfer", "gradients", "", part.nbytes, way=UP, device=buffer.device)
+        with self.streams.gradients.after(free), within:
             buffer.copy_(part, non_blocking=True)
-            arrived = self._streams.gradients.record_event()
+            arrived = self.streams.gradients.record_event()
         arrived.wait()
         target.copy_(buffer)
-        self._staging.occupy(number, until=record_event(buffer.device))
+        self.staging.occupy(number, until=record_event(buffer.device))

@@ -34,7 +34,7 @@ def make_flat(plan: FlatPlan, resources: Resources, value_of: ValueOf) -> Flat:
     rest: TierTensor | None = None
     if plan.gives_back:
         rest = allocator.allocate(plan.owner, plan.parameters, Kind.PARAMETERS, plan.rest_numel, plan.dtype)
-    flat.keep(plan.rules.rank, rest, is_sharded=plan.rules.shards(Kind.PARAMETERS))
+    flat.keep(rest, is_sharded=plan.rules.shards(Kind.PARAMETERS))
     if plan.is_trained:
         flat.gradient = _make_gradient(plan, resources)
     return flat

@@ -217,7 +217,7 @@ class PlanSearch:
         """Return the plan that speculates, if it may and that is worth its memory."""
         settings = self.settings
         knows_norm = settings.accumulate is not None and settings.max_grad_norm is not None
-        may_speculate = knows_norm and not settings.precision.scales_loss and request.knows_time
+        may_speculate = knows_norm and not settings.precision.scales_loss and request.model.knows_time
         if not may_speculate or not without.predicted.total(Tier.HOST):
             return []
         try:

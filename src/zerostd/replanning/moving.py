@@ -65,7 +65,7 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
         move_flat(flat, wanted, resources)
         replace_states(updater, flat, states)
     runtime.settings = settings
-    updater.moved(runtime.groups, make_offload_updater(runtime, updater.inner))
+    updater.moved(make_offload_updater(runtime, updater.inner))
     begin_backward_updates(runtime, optimizer)
     runtime.hooks.renew()
     runtime.backward.order_is_learnt = False

@@ -77,10 +77,13 @@ class Guards:
             probe = torch.empty((2,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
             changed = function(probe)
             if changed is not probe or (probe.device.type == "cpu" and probe.is_shared()):
+                before = f"{probe.dtype} on {probe.device}"
+                after = f"{changed.dtype} on {changed.device}"
+                change = f"new memory for {before}" if after == before else f"{after} instead of {before}"
                 raise MisuseError(
-                    f"a prepared model cannot be moved or cast: it would replace {probe.dtype} on {probe.device} "
-                    f"by {changed.dtype} on {changed.device}. Move the model before zerostd.prepare, choose the "
-                    "dtype with prepare(precision=...), or zerostd.release the model first"
+                    f"a prepared model cannot be moved, cast or emptied: its parameters would get {change}. Do it "
+                    "before zerostd.prepare (models of zerostd.empty_init() get their memory there), choose the dtype "
+                    "with prepare(precision=...), or zerostd.release the model first"
                 )
         for submodule in module.modules():
             for name, buffer in submodule._buffers.items():

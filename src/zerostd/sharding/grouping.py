@@ -46,27 +46,23 @@ def find_groups(
 ) -> list[tuple[str, ...]]:
     """Return the names of the modules of each group. With `globs`, each module that one of them matches is a group;
     otherwise groups are of `smallest` to `largest` bytes, as far as the structure allows."""
-    if globs is not None:
-        return [(name,) for name in _matched(root, globs)]
-    return list(_descend(root, smallest, largest))
-
-
-def _matched(root: Node, globs: Sequence[str]) -> list[str]:
+    if globs is None:
+        return list(_descend(root, smallest, largest))
     if isinstance(globs, str):
         raise PrepareError(f"groups={globs!r} must be a list of globs of module names, such as ['blocks.*']")
     names = [node.name for node in root.walk() if node.name and node.num_bytes]
     for glob in globs:
-        if not any(fnmatch.fnmatchcase(name, glob) for name in names):
+        if not fnmatch.filter(names, glob):
             raise PrepareError(
                 f"groups: {glob!r} matches no module that holds parameters of its own (a tied one belongs to the "
                 f"module that comes first); modules are {', '.join(names[:8])}, ..."
             )
-    matched: list[str] = []
+    matched: list[tuple[str]] = []
     for name in names:
-        inside = any(name.startswith(above + ".") for above in matched)
-        if not inside and any(fnmatch.fnmatchcase(name, glob) for glob in globs):
-            matched.append(name)
-    return matched
+        is_inside = any(name.startswith(f"{above}.") for (above,) in matched)
+        if not is_inside and any(fnmatch.fnmatchcase(name, glob) for glob in globs):
+            matched.append((name,))
+    return [*matched]
 
 
 def _descend(node: Node, smallest: int, largest: int) -> Iterator[tuple[str, ...]]:

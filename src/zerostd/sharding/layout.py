@@ -6,7 +6,8 @@ and starts aligned. Each keeps its name and its interval: everything that reshar
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 ALIGNMENT = 64  # elements: a slice starts on a cache line in every dtype, and kernels see whole vectors
 
@@ -45,6 +46,19 @@ class Piece:
     def place(self) -> slice:
         return slice(self.offset, self.offset + self.numel)  # of the region
 
+    def place_from(self, origin: int) -> slice:
+        """Return its place in something that begins at element `origin` of the region."""
+        return slice(self.offset - origin, self.offset - origin + self.numel)
+
+    def within(self, start: int, stop: int) -> Self | None:
+        """Return the part of it that lies in [start, stop) of the region; None if nothing does."""
+        low = max(self.offset, start)
+        high = min(self.offset + self.numel, stop)
+        if low >= high:
+            return None
+        first = self.start + low - self.offset
+        return replace(self, start=first, stop=first + high - low, offset=low)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -77,8 +91,7 @@ class Layout:
 
     def pieces(self, region: slice) -> tuple[Piece, ...]:
         """Return the parts of all parameters that have elements inside `region`, in order."""
-        pieces = (self.piece_of(index, region) for index in range(len(self.intervals)))
-        return tuple(piece for piece in pieces if piece is not None)
+        return tuple(piece for index in range(len(self.intervals)) if (piece := self.piece_of(index, region)))
 
 
 def make_layout(parameters: Sequence[tuple[str, tuple[int, ...]]], num_shards: int, itemsize: int) -> Layout:
