@@ -1,7 +1,7 @@
 // The optimizer steps, written once over the words that each instruction set brings: Vector of kWidth numbers, kVectors
-// of them at a time, HalfVector of as many 16-bit numbers, load, store, broadcast, the operators, negate, root,
-// multiply_add, round_bf16, round_fp16, fence. Included by one file for each set, which is compiled for it; nothing in
-// here may be visible to the linker under a common name.
+// of them at a time, HalfVector of as many 16-bit numbers, load, join, store, broadcast, the operators, negate, root,
+// multiply_add, round_bf16, round_fp16, split, fence. Included by one file for each set, which is compiled for it;
+// nothing in here may be visible to the linker under a common name.
 #include <cstring>
 
 #include "number_formats.h"
@@ -120,6 +120,14 @@ ZS_INLINE void store_all(T* to, const Stored (&values)[kVectors], bool stream) {
   for (int64_t v = 0; v < kVectors; ++v) store(to + v * kWidth, values[v], stream);
 }
 
+ZS_INLINE void write_master(const zs_arrays& target, int64_t i, const Vector (&master)[kVectors], bool stream) {
+  if (!target.low) return store_all(at<float>(target.master, i), master, stream);
+  HalfVector high[kVectors], low[kVectors];
+  for (int64_t v = 0; v < kVectors; ++v) split(master[v], high + v, low + v);
+  store_all(at<uint16_t>(target.master, i), high, stream);
+  store_all(at<uint16_t>(target.low, i), low, stream);
+}
+
 ZS_INLINE void write_weight(const zs_step& step, int64_t i, const Vector (&master)[kVectors], bool stream) {
   if (step.weight_dtype == ZS_FLOAT32) return store_all(at<float>(step.weight, i), master, stream);
   HalfVector halves[kVectors];
@@ -127,6 +135,11 @@ ZS_INLINE void write_weight(const zs_step& step, int64_t i, const Vector (&maste
     halves[v] = step.weight_dtype == ZS_BFLOAT16 ? round_bf16(master[v]) : round_fp16(master[v]);
   }
   store_all(at<uint16_t>(step.weight, i), halves, stream);
+}
+
+ZS_INLINE Vector load_master(const zs_arrays& source, int64_t i) {
+  return source.low ? join(at<uint16_t>(source.master, i), at<int16_t>(source.low, i))
+                    : load(at<float>(source.master, i));
 }
 
 // One rule on one dtype of gradients. All reads of an element come before its writes: the targets may be the sources,
@@ -147,7 +160,7 @@ struct Update {
       Vector gradient = load(at<Gradient>(step.gradient, j));
       if (has_factor) gradient = gradient * factor;
       if (maximize) gradient = negate(gradient);
-      if (is_coupled) gradient = multiply_add(coupled, load(at<float>(step.source.master, j)), gradient);
+      if (is_coupled) gradient = multiply_add(coupled, load_master(step.source, j), gradient);
       Vector own[2] = {gradient, gradient};
       for (int s = 0; s < Rule::kNumStates; ++s) {
         if (reads_states) own[s] = load(at<float>(step.source.states[s], j));
@@ -163,9 +176,9 @@ struct Update {
   ZS_INLINE void finish(int64_t i, const Quotient (&quotients)[kVectors]) const {
     Vector master[kVectors];
     for (int64_t v = 0, j = i; v < kVectors; ++v, j += kWidth) {
-      master[v] = rule.finish(load(at<float>(step.source.master, j)), quotients[v].dividend, quotients[v].square);
+      master[v] = rule.finish(load_master(step.source, j), quotients[v].dividend, quotients[v].square);
     }
-    store_all(at<float>(step.target.master, i), master, stream.target);
+    write_master(step.target, i, master, stream.target);
     if (step.weight) write_weight(step, i, master, stream.weight);
   }
 
@@ -242,7 +255,7 @@ struct Remainder {
     int64_t size;  // of all elements, in bytes
     alignas(64) unsigned char bytes[kItems * 4];
   };
-  Array arrays[8];
+  Array arrays[11];
   int num_arrays = 0;
 
   // A copy of count elements that begin at begin.
@@ -257,7 +270,8 @@ struct Remainder {
   }
 
   ZS_INLINE zs_arrays take(const zs_arrays& from, int64_t begin, int64_t count, bool is_read) {
-    return {take(from.master, begin, count, 4, is_read),
+    return {take(from.master, begin, count, from.low ? 2 : 4, is_read),
+            take(from.low, begin, count, 2, is_read),
             {take(from.states[0], begin, count, 4, is_read), take(from.states[1], begin, count, 4, is_read)}};
   }
 };

@@ -20,6 +20,11 @@ ZS_INLINE Vector load(const float* from) { return _mm256_loadu_ps(from); }
 ZS_INLINE Vector load(const BFloat16* from) { return _mm256_castsi256_ps(upper(load_halves(from))); }
 ZS_INLINE Vector load(const Float16* from) { return _mm256_cvtph_ps(load_halves(from)); }
 
+ZS_INLINE Vector join(const uint16_t* high, const int16_t* low) {
+  const __m256i lower = _mm256_cvtepi16_epi32(load_halves(low));
+  return _mm256_castsi256_ps(_mm256_add_epi32(upper(load_halves(high)), lower));
+}
+
 ZS_INLINE void store(float* to, Vector value, bool = false) { _mm256_storeu_ps(to, value); }
 
 ZS_INLINE void store(uint16_t* to, HalfVector value, bool = false) {
@@ -53,6 +58,13 @@ ZS_INLINE __m128i round_bf16(Vector value) {
 }
 
 ZS_INLINE __m128i round_fp16(Vector value) { return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT); }
+
+ZS_INLINE void split(Vector value, HalfVector* high, HalfVector* low) {
+  const __m256i bits = unless_nan(value, _mm256_castps_si256(value), 0x7FC00000);
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_set1_epi32(0x8000));
+  *high = lower_halves(_mm256_srli_epi32(rounded, 16));
+  *low = lower_halves(bits);
+}
 
 }  // namespace
 }  // namespace zerostd

@@ -20,6 +20,11 @@ ZS_INLINE Vector load(const float* from) { return _mm512_loadu_ps(from); }
 ZS_INLINE Vector load(const BFloat16* from) { return _mm512_castsi512_ps(upper(load_halves(from))); }
 ZS_INLINE Vector load(const Float16* from) { return _mm512_cvtph_ps(load_halves(from)); }
 
+ZS_INLINE Vector join(const uint16_t* high, const int16_t* low) {
+  const __m512i lower = _mm512_cvtepi16_epi32(load_halves(low));
+  return _mm512_castsi512_ps(_mm512_add_epi32(upper(load_halves(high)), lower));
+}
+
 ZS_INLINE void store(float* to, Vector value, bool stream = false) {
   stream ? _mm512_stream_ps(to, value) : _mm512_storeu_ps(to, value);
 }
@@ -49,6 +54,13 @@ ZS_INLINE __m256i round_bf16(Vector value) {
 }
 
 ZS_INLINE __m256i round_fp16(Vector value) { return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT); }
+
+ZS_INLINE void split(Vector value, HalfVector* high, HalfVector* low) {
+  const __m512i bits = unless_nan(value, _mm512_castps_si512(value), 0x7FC00000);
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x8000));
+  *high = _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+  *low = _mm512_cvtepi32_epi16(bits);
+}
 
 }  // namespace
 }  // namespace zerostd

@@ -14,6 +14,10 @@ ZS_INLINE Vector load(const T* from) {
   return to_float(*from);
 }
 
+ZS_INLINE Vector join(const uint16_t* high, const int16_t* low) {
+  return float_of((uint32_t{*high} << 16) + static_cast<uint32_t>(int32_t{*low}));
+}
+
 template <typename T>
 ZS_INLINE void store(T* to, T value, bool = false) {
   *to = value;
@@ -43,6 +47,12 @@ ZS_INLINE uint16_t round_as(Vector value) {
 
 ZS_INLINE uint16_t round_bf16(Vector value) { return round_as<BFloat16>(value); }
 ZS_INLINE uint16_t round_fp16(Vector value) { return round_as<Float16>(value); }
+
+ZS_INLINE void split(Vector value, HalfVector* high, HalfVector* low) {
+  const uint32_t bits = value != value ? 0x7FC00000u : bits_of(value);
+  *high = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+  *low = static_cast<uint16_t>(bits);
+}
 
 }  // namespace
 }  // namespace zerostd

@@ -19,6 +19,10 @@ ZS_INLINE Vector load(const float* from) { return vld1q_f32(from); }
 ZS_INLINE Vector load(const BFloat16* from) { return vreinterpretq_f32_u32(upper(&from->bits)); }
 ZS_INLINE Vector load(const Float16* from) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits))); }
 
+ZS_INLINE Vector join(const uint16_t* high, const int16_t* low) {
+  return vreinterpretq_f32_u32(vaddq_u32(upper(high), vreinterpretq_u32_s32(vmovl_s16(vld1_s16(low)))));
+}
+
 ZS_INLINE void store(float* to, Vector value, bool = false) { vst1q_f32(to, value); }
 ZS_INLINE void store(uint16_t* to, HalfVector value, bool = false) { vst1_u16(to, value); }
 
@@ -42,6 +46,12 @@ ZS_INLINE HalfVector round_bf16(Vector value) {
 }
 
 ZS_INLINE HalfVector round_fp16(Vector value) { return vreinterpret_u16_f16(vcvt_f16_f32(value)); }
+
+ZS_INLINE void split(Vector value, HalfVector* high, HalfVector* low) {
+  const uint32x4_t bits = unless_nan(value, vreinterpretq_u32_f32(value), 0x7FC00000u);
+  *high = vshrn_n_u32(vaddq_u32(bits, vdupq_n_u32(0x8000)), 16);
+  *low = vmovn_u32(bits);
+}
 
 }  // namespace
 }  // namespace zerostd

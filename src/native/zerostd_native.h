@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define ZS_ABI_VERSION 5
+#define ZS_ABI_VERSION 4
 
 #if defined(__GNUC__)
 #define ZS_EXPORT __attribute__((visibility("default")))
@@ -41,10 +41,11 @@ enum zs_momentum { ZS_NO_MOMENTUM = 0, ZS_FIRST = 1, ZS_CONTINUED = 2 };
 
 // gradient       count elements of gradient_dtype; multiplied by factor in fp32, then negated when maximize != 0
 // source, target what is read and written; an array of target is the same memory as its source, or apart from it.
-//   master       fp32
+//   master       fp32, or with low != NULL the upper halves of fp32 numbers as bf16, rounded to nearest with ties away
+//                from zero; low holds the lower halves, and (master << 16) + (signed)low are the bits of the number
 //   states       fp32: Adam exp_avg and exp_avg_sq; Adagrad sum; SGD with momentum its buffer (not read when ZS_FIRST)
 // weight         NULL, or takes the new master in weight_dtype, rounded to nearest even; may be the gradient's memory
-//                when both have the same item size
+//                when both have the same item size. So may target.master when it is bf16.
 // root           NULL: square roots are rounded correctly. Or what torch calls for them on this machine: MKL's vmsSqrt,
 //                which may be off by a unit in the last place; called with root_mode, on up to 1024 numbers
 // root_threads   NULL, or mkl_set_num_threads_local: called with 1 before and with what it returned after, so that MKL
@@ -55,6 +56,7 @@ typedef int32_t zs_root_threads(int32_t num_threads);
 
 struct zs_arrays {
   void* master;
+  void* low;
   void* states[2];
 };
 

@@ -35,20 +35,23 @@ int64_t item_size(int32_t dtype) { return dtype == ZS_FLOAT32 ? 4 : 2; }
 
 // The arrays of a step, exactly as long as they need to be, so that a sanitizer sees what is read or written beyond.
 struct Arrays {
-  Bytes master, states[2];
+  Bytes master, low, states[2];
 
-  Arrays(int64_t count, uint32_t seed) : master(random_bytes(count * 4, seed)) {
-    for (uint32_t s = 0; s < 2; ++s) states[s] = random_bytes(count * 4, seed + 1 + s);
+  Arrays(int64_t count, bool split, uint32_t seed)
+      : master(random_bytes(count * (split ? 2 : 4), seed)), low(random_bytes(split ? count * 2 : 0, seed + 1)) {
+    for (uint32_t s = 0; s < 2; ++s) states[s] = random_bytes(count * 4, seed + 2 + s);
   }
 
-  zs_arrays pointers() { return {master.data(), {states[0].data(), states[1].data()}}; }
+  zs_arrays pointers(bool split) {
+    return {master.data(), split ? low.data() : nullptr, {states[0].data(), states[1].data()}};
+  }
 
   bool operator==(const Arrays& other) const {
-    return master == other.master && states[0] == other.states[0] && states[1] == other.states[1];
+    return master == other.master && low == other.low && states[0] == other.states[0] && states[1] == other.states[1];
   }
 };
 
-void update(int64_t count, int32_t rule, int32_t gradient_dtype, int32_t weight_dtype) {
+void update(int64_t count, int32_t rule, int32_t gradient_dtype, int32_t weight_dtype, bool split) {
   zs_step step{};
   step.rule = rule;
   step.decay = rule == ZS_ADAM ? ZS_DECOUPLED : ZS_COUPLED;
@@ -66,19 +69,19 @@ void update(int64_t count, int32_t rule, int32_t gradient_dtype, int32_t weight_
   Bytes gradient = random_bytes(count * item_size(gradient_dtype), 1);
   Bytes weights[2] = {Bytes(static_cast<size_t>(count * item_size(weight_dtype))), Bytes(weights[0])};
   step.gradient = gradient.data();
-  Arrays source(count, 5), in_place = source, apart(count, 9);
+  Arrays source(count, split, 5), in_place = source, apart(count, split, 9);
   if (rule != ZS_ADAM) apart.states[1] = source.states[1];
-  step.source = source.pointers();
-  step.target = apart.pointers();
-  step.weight = weights[0].data();
+  step.source = source.pointers(split);
+  step.target = apart.pointers(split);
+  step.weight = split ? nullptr : weights[0].data();
   step.num_threads = 1;
   expect(zs_update(&step) == ZS_OK, "zs_update on one thread");
-  step.source = step.target = in_place.pointers();
-  step.weight = weights[1].data();
+  step.source = step.target = in_place.pointers(split);
+  step.weight = split ? nullptr : weights[1].data();
   step.num_threads = 3;
   expect(zs_update(&step) == ZS_OK, "zs_update on three threads");
   expect(in_place == apart && weights[0] == weights[1], "zs_update depends on the threads or on the place");
-  if (item_size(gradient_dtype) != item_size(weight_dtype)) return;
+  if (split || item_size(gradient_dtype) != item_size(weight_dtype)) return;
   in_place = source;
   step.weight = gradient.data();
   expect(zs_update(&step) == ZS_OK && gradient == weights[0], "zs_update onto the gradient");
@@ -117,7 +120,8 @@ void all_operations(int64_t count) {
   checksums(count);
   for (int32_t rule = ZS_ADAM; rule <= ZS_ADAGRAD; ++rule) {
     for (int32_t gradient = 0; gradient < 3; ++gradient) {
-      for (int32_t weight = 0; weight < 3; ++weight) update(count, rule, gradient, weight);
+      for (int32_t weight = 0; weight < 3; ++weight) update(count, rule, gradient, weight, false);
+      update(count, rule, gradient, ZS_FLOAT32, true);
     }
   }
 }
@@ -133,7 +137,7 @@ int main() {
     for (int64_t count : {0, 1, 15, 17, 1000, 40003}) all_operations(count);
   }
   zs_limit_instructions(9);
-  update((1 << 20) + 100, ZS_ADAM, ZS_BFLOAT16, ZS_BFLOAT16);  // long enough to be written around the cache
+  update((1 << 20) + 100, ZS_ADAM, ZS_BFLOAT16, ZS_BFLOAT16, false);  // long enough to be written around the cache
   std::vector<std::thread> callers;
   for (int i = 0; i < 3; ++i) callers.emplace_back([] { all_operations(40003); });
   for (std::thread& caller : callers) caller.join();

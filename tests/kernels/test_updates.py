@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerostd.kernels import Adagrad, Adam, Rule, Sgd, native, reference, update
+from zerostd.kernels import Adagrad, Adam, Rule, Sgd, Split, join, native, reference, split, update
 from zerostd.kernels.rules import UpdateArguments
 
 SIZES = [0, 1, 15, 17, 1000, 100_003]
@@ -156,6 +156,42 @@ def test_views_off_the_alignment_give_the_same_bits(rule, offset) -> None:
         assert_same_bits(array[-offset:], edge[-offset:])
 
 
+@each_make
+@each_rule
+def test_split_master_gives_the_same_bits(make, rule) -> None:
+    for numel in SIZES:
+        gradient, (master, *states) = make(torch.bfloat16, numel, seed=1), make_arrays(make, rule, numel)
+        halves, state_copies, theirs = split(master), clones(states), split(master)
+        update_reference(rule, gradient, [theirs, *clones(states)])
+        update(rule, gradient, [halves, *state_copies], num_threads=3)
+        update(rule, gradient, [master, *states])
+        assert_all_same([join(halves), *state_copies], [master, *states])
+        assert_all_same(halves, split(master))
+        assert_all_same(halves, theirs)
+
+
+def test_high_half_may_land_on_the_gradient() -> None:
+    gradient, (master, *states) = random_normal(torch.bfloat16, 1000, seed=1), make_arrays(random_normal, ADAM, 1000)
+    source = split(master)
+    expected = Split(torch.empty_like(source.high), torch.empty_like(source.low))
+    update(ADAM, gradient, [source, *states], [expected, *clones(states)])
+    low = torch.empty_like(source.low)
+    update(ADAM, gradient, [source, *states], [Split(gradient, low), *clones(states)])
+    assert_all_same([gradient, low], expected)
+
+
+def test_split_and_join_round_trip() -> None:
+    near = torch.arange(2**16, dtype=torch.int32) << 16
+    numbers = torch.cat([near + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(torch.float32)
+    halves = split(numbers)
+    assert_same_bits(join(halves), numbers)
+    assert torch.equal(halves.high.isnan(), numbers.isnan())
+    off = (halves.high.double() - numbers.double()).abs()
+    nearest = (numbers.bfloat16().double() - numbers.double()).abs()
+    finite = halves.high.isfinite()
+    assert torch.equal(off[finite], nearest[finite])
+
+
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}),
     "AdamW without decay": (torch.optim.AdamW, {"weight_decay": 0.0, "maximize": True, "betas": (0.4, 0.999)}),
@@ -233,6 +269,7 @@ t.SIZES = [17, 5003]
 for rule in t.RULES.values():
     for make in (t.random_normal, t.random_bits):
         t.test_native_and_reference_give_the_same_bits(make, rule, torch.float16)
+        t.test_split_master_gives_the_same_bits(make, rule)
         t.test_weight_is_the_new_master_rounded(make, rule, torch.float16)
 """
 
@@ -291,6 +328,9 @@ SHARED = ones(numel=16)
         ({"weight": ones(torch.int32)}, r"weight is torch\.int32"),
         ({"source": [ones()]}, "source has 1 arrays"),
         ({"source": [ones(), ones(), ones(torch.bfloat16)]}, r"source\[2\] is torch\.bfloat16"),
+        ({"source": [ones(), split(ones()), ones()]}, "only a master is split"),
+        ({"target": [split(ones()), ones(), ones()]}, "both be split"),
+        ({"source": [split(ones()), ones(), ones()], "weight": ones()}, "weight must be None"),
         ({"gradient": ones(numel=7)}, "must agree"),
         ({"num_threads": 0}, "num_threads=0"),
         ({"source": [SHARED[:8], ones(), ones()], "weight": SHARED[4:12]}, "overlaps"),

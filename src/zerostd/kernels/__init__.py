@@ -6,6 +6,6 @@ CPU tensors; everything else (other devices, strided tensors, no library) goes t
 """
 
 from zerostd.kernels.operations import crc32, sum_slices, update
-from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd
+from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, join, split
 
-__all__ = ["Adagrad", "Adam", "Rule", "Sgd", "crc32", "sum_slices", "update"]
+__all__ = ["Adagrad", "Adam", "Rule", "Sgd", "Split", "crc32", "join", "split", "sum_slices", "update"]

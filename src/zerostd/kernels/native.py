@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, UpdateArguments
+from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, UpdateArguments
 
 LIBRARY = Path(__file__).with_name("libzerostd_native.so")
-ABI_VERSION = 5
+ABI_VERSION = 4
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ADAM, SGD, ADAGRAD = range(3)
 NO_DECAY, COUPLED, DECOUPLED = range(3)
@@ -26,7 +26,7 @@ ROOT_MODE = 0x2 | 0x140000 | 0x100  # VML_HA | VML_FTZDAZ_OFF | VML_ERRMODE_IGNO
 class ArraysArgument(ctypes.Structure):
     """`struct zs_arrays`."""
 
-    _fields_ = (("master", ctypes.c_void_p), ("states", ctypes.c_void_p * 2))
+    _fields_ = (("master", ctypes.c_void_p), ("low", ctypes.c_void_p), ("states", ctypes.c_void_p * 2))
 
 
 class StepArgument(ctypes.Structure):
@@ -164,9 +164,12 @@ def _set_rule(argument: StepArgument, rule: Rule) -> None:
         argument.root_mode = ROOT_MODE
 
 
-def _arrays(arrays: tuple[Tensor, ...]) -> ArraysArgument:
-    master, *states = (array.data_ptr() for array in arrays)
-    return ArraysArgument(master, (ctypes.c_void_p * 2)(*states))
+def _arrays(arrays: tuple[Tensor | Split, ...]) -> ArraysArgument:
+    master, *states = arrays
+    low = master.low.data_ptr() if isinstance(master, Split) else None
+    high = master.high if isinstance(master, Split) else master
+    pointers = [state.data_ptr() for state in states if isinstance(state, Tensor)]
+    return ArraysArgument(high.data_ptr(), low, (ctypes.c_void_p * 2)(*pointers))
 
 
 @functools.cache

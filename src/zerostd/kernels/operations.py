@@ -4,20 +4,18 @@ Each raises ValueError where its arguments do not fit each other. The native lib
 `reference`.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from zerostd.kernels import native, reference
-from zerostd.kernels.rules import Rule, UpdateArguments
+from zerostd.kernels.rules import Arrays, Rule, Split, UpdateArguments
 
 
 def update(
     rule: Rule,
     gradient: Tensor,
-    source: Sequence[Tensor],
-    target: Sequence[Tensor] | None = None,
+    source: Arrays,
+    target: Arrays | None = None,
     *,
     factor: float = 1.0,
     weight: Tensor | None = None,
@@ -29,11 +27,11 @@ def update(
     Args:
         rule: Which optimizer, and its numbers for this step.
         gradient: fp32, bf16 or fp16; multiplied by `factor` in fp32 before anything else.
-        source: The fp32 master, and then the fp32 states that `rule.state_names` names.
+        source: The fp32 master, or a `Split` of it, and then the fp32 states that `rule.state_names` names.
         target: As `source`: takes the result, and each array is its own source or apart from all. None: in place.
         factor: 1 over the loss scale, times the clip coefficient, say.
         weight: Takes the new master rounded to nearest even; fp32, bf16 or fp16. May be exactly the gradient's memory
-            when both have the same item size.
+            when both have the same item size; so may the high half of a split target, which itself is the weight.
         num_threads: Most CPU threads to use; the result does not depend on it.
     """
     step = UpdateArguments(rule, gradient, factor, tuple(source), tuple(source if target is None else target), weight)
@@ -52,8 +50,16 @@ def _check_update(step: UpdateArguments, num_threads: int) -> None:
         if len(arrays) != num_arrays:
             raise ValueError(f"{name} has {len(arrays)} arrays; {step.rule} takes {num_arrays}")
         for index, array in enumerate(arrays):
-            if array.dtype != torch.float32:
+            if isinstance(array, Split):
+                dtypes = (array.high.dtype, array.low.dtype)
+                if index or dtypes != (torch.bfloat16, torch.int16):
+                    raise ValueError(f"{name}[{index}] is a Split of {dtypes}; only a master is split, bf16 and int16")
+            elif array.dtype != torch.float32:
                 raise ValueError(f"{name}[{index}] is {array.dtype}; masters and states are fp32")
+    if isinstance(step.source[0], Split) != isinstance(step.target[0], Split):
+        raise ValueError("source[0] and target[0] must both be split, or neither")
+    if isinstance(step.target[0], Split) and step.weight is not None:
+        raise ValueError("target[0] is split: its high half is the weight, so weight must be None")
     for name, tensor in (("gradient", step.gradient), ("weight", step.weight)):
         if tensor is not None and tensor.dtype not in native.DTYPES:
             raise ValueError(f"{name} is {tensor.dtype}; update takes {', '.join(map(str, native.DTYPES))}")
@@ -70,11 +76,12 @@ def _check_memory(step: UpdateArguments) -> None:
     """Refuse outputs that overlap another array; they may lie exactly on their own source, a weight on the gradient."""
     inputs = step.inputs
     outputs = step.outputs
-    num_targets = len(step.target)
+    num_targets = len(inputs) - 1
+    landing = 0 if isinstance(step.target[0], Split) else num_targets  # the output that may take the gradient's place
     for index, output in enumerate(outputs):
         for number, tensor in enumerate([*inputs, *outputs[:index]]):
             is_own_source = number == index + 1 <= num_targets
-            allowed = is_own_source or (number == 0 and index == num_targets)
+            allowed = is_own_source or (number == 0 and index == landing)
             if not native.apart(output, tensor) and not (allowed and native.same_memory(output, tensor)):
                 raise ValueError(
                     f"an output of {output.numel()} elements at {output.data_ptr():#x} overlaps another array at "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerostd.kernels.rules import Adagrad, Adam, Sgd, UpdateArguments
+from zerostd.kernels.rules import Adagrad, Adam, Sgd, Split, UpdateArguments, join, split
 
 
 @torch.no_grad()
@@ -36,18 +36,29 @@ def update(step: UpdateArguments) -> None:
         gradient = gradient * step.factor
     if step.rule.maximize:
         gradient = -gradient
-    for source, target in zip(step.source, step.target, strict=True):
-        if target is not source:
-            target.copy_(source)
+    arrays = [_written(source, target) for source, target in zip(step.source, step.target, strict=True)]
     match step.rule:
         case Adam():
-            _adam(step.rule, gradient, *step.target)
+            _adam(step.rule, gradient, *arrays)
         case Sgd():
-            _sgd(step.rule, gradient, *step.target)
+            _sgd(step.rule, gradient, *arrays)
         case Adagrad():
-            _adagrad(step.rule, gradient, *step.target)
+            _adagrad(step.rule, gradient, *arrays)
+    if isinstance(step.target[0], Split):
+        for target, half in zip(step.target[0], split(arrays[0]), strict=True):
+            target.copy_(half)
     if step.weight is not None:
-        step.weight.copy_(step.target[0])
+        step.weight.copy_(arrays[0])
+
+
+def _written(source: Tensor | Split, target: Tensor | Split) -> Tensor:
+    """Return the fp32 tensor that the rule changes: the target with the source's numbers, or the joined master."""
+    if isinstance(source, Split) or isinstance(target, Split):
+        assert isinstance(source, Split)
+        return join(source)
+    if target is not source:
+        target.copy_(source)
+    return target
 
 
 def _adam(rule: Adam, gradient: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:

@@ -1,8 +1,13 @@
-"""What `update` takes: a rule with its numbers for one step as torch.optim has them, and the arrays that it changes."""
+"""What `update` takes: a rule with its numbers for one step as torch.optim has them, and the arrays that it changes.
 
+A master may be kept as two halves of 16 bits, the upper one of which is the bf16 weight that the model computes with.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -72,20 +77,51 @@ class Adagrad(BaseRule):
 Rule = Adam | Sgd | Adagrad
 
 
+class Split(NamedTuple):
+    """The halves of an fp32 tensor: `(high << 16) + low`, with `low` signed, are the bits of a number.
+
+    `high` is the number rounded to bf16, to nearest with ties away from zero (ties to even could not be undone: `low`
+    would not say which way a tie went). Infinities survive in both; a NaN survives as one NaN, its payload does not.
+    """
+
+    high: Tensor  # bf16
+    low: Tensor  # int16
+
+
+def split(master: Tensor) -> Split:
+    """Return the halves of an fp32 tensor, in new memory."""
+    bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
+    high = ((bits + 0x8000) >> 16).to(torch.int16)  # torch keeps the lower 16 bits
+    return Split(high.view(torch.bfloat16), bits.to(torch.int16))
+
+
+def join(halves: Split) -> Tensor:
+    """Return the fp32 tensor of the halves, in new memory."""
+    high = halves.high.view(torch.int16).to(torch.int32)
+    return ((high << 16) + halves.low.to(torch.int32)).view(torch.float32)
+
+
+Arrays = Sequence[Tensor | Split]
+
+
 class UpdateArguments(NamedTuple):
     """Checked arguments of `update`."""
 
     rule: Rule
     gradient: Tensor
     factor: float
-    source: tuple[Tensor, ...]  # the master, and the states that the rule names
-    target: tuple[Tensor, ...]
+    source: tuple[Tensor | Split, ...]
+    target: tuple[Tensor | Split, ...]
     weight: Tensor | None
 
     @property
     def inputs(self) -> list[Tensor]:
-        return [self.gradient, *self.source]
+        return [self.gradient, *_tensors(self.source)]
 
     @property
     def outputs(self) -> list[Tensor]:
-        return [*self.target] if self.weight is None else [*self.target, self.weight]
+        return [*_tensors(self.target), *([] if self.weight is None else [self.weight])]
+
+
+def _tensors(arrays: Arrays) -> list[Tensor]:
+    return [tensor for array in arrays for tensor in (array if isinstance(array, Split) else (array,))]
