@@ -35,23 +35,20 @@ from offload import DEVICE, RESULT, HostPeak, Record, System, cell, describe, el
 from zerostd.communication import World
 from zerostd.engine.settings import Settings
 from zerostd.measuring import load_or_measure
-from zerostd.measuring.identity import choose_device, free_bytes
+from zerostd.measuring.identity import choose_device, device_of, free_bytes
 from zerostd.measuring.model import profile_model
 from zerostd.measuring.rates import HostUpdates, TrialSizes
 from zerostd.monitoring import Ledger
 from zerostd.optimizers.elementwise import find_states
 from zerostd.parameters.blueprints import ROOT, Blueprint, find_blueprints
 from zerostd.planning import PlanRequest
-from zerostd.planning.activations import activation_bytes
-from zerostd.planning.demands import GroupShares
+from zerostd.planning.demands import GroupShares, activation_bytes
 from zerostd.planning.request import threads_of
 from zerostd.policy import Way
 from zerostd.preparing.accounting import predict
-from zerostd.preparing.building import device_of
 from zerostd.preparing.homes import plan_flats
 from zerostd.preparing.options import rules_for
 from zerostd.preparing.proposing import sizes_of
-from zerostd.scheduling.gathering import PREFETCH_DEPTH
 from zerostd.tiers.host import Host
 
 GIB = 2**30
@@ -278,8 +275,8 @@ def count(
         states=find_states(optimizer),
         **{**case.options, "precision": zerostd.Precision.parse(PRECISION)},
     )
-    rules = rules_for(settings, World.pretend(device_of(model), 1, 1))
-    return plain(predict(plan_flats(found, rules), rules, prefetch_depth=PREFETCH_DEPTH))
+    rules = rules_for(settings, World.pretend(device_of(model), 1, 1), found)
+    return plain(predict(plan_flats(found, rules), rules))
 
 
 def held_by(model: Record, placement: zerostd.Placement) -> int:

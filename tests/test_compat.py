@@ -153,6 +153,21 @@ def test_arguments_say_which_one_is_written():
     assert written == ["self"] and "device" in [a.name for a in compat.arguments_of(zeros)]
 
 
+def test_written_tensors_are_found_among_arguments_and_keywords():
+    x, y = torch.zeros(2), torch.zeros(2)
+    assert [t is x for t in compat.written_by(torch.ops.aten.add_.Tensor, (x, y), {})] == [True]
+    assert [t is y for t in compat.written_by(torch.ops.aten.add.out, (x, x), {"out": y})] == [True]
+    assert compat.written_by(torch.ops.aten.add.Tensor, (x, y), {}) == []
+    assert compat.written_by(torch.ops.higher_order.cond, (True, x), {}) == []
+
+
+def test_fake_tensors_have_a_shape_and_take_real_ones_beside_them():
+    real = torch.ones(3)
+    with compat.fake_mode():
+        fake = torch.empty(2, 3) + real
+    assert type(fake) is FakeTensor and fake.shape == (2, 3)
+
+
 def test_no_dispatch_mode_is_active_inside():
     with FakeTensorMode():
         with compat.no_modes():

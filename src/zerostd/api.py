@@ -26,6 +26,7 @@ from zerostd.communication import World
 from zerostd.engine.runtime import Runtime, owner_of, runtime_of
 from zerostd.engine.settings import Settings
 from zerostd.errors import CheckpointError, MisuseError, PrepareError
+from zerostd.measuring.identity import device_of
 from zerostd.measuring.model import profile_model
 from zerostd.monitoring import Memory
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
@@ -34,7 +35,7 @@ from zerostd.parameters.blueprints import MARK, check_model, find_blueprints
 from zerostd.parameters.lending import set_data
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
-from zerostd.preparing.building import attach_optimizer, build, device_of
+from zerostd.preparing.building import attach_optimizer, build
 from zerostd.preparing.options import check_budget, check_settings
 from zerostd.preparing.proposing import plan_for
 from zerostd.replanning.adapting import adapt
@@ -119,7 +120,7 @@ def plan(
     max_grad_norm: float | None = None,
     groups: Sequence[str] | None = None,
 ) -> Plan:
-    """What prepare would do with these options, and what it would cost; nothing is changed or allocated for the model.
+    """Return what prepare would do with these options, and at what cost; nothing is changed or allocated for the model.
 
     Args:
         model: Any module, real, under `zerostd.empty_init()` or on the meta device.
@@ -174,7 +175,7 @@ def apply_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
 
 @contextlib.contextmanager
 def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
-    """Full parameters of `module` inside the context. With `write`, rank 0's changes are kept, on all ranks.
+    """Gather the full parameters of `module` inside the context. With `write`, rank 0's changes are kept, on all ranks.
 
     Collective: every rank must enter it.
     """
@@ -208,7 +209,7 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward passes inside sum gradients locally; the first one outside reduces them all."""
+    """Sum gradients locally in the backward passes inside; the first pass outside reduces them all."""
     backward = runtime_of(model, "no_sync").backward
     was_syncing = backward.is_syncing
     backward.is_syncing = False
@@ -219,13 +220,13 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def memory(model: nn.Module) -> Memory:
-    """Bytes of this rank by tier and kind, now and at peak."""
+    """Return the bytes of this rank by tier and kind, now and at peak."""
     return runtime_of(model, "memory").ledger.memory()
 
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, Any]:
-    """An ordinary state_dict on host memory, in the dtypes the model had before prepare, from the fp32 masters.
+    """Return an ordinary state_dict on host memory, in the dtypes the model had before prepare, from the fp32 masters.
 
     Collective: every rank must call it. With `rank`, only that rank keeps it and the others get an empty dict.
     """

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
@@ -21,12 +23,12 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs inside a backward pass (recomputed forwards run there too)."""
+    """Return whether this thread runs inside a backward pass (recomputed forwards run there too)."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def calls_of(module: torch.nn.Module) -> int:
-    """How many calls of a module are going on in this thread, one inside the other. Walks the stack."""
+    """Return how many calls of a module are going on in this thread, one inside the other. Walks the stack."""
     code = torch.nn.Module._call_impl.__code__
     count = 0
     frame = sys._getframe()
@@ -52,7 +54,7 @@ def default_store() -> Any:
 
 
 def is_profiling() -> bool:
-    """Whether torch's profiler is running."""
+    """Return whether torch's profiler is running."""
     return bool(torch._C._autograd._profiler_enabled())
 
 
@@ -63,7 +65,7 @@ def no_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """A step of it was taken, though not by its own `step`: its schedulers would warn that there was none."""
+    """Note that a step was taken, though not by its own `step`: its schedulers would warn that there was none."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -76,7 +78,7 @@ def move_step_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor, or another one with the same memory, was changed in place."""
+    """Return how often a tensor, or another with the same memory, was changed in place."""
     return int(tensor._version)
 
 
@@ -93,6 +95,22 @@ def negated(tensor: torch.Tensor) -> torch.Tensor:
 def arguments_of(operator: Any) -> list[Any]:
     """Return the arguments of an operator: their names, and in `alias_info` whether it writes to them."""
     return list(operator._schema.arguments)
+
+
+def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that a call of an operator writes to. Higher-order operators do not say, and write to none."""
+    if not hasattr(operator, "_schema"):
+        return []
+    written = []
+    for position, argument in enumerate(arguments_of(operator)):
+        if argument.alias_info and argument.alias_info.is_write:
+            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return a mode in which tensors have a device and a shape, and no memory. No public module of torch has it."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def no_modes() -> contextlib.AbstractContextManager[Any]:
@@ -117,7 +135,7 @@ def replaced_trunc_normal(function: Callable[..., Any]) -> Iterator[None]:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether somebody packs what autograd saves now; checkpointing does."""
+    """Return whether somebody packs what autograd saves now; checkpointing does."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 

@@ -10,7 +10,7 @@ import enum
 import fnmatch
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ class Stage(enum.IntEnum):
 
     @classmethod
     def parse(cls, value: int | Stage) -> Stage:
-        """The stage `value` stands for, or an error that lists the four there are."""
+        """Return the stage that `value` stands for, or raise an error that lists the four there are."""
         if isinstance(value, bool) or not isinstance(value, int) or value not in tuple(cls):
             raise PrepareError(
                 f"stage={value!r} is not a ZeRO stage; use 0 (data parallel), 1 (shard optimizer states), "
@@ -39,7 +39,7 @@ class Stage(enum.IntEnum):
 
 
 class Kind(enum.StrEnum):
-    """What bytes mean. BUFFERS are working memory: staging, gathered groups, scratch."""
+    """Meanings of bytes. BUFFERS are working memory: staging, gathered groups, scratch."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -65,7 +65,7 @@ class Route(enum.StrEnum):
 
 
 class Way(enum.StrEnum):
-    """What becomes of a group's activations between forward and backward. A recomputed group keeps its inputs only.
+    """Ways of a group's activations between forward and backward. A recomputed group keeps its inputs only.
 
     Plans and the command line say "keep" for DEVICE: `Way("keep")` reads it, `in_plan` writes it.
     """
@@ -103,7 +103,7 @@ SHARDED_FROM = {Kind.OPTIMIZER_STATES: 1, Kind.GRADIENTS: 2, Kind.PARAMETERS: 3}
 
 
 def shards(stage: Stage, kind: Kind) -> bool:
-    """The one table in which the stages differ."""
+    """Return whether a stage shards a kind: the only table in which the stages differ."""
     return stage >= SHARDED_FROM[kind]
 
 
@@ -122,7 +122,7 @@ class Precision:
 
     @classmethod
     def parse(cls, value: str | Precision | None) -> Precision:
-        """A policy from its name."""
+        """Return a policy by its name."""
         if isinstance(value, Precision):
             return value
         known = {
@@ -136,6 +136,15 @@ class Precision:
                 f"precision={value!r} is unknown; use 'fp32', 'bf16' or 'fp16', or None to keep each parameter's dtype"
             )
         return known[value]
+
+
+def root_casts(precision: Precision, dtypes: Iterable[torch.dtype]) -> tuple[torch.dtype, torch.dtype] | None:
+    """Return the dtype that a root with parameters of these dtypes takes and returns, and the one it computes in; None
+    if nothing is cast."""
+    outside = {dtype for dtype in dtypes if dtype.is_floating_point}
+    if precision.compute is None or len(outside) != 1 or outside == {precision.compute}:
+        return None
+    return outside.pop(), precision.compute
 
 
 Share = str | Mapping[str, float]
@@ -180,17 +189,15 @@ class Placement:
     def __post_init__(self) -> None:
         for kind in ("parameters", "gradients", "optimizer_states"):
             self._check(kind, getattr(self, kind), [tier.value for tier in Tier], "a tier")
-        if not self._goes_by_group:
-            self._check("activations", self.activations, [way.value for way in Way], "a way for activations")
-        else:
-            for way in self.activations.values():  # type: ignore[union-attr]
-                self._check("activations", way, [way.value for way in Way], "a way for activations")
+        activations: Any = self.activations
+        for given in activations.values() if self._goes_by_group else [activations]:
+            self._check("activations", given, [way.value for way in Way], "a way for activations")
         if self.cpu_share is not None and not 0.0 <= self.cpu_share <= 1.0:
             raise PrepareError(f"Placement(cpu_share={self.cpu_share!r}) must be from 0 (all streamed) to 1 (all cpu)")
 
     @staticmethod
     def _check(kind: str, share: Any, known: list[str], what: str) -> None:
-        shares = {share: 1.0} if isinstance(share, str) else dict(share) if isinstance(share, Mapping) else {share: 1.0}
+        shares = dict(share) if isinstance(share, Mapping) else {share: 1.0}
         unknown = [name for name in shares if name not in known]
         if unknown:
             raise PrepareError(f"Placement({kind}={share!r}): {unknown[0]!r} is not {what}; use one of {known}")
@@ -198,7 +205,7 @@ class Placement:
             raise PrepareError(f"Placement({kind}={share!r}): shares must be >= 0 and sum to 1")
 
     def shares(self, kind: Kind) -> dict[Tier, float]:
-        """Shares by tier of one kind, zero shares left out."""
+        """Return the shares by tier of a kind, zero shares left out."""
         share = getattr(self, kind.value)
         parts = {share: 1.0} if isinstance(share, str) else share
         return {Tier(name): float(part) for name, part in parts.items() if part > 0}
@@ -210,7 +217,7 @@ class Placement:
         return not isinstance(given, str) and any(isinstance(value, str) for value in given.values())
 
     def ways(self, groups: Sequence[str]) -> dict[str, Way]:
-        """What each group does with its activations; PrepareError if a glob fits none."""
+        """Return what each group does with its activations; raise PrepareError if a glob fits none."""
         given = self.activations
         if isinstance(given, str):
             return dict.fromkeys(groups, Way(given))
@@ -269,7 +276,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_bytes(value: int | str) -> int:
-    """Bytes from an integer or a text with a unit: 24GiB, 500MB."""
+    """Return the bytes of an integer or a text with a unit: 24GiB, 500MB."""
     if isinstance(value, int):
         return value
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
@@ -278,9 +285,14 @@ def parse_bytes(value: int | str) -> int:
     return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
 
 
+def limit_of(size: int | str | None) -> int | None:
+    """Return the bytes of a size in a budget; None: without limit."""
+    return None if size is None else parse_bytes(size)
+
+
 @dataclass(frozen=True)
 class Budget:
-    """What the planner may use of each tier. None: what is free, less a margin."""
+    """Limits of what the planner may use of each tier. None: what is free, less a margin."""
 
     device: int | str | None = None
     host: int | str | None = None

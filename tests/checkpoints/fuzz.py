@@ -26,7 +26,7 @@ from checkpoints.runs import compared
 from support.side_by_side import seeded
 from zerostd import CheckpointError
 from zerostd.checkpointing.storage.manifest import Manifest, decode_value, encode_value
-from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader
+from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader, bytes_of
 
 EXAMPLES = 60  # of each check, in the tests
 FILE = "rank-00000-of-00001.safetensors"
@@ -243,8 +243,12 @@ def _load_shard(target: Target, content: bytes) -> None:
     (target.folder / "manifest.json").write_text(json.dumps(data))
     try:
         with contextlib.closing(SafetensorsReader(path)) as reader:
+            (length,) = struct.unpack("<Q", content[:8])
             for key, tensor in reader.tensors.items():
-                reader.read(key, 0, torch.empty(tensor.shape, dtype=tensor.dtype))
+                low, high = tensor.data_offsets
+                values = torch.empty(tensor.shape, dtype=tensor.dtype)
+                reader.read(key, 0, values)
+                assert bytes_of(values).tobytes() == content[8 + length + low : 8 + length + high]
     except CheckpointError as error:
         assert str(path) in str(error)
     target.load()

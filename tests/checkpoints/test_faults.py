@@ -225,6 +225,33 @@ def test_any_call_of_the_system_fails(call: str, trained: Run, tmp_path: Path, m
     works(trained, tmp_path)
 
 
+def test_after_a_full_disk_no_more_blocks_are_written(
+    tmp_path: Path, trained: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = os.pwrite
+    begun: list[int] = []  # offsets of the large writes, each a block or the first slice of one
+    counting = threading.Lock()
+
+    def full(fd: int, values: Any, offset: int) -> int:
+        if len(values) < 1 << 16:
+            return true(fd, values, offset)
+        with counting:
+            begun.append(offset)
+            is_first = len(begun) == 1
+        if not is_first:
+            time.sleep(0.5)  # so that later blocks are waiting when the error comes
+        raise OSError(errno.ENOSPC, "planted")
+
+    extra = torch.zeros(8 * safetensors_files.NUM_THREADS * BLOCK, dtype=torch.uint8)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(CheckpointError, match=rf"{SHARD} cannot be written: ENOSPC: planted"):
+            zerostd.save(tmp_path / "saved", trained.model, trained.optimizer, extra)
+    assert 1 <= len(begun) <= safetensors_files.NUM_THREADS
+    assert not os.listdir(tmp_path)
+    works(trained, tmp_path)
+
+
 def full_on_two(rank: int, folder: str, path: str) -> list[str]:
     """A disk that is too small for both ranks: an error on both, nothing left, and training goes on the same."""
     found = []

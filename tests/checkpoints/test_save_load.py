@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -371,6 +372,49 @@ def test_a_clock_that_went_back_does_not_cost_the_new_one(tmp_path: Path) -> Non
         edit(tmp_path / f"step-{step}", lambda data: data.update(saved=data["saved"] + 1e6))
     run.save(tmp_path / "step-2", keep=2)
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]
+
+
+def test_keep_warns_if_the_directory_cannot_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = small(tmp_path)
+    for step in range(3):
+        run.save(tmp_path / f"step-{step}")
+
+    def failing(path: object) -> list[str]:
+        raise OSError(errno.EIO, "planted")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, logger="zerostd"):
+        patched.setattr(os, "listdir", failing)
+        run.save(tmp_path / "step-3", keep=1)
+    assert sorted(os.listdir(tmp_path)) == [f"step-{step}" for step in range(4)]
+    (record,) = caplog.records
+    assert record.getMessage() == f"{tmp_path} cannot be listed, so old checkpoints stay: EIO: planted"
+
+
+def test_a_neighbour_that_cannot_be_read_stops_neither_keep_nor_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as lost+found, at the top of a file system."""
+    run = small(tmp_path)
+    private = tmp_path / "lost+found"
+    private.mkdir()
+    true = os.stat
+
+    def refusing(path: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{private}{os.sep}"):
+            raise PermissionError(errno.EACCES, "planted")
+        return true(path, **options)
+
+    monkeypatch.setattr(os, "stat", refusing)
+    for step in range(3):
+        run.save(tmp_path / f"step-{step}", keep=1)
+    assert sorted(os.listdir(tmp_path)) == ["lost+found", "step-2"]
+    with caplog.at_level(logging.WARNING, logger="zerostd"):
+        assert zerostd.latest(tmp_path) == str(tmp_path / "step-2")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{private} is skipped: it cannot be read: EACCES: planted"
+    ]
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 import zerostd.horovod as hvd
 from horovod.scripts import session
 from zerostd import MisuseError, NotSupportedError, PrepareError
+from zerostd.horovod.collectives import REFUSED
 
 
 def value(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -134,6 +137,9 @@ def test_arguments_are_in_horovods_order(name):
         ("reducescatter", "torch.distributed.reduce_scatter_tensor"),
         ("cross_rank", r"hvd.local_size\(\)"),
         ("elastic", "examples/elastic.py"),
+        ("sparse_allreduce", r"tensor.to_dense\(\)"),
+        ("poll", "no _async functions"),
+        ("start_timeline", "zerostd.record"),
         ("nccl_built", "torch.distributed.is_nccl_available"),
         ("SyncBatchNorm", "torch.nn.SyncBatchNorm"),
         ("nonsense", "has no attribute 'nonsense'"),
@@ -142,6 +148,13 @@ def test_arguments_are_in_horovods_order(name):
 def test_names_that_do_not_exist_are_refused_with_the_remedy(name, remedy):
     with pytest.raises(AttributeError, match=remedy):
         getattr(hvd, name)
+
+
+def test_documents_name_what_is_refused():
+    page = (Path(__file__).parents[2] / "docs/how-to/from-horovod.md").read_text()
+    refused = page.partition("The rest is refused.")[2]
+    patterns = [*hvd.REMEDIES, *REFUSED, *inspect.signature(hvd.init).parameters]
+    assert [pattern for pattern in patterns if not re.search(rf"`[^`]*({pattern})[^`]*`.*\|.*\|$", refused, re.M)] == []
 
 
 def make(**options: Any) -> Any:
@@ -210,6 +223,8 @@ def test_calls_that_make_no_sense_are_refused(monkeypatch):
             (NotSupportedError, "functional.all_gather", lambda: hvd.allgather(trained)),
             (NotSupportedError, r"tensor.detach\(\)", lambda: hvd.broadcast(trained, 0)),
             (NotSupportedError, r"hvd.allreduce_\(process_set=1\)", lambda: hvd.allreduce_(ones, process_set=1)),
+            (NotSupportedError, "before the call", lambda: hvd.allreduce(ones, prescale_factor=2.0)),
+            (NotSupportedError, "new_group", lambda: hvd.broadcast(ones, 0, process_set=1)),
             (NotSupportedError, "multiply the result", lambda: hvd.allreduce(ones, postscale_factor=2.0)),
             (MisuseError, "unsqueeze", lambda: hvd.allgather(torch.tensor(1.0))),
             (MisuseError, "broadcast_object", lambda: hvd.broadcast_parameters({"extra": "text"}, 0)),

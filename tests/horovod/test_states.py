@@ -113,6 +113,52 @@ def test_states_of_a_plain_optimizer_are_broadcast(ranks):
     assert ranks(2, resumed_plain) == [0, 0]
 
 
+def broadcast_by_older_name(rank: int) -> float:
+    """Horovod's scripts may pass the torch optimizer, although it is wrapped: before the first step and later."""
+    with session():
+        model = make_model(0)
+        plain = adamw(model.parameters())
+        optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())
+        for steps in (range(2), range(2, 5)):
+            hvd.broadcast_optimizer_state(plain, root_rank=1)
+            assert plain.param_groups is optimizer.param_groups and plain.state is optimizer.state
+            train(model, optimizer, steps)
+        return distance(model, by_hand(adamw, [5, 5], steps=5)[0])
+
+
+def test_broadcast_of_the_wrapped_optimizer_leaves_each_rank_its_shards(ranks):
+    assert max(ranks(2, broadcast_by_older_name)) < LIMIT
+
+
+def rewound(rank: int, held: str) -> float:
+    """The root loads older states, of all parameters, of some or of none, and training goes on with them."""
+    with session():
+        model = make_model(0)
+        optimizer = hvd.DistributedOptimizer(adamw(model.parameters()), named_parameters=model.named_parameters())
+        train(model, optimizer, range(2))
+        older = optimizer.state_dict()
+        kept = {"all": older["state"], "some": {0: older["state"][0]}, "none": {}}[held]
+        older = {**older, "state": copy.deepcopy(kept)}
+        train(model, optimizer, range(2, 3))
+        if rank == 1:
+            optimizer.load_state_dict(older)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        train(model, optimizer, range(3, 5))
+        reference, plain = by_hand(adamw, [3, 3], steps=3)
+        plain.load_state_dict(older)
+        for step in range(3, 5):
+            plain.zero_grad()
+            for number in range(2):
+                (loss_of(reference, step, number) / 2).backward()
+            plain.step()
+        return distance(model, reference)
+
+
+@pytest.mark.parametrize("held", ["all", "some", "none"])
+def test_states_of_the_root_replace_those_of_all(ranks, held):
+    assert max(ranks(2, rewound, held)) < LIMIT
+
+
 def loaded_on_one(rank: int) -> list[str]:
     with session():
         model = make_model(0)

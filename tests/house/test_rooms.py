@@ -20,8 +20,6 @@ SHARED_FILES: dict[str, str] = {
     "world.py": "the ranks, and Horovod's names for them",
     "optimizer.py": "the optimizer users get back, and Horovod's",
     "states.py": "optimizer states as state_dicts, and Horovod's",
-    "activations.py": "what is done with activations: planned, and done",
-    "reading.py": "a checkpoint and a run directory, read and checked",
 }
 SHARED_CLASSES: dict[str, str] = {
     "ZeroStrategy": "of Fabric and of the Trainer: Lightning has a class for each",

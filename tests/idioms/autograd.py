@@ -196,7 +196,7 @@ def balance_losses_by_gradients_of_one_layer(loop: Loop) -> Any:
 @idiom(exact=False)
 def hessian_vector_product(loop: Loop) -> Any:
     """Take a Hessian-vector product of the parameters: `autograd.grad` of `autograd.grad`."""
-    model, optimizer = loop.prepare(loop.network())
+    model, _ = loop.prepare(loop.network())
     parameters = list(model.parameters())
     slopes = torch.autograd.grad(loop.loss(model, loop.batch(0)), parameters, create_graph=True)
     along = sum((slope * torch.ones_like(slope)).sum() for slope in slopes)

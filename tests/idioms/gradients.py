@@ -398,7 +398,7 @@ def hook_on_an_activation(loop: Loop) -> Any:
 @idiom
 def retain_the_gradient_of_an_activation(loop: Loop) -> Any:
     """Read the gradient of an activation after `h.retain_grad()`, as saliency maps do."""
-    model, optimizer = loop.prepare(loop.network())
+    model, _ = loop.prepare(loop.network())
     kept: list[Tensor] = []
 
     def keep(module: nn.Module, args: Any, output: Tensor) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from zerostd.errors import PrepareError
-from zerostd.measuring import TrialSizes, cache, load_or_measure, load_profile, measure_machine
+from zerostd.measuring import TrialSizes, load_or_measure, load_profile, machine
+from zerostd.measuring.machine import measure_together
 from zerostd.planning.profiles import MachineProfile
 
 MIB = 2**20
@@ -30,14 +31,14 @@ class Counter:
 
     def __call__(self, *args: Any, **options: Any) -> MachineProfile:
         self.count += 1
-        return measure_machine(*args, **options)
+        return measure_together(*args, **options)
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counter:
     """How often was measured; what is kept is kept in a directory of the test."""
     counter = Counter()
-    monkeypatch.setattr(cache, "measure_machine", counter)
+    monkeypatch.setattr(machine, "measure_together", counter)
     monkeypatch.setenv("ZEROSTD_CACHE", str(tmp_path / "cache"))
     return counter
 
@@ -67,7 +68,7 @@ def test_second_call_reads_the_file(measured, tmp_path):
 def test_file_is_private_and_alone(measured, tmp_path):
     profile = load()
     path = kept(tmp_path)  # and no temporary one beside it
-    assert path == cache.cache_file(profile.name, profile.versions)
+    assert path == machine.cache_file(profile.name, profile.versions)
     assert path.name.startswith("machine-") and path.stat().st_mode & 0o777 == 0o600
     assert load_profile(path) == profile
 
@@ -108,7 +109,7 @@ def test_numbers_that_cannot_be_are_measured_again(measured, tmp_path, caplog):
 
 def test_other_versions_are_measured_again(measured, monkeypatch):
     old = load()
-    monkeypatch.setattr(cache, "versions", lambda device: {**old.versions, "torch": "9.9"})
+    monkeypatch.setattr(machine, "versions", lambda device: {**old.versions, "torch": "9.9"})
     load()
     assert measured.count == 2
 
@@ -122,7 +123,7 @@ def test_file_whose_versions_are_others_is_measured_again(measured, tmp_path):
 
 def test_other_hardware_is_measured_again(measured, monkeypatch):
     load()
-    monkeypatch.setattr(cache, "machine_name", lambda device: "another processor, 3 cores")
+    monkeypatch.setattr(machine, "machine_name", lambda device: "another processor, 3 cores")
     load()
     assert measured.count == 2
 
@@ -177,7 +178,7 @@ def test_failed_write_leaves_the_old_file(measured, tmp_path, monkeypatch):
 def test_home_directory_is_used_without_the_variable(monkeypatch, tmp_path):
     monkeypatch.delenv("ZEROSTD_CACHE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache.cache_file("x", {}).parent == tmp_path / ".cache" / "zerostd"
+    assert machine.cache_file("x", {}).parent == tmp_path / ".cache" / "zerostd"
 
 
 def test_profile_by_hand_is_loaded_or_refused_with_its_reason(measured, tmp_path):
@@ -194,13 +195,13 @@ def test_profile_by_hand_is_loaded_or_refused_with_its_reason(measured, tmp_path
 
 def load_on_rank(rank: int, folder: str) -> tuple[int, list[MachineProfile]]:
     counter = Counter()
-    cache.measure_machine, real = counter, cache.measure_machine
+    machine.measure_together, real = counter, machine.measure_together
     os.environ["ZEROSTD_CACHE"] = f"{folder}/{rank}"  # as if each had a home of its own
     try:
         profiles = [load(), load(), load(again=rank == 0)]
         return counter.count, profiles
     finally:
-        cache.measure_machine = real
+        machine.measure_together = real
         del os.environ["ZEROSTD_CACHE"]
 
 

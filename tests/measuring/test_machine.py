@@ -25,6 +25,7 @@ from zerostd.measuring.rates import (
     LinkCopies,
     busy_memory,
     disk_rates,
+    fit,
     link_rates,
     matrix_rates,
     median_s,
@@ -32,7 +33,6 @@ from zerostd.measuring.rates import (
     turns_of,
     within,
 )
-from zerostd.measuring.wire import fit
 from zerostd.monitoring import Ledger
 from zerostd.monitoring.events import Timestamp
 from zerostd.planning.profiles import MachineProfile
@@ -198,11 +198,10 @@ def test_median_leaves_out_the_first_turn_and_ends_in_time():
 
 def test_copies_move_every_byte(host):
     copies = LinkCopies(CPU, host, TrialSizes(copy=3 * 4096, copies=2), 10**12)
-    copies._below[0].copy_(torch.arange(copies.num_bytes).to(torch.uint8))
-    copies._above[1].fill_(7)
+    copies._ends[copies.up][0].copy_(torch.arange(copies.num_bytes).to(torch.uint8))
+    copies._ends[copies.down][0].fill_(7)
     copies.turn(copies.up, copies.down)
-    assert torch.equal(copies._above[0], copies._below[0])
-    assert torch.equal(copies._below[1], copies._above[1])
+    assert all(torch.equal(source, target) for source, target in copies._ends.values())
 
 
 def test_link_rates_are_sound(host):

@@ -246,12 +246,10 @@ def test_groups_come_in_the_order_forward_first_needs_them() -> None:
     assert names == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
 
 
-def test_batch_may_be_a_tensor_a_tuple_or_keywords_and_samples_another_number() -> None:
+def test_batch_may_be_a_tensor_a_tuple_or_keywords() -> None:
     x = torch.randn(6, 24)
     first, *others = (profile_model(MLP(), batch=batch) for batch in (x, (x,), {"x": x}, x.to("meta")))
     assert all(other == first for other in others) and first.samples == 6
-    more = profile_model(MLP(), batch=x, samples=64)
-    assert more.samples == 64 and more.groups == first.groups
     assert profile_model(MLP()).samples is None
 
 
@@ -447,10 +445,6 @@ def test_profiling_holds_nothing_when_it_is_done(name: str) -> None:
 
 def test_bad_calls_are_refused_with_the_remedy() -> None:
     model = MLP()
-    with pytest.raises(PrepareError, match="samples=4 needs batch="):
-        profile_model(model, samples=4)
-    with pytest.raises(PrepareError, match="samples=0 must be a whole number"):
-        profile_model(model, batch=torch.randn(2, 24), samples=0)
     with pytest.raises(PrepareError, match="batch has no samples"):
         profile_model(model, batch=torch.randn(0, 24))
     with pytest.raises(PrepareError, match="precision='int8' is unknown"):

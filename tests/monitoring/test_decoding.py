@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from msgspec import Meta
 
 from zerostd.errors import CheckpointError, PrepareError
 from zerostd.monitoring.decoding import convert, decode
@@ -61,6 +64,23 @@ def test_a_field_of_another_type_is_named_with_its_value(changes: dict[str, Any]
     with pytest.raises(PrepareError) as caught:
         read({"name": "a", **changes})
     assert str(caught.value).startswith(f"a.json: {said}") and str(caught.value).endswith("; write it again")
+
+
+@pytest.mark.parametrize(
+    ("meta", "number"),
+    [
+        (Meta(lt=2**62), 2**62),
+        (Meta(le=2**63 - 1), 2**63),
+        (Meta(ge=-(2**62) + 1), -(2**62)),
+        (Meta(gt=0.5), 0.5),
+        (Meta(lt=1e300), math.inf),
+    ],
+    ids=repr,
+)
+def test_the_number_that_is_out_of_range_is_named_however_close(meta: Meta, number: float) -> None:
+    kind: Any = dict[str, Annotated[type(number), meta]]
+    with pytest.raises(PrepareError, match=rf"^a\.json: b is {re.escape(reprlib.repr(number))}: Expected"):
+        convert({"a": 1, "b": number, "c": 1}, kind, what="a.json", error=PrepareError)
 
 
 def test_text_that_is_not_json_is_named() -> None:

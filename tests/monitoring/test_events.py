@@ -20,7 +20,7 @@ def recording() -> Events:
 
 def test_nobody_records_nothing_is_made() -> None:
     events = Events()
-    assert events.within("transfer", "up", "a", 3) is NOTHING and events.begin("gather", "wire") is None
+    assert events.within("transfer", "up", "a", 3) is NOTHING and events.begin("gather", "wire", "a", 3) is None
     events.end(None)
     assert events.take() == []
 
@@ -100,7 +100,7 @@ def test_what_a_recorded_step_asked_for_may_run_later() -> None:
     events = recording()
     events.choose(8, is_on=False)
     with events.within("update", "cpu", "late", step=7), events.within("update", "cpu", "other", step=6):
-        assert events.begin("update", "cpu", "now") is None
+        assert events.begin("update", "cpu", "now", 0) is None
     assert [(span.group, span.step) for span in events.take()] == [("late", 7)]
 
 

@@ -226,7 +226,7 @@ def booked(ledger, *tiers):
 def untouched(optimizer):
     """Room on the device for what comes from the host: here both are one, and nobody writes to it. Its pages are there
     only if somebody had them before."""
-    streamed = optimizer.updater.offload.updaters["streamed"]
+    streamed = optimizer.updater.offload.updaters.get("streamed")
     return 0 if streamed is None else sum(slot.memory[LANDING].nbytes for slot in streamed._slots)
 '''
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zerostd.planning import DiskRates, GroupProfile, Link, MachineProfile, ModelProfile, Plan, PlanRequest, Processor
 from zerostd.planning.planner import plan_from, solve
-from zerostd.planning.solution import homes_by_group, model_state
+from zerostd.planning.solution import model_state
 from zerostd.policy import Tier
 
 GIB = 2**30
@@ -66,7 +66,7 @@ def request_of(model: ModelProfile, limits: Mapping[Tier, int] = EVERYTHING, **o
 def make_plan(request: PlanRequest, notes: Sequence[str] = ()) -> Plan:
     """The fastest plan that fits, its bytes by the closed form."""
     solution = solve(request)
-    return plan_from(solution, homes_by_group(solution), model_state(solution), notes)
+    return plan_from(solution, solution.homes, model_state(solution), notes)
 
 
 def rates(low: float, high: float) -> st.SearchStrategy[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +160,9 @@ def test_costs_of_a_block_are_the_usual_formulas() -> None:
 
 
 def test_config_and_numbers_agree(tmp_path: Path) -> None:
-    told = from_numbers(124_439_808, hidden=768, layers=12, vocabulary=50257, name="gpt2")
+    counted = from_numbers(124_439_808, hidden=768, layers=12, vocabulary=50257)
     read = from_config(written(tmp_path, GPT2))
-    assert told == read
+    assert replace(counted, name="gpt2") == read
 
 
 def test_a_gated_block_with_few_keys_keeps_what_it_saves(tmp_path: Path) -> None:

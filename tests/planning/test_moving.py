@@ -19,9 +19,7 @@ from zerostd.policy import Homes, Route, Stage, Tier
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats
 from zerostd.preparing.options import rules_for
-from zerostd.preparing.proposing import homes_of
 from zerostd.replanning.moving import move
-from zerostd.scheduling.gathering import PREFETCH_DEPTH
 
 DEVICE = Homes()
 HOST = Homes(states=((Tier.HOST, Route.CPU, 1.0),))
@@ -56,8 +54,8 @@ def prepared(plan: str, path: str, rule: str = "adamw", **options: Any) -> tuple
 def predicted(model: nn.Module) -> dict[tuple[str, str], int]:
     """Bytes off the device by the account, of the plan that is obeyed now."""
     runtime = model.__dict__["_zerostd"]
-    rules = rules_for(runtime.settings, runtime.world, homes_of(runtime.settings.plan, runtime.blueprints))
-    counted = predict(plan_flats(runtime.blueprints, rules), rules, prefetch_depth=PREFETCH_DEPTH)
+    rules = rules_for(runtime.settings, runtime.world, runtime.blueprints)
+    counted = predict(plan_flats(runtime.blueprints, rules), rules)
     return {(tier.value, kind.value): size for tier, kinds in counted.items() for kind, size in kinds.items()}
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-import numpy
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -14,8 +13,7 @@ from hypothesis import strategies as st
 from planning.by_hand import ROUTES, fits, grid, held_bytes, step_seconds, update_seconds
 from planning.machines import EVERYTHING, H200, LAPTOP, gpt, machines, models, plain, request_of, tight
 from zerostd.planning import Link, MachineProfile, ModelProfile, PlanRequest, Wire
-from zerostd.planning.activations import choice_of
-from zerostd.planning.demands import GroupShares, work
+from zerostd.planning.demands import GroupShares, choice_of, work
 from zerostd.planning.linear import Infeasible, LinearProgram
 from zerostd.planning.program import SLACK, ScheduleProgram, optimise, prices_of, quickest
 from zerostd.planning.request import GroupCost, group_costs, merged, wire_of
@@ -37,11 +35,11 @@ def agree(one: float, other: float, least: float = 1e-7) -> bool:
 def test_the_best_corner_and_its_prices() -> None:
     """Three hours of one machine, four of another: the dual by hand is 1/5 and 3/5 of a piece for one more hour."""
     linear = LinearProgram()
-    x, y = linear.variable(), linear.variable()
-    linear.at_most({x: 1.0, y: 2.0}, 3.0, "first")
-    linear.at_most({x: 3.0, y: 1.0}, 4.0, "second")
-    linear.at_most({x: 1.0}, 50.0, "idle")
-    outcome = linear.minimise({x: -2.0, y: -1.0})
+    x, y = linear.variables(), linear.variables()
+    linear.at_most([(x, 1.0), (y, 2.0)], 3.0, "first")
+    linear.at_most([(x, 3.0), (y, 1.0)], 4.0, "second")
+    linear.at_most([(x, 1.0)], 50.0, "idle")
+    outcome = linear.minimise([(x, -2.0), (y, -1.0)])
     assert outcome.objective == pytest.approx(-3.0)
     assert outcome.values == pytest.approx([1.0, 1.0])
     assert outcome.prices == pytest.approx({"first": 0.2, "second": 0.6, "idle": 0.0})
@@ -49,20 +47,20 @@ def test_the_best_corner_and_its_prices() -> None:
 
 def test_bounds_equalities_and_fixed_variables() -> None:
     linear = LinearProgram()
-    x, y, z = linear.variable(upper=2.0), linear.variable(), linear.variable()
-    linear.each_equals([(numpy.array([one]), 1.0) for one in (x, y, z)], 4.0)
-    linear.at_most({z: -1.0, y: 1.0}, 0.0)
-    assert linear.minimise({z: 1.0, x: -1e-3}).values == pytest.approx([2.0, 1.0, 1.0])
-    linear.fix(x, 0.5)
-    assert linear.minimise({z: 1.0}).values == pytest.approx([0.5, 1.75, 1.75])
+    x, y, z = linear.variables(upper=2.0), linear.variables(), linear.variables()
+    linear.each_equals([(variables, 1.0) for variables in (x, y, z)], 4.0)
+    linear.at_most([(z, -1.0), (y, 1.0)], 0.0)
+    assert linear.minimise([(z, 1.0), (x, -1e-3)]).values == pytest.approx([2.0, 1.0, 1.0])
+    linear.fix(x, [0.5])
+    assert linear.minimise([(z, 1.0)]).values == pytest.approx([0.5, 1.75, 1.75])
 
 
 def test_no_point_at_all_is_infeasible() -> None:
     linear = LinearProgram()
-    x = linear.variable(upper=1.0)
-    linear.at_most({x: -1.0}, -2.0)
+    x = linear.variables(upper=1.0)
+    linear.at_most([(x, -1.0)], -2.0)
     with pytest.raises(Infeasible):
-        linear.minimise({x: 1.0})
+        linear.minimise([(x, 1.0)])
 
 
 # -- costs of groups --
@@ -168,8 +166,8 @@ def solved_with(request: PlanRequest, shares: Sequence[GroupShares]) -> tuple[fl
     """The program when everything is already decided: its step, and its bytes."""
     program = ScheduleProgram(request, choice_of(request, shares))
     program.hold(shares)
-    first = program.linear.minimise({program.step: 1.0})
-    program.linear.at_most({program.step: 1.0}, first.objective * (1 + 1e-9) + 1e-9)
+    first = program.linear.minimise([(program.step, 1.0)])
+    program.linear.at_most([(program.step, 1.0)], first.objective * (1 + 1e-9) + 1e-9)
     held = {
         tier: program.linear.minimise(terms).objective * 1e9 + program.constant[tier]
         for tier, terms in program.bytes.items()

@@ -10,7 +10,7 @@ import pytest
 from planning.machines import H200, LAPTOP, gpt, request_of
 from zerostd.planning import MachineProfile, PlanRequest
 from zerostd.planning.planner import solve
-from zerostd.planning.solution import ObservedStep, evaluate, homes_by_group, refit
+from zerostd.planning.solution import ObservedStep, evaluate, refit
 from zerostd.policy import Homes, Route, Tier
 
 MODEL = gpt(2048, 12, 0.1)
@@ -82,11 +82,11 @@ def test_the_plan_that_follows_is_nearly_as_good_as_one_that_knew(gib: int) -> N
     limits = {Tier.DEVICE: gib * 2**30, Tier.HOST: 64 * 2**30}
     believed = request_of(MODEL, limits)
     real = replace(believed, machine=slow_processor(H200))
-    first = homes_by_group(solve(believed))
+    first = solve(believed).homes
     seen = evaluate(real, first).timeline
     workers = {name: seen.busy.get(name, 0.0) for name in ("cpu", "streamed")}
     fitted = refit(believed, first, ObservedStep(seen.step_s, 0.1 / 3, 0.2 / 3, busy=workers))
-    second = evaluate(real, homes_by_group(solve(fitted))).timeline.step_s
+    second = evaluate(real, solve(fitted).homes).timeline.step_s
     knew = solve(real).timeline.step_s
     assert second < 0.8 * seen.step_s
     assert second <= 1.05 * knew

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from zerostd.checkpointing.loading import load_in_two_phases
-from zerostd.checkpointing.model_parts import buffers_of, flats_of, named_tensors, parameters_of, value_targets
+from zerostd.checkpointing.model_parts import buffers_of, flats_of, kept_values, named_tensors, parameters_of
 from zerostd.checkpointing.storage.directory import MANIFEST
 from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader, system_errors
 from zerostd.engine.runtime import Runtime
@@ -126,19 +126,19 @@ def _dtype_text(dtype: torch.dtype) -> str:
 def _apply(runtime: Runtime, readers: Mapping[str, TensorReader], sources: Mapping[str, str]) -> None:
     """Read what this rank keeps, into the masters where there are any."""
     rank = runtime.world.rank
-    targets = [target for flat in flats_of(runtime) for target in value_targets(flat, rank)]
-    total = sum((part.stop - part.start) * tensor.dtype.itemsize for _, _, tensor, part in targets)
+    records = [record for flat in flats_of(runtime) for record in kept_values(flat, rank) if record.stop]
+    total = sum((record.stop - record.start) * record.dtype.itemsize for record in records)
     memory = torch.empty(BLOCK, dtype=torch.uint8)
     with ByteProgress("loading", total, is_shown=rank == 0) as progress:
-        for name, first, tensor, part in targets:
-            source = sources[name]
-            reader = readers[source]
-            block = memory.view(reader.tensors[source].dtype)
-            for low in range(part.start, part.stop, block.numel()):
-                values = block[: part.stop - low]
-                reader.read(source, first + low - part.start, values)
-                tensor.write(slice(low, low + values.numel()), values.to(tensor.dtype))
-                progress.add(values.numel() * tensor.dtype.itemsize)
+        for record in records:
+            source = sources[record.of]
+            block = memory.view(readers[source].tensors[source].dtype)
+            for low in range(record.start, record.stop, block.numel()):
+                values = block[: record.stop - low]
+                readers[source].read(source, low, values)
+                place = record.offset + low - record.start
+                record.column.write(slice(place, place + values.numel()), values.to(record.dtype))
+                progress.add(values.numel() * record.dtype.itemsize)
     for flat in flats_of(runtime):
         flat.round_masters()
     for name, buffer in buffers_of(runtime.model).items():
@@ -147,9 +147,6 @@ def _apply(runtime: Runtime, readers: Mapping[str, TensorReader], sources: Mappi
             values = torch.empty(buffer.shape, dtype=readers[source].tensors[source].dtype)
             readers[source].read(source, 0, values.view(-1))
             buffer.copy_(values)
-
-
-# The files
 
 
 def is_model(path: Path) -> bool:

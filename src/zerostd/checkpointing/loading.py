@@ -22,16 +22,15 @@ from zerostd.checkpointing.saving import check_call, describe_optimizer
 from zerostd.checkpointing.storage import Checkpoint, Manifest
 from zerostd.checkpointing.storage.directory import clear_leftovers
 from zerostd.checkpointing.storage.manifest import OptimizerGroup, TensorEntry, decode_value, refuse_tensor
-from zerostd.checkpointing.storage.reading import Target
 from zerostd.checkpointing.storage.writing import checkpoint_error
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError
 from zerostd.monitoring.progress import ByteProgress
 from zerostd.optimizers.optimizer import ZeroOptimizer
-from zerostd.optimizers.states import gradient_tensor, replace_states, updated_intervals
+from zerostd.optimizers.states import gradient_records, replace_states, state_records, updated_intervals
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
-from zerostd.parameters.flat import MASTER
+from zerostd.parameters.flat import MASTER, SavedInterval
 
 MOST_PROBLEMS = 20  # named in an error
 IN_PART = (
@@ -73,10 +72,9 @@ def load_in_two_phases(
 
 def _on_all_ranks(runtime: Runtime, where: str, remark: str, work: Callable[[], T]) -> T:
     """Do `work` and return its result, or raise on all ranks what went wrong on the first that failed."""
-    results: list[T] = []
     cause: Exception | None = None
     try:
-        results.append(work())
+        result = work()
     except Exception as error:
         cause = error
     message = None if cause is None else str(checkpoint_error(cause))
@@ -84,7 +82,7 @@ def _on_all_ranks(runtime: Runtime, where: str, remark: str, work: Callable[[], 
         if said is not None:
             who = f"rank {rank}: " if runtime.world.size > 1 else ""
             raise CheckpointError(f"{who}{said}. {remark}") from cause
-    return results[0]
+    return result
 
 
 @torch.no_grad()
@@ -187,9 +185,9 @@ def _flats_in(runtime: Runtime, manifest: Manifest) -> list[Flat]:
 
 def _wanted(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifest) -> Iterator[Wanted]:
     for flat in _flats_in(runtime, manifest):
-        for name, low, _, part in model_parts.value_targets(flat, runtime.world.rank):
-            (entry,) = manifest.named("parameter", name)
-            yield entry, low, low + part.stop - part.start
+        for record in model_parts.kept_values(flat, runtime.world.rank):
+            (entry,) = manifest.named("parameter", record.of)
+            yield entry, record.start, record.stop
         if optimizer is not None and flat.gradient is not None:
             for name, low, high in updated_intervals(flat):
                 for entry in (*manifest.named("state", name), *manifest.named("gradient", name)):
@@ -232,16 +230,13 @@ def _decode_options(data: Any) -> dict[str, Any]:
 
 def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkpoint) -> None:
     manifest = checkpoint.manifest
-    targets: list[Target] = []
-    for flat in _flats_in(runtime, manifest):
-        for name, low, tensor, part in model_parts.value_targets(flat, runtime.world.rank):
-            (entry,) = manifest.named("parameter", name)
-            targets.append((entry, low, tensor, part))
-        if optimizer is not None and flat.gradient is not None:
-            _clear_states(flat, manifest)
-            targets += _state_targets(optimizer.updater, flat, manifest)
-            targets += _gradient_targets(flat, manifest)
-    total = sum((part.stop - part.start) * entry.torch_dtype.itemsize for entry, _, _, part in targets)
+    entries = {entry.identity: entry for entry in manifest.tensors}
+    targets = []
+    for record in _records(runtime, optimizer, manifest):
+        entry = entries.get((record.kind, record.of, record.state))
+        if entry is not None:
+            targets.append((entry, record))
+    total = sum((record.stop - record.start) * entry.torch_dtype.itemsize for entry, record in targets)
     with ByteProgress("loading", total, is_shown=runtime.world.rank == 0) as progress:
         checkpoint.fill_tiers(targets, progress.add)
     for flat in model_parts.flats_of(runtime):
@@ -271,7 +266,21 @@ def _clear_states(flat: Flat, manifest: Manifest) -> None:
                     tensor.write(here, torch.zeros(part.numel, dtype=tensor.dtype))
 
 
-def _state_targets(updater: Updater, flat: Flat, manifest: Manifest) -> Iterator[Target]:
+def _records(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifest) -> Iterator[SavedInterval]:
+    """Yield where this rank keeps what it loads, after making room for states and gradients of an incomplete step."""
+    for flat in _flats_in(runtime, manifest):
+        yield from model_parts.kept_values(flat, runtime.world.rank)
+        if optimizer is None or flat.gradient is None:
+            continue
+        _clear_states(flat, manifest)
+        _make_states(optimizer.updater, flat, manifest)
+        yield from state_records(optimizer.updater, flat, flat.region, group="")
+        gradients = [entry for name, _, _ in updated_intervals(flat) for entry in manifest.named("gradient", name)]
+        if gradients:
+            yield from gradient_records(flat, flat.region, "", {entry.torch_dtype for entry in gradients})
+
+
+def _make_states(updater: Updater, flat: Flat, manifest: Manifest) -> None:
     """Take over scalar states and make room for the long ones. Parameters that share a span have the same."""
     scalars = {} if manifest.optimizer is None else manifest.optimizer.singles
     names = [interval.name for interval in flat.layout.intervals]
@@ -281,21 +290,4 @@ def _state_targets(updater: Updater, flat: Flat, manifest: Manifest) -> Iterator
     spans.cut([tuple((entry.state, entry.dtype) for entry in manifest.named("state", name)) for name in names])
     for span in spans:
         for entry in manifest.named("state", names[span.pieces[0].index]):
-            tensor, origin = spans.make_long_state(span, entry.state, entry.torch_dtype)
-            for piece in span.pieces:
-                for state in manifest.named("state", names[piece.index]):
-                    if state.state == entry.state:
-                        yield state, piece.start, tensor, piece.place_from(origin)
-
-
-def _gradient_targets(flat: Flat, manifest: Manifest) -> Iterator[Target]:
-    """Yield targets for the gradients of an incomplete step. Parameters without one have none afterwards, either."""
-    gradients = [
-        (entry, piece)
-        for piece in flat.layout.pieces(flat.region)
-        for entry in manifest.named("gradient", flat.layout.intervals[piece.index].name)
-    ]
-    if gradients:
-        tensor = gradient_tensor(flat, {entry.torch_dtype for entry, _ in gradients})
-        for entry, piece in gradients:
-            yield entry, piece.start, tensor, piece.place
+            spans.make_long_state(span, entry.state, entry.torch_dtype)

@@ -1,4 +1,4 @@
-"""What of a prepared model is saved, and where it is kept: flats, persistent buffers, extra states, random generators.
+"""Name what of a prepared model is saved: parameters in flats, persistent buffers, extra states, random generators.
 
 `full_values` gives whole parameters, one flat at a time; `full_state_dict` and `release` use it. torch's generators are
 tensors of kind "random"; Python's and numpy's are JSON in the manifest. Each rank has its own generators, so they are
@@ -23,9 +23,8 @@ from zerostd.compat import persistent_buffers
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError
 from zerostd.parameters import Flat, Group
-from zerostd.parameters.flat import SavedInterval, tensor_interval
+from zerostd.parameters.flat import SavedInterval, tensor_interval, value_intervals
 from zerostd.sharding import Interval
-from zerostd.tiers import TierTensor
 
 
 def flats_of(runtime: Runtime) -> list[Flat]:
@@ -82,23 +81,12 @@ def full_values(runtime: Runtime, group: Group) -> Iterator[tuple[nn.Parameter, 
             yield parameter, values.to(runtime.original_dtypes[parameter])
 
 
-def value_targets(flat: Flat, rank: int) -> Iterator[tuple[str, int, TierTensor, slice]]:
-    """Yield where this rank keeps the values of a flat's parameters: name, first element, tensor and part of it.
-
-    Masters are these values where there are any; `flat.publish` rounds them into the parameters.
-    """
-    intervals = flat.layout.intervals
+def kept_values(flat: Flat, rank: int) -> Iterator[SavedInterval]:
+    """Yield where this rank keeps values of a flat's parameters. Masters are these values where there are any."""
+    mine = flat.region
     if not flat.state_shards:  # frozen: every rank has all of it, or its shard
         mine = flat.layout.shard(rank) if flat.is_sharded else slice(0, flat.layout.numel)
-        for piece in flat.layout.pieces(mine):
-            yield intervals[piece.index].name, piece.start, flat.rest, piece.place
-        return
-    for shard in flat.state_shards:
-        for part, here in shard.parts(flat.layout.pieces(flat.region)):
-            yield intervals[part.index].name, part.start, shard.master, here
-
-
-# Random generators
+    return value_intervals(flat, mine, group="")
 
 
 def generator_records(world: World) -> Iterator[SavedInterval]:

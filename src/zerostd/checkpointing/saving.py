@@ -20,7 +20,6 @@ from zerostd.checkpointing.storage import Manifest, Saving
 from zerostd.checkpointing.storage.manifest import (
     OptimizerEntry,
     OptimizerGroup,
-    StoreTensor,
     TensorEntry,
     dtype_name,
     encode_value,
@@ -94,7 +93,13 @@ def _describe(
     modules: dict[str, Any] = {}
     if rank == 0:
         encoded = encode_value(extra, store, "extra")
-        modules = _encode_modules(runtime, store)
+        for name, module in model_parts.modules_with_own(runtime.model, "get_extra_state").items():
+            where = f"get_extra_state() of module {name!r} ({type(module).__name__})"
+            try:
+                state = module.get_extra_state()
+            except Exception as error:  # whatever the user's code raises
+                raise CheckpointError(f"{where} failed: {type(error).__name__}: {error}") from error
+            modules[name] = encode_value(state, store, where)
     optimizer_entry = None
     if optimizer is not None:
         singles = {
@@ -127,15 +132,17 @@ def _describe(
 
 
 def _records(runtime: Runtime, optimizer: ZeroOptimizer | None, *, frozen: bool) -> Iterator[SavedInterval]:
-    rank = runtime.world.rank
+    has_gradient = {i.name for _, parameter, i in model_parts.parameters_of(runtime) if parameter.grad is not None}
     for group in runtime.update_order():
         runtime.gatherer.wait_updates(group)
         for flat in group.flats if frozen else group.trainable:
-            yield from value_intervals(flat, rank, group.name)
+            mine = flat.layout.shard(runtime.world.rank)
+            yield from value_intervals(flat, mine, group.name)
             if optimizer is not None and flat in optimizer.updater.spans:
-                yield from state_records(optimizer.updater, flat, rank, group.name)
+                yield from state_records(optimizer.updater, flat, mine, group.name)
             if optimizer is not None and flat.gradient is not None and runtime.backward.passes.num_done:
-                yield from gradient_records(flat, rank, group.name)
+                gradients = gradient_records(flat, mine, group.name)
+                yield from (record for record in gradients if record.of in has_gradient)
     yield from model_parts.generator_records(runtime.world)
 
 
@@ -170,18 +177,6 @@ def describe_optimizer(runtime: Runtime, optimizer: ZeroOptimizer) -> OptimizerE
         encoded = encode_value(options, refuse_tensor, f"param_groups[{number}]")
         groups.append(OptimizerGroup(encoded, tuple(names[parameter] for parameter in group["params"])))
     return OptimizerEntry(type(optimizer.inner).__name__, tuple(groups), {})
-
-
-def _encode_modules(runtime: Runtime, store: StoreTensor) -> dict[str, Any]:
-    modules = {}
-    for name, module in model_parts.modules_with_own(runtime.model, "get_extra_state").items():
-        where = f"get_extra_state() of module {name!r} ({type(module).__name__})"
-        try:
-            state = module.get_extra_state()
-        except Exception as error:  # whatever the user's code raises
-            raise CheckpointError(f"{where} failed: {type(error).__name__}: {error}") from error
-        modules[name] = encode_value(state, store, where)
-    return modules
 
 
 def _version() -> str:

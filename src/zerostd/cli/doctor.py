@@ -22,7 +22,7 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from zerostd.cli.printing import show
+from zerostd.cli.printing import is_first_rank, show
 from zerostd.communication.world import try_group
 from zerostd.errors import PrepareError
 from zerostd.kernels import native
@@ -42,13 +42,15 @@ MEETING_S = 60.0
 TRIAL = TrialSizes(disk=64 << 20, disk_seconds=0.4)
 COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
 
+Status = Literal["ok", "warning", "failure"]  # a warning: it works, slower or with less
+
 
 @dataclass(frozen=True)
 class Finding:
     """The result of one check, and the remedy if it failed."""
 
     name: str
-    status: Literal["ok", "warning", "failure"]  # a warning: it works, slower or with less
+    status: Status
     value: str
     remedy: str = ""
 
@@ -66,7 +68,7 @@ def doctor(
     """
     findings = examine(disk)
     is_healthy = all(finding.status != "failure" for finding in findings)
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         if as_json:
             objects = [asdict(finding) for finding in findings]
             typer.echo(json.dumps({"healthy": is_healthy, "findings": objects}, indent=2))
@@ -86,7 +88,7 @@ def examine(disk_path: str | None = None) -> list[Finding]:
 
     Collective: all ranks call it together, if there are several.
     """
-    path = tempfile.gettempdir() if disk_path is None else disk_path
+    path = disk_path or tempfile.gettempdir()
     checks: dict[str, Callable[[], Findings]] = {
         "versions": _versions,
         "native kernels": _kernels,
@@ -108,40 +110,36 @@ def examine(disk_path: str | None = None) -> list[Finding]:
 def _versions() -> Findings:
     yield Finding("python", "ok", platform.python_version())
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2] if part.isdigit())
-    if release < LEAST_TORCH:
-        least = ".".join(map(str, LEAST_TORCH))
-        yield Finding("torch", "failure", str(torch.__version__), f"pip install 'torch>={least}'")
-    else:
-        yield Finding("torch", "ok", str(torch.__version__))
+    remedy = f"pip install 'torch>={'.'.join(map(str, LEAST_TORCH))}'"
+    yield _judged("torch", str(torch.__version__), remedy, is_good=release >= LEAST_TORCH, otherwise="failure")
 
 
 def _kernels() -> Findings:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says what the finding says
         library = native.load()
-    if library is None:
-        remedy = "install zerostd again with a C++ compiler at hand, or run `make native` in its sources"
-        yield Finding("native kernels", "warning", "not loaded: torch does their work, slower", remedy)
-        return
-    level = library.zs_limit_instructions(len(INSTRUCTIONS))
-    arm = platform.machine() in ("aarch64", "arm64")
-    yield Finding("native kernels", "ok", f"loaded, {'NEON' if arm else INSTRUCTIONS[level]}")
+    text = "not loaded: torch does their work, slower"
+    if library is not None:
+        level = library.zs_limit_instructions(len(INSTRUCTIONS))
+        is_arm = platform.machine() in ("aarch64", "arm64")
+        text = f"loaded, {'NEON' if is_arm else INSTRUCTIONS[level]}"
+    remedy = "install zerostd again with a C++ compiler at hand, or run `make native` in its sources"
+    yield _judged("native kernels", text, remedy, is_good=library is not None)
 
 
 def _accelerator() -> Findings:
     device = choose_device(None)
     if device.type == "cpu":
-        if os.path.exists("/dev/nvidia0"):
-            remedy = "install a torch for CUDA: this one has none, or the driver is older than it needs"
-            yield Finding("accelerator", "warning", "there is one, and torch does not see it", remedy)
-        else:
-            yield Finding("accelerator", "ok", "none: the CPU is the device")
+        is_unseen = os.path.exists("/dev/nvidia0")
+        text = "there is one, and torch does not see it" if is_unseen else "none: the CPU is the device"
+        remedy = "install a torch for CUDA: this one has none, or the driver is older than it needs"
+        yield _judged("accelerator", text, remedy, is_good=not is_unseen)
         return
     module = torch.get_device_module(device)
     name = str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
-    parts = [name, f"{size_text(free_bytes(device, None)['device'])} free"]
+    text = f"{name}, {size_text(free_bytes(device, None)['device'])} free"
     driver = versions(device).get("driver")
-    yield Finding("accelerator", "ok", ", ".join(parts + ([f"driver {driver}"] if driver else [])))
+    yield Finding("accelerator", "ok", f"{text}, driver {driver}" if driver else text)
 
 
 def _host() -> Findings:
@@ -151,20 +149,20 @@ def _host() -> Findings:
     if group is not None:
         text += f", the cgroup's limit is {size_text(group.limit)}"
     remedy = "end other programs, or raise the container's memory limit"
-    yield _warned("host memory", text, remedy, is_good=free >= LEAST_HOST)
+    yield _judged("host memory", text, remedy, is_good=free >= LEAST_HOST)
     limit = memlock_limit()
     text = "no limit" if limit is None else f"limit {size_text(limit)}, {size_text(free)} of host memory free"
-    if choose_device(None).type == "cpu":
-        yield Finding("pinned memory", "ok", f"{text}; not needed without an accelerator")
-    else:
-        remedy = "if pinning fails: `ulimit -l unlimited`, or `--ulimit memlock=-1` for a container"
-        yield _warned("pinned memory", text, remedy, is_good=limit is None or limit >= free)
+    is_needed = choose_device(None).type != "cpu"
+    if not is_needed:
+        text += "; not needed without an accelerator"
+    remedy = "if pinning fails: `ulimit -l unlimited`, or `--ulimit memlock=-1` for a container"
+    yield _judged("pinned memory", text, remedy, is_good=not is_needed or limit is None or limit >= free)
     if not os.path.isdir("/dev/shm"):
         yield Finding("shared memory", "warning", "no /dev/shm", "mount it: data loaders with workers need it")
         return
     shared = free_disk("/dev/shm")
     remedy = "`--shm-size 8g` for a container: data loaders with workers need it"
-    yield _warned("shared memory", f"{size_text(shared)} free in /dev/shm", remedy, is_good=shared >= LEAST_SHARED)
+    yield _judged("shared memory", f"{size_text(shared)} free in /dev/shm", remedy, is_good=shared >= LEAST_SHARED)
 
 
 def _disk(path: str) -> Findings:
@@ -177,23 +175,19 @@ def _disk(path: str) -> Findings:
         yield Finding("disk", "failure", _line(error), "name a directory that you may write to: --disk PATH")
         return
     yield Finding("disk", "ok", f"{size_text(free_disk(path))} free in {path}")
-    if any("O_DIRECT" in str(warning.message) for warning in caught):
-        remedy = "name a directory on a local drive: transfers go through the page cache here, and take host memory"
-        yield Finding("disk, O_DIRECT", "warning", "not on this file system", remedy)
-    else:
-        yield Finding("disk, O_DIRECT", "ok", "yes")
+    is_direct = not any("O_DIRECT" in str(warning.message) for warning in caught)
+    remedy = "name a directory on a local drive: transfers go through the page cache here, and take host memory"
+    yield _judged("disk, O_DIRECT", "yes" if is_direct else "not on this file system", remedy, is_good=is_direct)
     text = f"{rates.read / 1e9:.2g} GB/s read, {rates.write / 1e9:.2g} GB/s written"
     is_fast = min(rates.read, rates.write) >= SLOW_DISK
-    yield _warned("disk, speed", text, "name a faster drive for states that are kept on disk", is_good=is_fast)
+    yield _judged("disk, speed", text, "name a faster drive for states that are kept on disk", is_good=is_fast)
 
 
 def _group() -> Findings:
-    device = choose_device(None)
-    if device.type == "cpu" or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        device = torch.device("cpu")  # alone, the CPU is enough to try
-    else:
+    device = torch.device("cpu")  # alone, it is enough to try
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and choose_device(None).type != "cpu":
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device(device.type, local_rank % torch.accelerator.device_count())
+        device = torch.device(choose_device(None).type, local_rank % torch.accelerator.device_count())
     try:
         met, backend, seconds = try_group(device, MEETING_S)
     except (RuntimeError, ValueError, OSError) as error:
@@ -215,8 +209,8 @@ def _extras() -> Findings:
     yield Finding("extras", "ok", text.removeprefix("; "))
 
 
-def _warned(name: str, text: str, remedy: str, *, is_good: bool) -> Finding:
-    return Finding(name, "ok", text) if is_good else Finding(name, "warning", text, remedy)
+def _judged(name: str, text: str, remedy: str, *, is_good: bool, otherwise: Status = "warning") -> Finding:
+    return Finding(name, "ok", text) if is_good else Finding(name, otherwise, text, remedy)
 
 
 def _line(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from zerostd.cli.printing import show, write
+from zerostd.cli.printing import is_first_rank, show, write
 from zerostd.measuring import load_or_measure
 from zerostd.monitoring.progress import ProgressBar
 from zerostd.monitoring.texts import size_text
@@ -34,7 +33,7 @@ def measure(
     the ranks are measured too.
     """
     profile = measured(disk_path, again=again)
-    if not _is_first():
+    if not is_first_rank():
         return
     if output is not None:
         write(output, profile.to_json())
@@ -52,27 +51,22 @@ def measured(disk_path: str | None = None, *, again: bool = False) -> MachinePro
     if disk_path is not None:
         check_disk(0, disk_path)  # before anything takes its time
     columns = (BarColumn(bar_width=30), TextColumn("{task.description}"), TimeElapsedColumn())
-    with ProgressBar(*columns, total=1.0, is_shown=_is_first()) as bar:
+    with ProgressBar(*columns, total=1.0, is_shown=is_first_rank()) as bar:
         return load_or_measure(disk_path=disk_path, on_progress=lambda what, done: bar.update(done, what), again=again)
-
-
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _parts(profile: MachineProfile) -> Iterator[tuple[str, str]]:
     """Yield all that a profile says, as rows of a table."""
     link = profile.link
     disk = profile.disk
-    processor = profile.processor
     yield "device", profile.device
     if link is None:
         yield "link", "none: the device is the processor"
     else:
         yield "link", f"{_rate(link.up)} up, {_rate(link.down)} down, {_rate(link.both)} both ways together"
-    for threads, ns in sorted(processor.update_ns.items()):
+    for threads, ns in sorted(profile.processor.update_ns.items()):
         yield "processor", f"{ns:.3g} ns a parameter with {threads} thread{'s' if threads > 1 else ''}"
-    yield "memory", f"{_rate(processor.memory)} with everything busy"
+    yield "memory", f"{_rate(profile.processor.memory)} with everything busy"
     yield "device's updates", f"{profile.resident_ns:.3g} ns a parameter"
     for dtype, rate in profile.matrix.items():
         yield "matrix products", f"{rate / 1e12:.3g} TFLOP/s in {dtype}"
@@ -82,8 +76,7 @@ def _parts(profile: MachineProfile) -> Iterator[tuple[str, str]]:
         rates = f"{_rate(disk.read)} read, {_rate(disk.write)} written, {_rate(disk.both)} each at once"
         yield "disk", f"{rates}: {disk.path}"
     for wire in profile.wires:
-        text = f"{_rate(wire.bandwidth)} a rank among {wire.ranks} ({wire.name}), {wire.latency * 1e6:.0f} us"
-        yield "wires", text
+        yield "wires", f"{_rate(wire.bandwidth)} a rank among {wire.ranks} ({wire.name}), {wire.latency * 1e6:.0f} us"
     if not profile.wires:
         yield "wires", "not measured: one rank"
     for tier, size in profile.free.items():

@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from zerostd.checkpointing.storage import merging
-from zerostd.errors import StorageError
 
 DTYPE = "fp32, bf16 or fp16. Default: the one before prepare."
 
@@ -27,10 +26,7 @@ def merge(
     It takes one process and little memory, and needs neither a GPU nor the model.
     """
     paths = merging.merge(checkpoint, out, dtype, max_shard_size)
-    try:
-        sizes = {path: os.path.getsize(path) for path in paths}
-    except OSError as error:
-        raise StorageError(f"{out} was written and cannot be looked at: {error.strerror}") from error
+    sizes = {path: os.path.getsize(path) for path in paths}
     if as_json:
         typer.echo(json.dumps({"files": sizes, "bytes": sum(sizes.values())}, indent=2))
         return

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from zerostd import api
 from zerostd.cli.measure import measured
-from zerostd.cli.printing import parameters_text, rows_json, scaling_table, show, state_rows, state_table, write
-from zerostd.cli.sources import SEQUENCE, Source, parse_budget, parse_counts, parse_ways
+from zerostd.cli.printing import show_scaling, show_states, title_of, write
+from zerostd.cli.sources import Built, check_options, in_precision, make_model, parse_budget, parse_counts, parse_ways
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_profile
+from zerostd.measuring.model import profile_model
 from zerostd.planning import MachineProfile, ModelProfile, Plan
-from zerostd.planning.cluster import NO_WIRES, TrainingOptions, plan_on
-from zerostd.planning.cluster import scaling as scale
+from zerostd.planning.cluster import NO_WIRES, ScalingRow, TrainingOptions, plan_on, scaling
+from zerostd.planning.described import from_config, from_numbers
 from zerostd.policy import Precision, Stage
 
-WHAT = "What"
-WHERE = "Where"
-HOW = "How it is trained"
-SHOWN = "What is shown"
+SEQUENCE = 1024  # tokens of a sample of a model in numbers, if nobody says
 
 FACTORY = "A function that returns a model, (model, optimizer) or (model, optimizer, batch)."
 META = "Call the function on the meta device: nothing is allocated."
@@ -36,109 +32,96 @@ LIMITS = "The most to use of each tier, such as device=24GiB,host=96GiB,disk=200
 BATCH = "Samples of a step on one rank. Without --samples, the size of a pass is searched."
 RECOMPUTE = "Blocks keep only their inputs and are recomputed in backward."
 WAYS = "Ways to treat activations, of which the best is chosen: keep,recompute,host, or any."
+WORLDS = "Compare numbers of ranks, such as 64,256,1024."
 STEP_SAMPLES = "With --scaling: samples of a step, all ranks together."
 PAPER = "Model state by stage and number of devices, as in Table 1 of the ZeRO paper."
 
-
-def _option(text: str, panel: str, metavar: str) -> Any:
-    return typer.Option(help=text, rich_help_panel=panel, metavar=metavar)
-
-
-def _flag(name: str, text: str, panel: str) -> Any:
-    return typer.Option(name, help=text, rich_help_panel=panel)
+What = partial(typer.Option, rich_help_panel="What")
+Where = partial(typer.Option, rich_help_panel="Where")
+How = partial(typer.Option, rich_help_panel="How it is trained")
+Shown = partial(typer.Option, rich_help_panel="What is shown")
 
 
 def plan(
+    context: typer.Context,
     function: Annotated[str | None, typer.Argument(metavar="[MODULE:FUNCTION]", help=FACTORY)] = None,
-    meta: Annotated[bool, _flag("--meta", META, WHAT)] = False,
-    params: Annotated[list[str] | None, _option(PARAMS, WHAT, "SIZE")] = None,
-    hidden: Annotated[int | None, _option("Width of the GPT.", WHAT, "N")] = None,
-    layers: Annotated[int | None, _option("Number of blocks of the GPT.", WHAT, "N")] = None,
-    vocabulary: Annotated[int | None, _option("Rows of the GPT's embedding.", WHAT, "N")] = None,
-    config: Annotated[Path | None, _option("The model of a Hugging Face config.json.", WHAT, "FILE")] = None,
-    cluster: Annotated[Path | None, _option(CLUSTER, WHERE, "FILE")] = None,
-    world: Annotated[int | None, _option("Number of ranks. Default: those of this job.", WHERE, "N")] = None,
-    budget: Annotated[str | None, _option(LIMITS, WHERE, "TIER=SIZE")] = None,
-    disk_path: Annotated[str | None, _option("The directory of a disk tier on this machine.", WHERE, "DIR")] = None,
-    stage: Annotated[int | None, _option("0 to 3. Default: the one with the shortest step.", HOW, "STAGE")] = None,
-    samples: Annotated[int | None, _option("Samples of one pass on one rank.", HOW, "N")] = None,
-    sequence: Annotated[int | None, _option("Tokens in a sample.", HOW, "N")] = None,
-    accumulate: Annotated[int | None, _option("Passes in a step.", HOW, "N")] = None,
-    batch: Annotated[int | None, _option(BATCH, HOW, "N")] = None,
-    clip: Annotated[bool, _flag("--clip", "Gradients are clipped to a norm.", HOW)] = False,
-    recompute: Annotated[bool, _flag("--recompute", RECOMPUTE, HOW)] = False,
-    activations: Annotated[str | None, _option(WAYS, HOW, "WAYS")] = None,
-    precision: Annotated[str | None, _option("fp32, bf16 or fp16.", HOW, "NAME")] = None,
-    scaling: Annotated[str | None, _option("Compare numbers of ranks, such as 64,256,1024.", SHOWN, "N,N,...")] = None,
-    step_samples: Annotated[int | None, _option(STEP_SAMPLES, SHOWN, "N")] = None,
-    table: Annotated[bool, _flag("--table", PAPER, SHOWN)] = False,
-    as_json: Annotated[bool, _flag("--json", "Print JSON, and nothing else.", SHOWN)] = False,
-    output: Annotated[Path | None, _option("Save the plan there, for prepare(plan=...).", SHOWN, "FILE")] = None,
+    meta: Annotated[bool, What("--meta", help=META)] = False,
+    params: Annotated[list[str] | None, What(metavar="SIZE", help=PARAMS)] = None,
+    hidden: Annotated[int | None, What(metavar="N", help="Width of the GPT.")] = None,
+    layers: Annotated[int | None, What(metavar="N", help="Number of blocks of the GPT.")] = None,
+    vocabulary: Annotated[int | None, What(metavar="N", help="Rows of the GPT's embedding.")] = None,
+    config: Annotated[Path | None, What(metavar="FILE", help="The model of a Hugging Face config.json.")] = None,
+    cluster: Annotated[Path | None, Where(metavar="FILE", help=CLUSTER)] = None,
+    world: Annotated[int | None, Where(metavar="N", help="Number of ranks. Default: those of this job.")] = None,
+    budget: Annotated[str | None, Where(metavar="TIER=SIZE", help=LIMITS)] = None,
+    disk_path: Annotated[str | None, Where(metavar="DIR", help="The directory of a disk tier on this machine.")] = None,
+    stage: Annotated[int | None, How(metavar="STAGE", help="0 to 3. Default: the one with the shortest step.")] = None,
+    samples: Annotated[int | None, How(metavar="N", help="Samples of one pass on one rank.")] = None,
+    sequence: Annotated[int | None, How(metavar="N", help="Tokens in a sample.")] = None,
+    accumulate: Annotated[int | None, How(metavar="N", help="Passes in a step.")] = None,
+    batch: Annotated[int | None, How(metavar="N", help=BATCH)] = None,
+    clip: Annotated[bool, How("--clip", help="Gradients are clipped to a norm.")] = False,
+    recompute: Annotated[bool, How("--recompute", help=RECOMPUTE)] = False,
+    activations: Annotated[str | None, How(metavar="WAYS", help=WAYS)] = None,
+    precision: Annotated[str | None, How(metavar="NAME", help="fp32, bf16 or fp16.")] = None,
+    scaling: Annotated[str | None, Shown(metavar="N,N,...", help=WORLDS)] = None,
+    step_samples: Annotated[int | None, Shown(metavar="N", help=STEP_SAMPLES)] = None,
+    table: Annotated[bool, Shown("--table", help=PAPER)] = False,
+    as_json: Annotated[bool, Shown("--json", help="Print JSON, and nothing else.")] = False,
+    output: Annotated[Path | None, Shown(metavar="FILE", help="Save the plan there, for prepare(plan=...).")] = None,
 ) -> None:
     """Plan where model state is kept, and predict how long a step takes."""
+    check_options(context.params)
     numbers = Precision.parse(precision)
-    source = Source(
-        numbers, function, meta, tuple(params or ()), hidden, layers, vocabulary, config, samples, sequence, recompute
-    )
     options = TrainingOptions(
-        1 if world is None else world,
-        None if stage is None else Stage.parse(stage),
-        accumulate,
-        clip,
-        numbers.scales_loss,
-        parse_budget(budget, disk_path),
-        parse_ways(activations),
-        batch,
+        world_size=1 if world is None else world,
+        stage=None if stage is None else Stage.parse(stage),
+        accumulate=accumulate,
+        clips=clip,
+        scales_loss=numbers.scales_loss,
+        budget=parse_budget(budget, disk_path),
+        activations=parse_ways(activations),
+        batch=batch,
     )
-    _check_pass(source, options)
-    if step_samples is not None and (scaling is None or step_samples < 1):
-        raise PrepareError(f"--step-samples {step_samples} goes with --scaling, and is 1 or more")
+    tokens = SEQUENCE if sequence is None else sequence
+    gpt = partial(from_numbers, hidden=hidden, layers=layers, vocabulary=vocabulary, samples=samples)
+    models = [gpt(size, sequence=tokens) for size in params or ()]
+    if config is not None:
+        models = [from_config(config, sequence=sequence, samples=samples)]
+    models = [replace(in_precision(model, numbers), recomputes=recompute) for model in models]
+    source = make_model(function, is_meta=meta) if function else models[0]
     if table:
-        if scaling is not None:
-            raise PrepareError("--table and --scaling are two things: ask for one")
-        if function or output is not None:
-            raise PrepareError("--table goes with --params or --config, and with --json, nothing else")
-        _show_table(source.profiles(), as_json=as_json)
+        show_states(models, as_json=as_json)
     elif scaling is not None:
-        if output is not None:
-            raise PrepareError("--output saves one plan; for --scaling use --json and the shell's >")
-        _show_scaling(source, options, cluster, parse_counts(scaling), step_samples, as_json=as_json)
+        title, rows = _scale(source, options, numbers, cluster, parse_counts(scaling), step_samples)
+        show_scaling(title, rows, tokens if params else sequence, as_json=as_json)
     else:
-        title, plan = _plan(source, options, cluster, world)
+        title, plan = _plan(source, options, numbers, cluster, world)
         if output is not None:
             write(output, plan.to_json())
         typer.echo(plan.to_json() if as_json else f"{title}\n\n{plan.explain()}\n", nl=False)
 
 
-def _check_pass(source: Source, options: TrainingOptions) -> None:
-    """Refuse options about a pass that contradict each other, or that a function's own batch answers."""
-    ways = options.activations
-    sizes = (source.samples, source.sequence, options.batch)
-    if ways and source.recomputes:
-        raise PrepareError("--recompute says what --activations leaves open: give one of them")
-    if ways and source.samples is None and options.batch is None:
-        raise PrepareError("--activations needs to know how large a pass is: give --samples or --batch")
-    if source.function and (ways or source.recomputes or any(size is not None for size in sizes)):
-        raise PrepareError(
-            "--samples, --sequence, --batch, --recompute and --activations go with --params and --config; a function "
-            "says it itself: let it return (model, optimizer, batch)"
-        )
-
-
-def _plan(source: Source, options: TrainingOptions, cluster: Path | None, world: int | None) -> tuple[str, Plan]:
+def _plan(
+    source: ModelProfile | Built,
+    options: TrainingOptions,
+    precision: Precision,
+    cluster: Path | None,
+    world: int | None,
+) -> tuple[str, Plan]:
     """Return a title and the plan; for a module the one that prepare would make, to the byte."""
-    if not source.function:
-        profile = source.profile()
-        described = _machine(cluster, options.budget.disk_path)
-        with _status("planning"):
-            plan = plan_on(profile, described, options)
-        return f"{profile.name}: {parameters_text(profile.numel)} on {described.name}", plan
-    model, optimizer, batch = source.make()
     budget = options.budget
+    if isinstance(source, ModelProfile):
+        described = _machine(cluster, budget.disk_path)
+        with Console(stderr=True).status("planning"):
+            plan = plan_on(source, described, options)
+        return title_of(source.name, source.numel, described.name), plan
+    model, optimizer, batch = source
     machine = None if cluster is None else _machine(cluster, budget.disk_path)
     if machine is not None and machine.disk is not None:
         budget = replace(budget, disk_path=machine.disk.path)
-    with _status("planning, and measuring this machine if that was not done yet" if machine is None else "planning"):
+    doing = "planning, and measuring this machine if that was not done yet" if machine is None else "planning"
+    with Console(stderr=True).status(doing):
         plan = api.plan(
             model,
             optimizer,
@@ -147,49 +130,35 @@ def _plan(source: Source, options: TrainingOptions, cluster: Path | None, world:
             world_size=world,
             machine=machine,
             stage=options.stage,
-            precision=source.precision,
+            precision=precision,
             accumulate=options.accumulate,
             max_grad_norm=1.0 if options.clips else None,  # that there is one matters, not which
         )
     numel = sum(parameter.numel() for parameter in model.parameters())
-    where = "this machine" if machine is None else machine.name
+    title = title_of(type(model).__name__, numel, "this machine" if machine is None else machine.name)
     if plan.world_size > 1 and plan.predicted.step_s is not None and not (machine is not None and machine.wires):
         plan = replace(plan, notes=(*plan.notes, NO_WIRES))
-    return f"{type(model).__name__}: {parameters_text(numel)} on {where}", plan
+    return title, plan
 
 
-def _show_scaling(
-    source: Source,
+def _scale(
+    source: ModelProfile | Built,
     options: TrainingOptions,
+    precision: Precision,
     cluster: Path | None,
     worlds: list[int],
     step_samples: int | None,
-    *,
-    as_json: bool,
-) -> None:
-    if options.batch is not None:
-        raise PrepareError("--batch is of one rank; with --scaling say the samples of a step with --step-samples")
-    model = source.profile()
-    sequence = SEQUENCE if source.sequence is None and source.params else source.sequence
+) -> tuple[str, list[ScalingRow]]:
+    """Return a title and a row for each number of ranks."""
+    if isinstance(source, ModelProfile):
+        profile = source
+    else:
+        model, optimizer, batch = source
+        profile = profile_model(model, optimizer, precision=precision, batch=batch)
     machine = _machine(cluster, options.budget.disk_path)
-    with _status("planning"):
-        rows = scale(model, machine, worlds, use=options, samples_per_step=step_samples)
-    if as_json:
-        typer.echo(rows_json(rows, sequence), nl=False)
-        return
-    title = f"{model.name}: {parameters_text(model.numel)} on {machine.name}; predicted, not measured"
-    show(title, scaling_table(rows, sequence))
-    for row in rows:
-        if row.refused:
-            typer.echo(f"{row.world_size:,} ranks: {row.refused}")
-
-
-def _show_table(models: list[ModelProfile], *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps({model.name: state_rows(model) for model in models}, indent=2))
-        return
-    for model in models:
-        show(f"{model.name}: GB of model state on one device, as in Table 1 of the ZeRO paper", state_table(model))
+    with Console(stderr=True).status("planning"):
+        rows = scaling(profile, machine, worlds, use=options, samples_per_step=step_samples)
+    return f"{title_of(profile.name, profile.numel, machine.name)}; predicted, not measured", rows
 
 
 def _machine(cluster: Path | None, disk_path: str | None) -> MachineProfile:
@@ -201,9 +170,3 @@ def _machine(cluster: Path | None, disk_path: str | None) -> MachineProfile:
             "--disk-path is of this machine, and --cluster is another: its profile says what disk it has"
         )
     return load_profile(cluster)
-
-
-def _status(text: str) -> AbstractContextManager[object]:
-    """Show a sign of life on a terminal."""
-    console = Console(stderr=True)
-    return console.status(text) if console.is_terminal else contextlib.nullcontext()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from decimal import ROUND_FLOOR, ROUND_HALF_UP, Decimal
 from pathlib import Path
@@ -18,6 +19,7 @@ from zerostd.errors import StorageError
 from zerostd.monitoring.texts import size_text
 from zerostd.planning import ModelProfile
 from zerostd.planning.cluster import ScalingRow, state_bytes
+from zerostd.planning.described import UNITS
 from zerostd.policy import Stage, Tier
 
 WIDTH = 120  # where the output is no terminal
@@ -34,12 +36,16 @@ def show(title: str, table: Table) -> None:
     console.print(table)
 
 
-def parameters_text(count: int) -> str:
-    """Return a number of parameters with its unit."""
-    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit} parameters"
-    return f"{count} parameters"
+def title_of(name: str, numel: int, machine: str) -> str:
+    """Return a model with its number of parameters, and where it is planned for."""
+    unit = max((unit for unit, size in UNITS.items() if numel >= size), key=UNITS.__getitem__, default="")
+    count = f"{numel / UNITS[unit]:.3g} {unit}".strip()
+    return f"{name}: {count} parameters on {machine}"
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that prints."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def write(path: Path, text: str) -> None:
@@ -50,8 +56,15 @@ def write(path: Path, text: str) -> None:
         raise StorageError(f"{path} cannot be written: {error.strerror}; name another file") from error
 
 
-def scaling_table(rows: Sequence[ScalingRow], sequence: int | None) -> Table:
-    """Return a line for each world size; tokens if it is known how many a sample has."""
+def show_scaling(title: str, rows: Sequence[ScalingRow], sequence: int | None, *, as_json: bool) -> None:
+    """Print a line for each world size; tokens if it is known how many a sample has."""
+    if as_json:
+        objects = [msgspec.to_builtins(row) for row in rows]
+        for fields in objects:
+            if sequence is not None:
+                fields["tokens_per_s"] = fields["samples_per_s"] * sequence
+        typer.echo(json.dumps(objects, indent=2))
+        return
     tiers = [tier for tier in Tier if any(row.state.get(tier) for row in rows)]
     states = [f"state, {tier.value}" for tier in tiers]
     rate = "samples/s" if sequence is None else "tokens/s"
@@ -71,16 +84,10 @@ def scaling_table(rows: Sequence[ScalingRow], sequence: int | None) -> Table:
             f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}",
             f"{row.efficiency:.1%}",
         )
-    return table
-
-
-def rows_json(rows: Sequence[ScalingRow], sequence: int | None) -> str:
-    """Return the same as a list of objects."""
-    objects = []
+    show(title, table)
     for row in rows:
-        tokens = {} if sequence is None else {"tokens_per_s": row.samples_per_s * sequence}
-        objects.append(msgspec.to_builtins(row) | tokens)
-    return json.dumps(objects, indent=2) + "\n"
+        if row.refused:
+            typer.echo(f"{row.world_size:,} ranks: {row.refused}")
 
 
 def _table(*heads: str) -> Table:
@@ -98,12 +105,16 @@ def state_rows(model: ModelProfile) -> list[dict[str, Any]]:
     ]
 
 
-def state_table(model: ModelProfile) -> Table:
-    """Return one model's columns of Table 1."""
-    table = _table("devices", "stage 0", "stage 1", "stage 2", "stage 3")
-    for row in state_rows(model):
-        table.add_row(*(str(value) for value in row.values()))
-    return table
+def show_states(models: Sequence[ModelProfile], *, as_json: bool) -> None:
+    """Print the columns of Table 1 for each model."""
+    if as_json:
+        typer.echo(json.dumps({model.name: state_rows(model) for model in models}, indent=2))
+        return
+    for model in models:
+        table = _table("devices", "stage 0", "stage 1", "stage 2", "stage 3")
+        for row in state_rows(model):
+            table.add_row(*(str(value) for value in row.values()))
+        show(f"{model.name}: GB of model state on one device, as in Table 1 of the ZeRO paper", table)
 
 
 def _digits(gigabytes: float) -> str:

@@ -1,102 +1,69 @@
-"""What is to be planned, from the options of `zerostd plan`: a module that a function makes, or a model in numbers."""
+"""Sources of `zerostd plan`: its options are checked and parsed, and become a module or a model in numbers."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import operator
 import os
+import re
 import sys
 import traceback
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from zerostd.errors import PrepareError
-from zerostd.measuring.model import profile_model
 from zerostd.planning import ModelProfile
-from zerostd.planning.described import from_config, from_numbers
 from zerostd.planning.profiles import WAYS
 from zerostd.policy import Budget, Precision, Tier
 
-SEQUENCE = 1024  # tokens of a sample of a model in numbers, if nobody says
 OURS = (__file__, importlib.__file__, "<frozen importlib")  # frames that say nothing to the user
 
-
-@dataclass(frozen=True)
-class Source:
-    """The model to plan for: one that a function makes, one of a size, or one of a config.json."""
-
-    precision: Precision
-    function: str | None = None  # module:function
-    is_meta: bool = False
-    params: tuple[str, ...] = ()
-    hidden: int | None = None
-    layers: int | None = None
-    vocabulary: int | None = None
-    config: Path | None = None
-    samples: int | None = None  # of a pass on one rank, of a model in numbers
-    sequence: int | None = None
-    recomputes: bool = False
-
-    def __post_init__(self) -> None:
-        given = [bool(self.function), bool(self.params), self.config is not None]
-        if sum(given) != 1:
-            problem = "nothing to plan" if not any(given) else "more than one thing to plan"
-            raise PrepareError(f"{problem}: give one of module:function, --params or --config")
-        if not self.params and any(value is not None for value in (self.hidden, self.layers, self.vocabulary)):
-            raise PrepareError("--hidden, --layers and --vocabulary go with --params")
-        if self.is_meta and not self.function:
-            raise PrepareError("--meta goes with module:function")
-
-    def profiles(self) -> list[ModelProfile]:
-        """Return the profiles of models in numbers."""
-        if self.config is not None:
-            models = [from_config(self.config, sequence=self.sequence, samples=self.samples)]
-        else:
-            models = [
-                from_numbers(
-                    params,
-                    hidden=self.hidden,
-                    layers=self.layers,
-                    vocabulary=self.vocabulary,
-                    sequence=SEQUENCE if self.sequence is None else self.sequence,
-                    samples=self.samples,
-                )
-                for params in self.params
-            ]
-        return [replace(_in_precision(model, self.precision), recomputes=self.recomputes) for model in models]
-
-    def profile(self) -> ModelProfile:
-        """Return the profile of the one model, whatever it comes from."""
-        if self.function:
-            model, optimizer, batch = self.make()
-            return profile_model(model, optimizer, precision=self.precision, batch=batch)
-        models = self.profiles()
-        if len(models) > 1:
-            raise PrepareError("several --params go with --table only; plan one model at a time")
-        return models[0]
-
-    def make(self) -> tuple[nn.Module, torch.optim.Optimizer | None, Any]:
-        """Call the function, with the current directory importable, and return model, optimizer and batch."""
-        assert self.function is not None
-        folder = os.getcwd()
-        sys.path.insert(0, folder)
-        try:
-            with torch.device("meta") if self.is_meta else contextlib.nullcontext():
-                function = _find(self.function)
-                with _own_traceback(f"the function {self.function!r}"):
-                    result = function()
-        finally:
-            sys.path.remove(folder)
-        return _unpack(self.function, result)
+Built = tuple[nn.Module, torch.optim.Optimizer | None, Any]  # model, optimizer, batch
 
 
-def _in_precision(model: ModelProfile, precision: Precision) -> ModelProfile:
-    """Profiles in numbers are for bf16; in fp32 a parameter is its own master, and activations are twice as long."""
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options that contradict each other, or that a function's own batch answers."""
+    given: dict[str, Any] = {name: value for name, value in options.items() if value or type(value) is int}  # also 0
+    names = given.keys()
+    num_sources = len(names & {"function", "params", "config"})
+    if num_sources != 1:
+        problem = "more than one thing" if num_sources else "nothing"
+        raise PrepareError(f"{problem} to plan: give one of module:function, --params or --config")
+    if "params" not in names and names & {"hidden", "layers", "vocabulary"}:
+        raise PrepareError("--hidden, --layers and --vocabulary go with --params")
+    if "function" not in names and "meta" in names:
+        raise PrepareError("--meta goes with module:function")
+    if names >= {"activations", "recompute"}:
+        raise PrepareError("--recompute says what --activations leaves open: give one of them")
+    if "activations" in names and not names & {"samples", "batch"}:
+        raise PrepareError("--activations needs to know how large a pass is: give --samples or --batch")
+    if "function" in names and names & {"samples", "sequence", "batch", "recompute", "activations"}:
+        raise PrepareError(
+            "--samples, --sequence, --batch, --recompute and --activations go with --params and --config; a function "
+            "says it itself: let it return (model, optimizer, batch)"
+        )
+    if "step_samples" in names and ("scaling" not in names or given["step_samples"] < 1):
+        raise PrepareError(f"--step-samples {given['step_samples']} goes with --scaling, and is 1 or more")
+    if names >= {"table", "scaling"}:
+        raise PrepareError("--table and --scaling are two things: ask for one")
+    if "table" in names and names & {"function", "output"}:
+        raise PrepareError("--table goes with --params or --config, and with --json, nothing else")
+    if names >= {"scaling", "output"}:
+        raise PrepareError("--output saves one plan; for --scaling use --json and the shell's >")
+    if names >= {"scaling", "batch"}:
+        raise PrepareError("--batch is of one rank; with --scaling say the samples of a step with --step-samples")
+    if "table" not in names and len(given.get("params", ())) > 1:
+        raise PrepareError("several --params go with --table only; plan one model at a time")
+
+
+def in_precision(model: ModelProfile, precision: Precision) -> ModelProfile:
+    """Return a model in numbers, which is for bf16; in fp32 a parameter is its own master, and activations are twice as
+    long."""
     if precision.name == "fp16":
         return replace(model, dtype="float16")
     if precision.name != "fp32":
@@ -114,24 +81,48 @@ def _in_precision(model: ModelProfile, precision: Precision) -> ModelProfile:
     return replace(model, parameter_bytes=4, gradient_bytes=4, state_bytes=8, master_bytes=4)
 
 
+def make_model(name: str, *, is_meta: bool) -> Built:
+    """Call a function that is named as module:function, with the current directory importable."""
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        with torch.device("meta") if is_meta else contextlib.nullcontext():
+            function = _find(name)
+            with _own_traceback(f"the function {name!r}"):
+                result = function()
+    finally:
+        sys.path.remove(folder)
+    parts = result if isinstance(result, tuple) else (result,)
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
+        types = ", ".join(type(part).__name__ for part in parts) or "nothing"
+        raise PrepareError(
+            f"{name!r} returned {types}; it must return a model, (model, optimizer) or (model, optimizer, batch)"
+        )
+    model, optimizer, batch = (*parts, None, None)[:3]
+    if not isinstance(optimizer, torch.optim.Optimizer | None):
+        what = type(optimizer).__name__
+        raise PrepareError(f"{name!r} returned {what} as its optimizer; it must be a torch.optim.Optimizer")
+    return model, optimizer, batch
+
+
 def _find(name: str) -> Any:
-    module_name, *rest = name.split(":")
-    if len(rest) != 1 or not module_name or not rest[0]:
+    match = re.fullmatch("([^:]+):([^:]+)", name)
+    if match is None:
         raise PrepareError(f"{name!r} is not module:function, such as 'train:make_model'")
-    path = rest[0]
+    module_name, path = match.groups()
     with _own_traceback(f"the module {module_name!r}"):
         spec = None
         with contextlib.suppress(ModuleNotFoundError):  # of a package it should lie in
             spec = importlib.util.find_spec(module_name)
-        member: Any = None if spec is None else importlib.import_module(module_name)
-    if member is None:
+        module = None if spec is None else importlib.import_module(module_name)
+    if module is None:
         raise PrepareError(
             f"there is no module {module_name!r} for {name!r}: start in the directory that holds it, or install it"
         )
-    for part in path.split("."):
-        if not hasattr(member, part):
-            raise PrepareError(f"there is no {path!r} in the module {module_name!r} ({member!r} has no {part!r})")
-        member = getattr(member, part)
+    try:
+        member = operator.attrgetter(path)(module)
+    except AttributeError as error:
+        raise PrepareError(f"there is no {path!r} in the module {module_name!r} ({module}): {error}") from error
     if not callable(member):
         raise PrepareError(f"{name!r} is {type(member).__name__}, not a function that makes a model")
     return member
@@ -148,21 +139,6 @@ def _own_traceback(what: str) -> Iterator[None]:
             trace = trace.tb_next
         traceback.print_exception(type(error), error, trace)
         raise PrepareError(f"{what} failed: {type(error).__name__}: {error}") from error
-
-
-def _unpack(name: str, result: Any) -> tuple[nn.Module, torch.optim.Optimizer | None, Any]:
-    parts = result if isinstance(result, tuple) else (result,)
-    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
-        types = ", ".join(type(part).__name__ for part in parts)
-        what = f"({types})" if isinstance(result, tuple) else types
-        raise PrepareError(
-            f"{name!r} returned {what}; it must return a model, (model, optimizer) or (model, optimizer, batch)"
-        )
-    model, optimizer, batch = (*parts, None, None)[:3]
-    if not isinstance(optimizer, torch.optim.Optimizer | None):
-        what = type(optimizer).__name__
-        raise PrepareError(f"{name!r} returned {what} as its optimizer; it must be a torch.optim.Optimizer")
-    return model, optimizer, batch
 
 
 def parse_budget(text: str | None, disk_path: str | None) -> Budget:

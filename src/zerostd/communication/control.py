@@ -53,10 +53,8 @@ class Control:
         return [bool(flag) for flag in message[:-8].tolist()]
 
     def confirm(self, name: str, num_flags: int) -> None:
-        """Raise on all ranks unless all want to gather the group `name` now.
-
-        With the `num_flags` of `agree`, a rank that is already at the end of backward is noticed too.
-        """
+        """Raise on all ranks unless all want to gather the group `name` now. With the `num_flags` of `agree`, a rank
+        that is already at the end of backward is noticed too."""
         self.agree([False] * num_flags, ["now", name])
 
     def check_equal(self, what: str, lines: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerostd.communication.world import World, thread_budget
+from zerostd.communication.world import Channels, World, thread_budget
 from zerostd.errors import PrepareError
 from zerostd.kernels import sum_slices
 from zerostd.monitoring import Ledger
@@ -66,8 +66,13 @@ class Wires:
         self._num_threads = thread_budget(world.local_size)
         self._receive = torch.empty(0, dtype=torch.uint8, device=world.device)
         self._receiving: Collective | None = None  # the last one that uses the receive buffer; without a stream
-        has_streams = world.device.type != "cpu"
-        self._stream = torch.Stream(world.device) if has_streams and world.size > 1 else None
+        has_stream = world.device.type != "cpu" and world.size > 1
+        self._stream = torch.Stream(world.device) if has_stream else None
+
+    @property
+    def _channels(self) -> Channels:
+        assert self.world.channels is not None
+        return self.world.channels
 
     @staticmethod
     def buffer_bytes(largest: int, world_size: int, *, has_streams: bool) -> int:
@@ -84,31 +89,26 @@ class Wires:
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor | None = None) -> Transfer:
         """Start filling `full` with the slices of all ranks; `shard` is mine, by default my slice of `full`."""
-        channels = self.world.channels
-        if channels is None:
+        if self.world.channels is None:
             return Done()
         if shard is None:
             shard = full.view(self.world.size, -1)[self.world.rank]
         if self._stream is not None:
             self.ledger.sent["gather"] += shard.nbytes * (self.world.size - 1)
-            return self._on_stream(lambda: dist.all_gather_into_tensor(full, shard, group=channels.gather))
+            return self._on_stream(lambda: dist.all_gather_into_tensor(full, shard, group=self._channels.gather))
         return self._spread(full, shard, "gather")
 
     def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Transfer:
-        """Start writing the mean over ranks of my slice of `full` to `land`, or adding it.
-
-        `full` must stay untouched until the wait; one reduce is in flight at a time, the next waits for it.
-        """
-        channels = self.world.channels
-        size = self.world.size
-        assert channels is not None
+        """Start writing the mean over ranks of my slice of `full` to `land`, or adding it. `full` must stay untouched
+        until the wait; one reduce is in flight at a time, the next waits for it."""
         if self._stream is None:
             return self._collect(full, land, accumulate=accumulate)
-        self.ledger.sent["reduce"] += full.nbytes // size * (size - 1)
-        received = self._receive[: full.nbytes // size].view(full.dtype)
+        num_bytes = full.nbytes // self.world.size
+        self.ledger.sent["reduce"] += num_bytes * (self.world.size - 1)
+        received = self._receive[:num_bytes].view(full.dtype)
 
         def run() -> None:
-            dist.reduce_scatter_tensor(received, full, op=dist.ReduceOp.AVG, group=channels.reduce)
+            dist.reduce_scatter_tensor(received, full, op=dist.ReduceOp.AVG, group=self._channels.reduce)
             if accumulate:
                 land.add_(received)
             else:
@@ -118,32 +118,27 @@ class Wires:
 
     def reduce_everywhere(self, full: torch.Tensor) -> Transfer:
         """Start replacing `full` by its mean over ranks: reduce my slice, then send everyone's slices to everyone."""
-        channels = self.world.channels
-        size = self.world.size
-        assert channels is not None
-        mine = full.view(size, -1)[self.world.rank]
+        mine = full.view(self.world.size, -1)[self.world.rank]
         if self._stream is not None:
-            self.ledger.sent["reduce"] += 2 * mine.nbytes * (size - 1)
-            return self._on_stream(lambda: dist.all_reduce(full, dist.ReduceOp.AVG, group=channels.reduce))
+            self.ledger.sent["reduce"] += 2 * mine.nbytes * (self.world.size - 1)
+            return self._on_stream(lambda: dist.all_reduce(full, dist.ReduceOp.AVG, group=self._channels.reduce))
         return self._collect(full, mine, then=lambda: self._spread(full, mine, "reduce"))
 
     def _collect(
         self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False, then: Start | None = None
     ) -> Transfer:
         """Sum everyone's version of my slice, by gloo, and start what comes `then`; see [Note: gloo]."""
-        world = self.world
-        assert world.channels is not None
+        size = self.world.size
         if self._receiving is not None:
             self._receiving.land()
-        self.ledger.sent["reduce"] += full.nbytes // world.size * (world.size - 1)
+        self.ledger.sent["reduce"] += full.nbytes // size * (size - 1)
         received = self._receive[: full.nbytes].view(full.dtype)
         sent = full.view(torch.uint8)  # gloo has no all-to-all for every dtype
-        group = world.channels.reduce
+        group = self._channels.reduce
         work = dist.all_to_all_single(received.view(torch.uint8), sent, group=group, async_op=True)
 
         def finish() -> Transfer | None:
-            factor = 1.0 / world.size
-            sum_slices(received, world.size, factor, land, accumulate=accumulate, num_threads=self._num_threads)
+            sum_slices(received, size, 1.0 / size, land, accumulate=accumulate, num_threads=self._num_threads)
             return None if then is None else then()
 
         self._receiving = Collective([work], finish)
@@ -151,15 +146,13 @@ class Wires:
 
     def _spread(self, full: torch.Tensor, shard: torch.Tensor, verb: str) -> Transfer:
         """Send everyone's slice to everyone, by gloo; see [Note: gloo]."""
-        world = self.world
-        channels = world.channels
-        assert channels is not None
-        self.ledger.sent[verb] += shard.nbytes * (world.size - 1)
-        group = channels.gather if verb == "gather" else channels.reduce
-        slices = full.view(world.size, -1)
-        if slices[world.rank].data_ptr() != shard.data_ptr():
-            slices[world.rank].copy_(shard)
-        works = [dist.broadcast(slices[r], group_src=r, group=group, async_op=True) for r in range(world.size)]
+        self.ledger.sent[verb] += shard.nbytes * (self.world.size - 1)
+        group = self._channels.gather if verb == "gather" else self._channels.reduce
+        slices = full.view(self.world.size, -1)
+        mine = slices[self.world.rank]
+        if mine.data_ptr() != shard.data_ptr():
+            mine.copy_(shard)
+        works = [dist.broadcast(part, group_src=r, group=group, async_op=True) for r, part in enumerate(slices)]
         return Collective([work for work in works if work is not None])
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:

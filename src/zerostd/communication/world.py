@@ -62,9 +62,7 @@ class World:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         limit = timedelta(seconds=timeout_s)
         backend = "gloo" if device.type == "cpu" else "nccl"
-        gather = dist.new_group(backend=backend, timeout=limit)
-        reduce = dist.new_group(backend=backend, timeout=limit)
-        control = dist.new_group(backend="gloo", timeout=limit)
+        gather, reduce, control = (dist.new_group(backend=b, timeout=limit) for b in (backend, backend, "gloo"))
         channels = Channels(gather, reduce, control, default_store())
         return cls(dist.get_rank(), size, local_size, device, timeout_s, channels)
 
@@ -82,15 +80,12 @@ class World:
     def inside(self, group: dist.ProcessGroup) -> World:
         """Return this process among those of a process group, which stays the user's."""
         channels = Channels(gather=group, reduce=group, control=group, store=None)
-        size = dist.get_world_size(group)
-        return World(dist.get_rank(group), size, min(size, self.local_size), self.device, self.timeout_s, channels)
+        size = group.size()
+        return World(group.rank(), size, min(size, self.local_size), self.device, self.timeout_s, channels)
 
     def close(self) -> None:
-        """Close the channels, if they are still open; the user's own process group stays.
-
-        They are dropped, for the model may stay for long after it was released: gloo closes its sockets and ends its
-        threads with the last reference to a group.
-        """
+        """Close the channels, if they are still open; the user's own process group stays. They are dropped, for the
+        model may stay after its release, and gloo ends its threads with the last reference to a group."""
         for name in ("gather", "reduce", "control"):
             group = vars(self.channels).pop(name, None) if self.channels is not None else None
             if group is not None and dist.is_initialized():
@@ -138,24 +133,16 @@ def _timeout_s() -> float:
 
 
 def thread_budget(local_size: int) -> int:
-    """Return the threads this rank may use: the cores it is allowed, shared with the ranks beside it.
-
-    Affinity and the cgroup's quota count, not OMP_NUM_THREADS: torchrun sets it to 1, which is wrong for an update.
-    """
+    """Return the threads this rank may use: the cores it is allowed, shared with the ranks beside it. Affinity and the
+    cgroup's quota count, not OMP_NUM_THREADS: torchrun sets it to 1, which is wrong for an update."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _cgroup_cores() or cores) // max(1, local_size))
 
 
 def _cgroup_cores() -> int | None:
     """Return the whole cores of the cgroup's CPU quota (v2, then v1), None where there is no quota."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
-    except (OSError, ValueError):
-        try:
-            quota = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text().strip()
-            period = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
-    if quota in ("max", "-1"):
-        return None
-    return max(1, int(quota) // int(period))
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = "".join(Path("/sys/fs/cgroup", name).read_text() for name in names).split()
+            return None if quota in ("max", "-1") else max(1, int(quota) // int(period))
+    return None

@@ -1,5 +1,4 @@
 """One prepared model while it trains.
 
-runtime.py    the parts of a prepared model, wired together    settings.py   its options, with everything decided
-resources.py  its memory, streams and threads
+runtime.py  the parts of a prepared model, wired together    settings.py  its options, with everything decided
 """

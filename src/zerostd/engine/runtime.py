@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from zerostd.communication import Wires, World
 from zerostd.compat import no_torch_function
-from zerostd.engine.resources import Resources
 from zerostd.engine.settings import Settings
 from zerostd.errors import MisuseError
 from zerostd.monitoring import Ledger
@@ -20,7 +20,9 @@ from zerostd.optimizers.gradients import Gradients, LossScale, scale_gradient
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters import GradientHandle, Group
 from zerostd.parameters.blueprints import MARK, OWNER, Blueprint
+from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.observing import StepObserver
+from zerostd.policy import root_casts
 from zerostd.scheduling.access import ParameterAccess
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.backward import Backward
@@ -28,9 +30,21 @@ from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.guards import Guards
 from zerostd.scheduling.hooks import Hooks
 from zerostd.scheduling.reducing import Reducer, TrainedParameter
+from zerostd.tiers import Streams, TierAllocator, Uploader
 
 Casts = tuple[torch.dtype, torch.dtype] | None
 OnTensor = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """The memory, streams and threads of one prepared model: what groups are built on and updates run on."""
+
+    allocator: TierAllocator  # memory of each tier
+    streams: Streams  # queues of work on the device
+    uploader: Uploader  # brings parameters that rest elsewhere to the device
+    staging: Staging  # buffers on the device for gradients that rest on the host
+    num_threads: int  # for updates on the CPU
 
 
 class Runtime:
@@ -67,7 +81,7 @@ class Runtime:
         self.backward = Backward(
             self._trained(), gatherer, reducer, activations, self.observers, accumulate=settings.accumulate
         )
-        casts = self._casts()
+        casts = root_casts(settings.precision, original_dtypes.values())
         self.access = ParameterAccess(gatherer, self.gradients.check_unlocked)
         self.hooks = Hooks(
             model, self.backward, self.access, self._before_forward, self._on_input(casts), self._on_output(casts)
@@ -82,7 +96,7 @@ class Runtime:
 
     @property
     def blueprints(self) -> list[Blueprint]:
-        """What the groups were made from."""
+        """The blueprints that the groups were made from."""
         return [group.blueprint for group in self.groups]
 
     @property
@@ -117,14 +131,6 @@ class Runtime:
         self.access.install()
         self.hooks.install()
         self.guards.install()
-
-    def _casts(self) -> Casts:
-        """(outside, inside): the root takes and returns the dtype its parameters had, and computes in another."""
-        compute = self.settings.precision.compute
-        outside = {dtype for dtype in self.original_dtypes.values() if dtype.is_floating_point}
-        if compute is None or outside == {compute} or len(outside) != 1:
-            return None
-        return outside.pop(), compute
 
     def _on_input(self, casts: Casts) -> OnTensor | None:
         if casts is None and self.loss_scale is None:
@@ -163,7 +169,8 @@ class Runtime:
     # Schedule, as the optimizer sees it
 
     def wait_gradients(self) -> None:
-        """Return when all gradients have landed."""
+        """Return when all gradients have landed. A pass that failed is given up, and its memory with it."""
+        self.backward.abandon()
         self.backward.reducer.wait()
 
     def update_order(self) -> list[Group]:
@@ -209,7 +216,7 @@ class Runtime:
 
 
 def owner_of(module: nn.Module) -> Runtime:
-    """The runtime of a prepared model or of a module inside one."""
+    """Return the runtime of a prepared model or of a module inside one."""
     root = module.__dict__.get(OWNER, lambda: None)()
     if root is None:
         raise MisuseError("zerostd.gathered needs a prepared model or a module inside one")
@@ -217,7 +224,7 @@ def owner_of(module: nn.Module) -> Runtime:
 
 
 def runtime_of(model: nn.Module, call: str) -> Runtime:
-    """What prepare left on a model; `call` is what the user asked for."""
+    """Return the runtime that prepare left on a model; `call` is what the user asked for."""
     runtime = model.__dict__.get(MARK)
     if not isinstance(runtime, Runtime):
         raise MisuseError(f"zerostd.{call} needs the module that zerostd.prepare was called on")

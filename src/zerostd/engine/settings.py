@@ -13,7 +13,7 @@ from zerostd.policy import Budget, Placement, Precision, Stage
 
 @dataclass(frozen=True)
 class Settings:
-    """What prepare was told. Stage and placement are None until a plan decides them."""
+    """The options of prepare. Stage and placement are None until a plan decides them."""
 
     stage: Stage | None = None
     precision: Precision = field(default_factory=lambda: Precision.parse(None))
@@ -26,7 +26,7 @@ class Settings:
     states: Mapping[str, torch.dtype] = field(default_factory=dict)  # long states of the optimizer, by name
 
     def describe(self) -> list[str]:
-        """What must be the same on all ranks."""
+        """Return the options that must be the same on all ranks, a line each."""
         return [
             f"stage {None if self.stage is None else self.stage.value}",
             f"precision {self.precision.name}",
@@ -37,7 +37,7 @@ class Settings:
         ]
 
     def obeying(self, plan: Plan, sizes: Mapping[str, float]) -> Settings:
-        """The same with everything that a plan decides, for groups of these sizes."""
+        """Return the same with everything that a plan decides, for groups of these sizes."""
         return replace(self, plan=plan, stage=plan.stage, placement=plan.placement(sizes))
 
     @property

@@ -40,7 +40,7 @@ REMEDIES = {  # Horovod's names that do not exist here, as patterns
     "sparse_": "call hvd.allreduce(tensor.to_dense())",
     "alltoall": "call torch.distributed.all_to_all_single",
     "reducescatter": "call torch.distributed.reduce_scatter_tensor",
-    "cross_": "hvd.rank() // hvd.local_size() is the number of this machine",
+    "cross_": "use hvd.rank() // hvd.local_size() and hvd.size() // hvd.local_size()",
     "elastic": "restart from a checkpoint: see examples/elastic.py",
     "timeline": "use zerostd.record(optimizer.container, RUN_DIR)",
     "_built|_enabled|mpi_": "ask torch: torch.distributed.is_nccl_available(), is_gloo_available()",

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zerostd import MisuseError, NotSupportedError
-from zerostd.horovod.world import rank, session, size
+from zerostd.horovod.world import session, size
 
 ReduceOp = dist.ReduceOp.RedOpType
 Average = dist.ReduceOp.AVG
@@ -22,6 +22,7 @@ Sum = dist.ReduceOp.SUM
 Min = dist.ReduceOp.MIN
 Max = dist.ReduceOp.MAX
 Product = dist.ReduceOp.PRODUCT
+Compression = types.SimpleNamespace(none=None, fp16=torch.float16)  # the dtype that floating-point values are sent in
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -36,23 +37,25 @@ REFUSED: dict[str, tuple[Any, str]] = {  # arguments of Horovod: the value that 
 }
 
 
-Compression = types.SimpleNamespace(none=None, fp16=torch.float16)  # the dtype that floating-point values are sent in
-
-
 def on_all_ranks(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Make a function refuse arguments in REFUSED, and calls in which ranks in join would not take part."""
     label = "hvd." + call.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(call)
     def checked(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
-        for name, (accepted, remedy) in REFUSED.items():
-            value = options.pop(name, accepted)
-            if value != accepted:
-                raise NotSupportedError(f"{label}({name}={value!r}): {remedy}")
+        _take_accepted(options, label)
         session().check_present(f"{label}()")
         return call(*args, **options)
 
     return checked
+
+
+def _take_accepted(options: dict[str, Any], label: str) -> None:
+    """Remove arguments in REFUSED that have the accepted value, which change nothing, and refuse other values."""
+    for name, (accepted, remedy) in REFUSED.items():
+        value = options.pop(name, accepted)
+        if value != accepted:
+            raise NotSupportedError(f"{label}({name}={value!r}): {remedy}")
 
 
 @on_all_ranks
@@ -118,7 +121,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
 @torch.no_grad()
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
     """Do the same in place."""
-    check_root(root_rank)
+    _check_root(root_rank)
     value = tensor.detach().contiguous()
     if size() > 1:
         dist.broadcast(value, src=root_rank)
@@ -128,11 +131,11 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) ->
 @on_all_ranks
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
     """Return the object of rank `root_rank`, which can be anything that pickles."""
-    check_root(root_rank)
+    _check_root(root_rank)
     objects = [obj]
     if size() > 1:
         dist.broadcast_object_list(objects, src=root_rank)
-    return obj if rank() == root_rank else objects[0]
+    return objects[0]
 
 
 @on_all_ranks
@@ -151,9 +154,8 @@ def barrier() -> None:
         dist.barrier()
 
 
-def check_root(root_rank: int) -> None:
-    """Refuse a root that does not exist."""
-    if isinstance(root_rank, bool) or not isinstance(root_rank, int) or not 0 <= root_rank < size():
+def _check_root(root_rank: int) -> None:
+    if root_rank not in range(size()):
         raise MisuseError(f"root_rank={root_rank!r}: there are {size()} ranks, so it must be from 0 to {size() - 1}")
 
 

@@ -50,7 +50,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         _check_options(compression, backward_passes_per_step, op, stage)
         named = _name_parameters(optimizer, named_parameters)
         _check_parameters(named, compression)
-        self._is_built = False
         self.parameters = [parameter for _, parameter in named]
         self._max_passes = backward_passes_per_step
         self._forget_passes()
@@ -67,10 +66,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     hooks.callback(parameter.register_hook(scale).remove)
             self.container, self._zero = _prepare(named, optimizer, stage, compression)
             self._hooks = hooks.pop_all()
-        super().__init__(self._zero.param_groups, self._zero.defaults)
-        self.param_groups = self._zero.param_groups
-        self.state = self._zero.state
-        self._is_built = True
+        # not __init__, which would add groups of parameters: these are the ones of the other optimizer
+        self.__setstate__({name: getattr(self._zero, name) for name in ("defaults", "param_groups", "state")})
         session().optimizers.add(self)
         if size() == 1:
             self.take_loaded()
@@ -80,16 +77,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient on any rank. A closure is called once, before the update."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         self._announce(Event.STEP)
         self._step(session().receive())
         return loss
 
     def _step(self, calls: list[Call]) -> None:
-        """Do what ranks in join follow."""
         self._agree(calls)
         if session().num_joined:
             states.write_options(self.param_groups, session().share(states.read_options(self.param_groups)))
@@ -104,8 +97,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._forget_passes()
 
     def synchronize(self) -> None:
-        """Wait until `p.grad` stands for averaged gradients, which are sharded. Clip then with
-        torch.nn.utils.clip_grad_norm_, or without synchronize() with `optimizer.clip_grad_norm_`, which is faster."""
+        """Make `p.grad` the averaged gradient, for torch.nn.utils.clip_grad_norm_; `clip_grad_norm_` is faster."""
         session().check_present("optimizer.synchronize()")
 
     def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
@@ -140,7 +132,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _forget_passes(self) -> None:
         self._num_passes = [0] * len(self.parameters)  # since the last step, by parameter
-        self._num_announced = 0  # passes since the last step that the other ranks know of
+        self._num_announced = 0  # passes since the last step that other ranks know of
 
     def join(self) -> int:
         """Follow the steps of ranks that still have data, with zeros, until none has; see `hvd.join`."""
@@ -198,8 +190,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         expected = [len(group["params"]) for group in self.param_groups]
         if counts != expected:
             raise MisuseError(
-                f"the state_dict is of param_groups with {counts} parameters, and this optimizer has {expected}: it "
-                "was saved from another model"
+                f"the state_dict is of param_groups with {counts} parameters, and this optimizer has {expected}: load "
+                "one that was saved from the same model"
             )
         states.write_options(self.param_groups, states.read_options(state_dict["param_groups"]))
         self.loaded = state_dict
@@ -222,9 +214,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse it: shards are laid out when the optimizer is made."""
-        if self._is_built:
-            raise MisuseError("add_param_group after DistributedOptimizer: shards are laid out already; call it before")
-        self.param_groups.append(param_group)  # by torch's own __init__
+        raise MisuseError("add_param_group after DistributedOptimizer: shards are laid out already; call it before")
 
     def __getstate__(self) -> dict[str, Any]:
         raise MisuseError("a distributed optimizer cannot be copied or pickled: use its state_dict(), on all ranks")
@@ -269,15 +259,17 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 @on_all_ranks
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: nn.Module | None = None) -> None:
     """Give all ranks the root's optimizer states and options; the root is the only rank that has to load them."""
-    if not isinstance(optimizer, DistributedOptimizer):
+    # the optimizer itself, or the one that was made of it: both have the same groups
+    distributed = [own for own in session().optimizers if own.param_groups is optimizer.param_groups]
+    if not distributed:
         state = broadcast_object(states.on_host(optimizer.state_dict()), root_rank)
         if rank() != root_rank:
             optimizer.load_state_dict(state)
-        return
-    options = broadcast_object(states.read_options(optimizer.param_groups), root_rank)
-    states.write_options(optimizer.param_groups, options)
-    optimizer.loaded = broadcast_object(states.on_host(optimizer.loaded), root_rank)
-    optimizer.take_loaded()
+    for own in distributed:
+        options = broadcast_object(states.read_options(own.param_groups), root_rank)
+        states.write_options(own.param_groups, options)
+        own.loaded = broadcast_object(states.on_host(own.loaded), root_rank)
+        own.take_loaded()
 
 
 def _check_options(compression: torch.dtype | None, num_passes: int, op: ReduceOp, stage: int) -> None:
@@ -296,32 +288,32 @@ def _check_options(compression: torch.dtype | None, num_passes: int, op: ReduceO
 
 def _name_parameters(optimizer: torch.optim.Optimizer, named_parameters: Iterable[Any] | None) -> Named:
     """Return the optimizer's parameters in the order of the model, with their names."""
-    parameters = {id(parameter): parameter for parameter in states.parameters_of(optimizer.param_groups)}
+    parameters = states.parameters_of(optimizer.param_groups)
     if named_parameters is None:
-        return [(f"parameter.{number}", parameter) for number, parameter in enumerate(parameters.values())]
+        return [(f"parameter.{number}", parameter) for number, parameter in enumerate(parameters)]
     everything = list(named_parameters)
-    named = [(name, parameter) for name, parameter in everything if id(parameter) in parameters]
-    missing = set(parameters) - {id(parameter) for _, parameter in named}
+    missing = set(parameters) - {parameter for _, parameter in everything}
     names = {name.replace(".", "/") for name, _ in everything}
     if missing or len(names) < len(everything):
         raise PrepareError(
             f"named_parameters lacks {len(missing)} of the optimizer's parameters, and has {len(names)} names "
             f"for {len(everything)}: pass model.named_parameters(), or leave named_parameters out"
         )
-    return named
+    wanted = set(parameters)
+    return [(name, parameter) for name, parameter in everything if parameter in wanted]
 
 
 def _check_parameters(named: Named, compression: torch.dtype | None) -> None:
     """Refuse parameters that cannot be sharded under Horovod's rules."""
     allowed = (torch.float32, torch.float64) if compression is None else (torch.float32,)
-    sharded = {id(parameter) for optimizer in session().optimizers for parameter in optimizer.parameters}
+    sharded = {parameter for optimizer in session().optimizers for parameter in optimizer.parameters}
     for name, parameter in named:
         if parameter.requires_grad and parameter.dtype not in allowed:
             raise NotSupportedError(
                 f"{name!r} is {parameter.dtype}: parameters that train must be float32 here, with torch.autocast for "
                 "16-bit compute; or use zerostd.prepare(model, optimizer, precision='bf16')"
             )
-        if id(parameter) in sharded:
+        if parameter in sharded:
             raise PrepareError(
                 f"{name!r} is in a distributed optimizer already: call release() of that one first, on all ranks"
             )

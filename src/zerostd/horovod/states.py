@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from zerostd.horovod.collectives import allgather_object
 from zerostd.horovod.world import rank, size
@@ -46,7 +47,7 @@ def shard_states(whole: dict[str, Any], shards: dict[str, Any], parameters: list
     States of another length than the parameter stay as they are, and zerostd refuses them."""
     states = {
         number: {
-            key: value.reshape(-1)[begin:end] if _is_whole(value, parameters[number]) else value
+            key: value.reshape(-1)[begin:end] if _has_elements(value, parameters[number]) else value
             for key, value in whole["state"].get(number, {}).items()
         }
         for number, (begin, end) in shards["zerostd"]["intervals"].items()
@@ -54,15 +55,9 @@ def shard_states(whole: dict[str, Any], shards: dict[str, Any], parameters: list
     return {"state": states, "param_groups": shards["param_groups"], "zerostd": {"rank": rank(), "size": size()}}
 
 
-def on_host(value: Any) -> Any:
-    """Return a copy with every tensor on the CPU, which can be sent to any rank."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: on_host(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(on_host(item) for item in value)
-    return value
+def on_host(values: Any) -> Any:
+    """Return a copy of nested values with every tensor on the CPU, which can be sent to any rank."""
+    return tree_map(lambda value: value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value, values)
 
 
 def parameters_of(param_groups: Groups) -> list[nn.Parameter]:
@@ -78,5 +73,6 @@ def _join(parts: list[Any], parameter: nn.Parameter) -> Any:
     return torch.cat([part.reshape(-1) for part in parts]).reshape(parameter.shape)
 
 
-def _is_whole(value: Any, parameter: nn.Parameter) -> bool:
+def _has_elements(value: Any, parameter: nn.Parameter) -> bool:
+    """Return whether a state has as many elements as its parameter, unlike a count of steps."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == parameter.numel()

@@ -34,7 +34,7 @@ EVENTS = tuple(Event)  # they are sent by number
 
 
 class Call(NamedTuple):
-    """The announcement of one rank, with two numbers whose meaning depends on the event."""
+    """An announcement, with two numbers whose meaning depends on the event."""
 
     event: Event
     first: float
@@ -54,13 +54,13 @@ class Session:
         self.owns_world = owns_world  # init made the process group, so shutdown destroys it
         self.group: Any = dist.new_group(backend="gloo") if is_distributed else None
         self._work: Any = None
-        self._rows = [torch.zeros(len(Call._fields)) for _ in range(self.size)]
+        self._rows: list[torch.Tensor] = []  # the last announcements, by rank
 
     def announce(self, event: Event, first: float = 0.0, second: float = 0.0) -> None:
         """Start to send what this rank does now. Earlier announcements are received first."""
         self.receive()
         row = torch.tensor([EVENTS.index(event), first, second], dtype=torch.float64)
-        self._rows = [row.clone() for _ in self._rows]
+        self._rows = [row.clone() for _ in range(self.size)]
         if self.group is not None:
             self._work = dist.all_gather(self._rows, row, group=self.group, async_op=True)
 
@@ -70,19 +70,18 @@ class Session:
             work = self._work
             self._work = None
             work.wait()
-        rows = [row.tolist() for row in self._rows]
-        calls = [Call(EVENTS[int(number)], first, second) for number, first, second in rows]
+        calls = [Call(EVENTS[int(row[0])], float(row[1]), float(row[2])) for row in self._rows]
         active = [rank for rank, call in enumerate(calls) if call.event is not Event.JOIN]
         self.num_joined = self.size - len(active) if active else 0  # when all have joined, all continue
         if active:
             self.last_rank = active[-1]
         for rank in active:
-            event = calls[active[0]].event
-            if calls[rank].event is not event:
+            first = calls[active[0]].event
+            event = calls[rank].event
+            if event is not first:
                 raise CommunicationError(
-                    f"rank {active[0]} is at {event.value} and rank {rank} at {calls[rank].event.value}: every rank "
-                    "must make these calls, so move them out of `if hvd.rank() == 0:`. A rank that has no data left "
-                    "calls hvd.join()"
+                    f"rank {active[0]} is at {first.value} and rank {rank} at {event.value}: every rank must make "
+                    "these calls, so move them out of `if hvd.rank() == 0:`. A rank without data calls hvd.join()"
                 )
         return calls
 
@@ -113,10 +112,7 @@ def session() -> Session:
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Join the processes that torchrun started, or be a world of one. An existing process group is used.
-
-    A communicator, process sets, and a launcher other than torchrun are refused.
-    """
+    """Join the processes that torchrun started, or be a world of one. An existing process group is used."""
     if comm is not None or process_sets is not None:
         raise NotSupportedError("hvd.init(comm, process_sets): all processes take part in everything; leave them out")
     if OPEN:
@@ -129,8 +125,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         for name in OTHER_LAUNCHERS:
             if int(os.environ.get(name, "1")) > 1:
                 raise NotSupportedError(
-                    f"{name}={os.environ[name]}: the processes were started by mpirun or horovodrun, and each would be "
-                    "a world of one. Start them with `torchrun --nproc-per-node N script.py`"
+                    f"{name}={os.environ[name]}: mpirun or horovodrun started the processes, and each would be alone. "
+                    "Start them with `torchrun --nproc-per-node N script.py`"
                 )
     OPEN.append(Session(owns_world))
 

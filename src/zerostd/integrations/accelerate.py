@@ -7,6 +7,7 @@ model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, load
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -52,30 +53,23 @@ class Accelerator(accelerate.Accelerator):
     _optimizers: list[PreparedOptimizer]
 
     def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **options: Any) -> None:
-        _check_zero(zero or {}, options.get("mixed_precision"))
+        given = inspect.signature(super().__init__).bind(*args, **options).arguments
+        _check_zero(zero or {}, given.get("mixed_precision"))  # before accelerate asks for a GPU
         super().__init__(*args, **options)
         if self.ddp_handler is not None:
             raise zerostd.NotSupportedError(
                 "DistributedDataParallelKwargs in kwargs_handlers: there is no DDP that would heed it; leave it out"
             )
-        self._set_up(zero or {})
+        self.set_up(zero or {})
 
-    @classmethod
-    def take_over(cls, accelerator: accelerate.Accelerator, zero: Mapping[str, Any]) -> Accelerator:
-        """Turn a plain Accelerator into this class, for libraries that make it themselves."""
-        accelerator.__class__ = cls
-        assert isinstance(accelerator, cls)
-        accelerator._set_up(zero)
-        return accelerator
-
-    def _set_up(self, zero: Mapping[str, Any]) -> None:
+    def set_up(self, zero: Mapping[str, Any]) -> None:
+        """Take the options of zerostd, and refuse what accelerate was configured to do that clashes with them."""
         _check_zero(zero, self.mixed_precision)
         started = int(os.environ.get("WORLD_SIZE", "1"))
         if started != self.num_processes:
             raise zerostd.PrepareError(
-                f"the launcher started {started} processes, and accelerate takes this one for one of "
-                f"{self.num_processes}: without accelerators pass Accelerator(cpu=True) or "
-                "TrainingArguments(use_cpu=True)"
+                f"the launcher started {started} processes, and accelerate sees {self.num_processes}: without "
+                "accelerators pass Accelerator(cpu=True) or TrainingArguments(use_cpu=True)"
             )
         if self.distributed_type in OTHERS or self.parallelism_config:
             raise zerostd.NotSupportedError(
@@ -83,10 +77,11 @@ class Accelerator(accelerate.Accelerator):
                 "by itself: take it out of the script, the configuration and the environment (ACCELERATE_USE_...), or "
                 "do without zerostd"
             )
-        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+        backend = self.state.dynamo_plugin.backend
+        if backend != DynamoBackend.NO:
             raise zerostd.NotSupportedError(
-                f"torch.compile of the whole model (dynamo backend {self.state.dynamo_plugin.backend.value}) would see "
-                "shards: compile its blocks with module.compile() before prepare, and leave the backend out"
+                f"torch.compile of the whole model (dynamo backend {backend.value}) would see shards: compile its "
+                "blocks with module.compile() before prepare, and leave the backend out"
             )
         self.zero = dict(zero)
 
@@ -135,12 +130,11 @@ class Accelerator(accelerate.Accelerator):
         """Return the prepared optimizer of a model; None if the model was not prepared to train."""
         return next((optimizer for optimizer in self._optimizers if optimizer.model is model), None)
 
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Reduce the passes inside later, where that saves anything; see `late_reduction`."""
-        is_sharded = self.optimizer_of(model) is not None
-        with common.late_reduction(model, self.zero) if is_sharded else contextlib.nullcontext():
-            yield
+        if self.optimizer_of(model) is None:
+            return contextlib.nullcontext()
+        return common.late_reduction(model, self.zero)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip to the norm over all shards, and return it. Every rank must call it."""
@@ -157,30 +151,27 @@ class Accelerator(accelerate.Accelerator):
             return super().get_state_dict(model, unwrap=unwrap)
         return zerostd.full_state_dict(model, rank=0)
 
-    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
+    def save_state(self, *args: Any, **options: Any) -> Any:
         """Write accelerate's directory, models and optimizers as checkpoints of zerostd. Every rank must call it."""
         with self._without_prepared() as optimizers:
-            location = super().save_state(output_dir, safe_serialization=safe_serialization, **options)
+            location = super().save_state(*args, **options)
         for number, optimizer in enumerate(optimizers):
-            self.save_shards(Path(location), optimizer.model, number=number)
+            self.save_shards(Path(location), optimizer, number=number)
         return location
 
-    def load_state(
-        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
-    ) -> None:
+    def load_state(self, *args: Any, **options: Any) -> None:
         """Load what `save_state` wrote, on any number of ranks, stage and placement. Every rank must call it."""
         with self._without_prepared() as optimizers:
             # accelerate calls the hook with the directory that it chose, before it loads anything itself
             hook = self.register_load_state_pre_hook(lambda _, folder: _load_shards(folder, optimizers))
             try:
-                super().load_state(input_dir, load_kwargs, **options)
+                super().load_state(*args, **options)
             finally:
                 hook.remove()
 
-    def save_shards(self, folder: Path, model: nn.Module, extra: Any = None, number: int = 0) -> None:
+    def save_shards(self, folder: Path, optimizer: PreparedOptimizer, extra: Any = None, number: int = 0) -> None:
         """Write a checkpoint of zerostd inside `folder`. An older one there is removed when this one is complete."""
-        optimizer = self.optimizer_of(model)
-        assert optimizer is not None
+        model = optimizer.model
         parent = _checkpoints_in(folder, number)
         path = parent / str(common.next_number(parent))
         self.wait_for_everyone()  # all have looked before one of them writes
@@ -192,8 +183,7 @@ class Accelerator(accelerate.Accelerator):
         """Hide what zerostd prepared while accelerate saves or loads."""
         models = self._models
         optimizers = self._optimizers
-        sharded = {id(optimizer.model) for optimizer in optimizers}
-        self._models = [model for model in models if id(model) not in sharded]
+        self._models = [model for model in models if self.optimizer_of(model) is None]
         self._optimizers = []
         try:
             yield optimizers

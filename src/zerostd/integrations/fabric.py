@@ -28,7 +28,7 @@ SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 class Root(nn.Module):
-    """The module that zerostd prepares: it shares the parts of the user's module by the same names, and calls it.
+    """A sharded module for Lightning to call: it has the parts of the user's module by the same names, and calls it.
 
     Lightning calls other methods than forward (`training_step`), and these call the module themselves. Around all of
     them the root is called once a step, so zerostd sees each step begin and end once.
@@ -37,16 +37,16 @@ class Root(nn.Module):
     module: nn.Module
     optimizer: Any  # what zerostd.prepare gave back
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, zero: Mapping[str, Any]) -> None:
         super().__init__()
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise zerostd.NotSupportedError(
-                f"{type(module).__name__} has its own get_extra_state(), which would be lost: put it into one of its "
-                "submodules"
+                f"{type(module).__name__} has its own get_extra_state(), which would be lost: move it to a submodule"
             )
         for name in SHARED:
             self.__dict__[name] = module.__dict__[name]
-        self.__dict__.update(module=module, optimizer=None)  # not as a submodule: names stay as they are
+        self.__dict__["module"] = module  # not as a submodule: names stay as they are
+        self.__dict__["optimizer"] = zerostd.prepare(self, optimizer, **zero)[1]
 
     @property
     def training(self) -> bool:
@@ -71,33 +71,25 @@ class ZeroStrategy(DDPStrategy):
         super().__init__(**options)
         self._backward_sync_control = self
 
-    @property
-    def precision(self) -> Any:
-        """Lightning's plugin: fp32, or autocast in bf16."""
-        return super().precision
-
-    @precision.setter
-    def precision(self, plugin: Any) -> None:
-        check_plugin(plugin, self.zero)
-        self._precision = plugin
+    def _configure_launcher(self) -> None:
+        """Refuse a precision that cannot be honoured: Fabric has set it by now, and started nothing."""
+        common.check_precision(self.zero, CALL, self.precision.precision, PRECISIONS)
+        super()._configure_launcher()
 
     def _get_process_group_backend(self) -> str:
         return self._process_group_backend or backend_for(self.root_device)
 
     def _setup_distributed(self) -> None:
-        """Make a process group, but not for a world of one."""
-        if self.num_nodes * self.num_processes > 1:
+        if self.num_nodes * self.num_processes > 1:  # a world of one needs no process group
             super()._setup_distributed()
-        else:
-            self._set_world_ranks()
 
     def setup_module(self, module: nn.Module) -> Root:
         """Shard a module without an optimizer, to evaluate."""
-        return prepare_root(module, None, self.zero)
+        return Root(module, None, self.zero)
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, scheduler: Any = None) -> Any:
         """Shard a module with its one optimizer."""
-        root = prepare_root(module, common.only_one(optimizers, module), self.zero)
+        root = Root(module, common.only_one(optimizers, module), self.zero)
         return root, [root.optimizer], scheduler
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -135,7 +127,9 @@ class ZeroStrategy(DDPStrategy):
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """Reduce the passes inside later: this strategy is its own control of `fabric.no_backward_sync`."""
-        return common.late_reduction(module, self.zero) if enabled else contextlib.nullcontext()
+        if not enabled:
+            return contextlib.nullcontext()
+        return common.late_reduction(module, self.zero)
 
     def save_checkpoint(
         self,
@@ -150,7 +144,7 @@ class ZeroStrategy(DDPStrategy):
             super().save_checkpoint(path, state, storage_options, filter)
             return
         filters = filter or {}
-        for name in sorted(set(filters) & set(state) - set(rest)):
+        for name in set(filters) & set(state) - set(rest):
             raise zerostd.NotSupportedError(
                 f"fabric.save(filter={{{name!r}: ...}}): shards are saved whole; choose from "
                 "zerostd.full_state_dict(model) instead"
@@ -183,23 +177,17 @@ class ZeroStrategy(DDPStrategy):
 
 def _split(objects: Mapping[str, Any]) -> tuple[Root | None, Any, dict[str, Any]]:
     """Return the model, its optimizer if that is there, too, and what is not sharded."""
-    roots = {name: value for name, value in objects.items() if isinstance(value, Root)}
+    roots = [value for value in objects.values() if isinstance(value, Root)]
     if len(roots) > 1:
-        raise zerostd.NotSupportedError(
-            f"a checkpoint of {len(roots)} models at once ({', '.join(roots)}): give each a path of its own"
-        )
-    root = next(iter(roots.values()), None)
-    optimizer = None if root is None else root.optimizer
-    sharded = [name for name, value in objects.items() if optimizer is not None and value is optimizer]
-    rest = {name: value for name, value in objects.items() if name not in (*roots, *sharded)}
-    return root, optimizer if sharded else None, rest
-
-
-def prepare_root(module: nn.Module, optimizer: torch.optim.Optimizer | None, zero: Mapping[str, Any]) -> Root:
-    """Shard a module, and return the root for Lightning to call."""
-    root = Root(module)
-    root.__dict__["optimizer"] = zerostd.prepare(root, optimizer, **zero)[1]
-    return root
+        raise zerostd.NotSupportedError(f"a checkpoint of {len(roots)} models at once: give each a path of its own")
+    optimizer = None
+    rest = {}
+    for name, value in objects.items():
+        if value is not None and roots and value is roots[0].optimizer:
+            optimizer = value
+        elif not isinstance(value, Root):
+            rest[name] = value
+    return roots[0] if roots else None, optimizer, rest
 
 
 def backend_for(device: torch.device) -> str:
@@ -220,11 +208,6 @@ def take_zero(options: dict[str, Any], base: type) -> dict[str, Any]:
             f"Lightning's strategies {sorted(known)}"
         )
     return zero
-
-
-def check_plugin(plugin: Any, zero: Mapping[str, Any]) -> None:
-    """Refuse precision plugins that scale or cast what is sharded."""
-    common.check_precision(zero, CALL, PRECISIONS[0] if plugin is None else plugin.precision, PRECISIONS)
 
 
 def save_shards(strategy: Any, folder: Path, root: Root, rest: dict[str, Any], optimizer: Any) -> None:
@@ -253,6 +236,4 @@ def newest_shards(folder: Path) -> tuple[str, Path]:
     return shards, folder / f"rest-{Path(shards).name}"
 
 
-STRATEGY_REGISTRY.register(
-    "zerostd", ZeroStrategy, description="ZeroStrategy: zerostd plans what is sharded", override=True
-)
+STRATEGY_REGISTRY.register("zerostd", ZeroStrategy, description="zerostd plans what is sharded", override=True)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import mmap
 import os
 import pkgutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,9 @@ class Optimizer(keras.optimizers.Optimizer):
         name: str | None = None,
         **options: Any,
     ) -> None:
-        for refused, remedy in REFUSED.items():
-            if options.get(refused):
-                raise zerostd.NotSupportedError(f"Optimizer({refused}={options[refused]!r}): {remedy}")
+        for option, value in options.items():
+            if option in REFUSED and value:
+                raise zerostd.NotSupportedError(f"Optimizer({option}={value!r}): {REFUSED[option]}")
         super().__init__(learning_rate=learning_rate, global_clipnorm=global_clipnorm, name=name)
         self.make: Any = pkgutil.resolve_name(make) if isinstance(make, str) else make
         self.options = dict(options)
@@ -95,24 +96,24 @@ class Optimizer(keras.optimizers.Optimizer):
         return {**own, "make": f"{self.make.__module__}.{self.make.__qualname__}", **self.options}
 
 
-class Node(nn.Module):
+class ShardedLayer(nn.Module):
     """The weights of a layer that train, and the layer's call."""
 
     layer: Any
-    layer_call: Callable[..., Any]
+    layer_call: Callable[..., Any]  # before it was prepared
 
     def __init__(self, layer: Any, weights: list[nn.Parameter]) -> None:
         super().__init__()
-        self.__dict__.update(layer=layer, layer_call=layer.call)  # not as a submodule: Keras has its own names
+        self.__dict__["layer"] = layer  # not as a submodule: Keras has its own names
+        self.__dict__["layer_call"] = layer.call
         for number, weight in enumerate(weights):
             self.register_parameter(f"weight{number}", weight)
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """Call the layer as before it was prepared."""
         return self.layer_call(*args, **options)
 
 
-def prepare(model: keras.Model, **zero: Any) -> keras.Model:
+def prepare(model: keras.Model, *, groups: Sequence[str] | None = None, **zero: Any) -> keras.Model:
     """Shard a model that was compiled with an `Optimizer`, in place; options are those of zerostd.prepare.
 
     What does not train (moving averages, seeds, frozen layers) is whole on every rank, and rank 0's is saved. Each rank
@@ -121,16 +122,16 @@ def prepare(model: keras.Model, **zero: Any) -> keras.Model:
     optimizer = _check(model, zero)
     root = _tree(model)
     if not list(root.parameters()):
-        raise zerostd.PrepareError(
-            "the model has no weights that train: build it, model.build(input_shape), or call it"
-        )
+        raise zerostd.PrepareError("no weights of the model train: build it, model.build(input_shape), or call it")
     inner = optimizer.make(root.parameters(), lr=float(optimizer.learning_rate), **optimizer.options)
-    if zero.get("groups") is None and len(list(root.children())) > 1:
-        zero["groups"] = ["*"]  # each layer
-    _, optimizer.__dict__["inner"] = zerostd.prepare(root, inner, max_grad_norm=optimizer.global_clipnorm, **zero)
+    if groups is None and len(list(root.children())) > 1:
+        groups = ["*"]  # each layer
+    norm = optimizer.global_clipnorm
+    _, optimizer.__dict__["inner"] = zerostd.prepare(root, inner, max_grad_norm=norm, groups=groups, **zero)
     model.__dict__[ROOT] = root
-    for node in _nodes(root):
-        node.layer.__dict__["call"] = functools.wraps(node.layer_call)(functools.partial(_through, node))
+    for sharded in _sharded_layers(root):
+        call = functools.partial(_call, sharded)
+        sharded.layer.__dict__["call"] = functools.update_wrapper(call, sharded.layer_call)
     for name, changes in WHOLE.items():
         model.__dict__[name] = functools.partial(_on_whole, model, name, changes)
     model.__dict__["save_weights"] = functools.partial(_save_weights, model)
@@ -142,8 +143,8 @@ def release(model: keras.Model) -> keras.Model:
     """Undo prepare: return an ordinary model. Every rank must call it."""
     root = root_of(model)
     zerostd.release(root)
-    for node in _nodes(root):
-        del node.layer.__dict__["call"]
+    for sharded in _sharded_layers(root):
+        del sharded.layer.__dict__["call"]
     for name in (*WHOLE, "save_weights", "load_weights", ROOT):
         del model.__dict__[name]
     model.optimizer.__dict__["inner"] = None
@@ -176,23 +177,23 @@ def _check(model: Any, zero: dict[str, Any]) -> Optimizer:
     return optimizer
 
 
-def _tree(model: keras.Model) -> Node:
-    """Return a node for each layer that trains, in the order of the model, under a root with the other weights."""
+def _tree(model: keras.Model) -> ShardedLayer:
+    """Return a module with a child for each layer that trains, in the order of the model, and the other weights."""
     seen: set[nn.Parameter] = set()
-    nodes = []
+    modules = []
     for layer in (*_layers(model), model):
         weights = [variable.value for variable in layer.trainable_variables if variable.value not in seen]
         seen.update(weights)
         if weights or layer is model:
-            nodes.append(Node(layer, weights))
-    root = nodes.pop()
-    for number, node in enumerate(nodes):
-        root.add_module(f"layer{number}", node)
+            modules.append(ShardedLayer(layer, weights))
+    root = modules.pop()
+    for number, module in enumerate(modules):
+        root.add_module(f"layer{number}", module)
     return root
 
 
-def _nodes(root: nn.Module) -> list[Node]:
-    return [node for node in root.modules() if isinstance(node, Node)]
+def _sharded_layers(root: nn.Module) -> list[ShardedLayer]:
+    return [module for module in root.modules() if isinstance(module, ShardedLayer)]
 
 
 def _layers(model: keras.Model) -> Iterator[Any]:
@@ -203,12 +204,12 @@ def _layers(model: keras.Model) -> Iterator[Any]:
             yield layer
 
 
-def _through(node: Node, *args: Any, **options: Any) -> Any:
+def _call(sharded: ShardedLayer, *args: Any, **options: Any) -> Any:
     """Call a layer or a model. Keras also calls them without data, to learn shapes."""
     tensors = [leaf for leaf in keras.tree.flatten((args, options)) if isinstance(leaf, torch.Tensor)]
     if not tensors or any(tensor.is_meta for tensor in tensors):
-        return node.layer_call(*args, **options)
-    return node(*args, **options)
+        return sharded.layer_call(*args, **options)
+    return sharded(*args, **options)
 
 
 # -- whole weights --
@@ -274,8 +275,5 @@ def _load_weights(model: Any, filepath: Any, *args: Any, **options: Any) -> None
 
 
 def _checksum(path: Any) -> str:
-    checksum = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            checksum = zlib.crc32(block, checksum)
-    return f"{checksum:08x}"
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return f"{zlib.crc32(content):08x}"

@@ -46,18 +46,13 @@ class ZeroStrategy(DDPStrategy):
         self._loading: str | None = None  # shards of the checkpoint that Lightning is loading
         super().__init__(**options)
 
-    @property
-    def precision_plugin(self) -> Any:
-        """Lightning's plugin: fp32, or autocast in bf16."""
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Any) -> None:
-        fabric.check_plugin(plugin, self.zero)
-        if plugin is not None:
-            plugin.clip_grad_by_norm = _clip_norm
-            plugin.clip_grad_by_value = _clip_value
-        self._precision_plugin = plugin
+    def _configure_launcher(self) -> None:
+        """Refuse a precision that cannot be honoured: the Trainer has set it by now, and started nothing."""
+        plugin = self.precision_plugin
+        common.check_precision(self.zero, CALL, plugin.precision, fabric.PRECISIONS)
+        plugin.clip_grad_by_norm = _clip_norm
+        plugin.clip_grad_by_value = _clip_value
+        super()._configure_launcher()
 
     def _get_process_group_backend(self) -> str:
         return self._process_group_backend or fabric.backend_for(self.root_device)
@@ -68,7 +63,6 @@ class ZeroStrategy(DDPStrategy):
             super().setup_distributed()
         else:
             reset_seed()
-            self.set_world_ranks()
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the module: to fit, with the optimizer of configure_optimizers, otherwise without."""
@@ -95,7 +89,7 @@ class ZeroStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
             optimizer = common.only_one(self._optimizers, module)
         has_parameters = optimizer is not None and bool(optimizer.param_groups)  # configure_optimizers may give None
-        root = fabric.prepare_root(module, optimizer if has_parameters else None, self.zero)
+        root = Root(module, optimizer if has_parameters else None, self.zero)
         module.__dict__[ROOT] = root
         if has_parameters:
             self.optimizers = [root.optimizer]
@@ -212,6 +206,4 @@ def _clip_value(optimizer: Any, clip_val: float) -> None:
     raise zerostd.NotSupportedError(fabric.BY_VALUE.format("clipping by value", "gradient_clip_algorithm='norm'"))
 
 
-StrategyRegistry.register(
-    "zerostd", ZeroStrategy, description="ZeroStrategy: zerostd plans what is sharded", override=True
-)
+StrategyRegistry.register("zerostd", ZeroStrategy, description="zerostd plans what is sharded", override=True)

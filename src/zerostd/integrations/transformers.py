@@ -20,7 +20,7 @@ from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 
 import zerostd
 from zerostd.integrations import common
-from zerostd.integrations.accelerate import CALL, PRECISIONS, Accelerator
+from zerostd.integrations.accelerate import CALL, Accelerator
 
 REFUSED = {  # fields of TrainingArguments, with the remedy
     "deepspeed": "it shards by itself: leave it out, or do without zerostd",
@@ -64,14 +64,14 @@ class Trainer(transformers.Trainer):
                 "TrainingArguments(ddp_broadcast_buffers=False) with zerostd: buffers of rank 0 go to all; leave it out"
             )
         common.check_options(self.zero, CALL, SETTINGS)
-        common.check_precision(self.zero, CALL, "bf16" if args.bf16 else "no", PRECISIONS)
         if args.n_gpu > 1:
             raise zerostd.NotSupportedError(
                 f"one process sees {args.n_gpu} devices, and Trainer would copy the model to each: start it with "
                 "torchrun, one process a device, or set CUDA_VISIBLE_DEVICES"
             )
         super().create_accelerator_and_postprocess()
-        Accelerator.take_over(self.accelerator, self.zero)
+        self.accelerator.__class__ = Accelerator
+        self.accelerator.set_up(self.zero)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
         """Train as Trainer does. True resumes from the newest checkpoint that is complete."""
@@ -98,11 +98,13 @@ class Trainer(transformers.Trainer):
                 self._whole = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, self._whole if state_dict is None else state_dict)
+        if state_dict is None:
+            state_dict = self._whole
+        super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         extra = {"scheduler": self.lr_scheduler.state_dict()}
-        self.accelerator.save_shards(Path(output_dir), self.model, extra)
+        self.accelerator.save_shards(Path(output_dir), self.optimizer, extra)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if _newest_shards(resume_from_checkpoint) is None:  # those are loaded once the model is sharded
@@ -142,9 +144,7 @@ def _load(path: str, model: nn.Module, optimizer: torch.optim.Optimizer | None =
 
 def _newest_complete(folder: Path) -> str | None:
     """Return the directory checkpoint-N with the largest N. Trainer writes its own state last."""
-    numbers = {
-        path: int(path.name.rpartition("-")[2])
-        for path in folder.glob("checkpoint-*")
-        if path.name.rpartition("-")[2].isdigit() and (path / TRAINER_STATE_NAME).exists()
-    }
-    return str(max(numbers, key=numbers.__getitem__)) if numbers else None
+    states = folder.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")
+    names = [state.parent.name.removeprefix("checkpoint-") for state in states]
+    numbers = [int(name) for name in names if name.isdigit()]
+    return str(folder / f"checkpoint-{max(numbers)}") if numbers else None

@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from zerostd.communication.world import thread_budget
 from zerostd.tiers.limits import check_disk, free_disk, free_host
@@ -21,6 +22,15 @@ def choose_device(device: torch.device | str | None) -> torch.device:
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return torch.device("cpu") if device.type == "cpu" else device
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where a model lies; one built under empty_init goes to the accelerator, if there is one."""
+    devices = {parameter.device for parameter in model.parameters()}
+    real = [device for device in devices if device.type != "meta"]
+    if len(real) < len(devices) and all(device.type == "cpu" for device in real):
+        return choose_device(None)
+    return choose_device(real[0])
 
 
 def machine_name(device: torch.device) -> str:

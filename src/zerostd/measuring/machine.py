@@ -1,4 +1,5 @@
-"""A machine's profile, part by part, in less than half a minute.
+"""A machine's profile: measured part by part in less than half a minute, kept in a file, and read again while the
+machine and the versions are the same.
 
 With several ranks the first one measures its machine while the others wait, and all take its numbers: measuring at once
 they would be in each other's way, and a plan must be the same on all of them. The wires they measure together. Rates
@@ -7,18 +8,23 @@ are those of the whole machine; `ranks_per_node` says how many ranks share its c
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import date
+from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
 
 from zerostd.communication import Control, World
 from zerostd.communication.world import thread_budget
-from zerostd.errors import CommunicationError, ZerostdError
+from zerostd.errors import CommunicationError, PrepareError, ZerostdError
 from zerostd.measuring.identity import choose_device, free_bytes, machine_name, versions
 from zerostd.measuring.rates import (
     FULL,
@@ -32,8 +38,8 @@ from zerostd.measuring.rates import (
     link_rates,
     matrix_rates,
     resident_ns,
+    wire_rates,
 )
-from zerostd.measuring.wire import wire_rates
 from zerostd.monitoring.ledger import Ledger
 from zerostd.planning.profiles import Link, MachineProfile, Processor
 from zerostd.planning.request import NUM_BUSY_THREADS
@@ -44,6 +50,8 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+VARIABLE = "ZEROSTD_CACHE"  # a directory
+AGAIN = "measure again with `zerostd measure`"
 QUIET = 0.75  # of all cores, that updates on all of them have where nothing else runs
 PARTS = {  # in their order: seconds that each takes at most or so, and what it needs
     "copies between host and device": (2.0, "link"),
@@ -76,43 +84,81 @@ def measure_machine(
     """
     device = choose_device(device)
     disk_path = None if disk_path is None else os.path.abspath(disk_path)
-    world = World.discover(device)
-    try:
+    with contextlib.closing(World.discover(device)) as world:
         control = Control(world)
-        tell = _teller(on_progress, has_link=device.type != "cpu", has_disk=disk_path is not None, size=world.size)
-        profile = from_first(control, lambda: _measure(device, disk_path, tell, sizes))
+        return _with_free(measure_together(control, disk_path, on_progress, sizes), control, disk_path)
+
+
+def load_or_measure(
+    device: torch.device | str | None = None,
+    *,
+    disk_path: str | None = None,
+    on_progress: Progress | None = None,
+    again: bool = False,
+    sizes: TrialSizes = FULL,
+) -> MachineProfile:
+    """Return the profile that was kept of this machine, or else a new one, which is kept; `free` is that of now.
+
+    A kept profile is used if machine, versions and number of ranks are those of now; a directory on a disk that was not
+    measured is tried and added. A call that names no directory, or one in a world of one, does without what was
+    measured of them. All ranks call it together, as they do `measure_machine`; `again` measures whatever was kept.
+    """
+    device = choose_device(device)
+    disk_path = None if disk_path is None else os.path.abspath(disk_path)
+    with contextlib.closing(World.discover(device)) as world:
+        control = Control(world)
+        kept = from_first(control, lambda: None if again else _read_kept(device, disk_path, world.size))
+        profile = kept or measure_together(control, disk_path, on_progress, sizes)
+        if disk_path is not None and profile.disk is None:
+            profile = replace(profile, disk=from_first(control, lambda: disk_rates(disk_path, sizes)))
+        is_new = profile is not kept
+        profile = _with_free(profile, control, disk_path)
+        if is_new and world.rank == 0:
+            _keep(profile)
+        return profile
+
+
+# -- measuring --
+
+
+def measure_together(
+    control: Control, disk_path: str | None, on_progress: Progress | None, sizes: TrialSizes
+) -> MachineProfile:
+    """Measure the first rank's machine and the wires between all ranks, which call this together."""
+    world = control.world
+    tell = _teller(on_progress, world, has_disk=disk_path is not None)
+    try:
+        profile = from_first(control, lambda: _measure(world.device, disk_path, tell, sizes))
         if world.size > 1:
             tell("collectives among ranks")
-        wires = wire_rates(world, sizes)
-        free = free_everywhere(control, device, disk_path)
+        return replace(profile, wires=wire_rates(world, sizes))
     finally:
-        world.close()
-        if device.type != "cpu":  # give back what torch keeps for later
-            finish(device)
+        if world.device.type != "cpu":  # give back what torch keeps for later
+            finish(world.device)
             torch.accelerator.empty_cache()
-    return replace(profile, wires=wires, free=free, ranks_per_node=world.local_size)
 
 
 def from_first(control: Control, work: Callable[[], T]) -> T:
     """Return what `work` returns, or raise what it raises, on the first rank; the others wait for it."""
-    if control.world.rank > 0:
-        outcome = control.collect(None)[0]
-        if isinstance(outcome, ZerostdError):
-            raise outcome
-        return cast(T, outcome)
-    try:
-        result = work()
-    except Exception as error:
-        is_ours = isinstance(error, ZerostdError)
-        control.collect(error if is_ours else CommunicationError(f"rank 0 failed where others wait for it: {error!r}"))
-        raise
-    control.collect(result)
-    return result
+    outcome: T | ZerostdError | None = None
+    if control.world.rank == 0:
+        try:
+            outcome = work()
+        except Exception as error:
+            reason = CommunicationError(f"rank 0 failed where others wait for it: {error!r}")
+            control.collect(error if isinstance(error, ZerostdError) else reason)
+            raise
+    outcome = control.collect(outcome)[0]
+    if isinstance(outcome, ZerostdError):
+        raise outcome
+    return cast(T, outcome)
 
 
-def free_everywhere(control: Control, device: torch.device, disk_path: str | None) -> dict[str, int]:
-    everywhere = control.collect(free_bytes(device, disk_path))
-    return {tier: min(free[tier] for free in everywhere) for tier in everywhere[0]}
+def _with_free(profile: MachineProfile, control: Control, disk_path: str | None) -> MachineProfile:
+    """Return a profile with what is free now, on the rank that has least."""
+    everywhere = control.collect(free_bytes(control.world.device, disk_path))
+    free = {tier: min(free[tier] for free in everywhere) for tier in everywhere[0]}
+    return replace(profile, free=free, ranks_per_node=control.world.local_size)
 
 
 def thread_counts(cores: int) -> list[int]:
@@ -184,13 +230,77 @@ def _check_quiet(had: float, cores: int) -> None:
         )
 
 
-def _teller(on_progress: Progress | None, *, has_link: bool, has_disk: bool, size: int) -> Callable[[str], None]:
-    is_done = {"link": has_link, "disk": has_disk, "wire": size > 1, "": True}
-    names = [name for name, (_, needs) in PARTS.items() if is_done[needs]]
+def _teller(on_progress: Progress | None, world: World, *, has_disk: bool) -> Callable[[str], None]:
+    is_there = {"link": world.device.type != "cpu", "disk": has_disk, "wire": world.size > 1, "": True}
+    seconds = {name: part_s for name, (part_s, needs) in PARTS.items() if is_there[needs]}
 
     def tell(name: str) -> None:
         if on_progress is not None:
-            before = sum(PARTS[each][0] for each in names[: names.index(name)])
-            on_progress(name, before / sum(PARTS[each][0] for each in names))
+            num_done = list(seconds).index(name)
+            on_progress(name, sum(list(seconds.values())[:num_done]) / sum(seconds.values()))
 
     return tell
+
+
+# -- files --
+
+
+def load_profile(path: str | os.PathLike[str]) -> MachineProfile:
+    """Read the profile in a file, kept or written by hand; PrepareError says what is wrong with it."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise PrepareError(f"no machine profile in {path} ({error.strerror}); {AGAIN}, or name another file") from error
+    except UnicodeDecodeError as error:
+        raise PrepareError(f"{path} is not text, so no machine profile ({error}); {AGAIN}") from error
+    return MachineProfile.from_json(text, str(path))
+
+
+def cache_file(name: str, versions: Mapping[str, str]) -> Path:
+    """Return where the profile of such a machine is kept."""
+    text = json.dumps([name, dict(versions)], sort_keys=True)
+    folder = os.environ.get(VARIABLE) or Path.home() / ".cache" / "zerostd"
+    return Path(folder) / f"machine-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+
+
+def _read_kept(device: torch.device, disk_path: str | None, num_ranks: int) -> MachineProfile | None:
+    """Return the profile that was kept, less what is not asked for; None if it is not of here and now."""
+    name = machine_name(device)
+    now = versions(device)
+    path = cache_file(name, now)
+    if not path.exists():
+        return None
+    try:
+        kept = load_profile(path)
+    except PrepareError as error:
+        log.warning("the machine profile that was kept is of no use, so the machine is measured again: %s", error)
+        return None
+    if (kept.name, kept.device, kept.versions) != (name, device.type, now):
+        log.warning("%s is of another machine or of other versions: the machine is measured again", path)
+        return None
+    if num_ranks > 1 and [wire.ranks for wire in kept.wires] != [num_ranks]:
+        return None
+    disk = None
+    if kept.disk is not None and disk_path is not None and _share_file_system(kept.disk.path, disk_path):
+        disk = replace(kept.disk, path=disk_path)
+    return replace(kept, disk=disk, wires=() if num_ranks == 1 else kept.wires)
+
+
+def _share_file_system(first: str, second: str) -> bool:
+    with contextlib.suppress(OSError):
+        return first == second or os.stat(first).st_dev == os.stat(second).st_dev
+    return False
+
+
+def _keep(profile: MachineProfile) -> None:
+    """Write a profile in one go: another process sees the old file or the new one. Only the user may read it."""
+    path = cache_file(profile.name, profile.versions)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".machine-", dir=path.parent) as folder:  # 0700
+            file = Path(folder, path.name)
+            file.write_text(profile.to_json(), encoding="utf-8")
+            file.chmod(0o600)
+            os.replace(file, path)
+    except OSError as error:
+        log.warning("the machine profile cannot be kept in %s (%s): it is measured again next time", path, error)

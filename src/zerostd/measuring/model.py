@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,19 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 from zerostd.errors import PrepareError
 from zerostd.measuring.rates import finish
-from zerostd.measuring.trial import ForwardCost, call, casts_of, copy_of, everything_kept, map_tensors, try_forward
+from zerostd.measuring.trial import ForwardCost, call, copy_of, everything_kept, map_tensors, try_forward
 from zerostd.monitoring.events import Timestamp
 from zerostd.optimizers.elementwise import check_elementwise, find_states
-from zerostd.parameters.blueprints import (
-    ROOT,
-    Blueprint,
-    Member,
-    check_model,
-    check_optimizer,
-    find_blueprints,
-)
+from zerostd.parameters.blueprints import ROOT, Blueprint, Member, check_model, check_optimizer, find_blueprints
 from zerostd.planning.profiles import GroupProfile, ModelProfile
-from zerostd.policy import Precision
+from zerostd.policy import Precision, root_casts
 
 ASSUMED_STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}  # AdamW's, while there is no optimizer
 NUM_TIMED = 2  # passes after the first, which finds its kernels; the faster one counts
@@ -46,22 +40,19 @@ def profile_model(
     precision: str | Precision | None = None,
     groups: Sequence[str] | None = None,
     batch: Any = None,
-    samples: int | None = None,
     probe: bool = False,
 ) -> ModelProfile:
     """Return what `model` needs; the model, the optimizer and the random states stay as they are.
 
-    Counts of parameters are exact. Bytes of one parameter, gradient and state are those of the dtype that most
-    parameters have (for gradients and states: most of the trained ones). FLOPs are those of matrix products,
-    convolutions, attention (not halved where it is causal) and recurrent layers. What is kept is what autograd saves in
-    the model's forward, each storage once and in the group that saves it first, parameters and buffers left out; a loss
-    outside of the model is not seen. The peak is the largest output of an operation in the group, and, where the model
-    itself uses torch.utils.checkpoint, what it saves inside.
+    FLOPs are those of matrix products, convolutions, attention (not halved where it is causal) and recurrent layers.
+    What is kept is what autograd saves in the model's forward, each storage once and in the group that saves it first,
+    parameters and buffers left out; a loss outside of the model is not seen. The peak is the largest output of an
+    operation in the group, and, where the model itself uses torch.utils.checkpoint, what it saves inside.
 
     Model, optimizer, precision and groups are as for prepare; without an optimizer all parameters with requires_grad
     are trained, with the states of AdamW. `batch` is what forward takes: a tensor, a tuple of arguments or a dict of
-    keywords, also without memory; the first dimension of its first tensor is the number of samples, unless `samples`
-    says so. With `probe` a few passes are run for real, if model and batch are, and timed.
+    keywords, also without memory; the first dimension of its first tensor is the number of samples. With `probe` a few
+    passes are run for real, if model and batch are, and timed.
 
     Groups are in the order in which forward first needs them, those without parameters and work left out. If forward
     could not be run, a warning is logged and `samples` is None. Raises PrepareError for what prepare would refuse; a
@@ -75,57 +66,76 @@ def profile_model(
         states = find_states(optimizer)
     checked = Precision.parse(precision)
     blueprints = find_blueprints(model, optimizer, checked, groups)
-    num_samples = _check_samples(batch, samples)
-    tried = None if batch is None else try_forward(model, blueprints, checked, batch)
-    costs = tried.costs if tried is not None else [ForwardCost() for _ in blueprints]
-    order = list(dict.fromkeys([*(tried.order if tried is not None else ()), *range(len(blueprints))]))
-    profiles = [_profile(blueprints[index], costs[index], num_samples) for index in order]
-    profiles = [group for group in profiles if group != GroupProfile(group.name, 0, stays=group.stays, again_flops=0.0)]
-    probed = _probe(model, blueprints, checked, batch) if probe and tried is not None else None
+    profile = replace(untried_profile(blueprints, checked, states), name=type(model).__name__)
+    num_samples = _num_samples(batch)
+    counter = None if batch is None else try_forward(model, blueprints, checked, batch)
+    if counter is None:
+        return replace(profile, groups=tuple(group for group in profile.groups if group.trained + group.frozen))
+    order = dict.fromkeys([*counter.order, *range(len(blueprints))])
+    costs = counter.costs
+    tried = [_with_cost(profile.groups[index], costs[index], num_samples) for index in order]
+    tried = [group for group in tried if group != GroupProfile(group.name, 0, stays=group.stays, again_flops=0.0)]
+    probed = _probe(model, blueprints, checked, batch) if probe else None
     forward_s, backward_s, activation_bytes = probed or (None, None, None)
-    return ModelProfile(
-        type(model).__name__,
-        tuple(profiles),
-        samples=(samples or num_samples) if tried is not None else None,
+    return replace(
+        profile,
+        groups=tuple(tried),
+        samples=num_samples,
         recomputed=sum(cost.recomputed for cost in costs) / max(1, sum(cost.flops for cost in costs)),
-        **state_widths([member for blueprint in blueprints for member in blueprint.members], checked, states),
         forward_s=forward_s,
         backward_s=backward_s,
         activation_bytes=activation_bytes,
     )
 
 
-def _profile(blueprint: Blueprint, cost: ForwardCost, num_samples: int) -> GroupProfile:
-    trained = sum(m.parameter.numel() for m in blueprint.members if m.options is not None)
-    return GroupProfile(
-        blueprint.name,
-        trained=trained,
-        frozen=sum(m.parameter.numel() for m in blueprint.members) - trained,
+def _num_samples(batch: Any) -> int:
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if tensors and not tensors[0].shape[0]:
+        raise PrepareError(f"batch has no samples: its first tensor has shape {tuple(tensors[0].shape)}")
+    return tensors[0].shape[0] if tensors else 1
+
+
+def _with_cost(group: GroupProfile, cost: ForwardCost, num_samples: int) -> GroupProfile:
+    return replace(
+        group,
         forward_flops=cost.flops / num_samples,
         kept_bytes=cost.kept / num_samples,
         boundary_bytes=cost.boundary / num_samples,
         peak_bytes=(cost.largest + cost.inside) / num_samples,
-        stays=blueprint.name == ROOT,
+        stays=group.name == ROOT,
         again_flops=cost.again / num_samples,
     )
 
 
-def state_widths(members: list[Member], precision: Precision, states: Mapping[str, torch.dtype]) -> dict[str, Any]:
-    """Return the bytes of each kind for one parameter, by the rules of parameters/homes.py."""
-    trained = [member for member in members if member.options is not None] or members
-    dtype = _most(trained)
+def untried_profile(
+    blueprints: Sequence[Blueprint], precision: Precision, states: Mapping[str, torch.dtype]
+) -> ModelProfile:
+    """Return what is known of a model without a forward.
+
+    Counts of parameters are exact. Bytes of one parameter, gradient and state are those of the dtype that most
+    parameters have (for gradients and states: most of the trained ones), by the rules of preparing/homes.py.
+    """
+    groups = []
+    for blueprint in blueprints:
+        numel = sum(member.parameter.numel() for member in blueprint.members)
+        trained = sum(member.parameter.numel() for member in blueprint.members if member.options is not None)
+        groups.append(GroupProfile(blueprint.name, trained, numel - trained))
+    members = [member for blueprint in blueprints for member in blueprint.members]
+    dtype = _most([member for member in members if member.options is not None] or members)
     master = dtype if dtype.itemsize >= 4 else torch.float32
     is_cast = dtype.itemsize < 4 or (precision.compute is None and dtype is torch.float32)
     gradient = precision.reduce if is_cast and precision.reduce is not None else dtype
     kept = [(master if state == torch.float32 else state).itemsize for state in states.values()]
     computes = [member for member in members if member.dtype.is_floating_point] or members
-    return {
-        "parameter_bytes": _most(members).itemsize,
-        "gradient_bytes": gradient.itemsize,
-        "state_bytes": sum(kept) + (0 if dtype == master else master.itemsize),
-        "master_bytes": master.itemsize if dtype == master else 0,
-        "dtype": str(_most(computes)).removeprefix("torch."),
-    }
+    return ModelProfile(
+        "model",
+        tuple(groups),
+        parameter_bytes=_most(members).itemsize,
+        gradient_bytes=gradient.itemsize,
+        state_bytes=sum(kept) + (0 if dtype == master else master.itemsize),
+        master_bytes=master.itemsize if dtype == master else 0,
+        dtype=str(_most(computes)).removeprefix("torch."),
+    )
 
 
 def _most(members: list[Member]) -> torch.dtype:
@@ -133,17 +143,6 @@ def _most(members: list[Member]) -> torch.dtype:
     for member in members:
         numels[member.dtype] += member.parameter.numel()
     return numels.most_common(1)[0][0]
-
-
-def _check_samples(batch: Any, samples: int | None) -> int:
-    if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
-        raise PrepareError(f"samples={samples!r} must be a whole number, 1 or more: those of one pass on one rank")
-    if samples is not None and batch is None:
-        raise PrepareError(f"samples={samples} needs batch=: without one nothing is known of what a sample takes")
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    if tensors and not tensors[0].shape[0]:
-        raise PrepareError(f"batch has no samples: its first tensor has shape {tuple(tensors[0].shape)}")
-    return tensors[0].shape[0] if tensors else 1
 
 
 # -- passes, timed --
@@ -173,16 +172,19 @@ def _probe(model: nn.Module, blueprints: list[Blueprint], precision: Precision, 
 
 def _run(model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any, device: torch.device) -> Pass:
     dtypes = {id(member.parameter): member.dtype for blueprint in blueprints for member in blueprint.members}
-    outside, inside = casts_of(model, precision)
+    outside, inside = root_casts(precision, (p.dtype for p in model.parameters())) or (None, None)
+
+    def drop_gradient(parameter: torch.Tensor) -> None:
+        parameter.grad = None
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach()
         if not isinstance(tensor, nn.Parameter):
             return value.clone()
-        own_parameter = nn.Parameter(value.to(dtypes.get(id(tensor), tensor.dtype)), requires_grad=tensor.requires_grad)
-        if own_parameter.requires_grad:
-            own_parameter.register_post_accumulate_grad_hook(_drop_gradient)
-        return own_parameter
+        parameter = nn.Parameter(value.to(dtypes.get(id(tensor), tensor.dtype)), requires_grad=tensor.requires_grad)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(drop_gradient)
+        return parameter
 
     def moved(leaf: torch.Tensor) -> torch.Tensor:
         leaf = leaf.detach().to(device)
@@ -194,10 +196,6 @@ def _run(model: nn.Module, blueprints: list[Blueprint], precision: Precision, ba
     if sum(passes[0][:2]) < LONGEST_S:
         passes = [_pass(copied, inputs, device) for _ in range(NUM_TIMED)]
     return min(passes, key=lambda seconds: seconds[0] + seconds[1])
-
-
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
 
 
 def _pass(model: nn.Module, batch: Any, device: torch.device) -> Pass:

@@ -1,4 +1,5 @@
-"""What one machine can do: copies between host and device, updates on either, matrix products, files read and written.
+"""What a machine can do: copies between host and device, updates on either, matrix products, files read and written,
+and collectives among its ranks.
 
 Memory comes from the tiers and copies go through streams, as in training, so what is timed is what will be used. A
 number is the median of short turns; `TrialSizes` says how much is tried.
@@ -6,29 +7,32 @@ number is the median of short turns; `TrialSizes` says how much is tried.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import TypeVar
 
+import numpy
 import torch
 
+from zerostd.communication import Wires, World
 from zerostd.kernels import Adam, update
 from zerostd.monitoring.events import Timestamp
 from zerostd.monitoring.ledger import Ledger
-from zerostd.planning.profiles import DiskRates, Link
+from zerostd.planning.profiles import DiskRates, Link, Wire
 from zerostd.policy import Kind
 from zerostd.tiers.disk import Disk
-from zerostd.tiers.host import Host
+from zerostd.tiers.host import PAGE, Host
 from zerostd.tiers.limits import free_disk
 from zerostd.tiers.transfer import Stream, Transfer
 
-PAGE = 4096
 SHARE = 8  # at most one part in so many of what is free is taken for one array
 UPDATE_BYTES = 28  # of host memory for one parameter: fp32 master and states in and out, bf16 gradient in, weight out
 ARRAY_BYTES = 14  # that one parameter takes: the new weight takes the place of its gradient
@@ -39,7 +43,12 @@ SMALLEST_SIDE = 128  # of the first matrices that are tried
 BUSY_SECONDS = 0.5  # of updating while the link is busy
 REQUEST_BYTES = 16 << 20  # two blocks of the disk tier
 DEPTH = 4  # requests of each direction on their way at once
+SMALLEST_BYTES = 16 << 10  # that are gathered and reduced
+GROWTH = 16  # of that from size to size
+MOST_SECONDS = 3.0  # for one size, in units of what one number may take
+ALIGNMENT = 64  # elements a rank, as in a flat
 
+Point = tuple[float, float]  # bytes that one rank sends, seconds
 T = TypeVar("T")
 
 
@@ -102,8 +111,9 @@ class LinkCopies:
         self.step = min(sizes.copy, self.num_bytes)
         self.up = Stream(device)
         self.down = Stream(device)
-        self._above = torch.zeros(2, self.num_bytes, dtype=torch.uint8, device=device)
-        self._below = [host.allocate(self.num_bytes, Kind.BUFFERS) for _ in (self.up, self.down)]
+        above = torch.zeros(2, self.num_bytes, dtype=torch.uint8, device=device)
+        below = [host.allocate(self.num_bytes, Kind.BUFFERS) for _ in (self.up, self.down)]
+        self._ends = {self.up: (below[0], above[0]), self.down: (above[1], below[1])}  # source and target
         finish(device)
 
     def turn(self, *streams: Stream) -> list[float]:
@@ -122,12 +132,10 @@ class LinkCopies:
         return Timestamp(self.up.device, self.up.stream).since(begin) / NUM_TINY
 
     def _copy(self, stream: Stream, start: int, num_bytes: int) -> None:
+        source, target = self._ends[stream]
         place = slice(start, start + num_bytes)
         with stream.after():
-            if stream is self.up:
-                self._above[0, place].copy_(self._below[0][place], non_blocking=True)
-            else:
-                self._below[1][place].copy_(self._above[1, place], non_blocking=True)
+            target[place].copy_(source[place], non_blocking=True)
 
 
 def link_rates(copies: LinkCopies, sizes: TrialSizes) -> Link:
@@ -157,10 +165,9 @@ class HostUpdates:
         self._gradient = memory[self.numel * 12 :].view(torch.bfloat16)
         for array, value in zip((*self._arrays, self._gradient), (0.5, 0.01, 0.001, 0.01), strict=True):
             array.fill_(value)
-        rates = {"lr": 3e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-        exact = host.device.type != "cpu"  # as the cpu route has it
         self.had = 1.0
-        self._rule = Adam(**rates, decoupled=True, maximize=False, step=10, exact_root=exact)
+        exact = host.device.type != "cpu"  # as the cpu route has it
+        self._rule = Adam(3e-4, 0.1, False, 0.9, 0.95, 1e-8, decoupled=True, step=10, exact_root=exact)
 
     def step(self, num_threads: int) -> None:
         update(self._rule, self._gradient, self._arrays, weight=self._gradient, num_threads=num_threads)
@@ -225,24 +232,25 @@ def matrix_rates(device: torch.device, sizes: TrialSizes, free: int) -> dict[str
 def _matrix_rate(device: torch.device, dtype: torch.dtype, most: int, sizes: TrialSizes) -> float | None:
     """Return that of the largest product that there is time for: some CPUs are a thousand times slower in bf16."""
     side = min(SMALLEST_SIDE, most)
-    rate = None
-    while side <= most:
-        own = torch.Generator(device).manual_seed(0)  # the user's draws stay as they are
-        left, right = (torch.randn(side, side, device=device, generator=own).to(dtype) for _ in range(2))
-        seconds = median_s(partial(_multiply, left, right, torch.empty_like(left)), sizes)
-        if rate is None and dtype is not torch.float32 and seconds > sizes.seconds / 10:
-            return None
-        rate = 2 * side**3 / seconds
-        is_last = side == most or 8 * seconds * (1 + sizes.turns) > sizes.seconds * 2
-        if is_last:
-            break
+    seconds = _product_s(device, dtype, side, sizes)
+    if dtype is not torch.float32 and seconds > sizes.seconds / 10:
+        return None
+    while side < most and 8 * seconds * (1 + sizes.turns) <= sizes.seconds * 2:
         side = min(most, 2 * side)
-    return rate
+        seconds = _product_s(device, dtype, side, sizes)
+    return 2 * side**3 / seconds
 
 
-def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mm(left, right, out=out)
-    finish(out.device)
+def _product_s(device: torch.device, dtype: torch.dtype, side: int, sizes: TrialSizes) -> float:
+    own = torch.Generator(device).manual_seed(0)  # the user's draws stay as they are
+    left, right = (torch.randn(side, side, device=device, generator=own).to(dtype) for _ in range(2))
+    product = torch.empty_like(left)
+
+    def work() -> None:
+        torch.mm(left, right, out=product)
+        finish(device)
+
+    return median_s(work, sizes)
 
 
 # -- disk --
@@ -251,39 +259,30 @@ def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> Non
 def disk_rates(path: str, sizes: TrialSizes) -> DiskRates:
     """Return the rates of files in `path`; the one made for it has no name and is gone afterwards."""
     ledger = Ledger()
-    disk = Disk(path, ledger)
     host = Host(torch.device("cpu"), ledger, 1)
-    try:
-        return _disk_rates(disk, host, sizes)
-    finally:
-        disk.close()
-        host.free_all()
+    with contextlib.ExitStack() as ending:
+        ending.callback(host.free_all)
+        disk = ending.enter_context(contextlib.closing(Disk(path, ledger)))  # closed first: it uses the memory
+        size = within(sizes.disk, free_disk(disk.path))
+        step = min(REQUEST_BYTES, max(PAGE, size // 8 // PAGE * PAGE))
+        file = disk.allocate(max(size, 2 * step), Kind.BUFFERS)
+        memory = host.allocate(2 * DEPTH * step, Kind.BUFFERS)
+        memory.view(torch.int64).random_(generator=torch.Generator())  # zeros may be stored without being written
+        into, out_of = memory.view(2, DEPTH, step).unbind()
+        whole = file.num_bytes // step
 
+        def read(number: int) -> Transfer:
+            return disk.read(file, number % half * step, into[number % DEPTH])
 
-def _disk_rates(disk: Disk, host: Host, sizes: TrialSizes) -> DiskRates:
-    size = within(sizes.disk, free_disk(disk.path))
-    step = min(REQUEST_BYTES, max(PAGE, size // 8 // PAGE * PAGE))
-    file = disk.allocate(max(size, 2 * step), Kind.BUFFERS)
-    memory = host.allocate(2 * DEPTH * step, Kind.BUFFERS)
-    memory.view(torch.int64).random_(generator=torch.Generator())  # a file system may store zeros without writing them
-    into, out_of = memory.view(2, DEPTH, step).unbind()
-    whole = file.num_bytes // step
+        def write(number: int) -> Transfer:
+            return disk.write(file, (half + number % half) * step, out_of[number % DEPTH])
 
-    def write_first(number: int) -> Transfer:
-        return disk.write(file, number * step, out_of[number % DEPTH])
-
-    # Room that is reserved but was never written is not read from the drive.
-    _, count = _requests_per_s([write_first], whole, sizes)
-    half = max(1, count // 2)  # the first half is read, the second one written
-
-    def read(number: int) -> Transfer:
-        return disk.read(file, number % half * step, into[number % DEPTH])
-
-    def write(number: int) -> Transfer:
-        return disk.write(file, (half + number % half) * step, out_of[number % DEPTH])
-
-    rates = [_requests_per_s(requests, 2 * whole, sizes)[0] * step for requests in ([read], [write], [read, write])]
-    return DiskRates(disk.path, *rates)
+        # Room that is reserved but was never written is not read from the drive.
+        fill = [lambda number: disk.write(file, number * step, out_of[number % DEPTH])]
+        _, count = _requests_per_s(fill, whole, sizes)
+        half = max(1, count // 2)  # the first half is read, the second one written
+        rates = [_requests_per_s(kinds, 2 * whole, sizes)[0] * step for kinds in ([read], [write], [read, write])]
+        return DiskRates(disk.path, *rates)
 
 
 def _requests_per_s(requests: Sequence[Callable[[int], Transfer]], most: int, sizes: TrialSizes) -> tuple[float, int]:
@@ -299,3 +298,56 @@ def _requests_per_s(requests: Sequence[Callable[[int], Transfer]], most: int, si
     for transfer in under_way:
         transfer.wait()
     return number / (time.perf_counter() - begin), number
+
+
+# -- wires --
+
+
+def wire_rates(world: World, sizes: TrialSizes) -> tuple[Wire, ...]:
+    """Return one wire among all ranks, which call this together; none in a world of one."""
+    if world.size == 1:
+        return ()
+    wires = Wires(world, Ledger())
+    least = ALIGNMENT * world.size
+    full = torch.ones(max(least, sizes.wire // 2 // least * least), dtype=torch.bfloat16, device=world.device)
+    land = torch.empty(full.numel() // world.size, dtype=full.dtype, device=world.device)
+    wires.reserve(full.nbytes)
+    points: list[Point] = []
+    numel = min(full.numel(), max(1, SMALLEST_BYTES // 2 // least) * least)
+    while True:
+        part = full[:numel]
+        mine = part.view(world.size, -1)[world.rank]
+        gather_s = _collective_s(wires, partial(wires.gather, part, mine), sizes)
+        reduce_s = _collective_s(wires, partial(wires.reduce, part, land[: mine.numel()]), sizes)
+        sent = float(mine.nbytes * (world.size - 1))
+        points += [(sent, gather_s), (sent, reduce_s)]
+        spent = (gather_s + reduce_s) * (1 + sizes.turns)
+        if numel == full.numel() or GROWTH * spent > MOST_SECONDS * sizes.seconds:
+            break
+        numel = min(full.numel(), GROWTH * numel)
+    latency, bandwidth = fit(points)
+    return (Wire("world", world.size, bandwidth, latency),)
+
+
+def _collective_s(wires: Wires, start: Callable[[], Transfer], sizes: TrialSizes) -> float:
+    """Return seconds on the slowest rank: the same number on all, so that all go on or stop together."""
+    device = wires.world.device
+
+    def work() -> None:
+        start().wait()
+        finish(device)
+
+    mine = median_s(work, replace(sizes, seconds=math.inf))  # as many turns on all ranks
+    return float(wires.largest(torch.tensor([mine], device=device)))
+
+
+def fit(points: Sequence[Point]) -> tuple[float, float]:
+    """Return latency and bandwidth, neither below 0, so that latency + bytes / bandwidth comes nearest the seconds."""
+    sizes, seconds = numpy.array(points).T
+    if len(set(sizes)) > 1:
+        slope, latency = numpy.polyfit(sizes, seconds, 1, w=1 / seconds)
+        if latency >= 0 and slope > 0:
+            return float(latency), float(1 / slope)
+    size, longest = max(points)  # one size only, or too much noise: the longest says most
+    rate = size / longest
+    return max(0.0, min(s - size / rate for size, s in points)), rate

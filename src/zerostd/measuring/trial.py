@@ -17,25 +17,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from zerostd.compat import fake_mode, written_by
+from zerostd.measuring.identity import device_of
 from zerostd.parameters.blueprints import Blueprint
-from zerostd.policy import Precision
+from zerostd.policy import Precision, root_casts
 
 log = logging.getLogger(__name__)
 Make = Callable[[torch.Tensor], torch.Tensor]
+Ref = StorageWeakRef | None  # of a tensor's storage; None: it has none
 
 
 @dataclass
 class ForwardCost:
-    """What one batch costs in one group."""
+    """Costs of one batch in one group."""
 
     flops: int = 0
     recomputed: int = 0  # of these, in what torch.utils.checkpoint will recompute
@@ -50,7 +53,7 @@ def try_forward(
     model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any
 ) -> ForwardCounter | None:
     """Count the costs of `batch` in a forward on tensors without memory or, if it needs values, on real ones."""
-    device = _device_of(model)
+    device = device_of(model)
     with everything_kept(device):
         try:
             return _without_memory(model, blueprints, precision, batch, device)
@@ -82,23 +85,23 @@ def _why_not_real(reason: Exception, leaves: list[Any]) -> str | None:
 def _without_memory(
     model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any, device: torch.device
 ) -> ForwardCounter:
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = fake_mode()
     dtypes = {id(m.parameter): m.dtype for blueprint in blueprints for m in blueprint.members}
-    outside, inside = casts_of(model, precision)
+    outside, inside = root_casts(precision, (p.dtype for p in model.parameters())) or (None, None)
 
     def shape_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         with fake:
             if tensor.layout != torch.strided:
                 return fake.from_tensor(tensor)
             dtype = dtype or dtypes.get(id(tensor), tensor.dtype)
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+            shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made.requires_grad_(tensor.requires_grad)
+            return nn.Parameter(shape, requires_grad=tensor.requires_grad)
+        return shape.requires_grad_(tensor.requires_grad)
 
-    copied, twins = copy_of(model, shape_of)
+    copied, copies = copy_of(model, shape_of)
     inputs = map_tensors(lambda leaf: shape_of(leaf, inside if leaf.is_floating_point() else None), batch)
-    counter = ForwardCounter(blueprints, twins, {})
+    counter = ForwardCounter(blueprints, copies, {})
     with fake:
         output = counter.run(copied, inputs)
         if outside != inside:  # as the root will do
@@ -115,30 +118,16 @@ def _with_memory(
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
-    copied, twins = copy_of(model, own)
-    outside, inside = casts_of(model, precision)
+    copied, copies = copy_of(model, own)
+    outside, inside = root_casts(precision, (p.dtype for p in model.parameters())) or (None, None)
     scale = {outside: inside.itemsize / outside.itemsize} if outside is not None and inside is not None else {}
-    counter = ForwardCounter(blueprints, twins, scale)
+    counter = ForwardCounter(blueprints, copies, scale)
     try:
         counter.run(copied, map_tensors(lambda leaf: leaf.detach().to(device, copy=True), batch))
     finally:
         for storage, before in counter.overwritten.values():
             storage.copy_(before)
     return counter
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """Return where the model is; one without memory will go to the accelerator, if there is one."""
-    real = [p.device for p in model.parameters() if not p.is_meta]
-    return real[0] if real else torch.accelerator.current_accelerator() or torch.device("cpu")
-
-
-def casts_of(model: nn.Module, precision: Precision) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """Return the dtype the root takes and returns, and the one it computes in; None twice if they are not two."""
-    outside = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if precision.compute is None or len(outside) != 1 or outside == {precision.compute}:
-        return None, None
-    return outside.pop(), precision.compute
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -154,13 +143,13 @@ def map_tensors(function: Make, tree: Any) -> Any:
 
 def copy_of(model: nn.Module, make: Make) -> tuple[nn.Module, dict[int, Any]]:
     """Return a copy with `make(tensor)` for every tensor that a module holds, and what stands for what, by id."""
-    twins: dict[int, Any] = {}
+    copies: dict[int, Any] = {}
     for module in model.modules():
         for leaf in tree_leaves(dict(vars(module))):
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in twins:
-                twins[id(leaf)] = make(leaf)
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in copies:
+                copies[id(leaf)] = make(leaf)
     try:
-        return copy.deepcopy(model, twins), twins
+        return copy.deepcopy(model, copies), copies
     except Exception as error:
         raise copy.Error from error
 
@@ -170,8 +159,7 @@ def everything_kept(device: torch.device) -> Iterator[None]:
     """Keep random states as they are, whatever forward draws; gradients are on and nothing is compiled."""
     devices = [] if device.type == "cpu" else [device]
     numbers = random.getstate()
-    numpy = sys.modules.get("numpy")
-    arrays = None if numpy is None else numpy.random.get_state()
+    arrays = numpy.random.get_state()
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     try:
         draws = torch.random.fork_rng(devices, device_type=device.type)
@@ -179,8 +167,7 @@ def everything_kept(device: torch.device) -> Iterator[None]:
             yield
     finally:
         random.setstate(numbers)
-        if numpy is not None:
-            numpy.random.set_state(arrays)
+        numpy.random.set_state(arrays)
 
 
 # -- counting --
@@ -224,30 +211,29 @@ class ForwardCounter(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, blueprints: list[Blueprint], twins: Mapping[int, Any], scale: Mapping[torch.dtype, float]
+        self, blueprints: list[Blueprint], copies: Mapping[int, Any], scale: Mapping[torch.dtype, float]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.costs = [ForwardCost() for _ in blueprints]
         self.order: dict[int, None] = {}  # groups as they are first used
-        self.overwritten: dict[StorageWeakRef, tuple[Any, Any]] = {}  # parameters' storages: what they held before
-        self._groups = {twins[id(m)]: index for index, blueprint in enumerate(blueprints) for m in blueprint.modules}
-        self._owners: dict[StorageWeakRef, int | None] = {}  # parameters by group; buffers have none
+        self.overwritten: dict[Ref, tuple[Any, Any]] = {}  # parameters' storages: what they held before
+        self._groups: dict[nn.Module, int] = {}
+        self._owners: dict[Ref, int | None] = {}  # parameters by group; buffers have none
         self._scale = scale
-        self._counted: dict[str, set[StorageWeakRef]] = {"kept": set(), "boundary": set(), "inside": set()}
+        self._counted: dict[str, set[Ref]] = {"kept": set(), "boundary": set(), "inside": set()}
         self._calls = [_ModuleCall(0, True)]
         self._num_packed = 0
         for index, blueprint in enumerate(blueprints):
-            for member in blueprint.members:
-                if (ref := _ref(twins[id(member.parameter)])) is not None:
-                    self._owners[ref] = index
+            self._groups |= {copies[id(module)]: index for module in blueprint.modules}
+            self._owners |= {_ref(copies[id(member.parameter)]): index for member in blueprint.members}
 
     def run(self, model: nn.Module, batch: Any) -> Any:
-        self._owners |= {ref: None for b in model.buffers() if (ref := _ref(b)) not in self._owners and ref is not None}
+        self._owners = {**dict.fromkeys(map(_ref, model.buffers())), **self._owners, None: None}
         for module in model.modules():
             index = self._groups.get(module)
             module.register_forward_pre_hook(functools.partial(self._before, index), prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after, always_call=True)
-        with self, saved_tensors_hooks(self._keep, _as_it_is):
+        with self, saved_tensors_hooks(self._keep, lambda tensor: tensor):
             self._probe = torch.empty(0, requires_grad=True)
             try:
                 return call(model, batch)
@@ -256,12 +242,14 @@ class ForwardCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        refs = [ref for leaf in tree_leaves((args, kwargs)) if (ref := _ref(leaf)) in self._owners]
-        for ref in refs:
-            if (index := self._owners[ref]) is not None:
+        for leaf in tree_leaves((args, kwargs)):
+            if (index := self._owners.get(_ref(leaf))) is not None:
                 self.order.setdefault(index)
-        if refs:
-            self._save_before_write(func, args, kwargs)
+        for tensor in written_by(func, args, kwargs):
+            ref = _ref(tensor)
+            if ref not in self.overwritten and self._owners.get(ref) is not None:
+                storage = tensor.untyped_storage()
+                self.overwritten[ref] = storage, storage.clone()
         result = func(*args, **kwargs)
         cost = self.costs[self._calls[-1].index]
         if (formula := FORMULAS.get(getattr(func, "overloadpacket", func))) is not None:
@@ -269,16 +257,9 @@ class ForwardCounter(TorchDispatchMode):
             cost.flops += flops
             cost.recomputed += flops if any(frame.hooks is not None for frame in self._calls) else 0
         for leaf in tree_leaves(result):
-            if (ref := _ref(leaf)) is not None and ref not in self._owners:
+            if _ref(leaf) not in self._owners:
                 cost.largest = max(cost.largest, self._size(leaf))
         return result
-
-    def _save_before_write(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-        arguments = enumerate(func._schema.arguments) if hasattr(func, "_schema") else ()
-        written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        for leaf in tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in written]):
-            if (ref := _ref(leaf)) is not None and self._owners.get(ref) is not None and ref not in self.overwritten:
-                self.overwritten[ref] = leaf.untyped_storage(), leaf.untyped_storage().clone()
 
     def _size(self, tensor: torch.Tensor) -> float:
         return tensor.untyped_storage().nbytes() * self._scale.get(tensor.dtype, 1.0)
@@ -295,7 +276,7 @@ class ForwardCounter(TorchDispatchMode):
         num_packed = self._num_packed
         _ = self._probe * self._probe
         if self._num_packed == num_packed:  # it was saved with other hooks: those of torch.utils.checkpoint
-            frame.hooks = saved_tensors_hooks(functools.partial(self._keep_inside, frame), _as_it_is)
+            frame.hooks = saved_tensors_hooks(functools.partial(self._keep_inside, frame), lambda tensor: tensor)
             frame.hooks.__enter__()
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -325,18 +306,14 @@ class ForwardCounter(TorchDispatchMode):
     def _is_new(self, tensor: torch.Tensor, what: str) -> bool:
         """Return whether a storage is no parameter's or buffer's, and was not counted as `what` yet."""
         ref = _ref(tensor)
-        if ref is None or ref in self._owners or ref in self._counted[what]:
+        if ref in self._owners or ref in self._counted[what]:
             return False
         self._counted[what].add(ref)
         return True
 
 
-def _ref(leaf: Any) -> StorageWeakRef | None:
+def _ref(leaf: Any) -> Ref:
     try:
         return StorageWeakRef(leaf.untyped_storage()) if isinstance(leaf, torch.Tensor) else None
     except (RuntimeError, NotImplementedError):  # sparse tensors have no storage to show
         return None
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -33,14 +33,10 @@ COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator
 
 
 def decode(data: str | bytes, kind: type[T], *, what: str, error: type[ZerostdError], remedy: str = "") -> T:
-    """Return JSON text as an object of type `kind`.
+    """Return JSON text as an object of type `kind`; raise `error` if it is none.
 
-    Args:
-        data: The text. NaN and Infinity, which `json` writes, are numbers here too.
-        kind: What it must be. Fields that its dataclasses do not have are ignored.
-        what: The file or document, as the error names it.
-        error: Raised if the text is not JSON or not of this type.
-        remedy: What the user can do about it.
+    NaN and Infinity, which `json` writes, are numbers here too. The error names the document, `what`, and what the user
+    can do about it, the `remedy`.
     """
     try:
         value = json.loads(data)
@@ -53,11 +49,8 @@ def decode(data: str | bytes, kind: type[T], *, what: str, error: type[ZerostdEr
 def convert(
     value: Any, kind: type[T], *, what: str, error: type[ZerostdError], remedy: str = "", refuse_unknown: bool = False
 ) -> T:
-    """Return parsed JSON as an object of type `kind`; the arguments are those of `decode`.
-
-    With `refuse_unknown`, fields that the dataclasses in `kind` do not have are refused instead of ignored: in what
-    people write by hand they are misspelt.
-    """
+    """Return parsed JSON as an object of type `kind`, as `decode` does. Fields that the dataclasses in `kind` do not
+    have are ignored, or refused with `refuse_unknown`: in what people write by hand they are misspelt."""
     ending = f"; {remedy}" if remedy else ""
     try:
         converted = msgspec.convert(value, kind, str_keys=True)
@@ -93,8 +86,9 @@ def _outside(value: Any, path: str, said: str) -> Iterator[tuple[str, Any]]:
     """Yield the numbers at one of msgspec's paths that are outside the range that it expects."""
     limit = re.fullmatch(r"Expected `\w+` (>=|<=|>|<) (\S+)", said)
     if limit is not None:
+        bound = json.loads(limit[2])  # a whole one exactly: as a float, 2**62 - 1 would be 2**62
         for name, number in _values_at(value, path):
-            if isinstance(number, int | float) and not COMPARE[limit[1]](number, float(limit[2])):
+            if isinstance(number, int | float) and not COMPARE[limit[1]](number, bound):
                 yield name, number
 
 
@@ -116,7 +110,7 @@ def _values_at(value: Any, path: str, name: str = "") -> Iterator[tuple[str, Any
 
 def _unknown_fields(value: Any, kind: Any) -> Iterator[str]:
     """Yield a sentence for each field that a dataclass does not have, wherever dataclasses stand in `kind`."""
-    if dataclasses.is_dataclass(kind):
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         hints = get_type_hints(kind)
         known = [field.name for field in dataclasses.fields(kind)]
         for name, item in value.items():
@@ -125,10 +119,7 @@ def _unknown_fields(value: Any, kind: Any) -> Iterator[str]:
             else:
                 yield f"{getattr(kind, '__name__', kind)} has no field {name!r}, but {', '.join(known)}"
         return
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for argument in get_args(kind):
-        if dataclasses.is_dataclass(argument) and type(None) in get_args(kind):
-            yield from _unknown_fields(value, argument) if value is not None else ()
-            continue
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        for item in items:
+        for item in [value] if type(None) in get_args(kind) else items:
             yield from _unknown_fields(item, argument)

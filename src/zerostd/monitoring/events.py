@@ -21,6 +21,7 @@ import torch
 from zerostd.compat import is_profiling
 
 HOST = torch.device("cpu")  # its timestamps are the host's clock
+NOW = -1  # instead of the number of a step: the one under way
 NOTHING = contextlib.nullcontext()  # in place of a span that nobody wants
 
 
@@ -48,10 +49,8 @@ class Timestamp:
         return self._event is None or self._event.query()
 
     def after(self, earlier: Timestamp) -> float:
-        """Return the seconds since another moment, negative if that is later; hold the host until both have passed.
-
-        The seconds are the device's where both moments are of a stream, else the host's.
-        """
+        """Return the seconds since another moment, negative if that is later; hold the host until both have passed. The
+        seconds are the device's where both moments are of a stream, else the host's."""
         if self._event is None or earlier._event is None:
             return self._time - earlier._time
         self._event.synchronize()
@@ -70,10 +69,10 @@ class Span:
     lane: str  # compute, up, down, gradients, update, cpu, disk, wire
     group: str
     num_bytes: int
-    cause: str  # of a wait
     step: int
     begun: Timestamp
     ended: Timestamp | None = None
+    cause: str = ""  # of a wait
     way: tuple[str, str] | None = None  # tiers, from and to
 
 
@@ -94,29 +93,18 @@ class Events:
         if is_on:
             self._recorded = (self._recorded[1], step)
 
-    def wants(self, step: int | None) -> bool:
-        """Return whether work is recorded that was asked for in `step`; None: that runs now."""
-        return self.is_on if step is None else step in self._recorded
+    def wants(self, step: int) -> bool:
+        """Return whether work is recorded that was asked for in `step`."""
+        return self.is_on if step == NOW else step in self._recorded
 
     def begin(
-        self,
-        name: str,
-        lane: str,
-        group: str = "",
-        num_bytes: int = 0,
-        *,
-        cause: str = "",
-        device: torch.device = HOST,
-        step: int | None = None,
+        self, name: str, lane: str, group: str, num_bytes: int, device: torch.device = HOST, step: int = NOW
     ) -> Span | None:
-        """Return a span that begins now and ends with `end`, None if nobody records.
-
-        The work runs in the current stream of `device`; HOST: the calling thread does it. `step` asked for it, and may
-        be over.
-        """
+        """Return a span that begins now and ends with `end`, None if nobody records. The work runs in the current
+        stream of `device`; HOST: the calling thread does it. `step` asked for it, and may be over."""
         if not self.wants(step):
             return None
-        return Span(name, lane, group, num_bytes, cause, self.step if step is None else step, Timestamp(device))
+        return Span(name, lane, group, num_bytes, self.step if step == NOW else step, Timestamp(device))
 
     def end(self, span: Span | None, device: torch.device = HOST) -> None:
         """End a span in the device's current stream, and keep it; from any thread."""
@@ -134,15 +122,13 @@ class Events:
         *,
         way: tuple[str, str] | None = None,
         device: torch.device = HOST,
-        step: int | None = None,
+        step: int = NOW,
     ) -> AbstractContextManager[None]:
-        """Return a span that begins now and ends with a `with` block, which is a range of torch's profiler too.
-
-        `way` names the tiers that bytes move between; the other arguments are those of `begin`.
-        """
+        """Return a span that begins now and ends with a `with` block, which is a range of torch's profiler too. `way`
+        names the tiers that bytes move between; the other arguments are those of `begin`."""
         if not self.wants(step) and not is_profiling():
             return NOTHING
-        span = self.begin(name, lane, group, num_bytes, device=device, step=step)
+        span = self.begin(name, lane, group, num_bytes, device, step)
         if span is not None:
             span.way = way
         return self._around(span, device, f"zerostd {name} {group}".rstrip())
@@ -211,7 +197,9 @@ class LoopTimer:
         self._span = None
         if self._phase is not LoopPhase.OUTSIDE:
             name = "wait" if self._phase is LoopPhase.WAITING else self._phase.name.lower()
-            self._span = self._events.begin(name, "compute", self._group, cause=cause, device=self._device)
+            self._span = self._events.begin(name, "compute", self._group, 0, self._device)
+            if self._span is not None:
+                self._span.cause = cause
 
     def start(self) -> None:
         self._periods = [[(self._phase, Timestamp(self._device))]]

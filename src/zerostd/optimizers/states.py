@@ -18,7 +18,7 @@ from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.spans import UpdateSpan, UpdateSpans
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
-from zerostd.parameters.flat import MASTER, SavedInterval, owned_pieces
+from zerostd.parameters.flat import MASTER, SavedInterval, pieces_in
 from zerostd.policy import Route
 from zerostd.sharding import Piece
 from zerostd.tiers import TierTensor
@@ -249,44 +249,41 @@ def _put_scalar(updater: Updater, span: UpdateSpan, key: str, value: Any) -> Non
         span.scalars = {**(span.scalars or {}), key: value}
 
 
-def state_records(updater: Updater, flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
-    """Yield the long states of a trained flat's parameters, as far as this rank owns them."""
+def state_records(updater: Updater, flat: Flat, mine: slice, group: str) -> Iterator[SavedInterval]:
+    """Yield where the long states of a trained flat's parameters are kept, as far as they lie in `mine`."""
     spans = updater.spans[flat]
     for span in spans:
         states = spans.long_states(span)
-        for part in owned_pieces(flat, rank, span.pieces):
+        for part in pieces_in(mine, flat, span.pieces):
             of = flat.layout.intervals[part.index]
             for name, (tensor, origin) in states.items():
                 offset = part.offset - origin
                 yield SavedInterval("state", of.name, of.shape, part.start, part.stop, tensor, offset, name, group)
 
 
-def gradient_records(flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
-    """Yield what the passes of an incomplete step have brought for a flat's parameters, as far as this rank owns it;
-    parameters without elements are rank 0's."""
-    tensor = gradient_tensor(flat)
-    empty = [index for index, interval in enumerate(flat.layout.intervals) if rank == 0 and not interval.numel]
-    for part in [*(Piece(index, 0, 0, 0) for index in empty), *owned_pieces(flat, rank)]:
-        if flat.parameters[part.index].grad is not None:
-            of = flat.layout.intervals[part.index]
-            yield SavedInterval("gradient", of.name, of.shape, part.start, part.stop, tensor, part.offset, group=group)
-
-
-def gradient_tensor(flat: Flat, dtypes: Collection[torch.dtype] = ()) -> TierTensor:
-    """Return the gradient of a flat's region where it is kept, in a form that loses nothing of these dtypes."""
+def gradient_records(
+    flat: Flat, mine: slice, group: str, dtypes: Collection[torch.dtype] = ()
+) -> Iterator[SavedInterval]:
+    """Yield where the gradients of a flat's parameters are kept, as far as they lie in `mine`, in a form that loses
+    nothing of these dtypes. Parameters without elements lie at its start."""
     gradient = flat.gradient
     assert gradient is not None
     if any(torch.promote_types(dtype, gradient.rest_dtype) != gradient.rest_dtype for dtype in dtypes):
         gradient.use_sum()
     rest = gradient.wait_landed()
-    return TierTensor(rest.numel(), rest.dtype, gradient.tier, rest)
+    tensor = TierTensor(rest.numel(), rest.dtype, gradient.tier, rest)
+    intervals = flat.layout.intervals
+    empty = [Piece(index, 0, 0, 0) for index, interval in enumerate(intervals) if not (mine.start or interval.numel)]
+    for part in (*empty, *pieces_in(mine, flat)):
+        of = intervals[part.index]
+        yield SavedInterval("gradient", of.name, of.shape, part.start, part.stop, tensor, part.offset, group=group)
 
 
 def scalar_states(updater: Updater, rank: int) -> dict[str, dict[str, Any]]:
     """Return scalar states, such as counts of steps, by name of parameter, as far as this rank owns any of it."""
     by_name: dict[str, dict[str, Any]] = {}
     for flat, spans in updater.spans.items():
-        owned = {piece.index for piece in owned_pieces(flat, rank)}
+        owned = {piece.index for piece in pieces_in(flat.layout.shard(rank), flat)}
         for span in spans:
             scalars = {
                 key: value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import TensorWeakRef
 
-from zerostd.compat import arguments_of, base_of, replaced_trunc_normal, version_of
+from zerostd.compat import arguments_of, base_of, replaced_trunc_normal, version_of, written_by
 from zerostd.errors import NotSupportedError, PrepareError
 from zerostd.parameters.replaying import (
     CPU,
@@ -145,9 +145,7 @@ class EmptyInit(TorchDispatchMode):
 
     def _defer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation that reads, writes or makes deferred tensors for its shapes, and record it."""
-        marked = [(i, a.name) for i, a in enumerate(arguments_of(func)) if a.alias_info and a.alias_info.is_write]
-        written = tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in marked])
-        written = [leaf for leaf in written if isinstance(leaf, torch.Tensor)]
+        written = written_by(func, args, kwargs)
         operands: Any = ((), {"device": kwargs.get("device")})
         if func not in UNINITIALISED:
             operands = tree_map(_stand_in, (args, kwargs))  # before the run: `t_()` and `resize_()` change layouts

@@ -287,7 +287,8 @@ class Flat:
 
 @dataclass(frozen=True)
 class SavedInterval:
-    """Elements [start, stop) of one tensor, flattened, which begin at `offset` of a tier tensor."""
+    """Elements [start, stop) of one tensor, flattened, which begin at `offset` of a tier tensor: saved from there, and
+    loaded to there."""
 
     kind: str
     of: str
@@ -303,6 +304,10 @@ class SavedInterval:
     def dtype(self) -> torch.dtype:
         return self.column.dtype
 
+    @property
+    def place(self) -> slice:
+        return slice(self.offset, self.offset + self.stop - self.start)  # of the tier tensor
+
     def read(self, low: int, high: int, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Return elements [low, high) of the interval; those on disk are read into `memory`, if it is given."""
         return self.column.read(slice(self.offset + low, self.offset + high), memory)
@@ -315,25 +320,24 @@ def tensor_interval(kind: str, of: str, tensor: torch.Tensor) -> SavedInterval:
     return SavedInterval(kind, of, tuple(tensor.shape), 0, flat.numel(), column, 0)
 
 
-def owned_pieces(flat: Flat, rank: int, pieces: Iterable[Piece] | None = None) -> list[Piece]:
-    """Return what this rank saves of pieces of a trained flat's region, of all of them if none are given."""
-    mine = flat.layout.shard(rank)
+def pieces_in(mine: slice, flat: Flat, pieces: Iterable[Piece] | None = None) -> list[Piece]:
+    """Return what lies in `mine` of pieces of a trained flat's region, of all of them if none are given."""
     pieces = flat.layout.pieces(flat.region) if pieces is None else pieces
     parts = [piece.within(mine.start - flat.region.start, mine.stop - flat.region.start) for piece in pieces]
     return [part for part in parts if part is not None]
 
 
-def value_intervals(flat: Flat, rank: int, group: str) -> Iterator[SavedInterval]:
-    """Yield the values of a flat's parameters, at the precision they are kept in. Rank 0 saves the empty ones."""
+def value_intervals(flat: Flat, mine: slice, group: str) -> Iterator[SavedInterval]:
+    """Yield where values of a flat's parameters are kept, at full precision, as far as they lie in `mine`: this rank's
+    shard, the region, or all of the flat. Parameters without elements lie at its start."""
     intervals = flat.layout.intervals
-    empty = [Piece(index, 0, 0, 0) for index, interval in enumerate(intervals) if rank == 0 and not interval.numel]
+    empty = [Piece(index, 0, 0, 0) for index, interval in enumerate(intervals) if not (mine.start or interval.numel)]
     if flat.state_shards:
-        owned = owned_pieces(flat, rank)
+        owned = pieces_in(mine, flat)
         places = [(piece, flat.state_shards[0].master, 0) for piece in empty]
         for shard in flat.state_shards:
             places += [(part, shard.master, here.start) for part, here in shard.parts(owned)]
     else:
-        mine = flat.layout.shard(rank)
         begin = 0 if flat.is_sharded else mine.start
         places = [(piece, flat.rest, begin + piece.offset) for piece in (*empty, *flat.layout.pieces(mine))]
     for piece, column, offset in places:

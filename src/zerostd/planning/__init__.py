@@ -1,12 +1,11 @@
-"""What should be kept where: from profiles of a machine and a model to a Plan. Pure: nothing here touches a device.
+"""Decides what is kept where: from profiles of a machine and a model to a Plan. Pure: nothing here touches a device.
 
 profiles.py     what a machine can do, what a model needs    described.py   models that are only numbers
 request.py      what is to be planned, what groups cost      demands.py     what shares of a group take
-activations.py  keep, recompute or send them                 linear.py      a linear program
-program.py      the schedule as a linear program             rounding.py    whole groups, and what is missing
-simulation.py   steps, event by event                        solution.py    homes of shares, rates as observed
-planner.py      from a request to a plan                     plan.py        the plan
-cluster.py      described models, many world sizes side by side
+linear.py       a linear program                             program.py     the schedule as a linear program
+rounding.py     whole groups, and what is missing            simulation.py  steps, event by event
+solution.py     homes of shares, rates as observed           planner.py     from a request to a plan
+plan.py         the plan                                     cluster.py     described models, many world sizes
 """
 
 from zerostd.planning.plan import Plan, Prediction

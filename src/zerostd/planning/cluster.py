@@ -27,7 +27,7 @@ from zerostd.planning.request import (
     stages_of,
     threads_of,
 )
-from zerostd.planning.solution import Solution, homes_by_group, model_state
+from zerostd.planning.solution import Solution, model_state
 from zerostd.policy import Budget, Kind, Stage, Tier, shards
 
 NUM_GATHERED = 3  # groups that are whole at once: the one at work, the next, and in backward the one before
@@ -62,7 +62,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """What one world size takes."""
+    """The bytes and seconds of one world size."""
 
     world_size: int
     stage: Stage | None = None
@@ -88,7 +88,7 @@ def plan_on(model: ModelProfile, machine: MachineProfile, use: TrainingOptions) 
     solutions, refused = try_all(requests, _fitted)
     best = shortest(solutions)
     solution = min([best, *_speculating(solutions, use)], key=_seconds)
-    plan = plan_from(solution, homes_by_group(solution), model_state(solution))
+    plan = plan_from(solution, solution.homes, model_state(solution))
     if use.batch is None:
         notes = [*_notes(solution.request, use), *(str(error) for _, error in refused)]
     else:
@@ -133,7 +133,7 @@ def try_all(
             solutions.append(solve(request))
         except PrepareError as error:
             refused.append((request, error))
-    if refused and not solutions:
+    if not solutions:
         raise refused[-1][1]
     return solutions, refused
 
@@ -166,35 +166,35 @@ def _request(
     model: ModelProfile, machine: MachineProfile, use: TrainingOptions, passes: int | None, stage: Stage
 ) -> PlanRequest:
     local = min(use.world_size, machine.ranks_per_node)
-    request = PlanRequest(
+    if machine.link is None:  # the CPU is the device, and ranks of a node share it
+        matrix = {dtype: rate / local for dtype, rate in machine.matrix.items()}
+        machine = replace(machine, matrix=matrix, resident_ns=machine.resident_ns * local)
+    return PlanRequest(
         model=model,
-        machine=_share(machine, local),
-        limits={},
+        machine=machine,
+        limits=limits_of(machine, use.world_size, use.budget, knows_activations=model.knows_time),
         stage=stage,
         world_size=use.world_size,
         accumulate=passes or 1,
         waits_for_norm=use.clips or use.scales_loss or passes is None,
         num_threads=threads_of(machine, local),
+        activations=use.activations,
     )
-    limits = limits_of(machine, use.world_size, use.budget, knows_activations=request.knows_time)
-    return replace(request, limits=limits, activations=use.activations)
 
 
 def _seconds(solution: Solution) -> float:
-    """Return those of a step; without a time, the most that a resource has to do."""
-    if solution.request.knows_time:
+    if solution.request.model.knows_time:
         return solution.timeline.step_s
     return max(work(solution.request, solution.shares).values(), default=0.0)
 
 
 def _speculating(solutions: Sequence[Solution], use: TrainingOptions) -> Iterator[Solution]:
     """Yield the best of each stage once more with speculation, where that is worth its memory."""
-    knows_passes = use.batch is not None or use.accumulate is not None
-    if not use.clips or use.scales_loss or not knows_passes:
+    if not use.clips or use.scales_loss or (use.batch is None and use.accumulate is None):
         return
     for stage in {solution.request.stage for solution in solutions}:
         best = shortest([solution for solution in solutions if solution.request.stage is stage])
-        if best.request.knows_time and model_state(best)[Tier.HOST]:
+        if best.request.model.knows_time and model_state(best)[Tier.HOST]:
             with contextlib.suppress(PrepareError):
                 speculating = _fitted(replace(best.request, speculates=True))
                 if speculating.timeline.step_s < (1.0 - WORTH_SPECULATING) * _seconds(best):
@@ -208,7 +208,7 @@ def _fitted(request: PlanRequest) -> Solution:
     for gathers in (is_sharded, True):
         fixed = {Tier.DEVICE: activations + _working(request, gathers=gathers)}
         solution = solve(replace(request, fixed=fixed))
-        if gathers or not any(share.parameters_host + share.parameters_disk for share in solution.shares):
+        if gathers or not any(share.parameters_off for share in solution.shares):
             break
     return solution
 
@@ -233,7 +233,7 @@ def _working(request: PlanRequest, *, gathers: bool) -> int:
 
 
 def _notes(request: PlanRequest, use: TrainingOptions) -> Iterator[str]:
-    if not request.knows_time:
+    if not request.model.knows_time:
         yield "The batch is not known, so time to compute is not in the plan and activations are not either."
         if use.budget.device is None:
             yield f"{FOR_ACTIVATIONS:.0%} of the device is left to activations."
@@ -251,7 +251,7 @@ def _notes(request: PlanRequest, use: TrainingOptions) -> Iterator[str]:
 def limits_of(
     machine: MachineProfile, world_size: int, budget: Budget, *, knows_activations: bool = True
 ) -> dict[Tier, int]:
-    """Return the bytes that one rank may use of each tier: its part of the budget, or of what is free less a margin."""
+    """Return the bytes that one rank may use of each tier."""
     if machine.disk is None and budget.disk is not None:
         raise PrepareError(
             f"a budget of {budget.disk} of the disk, but nothing is known of one: name a directory with --disk-path, "
@@ -267,14 +267,6 @@ def limits_of(
     )
 
 
-def _share(machine: MachineProfile, local: int) -> MachineProfile:
-    """Return what one of several ranks of a node has of the CPU, where that is the device."""
-    if machine.link is not None:
-        return machine
-    matrix = {dtype: rate / local for dtype, rate in machine.matrix.items()}
-    return replace(machine, matrix=matrix, resident_ns=machine.resident_ns * local)
-
-
 # -- closed forms --
 
 
@@ -286,9 +278,8 @@ def state_bytes(model: ModelProfile, stage: Stage, world_size: int) -> float:
 
 
 def sent_bytes(model: ModelProfile, stage: Stage, world_size: int, passes: int = 1) -> int:
-    """Return what each rank sends in a step: at stage 3 every pass gathers parameters in forward and in backward, at 1
-    and 2 new ones are gathered once a step, at 0 gradients are reduced to everywhere, which is a reduce and a
-    gather."""
+    """Return what each rank sends in a step: at stage 3 every pass gathers parameters twice, at 1 and 2 new ones are
+    gathered once a step, at 0 gradients are reduced to everywhere, which is a reduce and a gather."""
     gradients = model.trained * model.gradient_bytes * passes
     if stage is Stage.DATA_PARALLEL:
         gathered = gradients
@@ -338,9 +329,7 @@ def _row(model: ModelProfile, machine: MachineProfile, use: TrainingOptions, sam
     except PrepareError as error:
         return ScalingRow(use.world_size, refused=str(error))
     passes = use.accumulate or 1
-    no_wires = replace(_share(machine, min(use.world_size, machine.ranks_per_node)), wires=())
-    alone = PlanRequest(model, no_wires, plan.limits, plan.stage, use.world_size, passes, activations=use.activations)
-    costs = group_costs(alone)
+    costs = group_costs(_request(model, replace(machine, wires=()), use, passes, plan.stage))
     recomputed = [cost.activations for cost in costs if plan.activations_of(cost.name) == "recompute"]
     longer_s = sum(activations.longer_s for activations in recomputed)
     held = {

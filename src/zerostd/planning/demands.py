@@ -1,11 +1,17 @@
-"""What shares of a group take: bytes of every tier and seconds of every resource, as factors of the shares.
+"""Demands of a group's shares: bytes of every tier and seconds of every resource, as factors of the shares.
 
 All of it is linear in the shares and in a few products of two shares, which the program bounds from below and which
 have a closed form where parameters and gradients of a group are in one place. Factors are arrays, one for each cost.
+
+Only what a group needs for its activations while it runs is not linear: a recomputed group keeps all of them for a
+moment, and those that go to the host leave by way of buffers for two groups. A linear program would let all groups do
+it by half to halve that. So it is asked several times, each time with other groups allowed and room for the largest of
+them: these are the choices.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -14,6 +20,9 @@ import numpy
 from zerostd.planning.linear import Array
 from zerostd.planning.request import GroupCost, PlanRequest
 from zerostd.policy import Tier
+
+NUM_BUFFERS = 2  # groups whose activations are on the device, where they are kept on the host
+MOST_SIZES = 3  # of groups, up to which others than kept activations are tried
 
 Factors = dict[str, Array]  # by the name of a share or a product
 
@@ -33,17 +42,22 @@ class GroupShares:
     activations_recomputed: float = 0.0
     activations_host: float = 0.0
 
+    @property
+    def parameters_off(self) -> float:
+        return self.parameters_host + self.parameters_disk
+
 
 STATES = ("resident", "cpu", "streamed", "disk_cpu", "disk_streamed")
 BY_CPU = ("cpu", "disk_cpu")
 OFF = ("parameters_host", "parameters_disk")
-PRODUCTS = ("weights_up", "weights_down", "weights_held", "mirror", "gradients_up", "master_device", "master_host")
+MASTERS = ("master_device", "master_host")
+PRODUCTS = ("weights_up", "weights_down", "weights_held", "gradients_down", "gradients_up", *MASTERS)
 NAMES = tuple(field.name for field in fields(GroupShares))
 WHOLE = NAMES[len(STATES) :]  # what a group does as a whole, in the end
 
 
 def states_of(share: GroupShares, whole: GroupShares) -> GroupShares:
-    """Return the states of one share, with what the group does as a whole from another."""
+    """Return the states of one share with all else of another."""
     return GroupShares(*(getattr(share, name) for name in STATES), *(getattr(whole, name) for name in WHOLE))
 
 
@@ -70,34 +84,34 @@ class ResourceDemands:
 
     def bytes(self, tier: Tier) -> tuple[Factors, float]:
         """Return what shares take of one tier, and what is there in any case."""
+        one_memory = self.request.has_one_memory
         if tier is Tier.DEVICE:
-            total = {
+            on_the_way = self.weights * one_memory  # to the disk
+            factors = {
                 "resident": self.states,
                 "master_device": self.masters,
                 "parameters_host": -self.parameters,
-                "parameters_disk": -self.parameters,
+                "parameters_disk": on_the_way - self.parameters,
                 "gradients_host": -self.gradients,
                 "activations_recomputed": self.boundary - self.kept,
                 "activations_host": -self.kept,
             }
-            if self.request.has_one_memory:
-                total["parameters_disk"] = self.weights - self.parameters  # on their way to the disk
-            return total, float((self.parameters + self.gradients + self.pinned + self.kept).sum())
+            return factors, float((self.parameters + self.gradients + self.pinned + self.kept).sum())
         if tier is Tier.HOST:
             copies = 2 if self.request.speculates else 1
-            total = {
+            has_link = self.request.machine.link is not None
+            factors = {
                 "cpu": self.states * copies,
                 "streamed": self.states * copies,
                 "master_host": self.masters * copies,
                 "parameters_host": self.parameters,
                 "gradients_host": self.gradients,
                 "activations_host": self.kept,
+                "parameters_disk": self.weights * (not one_memory),
+                "gradients_down": self.gradient * has_link,
+                "weights_held": self.weights * has_link,
             }
-            if not self.request.has_one_memory:
-                total["parameters_disk"] = self.weights
-            if self.request.machine.link is not None:
-                total |= {"mirror": self.gradient, "weights_held": self.weights}
-            return total, 0.0
+            return factors, 0.0
         on_disk = self.states + self.masters
         return {"disk_cpu": on_disk, "disk_streamed": on_disk, "parameters_disk": self.parameters}, 0.0
 
@@ -116,14 +130,14 @@ class ResourceDemands:
         down = {
             "streamed": states,
             "disk_streamed": states,
-            "mirror": self.gradient,
+            "gradients_down": self.gradient,
             "weights_down": self.weights,
             "gradients_host": self.gradient,
         }
         read = {"disk_cpu": states, "disk_streamed": states, "parameters_disk": self.parameters}
         by_cpu = {"cpu": self.updated, "disk_cpu": self.updated}
         in_memory = {name: self.gradient + self.weights + 2 * states for name in by_cpu}
-        work = {"cpu": _scaled(by_cpu, self.request.machine.processor.ns(self.request.num_threads) * 1e-9)}
+        work = {"cpu": _scaled(by_cpu, self.request.cpu_s)}
         work |= self._link(up, down, _sum(in_memory, up, down, _scaled(read, 2)))
         return work | self._disk(read, read)
 
@@ -166,18 +180,22 @@ class ResourceDemands:
 
 def products(request: PlanRequest) -> Iterator[tuple[str, Sequence[str], Mapping[str, Array | float], float]]:
     """Yield what depends on two shares at once: its name, shares that are added, those that are taken away with their
-    factors, and a number that is taken away. A product is the rest, if that is above 0: exact where parameters and
-    gradients of a group are in one place."""
+    factors, and a number that is taken away. A product is the rest, if that is above 0."""
     off = dict.fromkeys(OFF, 1.0)
     by_cpu = dict.fromkeys(BY_CPU, 1.0)
     lands = _array(lands_on_copy(request, cost) for cost in request.costs)
     yield "weights_up", BY_CPU, off, 0.0  # new parameters that go to the device from the CPU
     yield "weights_down", OFF, by_cpu, 0.0  # and from the device to where they are kept
-    yield "mirror", BY_CPU, {"gradients_host": 1.0}, 0.0  # gradients on the device that the CPU reads a copy of
+    yield "gradients_down", BY_CPU, {"gradients_host": 1.0}, 0.0  # gradients on the device that the CPU reads a copy of
     yield "gradients_up", ("gradients_host",), by_cpu, 0.0  # gradients on the host that the device reads
     yield "master_device", ("resident", *OFF), {}, 1.0  # masters that are no parameters themselves
     yield "master_host", ("cpu", "streamed"), {} if request.speculates else {"parameters_host": 1.0}, 0.0
-    yield "weights_held", ("weights_up",), {"mirror": lands}, 0.0  # where parameters wait that take no gradient's place
+    yield (
+        "weights_held",
+        ("weights_up",),
+        {"gradients_down": lands},
+        0.0,
+    )  # that take no gradient's place
 
 
 def lands_on_copy(request: PlanRequest, cost: GroupCost) -> bool:
@@ -214,3 +232,99 @@ def _sum(*many: Mapping[str, Array]) -> Factors:
         for name, factor in factors.items():
             total[name] = total[name] + factor if name in total else factor
     return total
+
+
+# -- activations --
+
+
+@dataclass(frozen=True)
+class ActivationChoice:
+    """Which groups may do what, and the bytes of the device that they need for it while they run."""
+
+    recomputed: Array  # by group, 1.0 or 0.0
+    sent: Array
+    must: bool = False  # no group may keep them
+    beside: float = 0.0
+
+    @property
+    def changes(self) -> bool:
+        return bool(self.recomputed.any() or self.sent.any())
+
+
+def activation_choices(request: PlanRequest) -> list[ActivationChoice]:
+    """Return the choices worth trying, keeping everything first; the only one where the plan does not choose."""
+    every = any_choice(request)
+    if not request.chooses or every.must:
+        return [every]
+    nothing = numpy.zeros(len(request.costs))
+    kept = _array(cost.activations.kept for cost in request.costs)
+    boundary = _array(cost.activations.boundary for cost in request.costs)
+    choices = [_choice(request, nothing, nothing)]
+    least: dict[tuple[str, ...], float] = {}  # bytes of the device, by ways
+    for small in _up_to_sizes(request):
+        for ways in (("recompute",), ("host",), ("recompute", "host")):
+            if not request.ways.issuperset(ways):
+                continue
+            recomputed = small * (kept > boundary) * ("recompute" in ways)
+            sent = small * (kept > 0) * ("host" in ways)
+            choice = _choice(request, recomputed, sent)
+            left = numpy.where(sent > 0, 0.0, numpy.where(recomputed > 0, boundary, kept)).sum() + choice.beside
+            if choice.changes and left < least.get(ways, math.inf):  # else larger groups cost more than they save
+                least[ways] = left
+                choices.append(choice)
+    return choices
+
+
+def choice_of(request: PlanRequest, shares: Sequence[GroupShares]) -> ActivationChoice:
+    """Return the choice that given whole shares need."""
+    recomputed = _array(way_of(share) == "recompute" for share in shares)
+    return _choice(request, recomputed, _array(way_of(share) == "host" for share in shares))
+
+
+def any_choice(request: PlanRequest) -> ActivationChoice:
+    """Return all that may be done."""
+    every = numpy.full(len(request.costs), float(request.chooses))
+    must = request.chooses and "keep" not in request.ways
+    return _choice(request, every * ("recompute" in request.ways), every * ("host" in request.ways), must=must)
+
+
+def staying(request: PlanRequest) -> float:
+    return sum(cost.activations.staying for cost in request.costs)
+
+
+def _choice(request: PlanRequest, recomputed: Array, sent: Array, *, must: bool = False) -> ActivationChoice:
+    activations = [cost.activations for cost in request.costs]
+    inside = max(cost.inside if again else cost.peak for cost, again in zip(activations, recomputed, strict=True))
+    buffers = NUM_BUFFERS * max(cost.largest * goes for cost, goes in zip(activations, sent, strict=True))
+    return ActivationChoice(recomputed, sent, must, inside + buffers + staying(request))
+
+
+def _up_to_sizes(request: PlanRequest) -> Iterator[Array]:
+    """Yield the groups that are no larger than some size, for a few sizes and at last for all."""
+    largest = _array(cost.activations.largest for cost in request.costs)
+    sizes = numpy.unique(numpy.round(largest[largest > 0], -1))
+    if len(sizes) > MOST_SIZES:
+        places = numpy.linspace(0, len(sizes) - 1, MOST_SIZES + 1)[1:]
+        sizes = sizes[places.astype(int)]
+    for size in sizes:
+        yield (largest <= size + 10).astype(float)
+
+
+def activation_bytes(request: PlanRequest, shares: Sequence[GroupShares]) -> tuple[float, float]:
+    """Return the bytes of the device and of the host in one pass, for given whole shares."""
+    ways = [(cost.activations, way_of(share)) for cost, share in zip(request.costs, shares, strict=True)]
+    device = sum(activations.left(way) for activations, way in ways if way != "host")
+    host = sum(activations.kept for activations, way in ways if way == "host")
+    return device + choice_of(request, shares).beside, host
+
+
+def again_seconds(request: PlanRequest, shares: Sequence[GroupShares]) -> float:
+    """Return the arithmetic of one pass that is done again."""
+    pairs = zip(request.costs, shares, strict=True)
+    return sum(cost.activations.again_s for cost, share in pairs if way_of(share) == "recompute")
+
+
+def way_of(share: GroupShares) -> str:
+    if share.activations_recomputed > 0.5:
+        return "recompute"
+    return "host" if share.activations_host > 0.5 else "keep"

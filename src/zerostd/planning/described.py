@@ -67,18 +67,14 @@ class _Block:
 
 def parse_count(value: int | str) -> int:
     """Return a number of parameters from an integer or a text with a unit: 350M, 7.5B, 1T."""
-    remedy = "write it like '350M', '7.5B', '1T' or as an integer above 0"
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
-        if match is None or match.group(2).upper() not in UNITS:
-            raise PrepareError(f"{value!r} is not a number of parameters; {remedy}")
+    match = re.fullmatch(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
+    count = 0
+    if match is not None and not isinstance(value, float) and match.group(2).upper() in UNITS:
         count = int(Decimal(re.sub("[_,]", "", match.group(1))) * UNITS[match.group(2).upper()])
-    elif isinstance(value, bool) or not isinstance(value, int):
-        raise PrepareError(f"{value!r} is not a number of parameters; {remedy}")
-    else:
-        count = value
     if count < 1:
-        raise PrepareError(f"a model of {value!r} parameters cannot be; {remedy}")
+        raise PrepareError(
+            f"{value!r} is not a number of parameters; write it like '350M', '7.5B', '1T' or as an integer above 0"
+        )
     return count
 
 
@@ -90,7 +86,6 @@ def from_numbers(
     vocabulary: int | None = None,
     sequence: int = 1024,
     samples: int | None = None,
-    name: str | None = None,
 ) -> ModelProfile:
     """Return a GPT of exactly `numel` parameters, in bf16 with the states of AdamW.
 
@@ -108,7 +103,7 @@ def from_numbers(
     else:
         width, ends, sizes = _scaled(total, hidden, layers, vocabulary)
     blocks = [_Block(size, max(0, size - 13 * width), width, width, width, 4 * width) for size in sizes]
-    return _assemble(name or f"gpt-{numel}", blocks, ends, sequence, samples)
+    return _assemble(f"gpt-{numel}", blocks, ends, sequence, samples)
 
 
 def _check(**given: int | None) -> None:
@@ -176,8 +171,8 @@ def from_config(path: str | Path, *, sequence: int | None = None, samples: int |
     _check(sequence=sequence, samples=samples)
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
-        text = file.read_text()
-    except (OSError, ValueError) as error:
+        text = file.read_bytes()
+    except OSError as error:
         raise PrepareError(f"{file} cannot be read as a config.json: {error}") from error
     data = decode(text, dict[str, Any], what=str(file), error=PrepareError, remedy="name a config.json")
     kind = data.get("model_type")
@@ -193,7 +188,7 @@ def from_config(path: str | Path, *, sequence: int | None = None, samples: int |
         layers = _number(data, "num_hidden_layers", "n_layer")
     except PrepareError as error:
         raise PrepareError(f"{file}: {error}") from None
-    learns_positions = kind in ("gpt2", "bert", "roberta")
+    learns_positions = FAMILIES[kind] is not _llama
     if sequence is not None and learns_positions and sequence > longest:
         raise PrepareError(
             f"sequence={sequence} is longer than the {longest} positions of {file}; use at most {longest}"
@@ -216,15 +211,18 @@ def _number(config: Mapping[str, Any], *names: str, otherwise: int | None = None
     return otherwise
 
 
+def _classic(h: int, inner: int) -> _Block:
+    matrices = 4 * h * h + 2 * h * inner
+    vectors = 4 * h + (inner + h) + 4 * h  # biases of attention and feed-forward part, two norms
+    return _Block(matrices + vectors, matrices, h, h, h, inner)
+
+
 def _gpt2(config: Mapping[str, Any]) -> tuple[_Block, _Ends]:
     h = _number(config, "n_embd", "hidden_size")
     v = _number(config, "vocab_size")
-    inner = _number(config, "n_inner", otherwise=4 * h)
-    matrices = 4 * h * h + 2 * h * inner
-    numel = matrices + 4 * h + (inner + h) + 4 * h  # biases of attention and feed-forward part, two norms
     embedding = (v + _number(config, "n_positions", "max_position_embeddings")) * h
     head = 2 * h + (0 if config.get("tie_word_embeddings", True) else v * h)
-    return _Block(numel, matrices, h, h, h, inner), (embedding, head, v)
+    return _classic(h, _number(config, "n_inner", otherwise=4 * h)), (embedding, head, v)
 
 
 def _llama(config: Mapping[str, Any]) -> tuple[_Block, _Ends]:
@@ -251,10 +249,8 @@ def _llama(config: Mapping[str, Any]) -> tuple[_Block, _Ends]:
 
 def _bert(config: Mapping[str, Any]) -> tuple[_Block, _Ends]:
     h, v, inner = (_number(config, name) for name in ("hidden_size", "vocab_size", "intermediate_size"))
-    matrices = 4 * h * h + 2 * h * inner
-    numel = matrices + 4 * h + (inner + h) + 4 * h
     rows = v + _number(config, "max_position_embeddings") + _number(config, "type_vocab_size", otherwise=2)
-    return _Block(numel, matrices, h, h, h, inner), (rows * h + 2 * h, h * h + h, 0)
+    return _classic(h, inner), (rows * h + 2 * h, h * h + h, 0)
 
 
 FAMILIES = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama)

@@ -1,12 +1,12 @@
 """A linear program, solved by scipy's HiGHS. It knows variables and constraints, never what they mean.
 
-A constraint is a sum over numbered variables. Many of them come at once: then each term is an array of variables, one
-for each constraint, with their factors. The matrix is a list of such arrays, so thousands of rows are made in no time.
+A sum is a list of terms: arrays of variables with their factors. A constraint is about the sum over all of them, or
+there is one for each place of the arrays; so thousands of rows are made in no time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,8 @@ MOST_SECONDS = 1.5  # for whole numbers; the best found by then is taken
 CLOSE = 1e-3  # how far whole numbers may be from the best
 
 Array = numpy.ndarray[Any, Any]
-Terms = Mapping[int, float]
-Term = tuple[Array, Array | float]  # variables, one for each constraint, and their factors
-_Rows = tuple[Sequence[Term], Array]  # the bounds of some constraints; with one bound, all variables are in its sum
+Term = tuple[Array, Array | float]  # variables and their factors
+_Rows = tuple[Sequence[Term], Array]  # and bounds; with one bound, all variables are in its sum
 
 
 class Infeasible(Exception):
@@ -38,32 +37,31 @@ class LinearSolution:
 
 
 class LinearProgram:
-    """A program under construction. Variables are numbers from `variable`, or arrays of them from `variables`."""
+    """A program under construction. Variables are numbers, which `variables` gives out in arrays."""
 
     def __init__(self) -> None:
-        self._lower: list[float] = []
-        self._upper: list[float] = []
+        self._lower = numpy.zeros(0)
+        self._upper = numpy.zeros(0)
         self._at_most: list[_Rows] = []
         self._equal: list[_Rows] = []
         self._names: dict[str, int] = {}  # of constraints, with their rows
 
-    def variable(self, upper: float = numpy.inf) -> int:
-        return int(self.variables(1, upper)[0])
-
-    def variables(self, count: int, upper: Array | float = numpy.inf) -> Array:
+    def variables(self, count: int = 1, upper: Array | float = numpy.inf) -> Array:
         """Return as many new variables, from 0 up to their bounds."""
         first = len(self._lower)
-        self._lower += [0.0] * count
-        self._upper += numpy.broadcast_to(upper, (count,)).astype(float).tolist()
+        self._lower = numpy.append(self._lower, numpy.zeros(count))
+        self._upper = numpy.append(self._upper, numpy.broadcast_to(upper, count))
         return numpy.arange(first, first + count)
 
-    def at_most(self, terms: Terms, bound: float, name: str | None = None) -> None:
-        """Add sum <= bound. The solution knows the price of a named constraint."""
+    def fix(self, variables: Array, values: Array | Sequence[float]) -> None:
+        self._lower[variables] = values
+        self._upper[variables] = values
+
+    def at_most(self, terms: Sequence[Term], bound: float, name: str | None = None) -> None:
+        """Add sum <= bound, over all variables. The solution knows the price of a named constraint."""
         if name is not None:
             self._names[name] = sum(len(bounds) for _, bounds in self._at_most)
-        columns = numpy.fromiter(terms.keys(), int, len(terms))
-        factors = numpy.fromiter(terms.values(), float, len(terms))
-        self._at_most.append(([(columns, factors)], numpy.array([bound])))
+        self._at_most.append((terms, numpy.array([bound])))
 
     def each_at_most(self, terms: Sequence[Term], bound: Array | float) -> None:
         """Add sum <= bound, as often as the arrays are long."""
@@ -72,17 +70,14 @@ class LinearProgram:
     def each_equals(self, terms: Sequence[Term], bound: Array | float) -> None:
         self._equal.append((terms, numpy.broadcast_to(bound, terms[0][0].shape)))
 
-    def fix(self, index: int, value: float) -> None:
-        self._lower[index] = self._upper[index] = value
-
-    def minimise(self, cost: Terms, whole: Array | None = None) -> LinearSolution:
+    def minimise(self, cost: Sequence[Term], whole: Array | None = None) -> LinearSolution:
         """Return the best point, or raise Infeasible. With variables in `whole` numbers nothing has a price."""
         from scipy.optimize import linprog  # half of what importing zerostd would take, and few processes plan
 
         size = len(self._lower)
         objective = numpy.zeros(size)
-        for index, factor in cost.items():
-            objective[index] += factor
+        for columns, factors in cost:
+            objective[columns] += factors
         integrality = None
         if whole is not None:
             integrality = numpy.zeros(size)

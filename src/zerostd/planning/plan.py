@@ -40,7 +40,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan is predicted to cost on one rank."""
+    """The predicted cost of a plan on one rank."""
 
     step_s: float | None = None  # None: nobody said how large a batch is
     compute_s: float | None = None  # of it the device is busy
@@ -60,7 +60,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """What rests where, by which route it is updated, and what that is predicted to cost.
+    """Where everything rests, by which route it is updated, and what that is predicted to cost.
 
     `homes` and `activations` are by name of group, or by a glob of names. One written by hand is obeyed like any
     other.
@@ -98,9 +98,12 @@ class Plan:
 
     def placement(self, sizes: Mapping[str, float]) -> Placement:
         """Return the plan in shares of the whole, for groups of these sizes: what is shown and checked."""
+        if not sizes:
+            return Placement(speculate=self.speculate)
         total = sum(sizes.values()) or 1.0
         parts = {kind: dict.fromkeys(Tier, 0.0) for kind in (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER_STATES)}
-        by_cpu = off = 0.0
+        by_cpu = 0.0
+        off = 0.0
         for name, size in sizes.items():
             homes = self.homes_of(name)
             parts[Kind.PARAMETERS][homes.parameters] += size / total
@@ -109,8 +112,6 @@ class Plan:
                 parts[Kind.OPTIMIZER_STATES][tier] += size * share / total
                 off += size * share if tier is not Tier.DEVICE else 0.0
                 by_cpu += size * share if route is Route.CPU else 0.0
-        if not sizes:
-            return Placement(speculate=self.speculate)
         shares = {kind.value: _tidy(tiers) for kind, tiers in parts.items()}
         ways = {name: Way(self.activations_of(name) or Way.DEVICE).value for name in sizes}
         activations: Any = ways if len(set(ways.values())) > 1 else next(iter(ways.values()))
@@ -197,10 +198,8 @@ def _sentences(plan: Plan) -> list[str]:
             + (f"; next is {WORDS.get(rest[0], rest[0])} with {busy[rest[0]] / predicted.step_s:.0%}." if rest else ".")
         )
         if predicted.clipped_s is not None:
-            lines.append(
-                "Updates begin before the norm is known. "
-                f"A step whose gradients are clipped takes {predicted.clipped_s:.3g} s."
-            )
+            clipped = f"A step whose gradients are clipped takes {predicted.clipped_s:.3g} s."
+            lines.append(f"Updates begin before the norm is known. {clipped}")
         for tier in Tier:
             gain = predicted.prices.get(tier, 0.0) * GIB
             if tier in plan.limits:

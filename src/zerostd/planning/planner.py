@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zerostd.errors import PrepareError
 from zerostd.monitoring.texts import size_text
-from zerostd.planning.activations import activation_bytes, way_of
-from zerostd.planning.demands import GroupShares, work
+from zerostd.planning.demands import GroupShares, activation_bytes, again_seconds, way_of, work
 from zerostd.planning.linear import Infeasible, LinearSolution
 from zerostd.planning.plan import GIB, Plan, Prediction
 from zerostd.planning.program import SLACK, optimise, prices_of, quickest
@@ -45,12 +43,12 @@ def plan_from(
     busy["wire"] = request.accumulate * sum(cost.wire_s for cost in request.costs)
     busy = {name: seconds for name, seconds in busy.items() if seconds > 1e-9}
     predicted = Prediction(bytes=counted, busy=busy, prices=_prices(solution))
-    if request.knows_time:
+    if request.model.knows_time:
         timeline = solution.timeline
-        clipped_s = None
+        predicted = replace(predicted, step_s=timeline.step_s, compute_s=timeline.compute_s)
         if speculates:
             clipped_s = simulate(replace(request, speculates=False), solution.shares).step_s
-        predicted = replace(predicted, step_s=timeline.step_s, compute_s=timeline.compute_s, clipped_s=clipped_s)
+            predicted = replace(predicted, clipped_s=clipped_s)
         about = _about_activations if request.chooses else _if_recomputed
         notes = [_twice_the_samples(solution), *about(solution), *notes]
     return Plan(
@@ -66,9 +64,8 @@ def plan_from(
 
 
 def _prices(solution: Solution) -> dict[Tier, float]:
-    """Return the seconds for a byte, of the next GiB: by how much the program's step becomes shorter, in shares of
-    groups, since whole ones may have to change places to make use of it; and a step has its arithmetic, with nothing
-    recomputed."""
+    """Return the seconds for a byte of the next GiB: what it takes off the program's step, in shares of groups, since
+    whole ones may have to change places to make use of it. No step is shorter than its arithmetic."""
     request = solution.asked or solution.request
     prices: dict[Tier, float] = {}
     with contextlib.suppress(Infeasible):  # it is a plan that no longer fits
@@ -84,14 +81,13 @@ def _prices(solution: Solution) -> dict[Tier, float]:
 
 
 def _shortest(request: PlanRequest, solution: Solution) -> LinearSolution:
-    """Return the shortest step in shares of groups; in whole ones, where only those were found to fit."""
+    """Return the shortest step in shares of groups; in whole ones, where only those fit."""
     with contextlib.suppress(Infeasible):
         return quickest(request)[1]
     return quickest(request, solution.shares)[1]
 
 
 def _if_recomputed(solution: Solution) -> Iterator[str]:
-    """Yield whether recomputed activations would leave room for model state, and make a step much shorter."""
     request = solution.request
     activations = request.model.activations()
     recomputed = recomputed_bytes(request.model)
@@ -105,8 +101,7 @@ def _if_recomputed(solution: Solution) -> Iterator[str]:
         return
     gain = 1.0 - changed.timeline.step_s / solution.timeline.step_s
     if gain > WORTH_TELLING:
-        pairs = zip(changed.request.costs, changed.shares, strict=True)
-        count = sum(len(cost.members) for cost, share in pairs if way_of(share) != "keep")
+        count = sum(len(cost.members) for cost, share in changed.pairs if way_of(share) != "keep")
         yield (
             f"Recomputing the activations of {count} of {len(request.model.groups)} groups with "
             f"torch.utils.checkpoint would make a step {gain:.0%} shorter: it leaves more of the device to model state."
@@ -130,12 +125,9 @@ def _about_activations(solution: Solution) -> Iterator[str]:
     request = solution.request
     kept, _ = activation_bytes(request, [GroupShares()] * len(request.costs))
     held, sent = activation_bytes(request, solution.shares)
-    pairs = zip(request.costs, solution.shares, strict=True)
-    again_s = request.accumulate * sum(
-        cost.activations.again_s for cost, share in pairs if way_of(share) == "recompute"
-    )
     if held < kept:
         prices = []
+        again_s = request.accumulate * again_seconds(request, solution.shares)
         if again_s > 0:
             prices.append(f"{again_s:.3g} s of arithmetic a step")
         if sent > 0:
@@ -181,14 +173,12 @@ def _solve_as_measured(request: PlanRequest) -> Solution:
 
 
 def _better(best: Solution, requests: Iterable[PlanRequest]) -> Solution:
-    """Return this solution, or the answer to another request: the program does not see all that it costs to do one
-    thing here, one there, and relies on a CPU that may be slow."""
+    """Return this solution or a better answer to another request: the program does not see all that things cost."""
     for request in requests:
         with contextlib.suppress(PrepareError):
             answer = _solve(request)
-            timeline = simulate(best.request, answer.shares)
             asked = replace(request, machine=best.request.machine)
-            candidate = Solution(best.request, answer.shares, timeline, asked)
+            candidate = Solution(best.request, answer.shares, asked)
             if candidate.cost_s < best.cost_s * (1 - WORTH_CHANGING):
                 best = candidate
     return best
@@ -202,20 +192,18 @@ def _simpler(request: PlanRequest, solution: Solution) -> Iterator[PlanRequest]:
         least_s = longer_s + sum(cost.forward_s + cost.backward_s for cost in request.costs)
         if request.accumulate * least_s < solution.cost_s:
             yield replace(request, activations=frozenset({"recompute"}))
-    is_off = any(share.gradients_host + share.parameters_host + share.parameters_disk for share in solution.shares)
+    is_off = any(share.gradients_host + share.parameters_off for share in solution.shares)
     if is_off:  # what is off comes and goes in every pass, behind what is streamed
         yield replace(request, can_place=request.can_place & {Kind.OPTIMIZER_STATES})
 
 
 def _solve(request: PlanRequest) -> Solution:
-    """Optimise whole groups. Activations that go to the host cost more as a whole than in shares, which hide behind the
-    arithmetic of their neighbours: so the same is tried without."""
     try:
         step_s, shares = optimise_whole(request)
     except Infeasible:
         raise PrepareError(explain_missing(request)) from None
     without_host = request.ways - {"host"}
-    if without_host and any(share.activations_host for share in shares):
+    if without_host and any(share.activations_host for share in shares):  # they cost more as a whole than in shares
         with contextlib.suppress(Infeasible):
             without_s, without = optimise_whole(replace(request, activations=without_host))
             shares = without if without_s < step_s else shares
@@ -226,47 +214,31 @@ def _choose(request: PlanRequest, shares: list[GroupShares]) -> Solution:
     """Return, of a few placements that the program finds alike, the one that the simulation likes best."""
     placements = [shares, _even(request, shares)]
     if request.machine.link is not None:
-        placements += [_alike(shares, part) for part in CPU_PARTS]
-    at_home = _all_resident(request)
-    if at_home is not None:
+        for part in CPU_PARTS:  # the program sees no harm in a CPU that has nothing to do for half of backward
+            placements.append([share if share.parameters_disk else _with_cpu_part(share, part) for share in shares])
+    rests = [cost.rests for cost in request.costs]
+    at_home = [GroupShares(parameters_host=tier is Tier.HOST, parameters_disk=tier is Tier.DISK) for tier in rests]
+    if not request.chooses or "keep" in request.ways:
         placements.append(at_home)
     solutions = list[Solution]()
     for placement in placements:
-        is_new = all(placement != solution.shares for solution in solutions)
-        if is_new and (fits(request, placement) or not solutions):
-            solutions.append(Solution(request, placement, simulate(request, placement)))
+        candidate = Solution(request, placement)
+        if candidate not in solutions and (fits(candidate) or not solutions):
+            solutions.append(candidate)
     shortest_s = min(solution.timeline.step_s for solution in solutions)
     for solution in solutions:
         if solution.shares == at_home and solution.timeline.step_s <= shortest_s * (1 + WORTH_MOVING):
             return solution
-    least_s = math.inf
-    for solution in sorted(solutions, key=lambda solution: solution.timeline.step_s):
-        if solution.timeline.step_s < least_s:  # else it costs more
-            least_s = min(least_s, solution.cost_s)
-    most_s = least_s * (1 + SLACK)
-    near = [solution for solution in solutions if solution.timeline.step_s <= most_s and solution.cost_s <= most_s]
+    most_s = min(solution.cost_s for solution in solutions) * (1 + SLACK)
+    near = [solution for solution in solutions if solution.cost_s <= most_s]
     few = min(solution.bytes_off for solution in near) * (1 + FEW)
     candidates = [solution for solution in near if solution.bytes_off <= few]
     return min(candidates, key=lambda solution: round(solution.cost_s, DIGITS))
 
 
-def _all_resident(request: PlanRequest) -> list[GroupShares] | None:
-    """Return everything on the device that may be there; None if it does not fit."""
-    costs = request.costs
-    size = request.fixed.get(Tier.DEVICE, 0) + sum(cost.updated for cost in costs) * request.model.state_bytes
-    size += sum(cost.gradients + cost.pinned_gradients for cost in costs)
-    size += sum(cost.parameters for cost in costs if cost.rests in (None, Tier.DEVICE))
-    if request.chooses:
-        size += activation_bytes(request, [GroupShares()] * len(costs))[0]
-    if size > request.limits.get(Tier.DEVICE, 0) or (request.chooses and "keep" not in request.ways):
-        return None
-    rests = [cost.rests for cost in costs]
-    return [GroupShares(parameters_host=tier is Tier.HOST, parameters_disk=tier is Tier.DISK) for tier in rests]
-
-
 def _even(request: PlanRequest, shares: Sequence[GroupShares]) -> list[GroupShares]:
-    """Give the CPU the same part of what is on the host in all groups whose parameters and gradients are kept alike:
-    the program does not care, but workers that take turns on every group wait less for each other."""
+    """Give the CPU the same part in all groups whose parameters and gradients are kept alike: the program does not
+    care, but workers that take turns on every group wait less for each other."""
     alike: dict[tuple[float, float, float], list[int]] = {}
     for index, share in enumerate(shares):
         alike.setdefault((share.parameters_host, share.parameters_disk, share.gradients_host), []).append(index)
@@ -278,12 +250,6 @@ def _even(request: PlanRequest, shares: Sequence[GroupShares]) -> list[GroupShar
         for index in indices:
             even[index] = _with_cpu_part(shares[index], part)
     return even
-
-
-def _alike(shares: Sequence[GroupShares], part: float) -> list[GroupShares]:
-    """Give the CPU the same part in all groups, whatever the program says: it sees no harm in giving it all of some
-    groups and none of others, and then the CPU has nothing to do for half of backward."""
-    return [share if share.parameters_disk else _with_cpu_part(share, part) for share in shares]
 
 
 def _with_cpu_part(share: GroupShares, part: float) -> GroupShares:

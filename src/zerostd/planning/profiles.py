@@ -1,4 +1,4 @@
-"""What a machine can do and what a model needs, as plain data.
+"""Profiles of machines and models as plain data: what one can do, what the other needs.
 
 `measuring` makes both; a machine that is elsewhere is written by hand, in JSON, and a model that does not exist yet is
 made from a few numbers. Rates are in bytes or operations per second, times in seconds. A sample is one row of the
@@ -24,6 +24,7 @@ DIVISORS = re.compile(  # of bytes and operations, by name
     r"matrix[.].*|processor[.].*|(link|disk)[.](up|down|read|write|both)|wires[.].*(ranks|bandwidth)|ranks_per_node|achieved"
 )
 REMEDY = "measure again with `zerostd measure`, or correct it"
+OF_A_PASS = ("samples", "forward_s", "backward_s", "activation_bytes")  # of a model: twice of twice the samples
 WAYS = tuple(way.in_plan for way in (Way.DEVICE, Way.RECOMPUTE, Way.HOST))  # that plans choose among
 
 
@@ -70,6 +71,9 @@ class DiskRates:
     read: float  # bytes/s alone
     write: float  # bytes/s alone
     both: float  # bytes/s of each direction when both are busy
+
+    def slower(self, by: float) -> DiskRates:
+        return DiskRates(self.path, self.read / by, self.write / by, self.both / by)
 
 
 @dataclass(frozen=True)
@@ -156,12 +160,6 @@ class GroupProfile:
     stays: bool = False  # its activations are kept, whatever others do with theirs
     again_flops: float | None = None  # when it is recomputed, up to the last tensor that is saved; None: all
 
-    @property
-    def again(self) -> float:
-        if self.again_flops is None or not self.forward_flops:
-            return 1.0
-        return self.again_flops / self.forward_flops
-
 
 @dataclass(frozen=True)
 class ModelProfile:
@@ -189,19 +187,17 @@ class ModelProfile:
     def numel(self) -> int:
         return sum(group.trained + group.frozen for group in self.groups)
 
+    @property
+    def knows_time(self) -> bool:
+        return self.samples is not None or self.forward_s is not None
+
     def activations(self) -> int:
         """Return the bytes of activations on one rank at their peak, measured or estimated; 0 without samples."""
         return int(self._estimate()) if self.activation_bytes is None else self.activation_bytes
 
     def with_twice_the_samples(self) -> ModelProfile:
-        """Return the same model with twice the samples in a pass, as far as anything is known of a pass."""
-        return replace(
-            self,
-            samples=None if self.samples is None else 2 * self.samples,
-            forward_s=None if self.forward_s is None else 2 * self.forward_s,
-            backward_s=None if self.backward_s is None else 2 * self.backward_s,
-            activation_bytes=None if self.activation_bytes is None else 2 * self.activation_bytes,
-        )
+        known = {name: getattr(self, name) for name in OF_A_PASS}
+        return replace(self, **{name: 2 * value for name, value in known.items() if value is not None})
 
     @cached_property
     def knows_activations(self) -> bool:
@@ -210,27 +206,27 @@ class ModelProfile:
 
     @cached_property
     def measured_groups(self) -> tuple[GroupProfile, ...]:
-        """The groups with activations that add up to what was measured. If that is less than the estimate, all are in
-        proportion less. What is more is needed for a moment only: what is kept was seen, what an operation needs beside
-        its output was not."""
+        """The groups with activations that add up to what was measured. What is more than the estimate is needed for a
+        moment only: what is kept was seen, what an operation needs beside its output was not."""
         estimate = self._estimate()
         measured = self.activation_bytes
         if measured is None or not estimate:
             return self.groups
         most = (self.samples or 0) * max(group.peak_bytes for group in self.groups)
-        more = measured - estimate
-        if more <= 0 or not most or self.recomputes:
-            part = measured / estimate
-            return tuple(
-                replace(
-                    group,
-                    kept_bytes=part * group.kept_bytes,
-                    boundary_bytes=part * group.boundary_bytes,
-                    peak_bytes=part * group.peak_bytes,
-                )
-                for group in self.groups
+        kept = measured / estimate
+        peak = kept
+        if measured > estimate and most and not self.recomputes:
+            kept = 1.0
+            peak = 1 + (measured - estimate) / most
+        return tuple(
+            replace(
+                group,
+                kept_bytes=kept * group.kept_bytes,
+                boundary_bytes=kept * group.boundary_bytes,
+                peak_bytes=peak * group.peak_bytes,
             )
-        return tuple(replace(group, peak_bytes=(1 + more / most) * group.peak_bytes) for group in self.groups)
+            for group in self.groups
+        )
 
     def _estimate(self) -> float:
         if self.samples is None:

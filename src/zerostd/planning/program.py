@@ -20,16 +20,19 @@ from collections.abc import Mapping, Sequence
 
 import numpy
 
-from zerostd.planning.activations import NUM_BUFFERS, ActivationChoice, activation_choices, choice_of
 from zerostd.planning.demands import (
     NAMES,
+    NUM_BUFFERS,
     OFF,
     PRODUCTS,
     STATES,
     WHOLE,
+    ActivationChoice,
     Factors,
     GroupShares,
     ResourceDemands,
+    activation_choices,
+    choice_of,
     products,
     states_of,
 )
@@ -45,15 +48,9 @@ NEARER = 1e-3  # bytes of the host that it is worth to have a byte at the front 
 
 
 class ScheduleProgram:
-    """The constraints, and what they are sums of. Without times it only knows what may be where."""
+    """The constraints, and what they are sums of. Without times it knows what may be where, less what runs need."""
 
-    def __init__(
-        self,
-        request: PlanRequest,
-        choice: ActivationChoice,
-        *,
-        has_times: bool = True,
-    ) -> None:
+    def __init__(self, request: PlanRequest, choice: ActivationChoice, *, has_times: bool = True) -> None:
         self.request = request
         self.costs = request.costs
         self.choice = choice
@@ -65,26 +62,25 @@ class ScheduleProgram:
             added = [(self.columns[share], 1.0) for share in plus]
             taken = [(self.columns[share], -numpy.asarray(times)) for share, times in minus.items()]
             self.linear.each_at_most([*added, *taken, (self.columns[name], -1.0)], bound)
-        self.bytes: dict[Tier, dict[int, float]] = {}  # sums, in units of GIGA
+        self.bytes: dict[Tier, list[Term]] = {}  # sums, in units of GIGA
         self.constant: dict[Tier, float] = {}  # bytes that are there in any case
         for tier in Tier:
             factors, constant = self.demands.bytes(tier)
-            self.bytes[tier] = self._in_one(factors, 1 / GIGA)
-            self.constant[tier] = constant + (choice.beside if tier is Tier.DEVICE else 0.0)
+            self.bytes[tier] = self._terms(factors, 1 / GIGA)
+            self.constant[tier] = constant + (choice.beside if tier is Tier.DEVICE and has_times else 0.0)
         if has_times:
             self.limit({})
             self._schedule()
 
-    def limit(self, more: Mapping[Tier, Mapping[int, float]]) -> None:
+    def limit(self, more: Mapping[Tier, Sequence[Term]]) -> None:
         """Let no tier hold more than it may; `more` is what else counts there, in units of GIGA."""
         for tier in Tier:
             room = self.request.limits.get(tier, 0) - self.request.fixed.get(tier, 0) - self.constant[tier]
-            self.linear.at_most({**self.bytes[tier], **more.get(tier, {})}, room / GIGA, tier.value)
+            self.linear.at_most([*self.bytes[tier], *more.get(tier, ())], room / GIGA, tier.value)
 
     def hold(self, shares: Sequence[GroupShares], names: Sequence[str] = NAMES) -> None:
         for name in names:
-            for column, share in zip(self.columns[name], shares, strict=True):
-                self.linear.fix(int(column), getattr(share, name))
+            self.linear.fix(self.columns[name], [getattr(share, name) for share in shares])
 
     def shares(self, solution: LinearSolution) -> list[GroupShares]:
         values = [numpy.clip(solution.values[self.columns[name]], 0.0, 1.0) for name in NAMES]
@@ -112,10 +108,9 @@ class ScheduleProgram:
             "activations_host": self.choice.sent,
         }
         columns = {name: linear.variables(len(self.costs), may[name]) for name in NAMES}
-        for index, cost in enumerate(self.costs):
-            if cost.rests is not None:
-                linear.fix(int(columns["parameters_host"][index]), float(cost.rests is Tier.HOST))
-                linear.fix(int(columns["parameters_disk"][index]), float(cost.rests is Tier.DISK))
+        if request.rests is not None:
+            linear.fix(columns["parameters_host"], [cost.rests is Tier.HOST for cost in self.costs])
+            linear.fix(columns["parameters_disk"], [cost.rests is Tier.DISK for cost in self.costs])
         share = {name: (variables, 1.0) for name, variables in columns.items()}
         linear.each_equals([share[name] for name in STATES], 1.0)
         linear.each_at_most([share["parameters_host"], share["parameters_disk"]], 1.0)
@@ -127,65 +122,73 @@ class ScheduleProgram:
             (linear.each_equals if self.choice.must else linear.each_at_most)(changed, 1.0)
         return columns
 
-    def _in_one(self, factors: Factors, times: Array | float) -> dict[int, float]:
-        total: dict[int, float] = {}
-        for name, factor in factors.items():
-            total |= zip(self.columns[name].tolist(), (factor * times).tolist(), strict=True)
-        return total
+    def _terms(self, factors: Factors, times: Array | float = 1.0) -> list[Term]:
+        return [(self.columns[name], factor * times) for name, factor in factors.items()]
+
+    def _summed(self, terms: Sequence[Term], by: int = 1) -> Array:
+        """Return, for each group, the sum of terms up to it: from the first one, or with -1 from the last."""
+        so_far = self.linear.variables(len(self.costs))
+        self.linear.each_equals([*terms, _shifted(so_far, by), (so_far, -1.0)], 0.0)
+        return so_far
 
     def _schedule(self) -> None:
         self.begin = self.linear.variables(len(self.costs))  # F
         self.end = self.linear.variables(len(self.costs))  # E
-        self.step = self.linear.variable()
-        self.totals: dict[str, dict[int, float]] = {}  # work of each resource in a step
+        self.step = self.linear.variables()
+        self.totals: dict[str, list[Term]] = {}  # work of each resource in a step
         self._sequence()
         self._windows(self._sent() if self.choice.sent.any() else {})
         self._brought()
-        if self.request.machine.link is None:
-            self._one_processor()
+        if self.request.machine.link is None:  # the CPU is the device, and does one thing after the other
+            passes = self.request.accumulate
+            computed = passes * (self.demands.forward_s + self.demands.backward_s).sum()
+            longer = (self.columns["activations_recomputed"], passes * self.demands.longer_s)
+            self.linear.at_most([*self.totals["cpu"], self._resident(), longer, (self.step, -1.0)], -float(computed))
 
     def _sequence(self) -> None:
         """Groups run one after the other: backward from the last to the first, forward the other way."""
-        longer = (self.columns["activations_recomputed"], self.demands.longer_s)
-        self.linear.each_at_most([longer, _shifted(self.end, -1), (self.end, -1.0)], -self.demands.backward_s)
+        self._backward_after(_shifted(self.end, -1))
         self._in_order(self.begin)
-        resident = {"resident": self.demands.updated * self.request.machine.resident_ns * 1e-9}
-        update = self._in_one(resident, 1.0)
-        self.linear.at_most({int(self.end[0]): 1.0, int(self.begin[0]): -1.0, **update}, 0.0)
+        self.linear.at_most([(self.end[:1], 1.0), (self.begin[:1], -1.0), self._resident()], 0.0)
         terms, constant = self._other_passes(self.request.accumulate - 1)
-        last = {int(self.begin[-1]): 1.0, self.step: -1.0}
-        self.linear.at_most({**last, **terms}, -float(self.demands.forward_s[-1] + constant))
+        last = [(self.begin[-1:], 1.0), (self.step, -1.0)]
+        self.linear.at_most([*last, *terms], -float(self.demands.forward_s[-1] + constant))
+
+    def _resident(self) -> Term:
+        """Return the seconds of updates on the device."""
+        return self.columns["resident"], self.demands.updated * self.request.machine.resident_ns * 1e-9
+
+    def _backward_after(self, ready: Term) -> None:
+        longer = (self.columns["activations_recomputed"], self.demands.longer_s)
+        self.linear.each_at_most([ready, longer, (self.end, -1.0)], -self.demands.backward_s)
 
     def _in_order(self, begin: Array) -> None:
         if len(begin) > 1:
             self.linear.each_at_most([(begin[:-1], 1.0), (begin[1:], -1.0)], -self.demands.forward_s[:-1])
 
-    def _other_passes(self, count: int) -> tuple[dict[int, float], float]:
+    def _other_passes(self, count: int) -> tuple[list[Term], float]:
         """Return the seconds of so many more passes: a sum, and what it is in any case."""
         if not count or not self.choice.sent.any():
-            longer = self._in_one({"activations_recomputed": self.demands.longer_s}, count)
-            return longer, count * (self.demands.forward_s + self.demands.backward_s).sum()
+            longer = (self.columns["activations_recomputed"], self.demands.longer_s * count)
+            return [longer], count * (self.demands.forward_s + self.demands.backward_s).sum()
         begin = self.linear.variables(len(self.costs))  # the pace that activations leave at
         self._in_order(begin)
         self._leaving(begin)
-        return {int(begin[-1]): float(count), int(self.end[0]): float(count)}, count * self.demands.forward_s[-1]
+        return [(begin[-1:], float(count)), (self.end[:1], float(count))], count * self.demands.forward_s[-1]
 
     def _windows(self, sent: Mapping[str, Term]) -> None:
         """The work of all groups up to one is done between its E and its F; beside it, activations leave."""
-        linear = self.linear
         start = self.end if self.request.is_early else numpy.full(len(self.costs), self.end[0])
         passes = self.demands.passes()
         for resource, factors in self.demands.update().items():
-            of_group = [(self.columns[name], factor) for name, factor in factors.items()]
-            so_far = linear.variables(len(self.costs))  # the work of a group and all before it
-            linear.each_equals([*of_group, _shifted(so_far, 1), (so_far, -1.0)], 0.0)
+            so_far = self._summed(self._terms(factors))
             beside = [sent[resource]] if resource in sent else []
-            linear.each_at_most([(so_far, 1.0), (self.begin, -1.0), (start, 1.0), *beside], 0.0)
-            total = {int(so_far[-1]): 1.0}
+            self.linear.each_at_most([(so_far, 1.0), (self.begin, -1.0), (start, 1.0), *beside], 0.0)
+            total: list[Term] = [(so_far[-1:], 1.0)]
             for resources, times in passes:
-                _add(total, self._in_one(resources.get(resource, {}), times))
+                total += self._terms(resources.get(resource, {}), times)
             self.totals[resource] = total
-            linear.at_most({**total, self.step: -1.0}, 0.0)
+            self.linear.at_most([*total, (self.step, -1.0)], 0.0)
 
     def _leaving(self, begin: Array) -> None:
         """Activations leave one after the other, and no group runs before those of the second before it are gone."""
@@ -202,44 +205,28 @@ class ScheduleProgram:
         link = self.request.machine.link
         assert link is not None
         self._leaving(self.begin)
-        so_far = self.linear.variables(len(self.costs))
-        kept = (self.columns["activations_host"], self.demands.kept / GIGA)
-        self.linear.each_equals([kept, _shifted(so_far, 1), (so_far, -1.0)], 0.0)
+        so_far = self._summed([(self.columns["activations_host"], self.demands.kept / GIGA)])
         columns, is_there = _shifted(so_far, NUM_BUFFERS)
         rates = {"down": link.down, "link": link.both, "memory": self.request.memory_rate}
         return {resource: (columns, is_there * (GIGA / rate)) for resource, rate in rates.items()}
 
     def _brought(self) -> None:
-        """What backward needs is there when it comes to a group: parameters, which the last group has from forward, and
+        """Backward has what it needs when it comes to a group: parameters, which the last group has from forward, and
         activations, which have room when backward has done with the second group after it."""
-        linear = self.linear
         link = self.request.machine.link
         if link is None:
             return
-        backward_s = self.demands.backward_s
-        longer = (self.columns["activations_recomputed"], self.demands.longer_s)
-        needed = [(self.columns[name], numpy.append(self.demands.parameters[:-1], 0.0) / link.up) for name in OFF]
+        parameters = numpy.append(self.demands.parameters[:-1], 0.0) / link.up
         activations = (self.columns["activations_host"], self.demands.kept / link.up)
-        brought = linear.variables(len(self.costs))
-        linear.each_equals([*needed, activations, _shifted(brought, -1), (brought, -1.0)], 0.0)
-        linear.each_at_most([(brought, 1.0), longer, (self.end, -1.0)], -backward_s)
+        brought = self._summed([*self._terms(dict.fromkeys(OFF, parameters)), activations], -1)
+        self._backward_after((brought, 1.0))
         if self.choice.sent.any():
-            there = linear.variables(len(self.costs))
+            there = self.linear.variables(len(self.costs))
             for before in (_shifted(there, -1), _shifted(self.end, -NUM_BUFFERS)):
-                linear.each_at_most([before, activations, (there, -1.0)], 0.0)
-            linear.each_at_most([(there, 1.0), longer, (self.end, -1.0)], -backward_s)
+                self.linear.each_at_most([before, activations, (there, -1.0)], 0.0)
+            self._backward_after((there, 1.0))
 
-    def _one_processor(self) -> None:
-        """Where the CPU is the device as well, it computes and updates, one thing after the other."""
-        passes = self.request.accumulate
-        computed = passes * (self.demands.forward_s + self.demands.backward_s).sum()
-        own = {
-            "resident": self.demands.updated * self.request.machine.resident_ns * 1e-9,
-            "activations_recomputed": passes * self.demands.longer_s,
-        }
-        self.linear.at_most({**self.totals["cpu"], **self._in_one(own, 1.0), self.step: -1.0}, -float(computed))
-
-    def bytes_cost(self) -> dict[int, float]:
+    def bytes_cost(self) -> list[Term]:
         """Return what steps of the same length are compared by: bytes by tier, and how near what is needed first is."""
         demands = self.demands
         places = numpy.arange(len(self.costs)) / len(self.costs)
@@ -247,16 +234,15 @@ class ScheduleProgram:
         if self.request.is_early:
             nearest |= {name: demands.parameters * (1 - places) for name in OFF}
             nearest["gradients_host"] = demands.gradients * (1 - places)
-        total = self._in_one(nearest, NEARER / GIGA)
         spared = numpy.maximum(demands.kept - demands.boundary, 0.0)
         again = spared * (1 + NEARER * places)  # nothing is recomputed for no gain, and what has to wait longest first
-        total |= self._in_one({"activations_recomputed": again}, 1 / GIGA)
-        _add(total, self.bytes[Tier.DISK], DISK_BYTE)
-        _add(total, self.bytes[Tier.HOST])
+        total = [*self._terms(nearest, NEARER / GIGA), *self._terms({"activations_recomputed": again}, 1 / GIGA)]
+        total += [(columns, DISK_BYTE * size) for columns, size in self.bytes[Tier.DISK]]
+        total += self.bytes[Tier.HOST]
         link = self.request.machine.link
         if link is not None:
-            for index, seconds in self.totals["link"].items():
-                total[index] = total.get(index, 0.0) + MOVED_BYTE * seconds * link.both / GIGA
+            moved = self.totals["link"]
+            total += [(columns, MOVED_BYTE * seconds * link.both / GIGA) for columns, seconds in moved]
         return total
 
 
@@ -271,7 +257,7 @@ def quickest(
         if fixed is not None:
             program.hold(fixed, WHOLE)
         with contextlib.suppress(Infeasible):
-            solved.append((program, program.linear.minimise({program.step: 1.0})))
+            solved.append((program, program.linear.minimise([(program.step, 1.0)])))
     if not solved:
         raise Infeasible("nothing fits")
     shortest = min(solution.objective for _, solution in solved)
@@ -287,16 +273,11 @@ def optimise(request: PlanRequest, fixed: Sequence[GroupShares] | None = None) -
     """Return the seconds of the shortest step, and the shares with the fewest bytes off the device among those within
     SLACK of it. With `fixed` only the states are placed, and the rest is as these say. Raises Infeasible."""
     program, shortest = quickest(request, fixed)
-    program.linear.at_most({program.step: 1.0}, shortest.objective * (1 + SLACK) + 1e-9)
+    program.linear.at_most([(program.step, 1.0)], shortest.objective * (1 + SLACK) + 1e-9)
     shares = program.shares(program.linear.minimise(program.bytes_cost()))
     if fixed is not None:
         shares = [states_of(share, whole) for share, whole in zip(shares, fixed, strict=True)]
     return shortest.objective, shares
-
-
-def _add(total: dict[int, float], terms: Mapping[int, float], times: float = 1.0) -> None:
-    for index, factor in terms.items():
-        total[index] = total.get(index, 0.0) + times * factor
 
 
 def _shifted(columns: Array, by: int) -> tuple[Array, Array]:

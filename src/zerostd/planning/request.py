@@ -1,4 +1,4 @@
-"""What is to be planned: a model, a machine, how they are used, what a rank may use of each tier, and so what a step
+"""A request for a plan: a model, a machine, how they are used, what a rank may use of each tier, and so what a step
 costs, group by group.
 
 In: profiles and a budget. Out: a `PlanRequest`, which the rest of the room reads and never changes. Its costs are a
@@ -9,11 +9,12 @@ of them are linear in the shares that the program chooses.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 from zerostd.errors import PrepareError
-from zerostd.planning.profiles import WAYS, DiskRates, GroupProfile, MachineProfile, ModelProfile, Wire
+from zerostd.planning.profiles import DiskRates, GroupProfile, MachineProfile, ModelProfile, Wire
 from zerostd.policy import Budget, Kind, Stage, Tier, parse_bytes, shards
 
 MARGIN = 0.1  # of what is free: the part that no plan uses
@@ -23,6 +24,7 @@ WORTH_SPECULATING = 0.03  # of a step, for twice the host memory
 NUM_BUSY_THREADS = 2  # cores left to the loop and the autograd engine while the CPU updates beside them
 MIN_WIRE_BANDWIDTH = 1e6
 MOST_GROUPS = 96  # that the program sees; neighbours of larger models are placed together
+LARGEST = {"gathered", "peak", "inside", "largest"}  # costs of which neighbours together have the largest, not the sum
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class GroupCost:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be planned, for one rank."""
+    """A model to be planned on a machine, for one rank."""
 
     model: ModelProfile
     machine: MachineProfile
@@ -76,16 +78,12 @@ class PlanRequest:
     waits_for_norm: bool = False  # clipping, or a loss scale: no update before the last gradient
     speculates: bool = False  # keeps a second copy of states on the host, so that it need not wait
     num_threads: int = 1  # for updates on the CPU
-    # Bytes of working memory, whatever is placed where, and of activations, where there is no choice about them.
-    fixed: Mapping[Tier, int] = field(default_factory=dict)
+    fixed: Mapping[Tier, int] = field(default_factory=dict)  # working memory, and activations that have no choice
     activations: frozenset[str] = frozenset()  # of WAYS, those there is a choice among; empty: as the model does now
     can_place: frozenset[Kind] = frozenset({Kind.OPTIMIZER_STATES, Kind.GRADIENTS, Kind.PARAMETERS})
     rests: Mapping[str, Tier] | None = None  # by group: where parameters are and stay; None: they are placed too
 
     def __post_init__(self) -> None:
-        unknown = sorted(self.activations - set(WAYS))
-        if unknown:
-            raise PrepareError(f"activations={unknown[0]!r} is unknown; use some of {', '.join(WAYS)}")
         if self.activations and not self.ways:
             raise PrepareError(
                 "activations can rest on the host only where the device has memory of its own and the host may be "
@@ -94,7 +92,7 @@ class PlanRequest:
 
     @cached_property
     def costs(self) -> list[GroupCost]:
-        """What each group costs, in forward order; neighbours of a model with many groups together."""
+        """The cost of each group, in forward order; neighbours of a model with many groups together."""
         return merged(group_costs(self), MOST_GROUPS)
 
     @property
@@ -108,10 +106,6 @@ class PlanRequest:
         return bool(self.activations) and self.model.knows_activations
 
     @property
-    def knows_time(self) -> bool:
-        return self.model.samples is not None or self.model.forward_s is not None
-
-    @property
     def ranks_beside(self) -> int:
         return max(1, min(self.world_size, self.machine.ranks_per_node))
 
@@ -121,16 +115,17 @@ class PlanRequest:
         return self.machine.link is None and Tier.HOST not in self.limits
 
     @property
+    def cpu_s(self) -> float:
+        """The seconds that the CPU takes to update one parameter."""
+        return self.machine.processor.ns(self.num_threads) * 1e-9
+
+    @property
     def memory_rate(self) -> float:
         return self.machine.processor.memory / self.ranks_beside
 
     @property
     def disk(self) -> DiskRates | None:
-        disk = self.machine.disk
-        ranks = self.ranks_beside
-        if disk is None or ranks == 1:
-            return disk
-        return DiskRates(disk.path, disk.read / ranks, disk.write / ranks, disk.both / ranks)
+        return self.machine.disk and self.machine.disk.slower(self.ranks_beside)
 
     @property
     def is_early(self) -> bool:
@@ -146,8 +141,15 @@ class PlanRequest:
             return False
         return self.world_size == 1 or kind is Kind.OPTIMIZER_STATES or shards(self.stage, kind)
 
+    def wire_s(self, size: float) -> float:
+        """Return the seconds of a collective that gathers or reduces so many bytes."""
+        wire = wire_of(self.machine.wires, self.world_size)
+        if wire is None:
+            return 0.0
+        part = (self.world_size - 1) / self.world_size
+        return part * size / max(wire.bandwidth, MIN_WIRE_BANDWIDTH) + wire.latency
+
     def part(self, kind: Kind) -> float:
-        """Return the part of a kind that one rank holds."""
         return 1.0 / self.world_size if self.world_size > 1 and shards(self.stage, kind) else 1.0
 
 
@@ -157,8 +159,7 @@ def threads_of(machine: MachineProfile, local_size: int) -> int:
 
 
 def stages_of(stage: Stage | None, world_size: int) -> list[Stage]:
-    """Return the user's stage, or those worth trying: sharded gradients send no more than data parallel does, and
-    sharded parameters are gathered once more."""
+    """Return the user's stage, or those worth trying: sharded gradients send no more than data parallel does."""
     if stage is not None:
         return [stage]
     return [Stage.PARAMETERS] if world_size == 1 else [Stage.GRADIENTS, Stage.PARAMETERS]
@@ -175,28 +176,25 @@ def limits_for(
     knows_activations: bool = True,
 ) -> dict[Tier, int]:
     """Return the bytes by tier that one of `local` ranks of a node may use: its part of the budget, or of what is free
-    less a margin. Host and disk are left out if nothing is known of them.
-
-    Where the device is the CPU (`is_host`) ranks share its memory too; an accelerator leaves some to libraries. `held`
-    bytes of the device are the model's own already. Unless the plan `knows_activations`, some is left to them.
-    """
-    limits: dict[Tier, int] = {}
+    less a margin. Host and disk are left out if nothing is known of them. Where the device is the CPU (`is_host`) ranks
+    share its memory too. `held` bytes of the device are the model's own already."""
     usable = 1.0 - MARGIN
     if budget.device is not None:
-        limits[Tier.DEVICE] = max(0, parse_bytes(budget.device) - (0 if is_host else FOR_LIBRARIES))
+        device = max(0, parse_bytes(budget.device) - (0 if is_host else FOR_LIBRARIES))
     elif "device" not in free:
         raise PrepareError("machine profile: free.device is missing; complete it, or give a budget for the device")
     else:
         part = usable if knows_activations else usable * (1.0 - FOR_ACTIVATIONS)
-        limits[Tier.DEVICE] = int((free["device"] // (local if is_host else 1) + held) * part)
+        device = int((free["device"] // (local if is_host else 1) + held) * part)
+    limits: dict[Tier, int] = {Tier.DEVICE: device}
     if budget.host is not None:
         limits[Tier.HOST] = parse_bytes(budget.host) // local
     elif "host" in free:
-        taken = limits[Tier.DEVICE] - held if is_host else 0
-        limits[Tier.HOST] = max(0, int(free["host"] * usable) // local - taken)
-    if has_disk and (budget.disk is not None or "disk" in free):
-        on_disk = parse_bytes(budget.disk) if budget.disk is not None else int(free["disk"] * usable)
-        limits[Tier.DISK] = on_disk // local
+        limits[Tier.HOST] = max(0, int(free["host"] * usable) // local - (device - held if is_host else 0))
+    if has_disk and budget.disk is not None:
+        limits[Tier.DISK] = parse_bytes(budget.disk) // local
+    elif has_disk and "disk" in free:
+        limits[Tier.DISK] = int(free["disk"] * usable) // local
     return limits
 
 
@@ -221,10 +219,15 @@ def _group_cost(request: PlanRequest, index: int, group: GroupProfile, forward_s
     else:
         pinned = reduced + (updated * 4 if sums else 0.0)
     gathered = (group.trained + group.frozen) * model.parameter_bytes
-    gather_s, reduce_s = _wire_seconds(request, gathered, reduced)
+    gather_s = request.wire_s(gathered)
+    reduce_s = request.wire_s(reduced) * (2 if request.stage is Stage.DATA_PARALLEL else 1)  # to everywhere
     wire_forward_s = gather_s if request.stage > Stage.DATA_PARALLEL else 0.0
     wire_backward_s = (gather_s if shards(request.stage, Kind.PARAMETERS) else 0.0) + reduce_s
-    backward_s = _backward_seconds(request, forward_s)
+    backward_s = forward_s * (3.0 if model.recomputes else 2.0 + model.recomputed)
+    if model.backward_s is not None and model.forward_s:
+        backward_s = forward_s * model.backward_s / model.forward_s
+    if request.chooses and model.recomputes:
+        backward_s = max(0.0, backward_s - forward_s)
     return GroupCost(
         name=group.name,
         updated=updated,
@@ -253,7 +256,9 @@ def _activation_cost(
     peak = samples * group.peak_bytes
     if group.stays:
         return ActivationCost(peak=peak, inside=peak, staying=kept)
-    again_s = group.again * forward_s
+    again_s = forward_s
+    if group.again_flops is not None and group.forward_flops:
+        again_s = group.again_flops / group.forward_flops * forward_s
     return ActivationCost(
         kept=kept,
         boundary=samples * group.boundary_bytes,
@@ -280,16 +285,6 @@ def _forward_seconds(request: PlanRequest) -> list[float]:
     return [group.forward_flops * model.samples / (rate * machine.achieved) for group in model.groups]
 
 
-def _backward_seconds(request: PlanRequest, forward_s: float) -> float:
-    model = request.model
-    backward_s = forward_s * (3.0 if model.recomputes else 2.0 + model.recomputed)
-    if model.backward_s is not None and model.forward_s:
-        backward_s = forward_s * model.backward_s / model.forward_s
-    if request.chooses and model.recomputes:
-        return max(0.0, backward_s - forward_s)
-    return backward_s
-
-
 def wire_of(wires: Sequence[Wire], world_size: int) -> Wire | None:
     """Return the slowest level that collectives of this many ranks go through."""
     if world_size == 1 or not wires:
@@ -300,20 +295,6 @@ def wire_of(wires: Sequence[Wire], world_size: int) -> Wire | None:
         if wire.ranks >= world_size:
             break
     return min(needed, key=lambda wire: wire.bandwidth)
-
-
-def _wire_seconds(request: PlanRequest, gathered: float, reduced: float) -> tuple[float, float]:
-    """Return the seconds of one group's gather and reduce. A reduce to everywhere is a reduce and a gather."""
-    wire = wire_of(request.machine.wires, request.world_size)
-    if wire is None:
-        return 0.0, 0.0
-    part = (request.world_size - 1) / request.world_size
-    bandwidth = max(wire.bandwidth, MIN_WIRE_BANDWIDTH)
-    gather_s = part * gathered / bandwidth + wire.latency
-    reduce_s = part * reduced / bandwidth + wire.latency
-    if request.stage is Stage.DATA_PARALLEL:
-        reduce_s *= 2
-    return gather_s, reduce_s
 
 
 def merged(costs: Sequence[GroupCost], most: int) -> list[GroupCost]:
@@ -337,28 +318,13 @@ def merged(costs: Sequence[GroupCost], most: int) -> list[GroupCost]:
 
 
 def _merge(costs: Sequence[GroupCost]) -> GroupCost:
+    total: GroupCost = _added(costs)
+    members = tuple(index for cost in costs for index in cost.members)
+    return replace(total, members=members, activations=_added([cost.activations for cost in costs]))
+
+
+def _added(costs: Sequence[Any]) -> Any:
     """Groups run one after the other: what is left of them adds up, what one needs while it runs does not."""
-    activations = [cost.activations for cost in costs]
-    return replace(
-        costs[0],
-        updated=sum(cost.updated for cost in costs),
-        parameters=sum(cost.parameters for cost in costs),
-        gradients=sum(cost.gradients for cost in costs),
-        pinned_gradients=sum(cost.pinned_gradients for cost in costs),
-        gathered=max(cost.gathered for cost in costs),
-        forward_s=sum(cost.forward_s for cost in costs),
-        backward_s=sum(cost.backward_s for cost in costs),
-        compute_s=sum(cost.compute_s for cost in costs),
-        wire_s=sum(cost.wire_s for cost in costs),
-        members=tuple(index for cost in costs for index in cost.members),
-        activations=ActivationCost(
-            kept=sum(cost.kept for cost in activations),
-            boundary=sum(cost.boundary for cost in activations),
-            peak=max(cost.peak for cost in activations),
-            inside=max(cost.inside for cost in activations),
-            largest=max(cost.largest for cost in activations),
-            longer_s=sum(cost.longer_s for cost in activations),
-            again_s=sum(cost.again_s for cost in activations),
-            staying=sum(cost.staying for cost in activations),
-        ),
-    )
+    numbers = [field.name for field in fields(costs[0]) if field.type == "float"]
+    columns = {name: [getattr(cost, name) for cost in costs] for name in numbers}
+    return replace(costs[0], **{name: max(of) if name in LARGEST else sum(of) for name, of in columns.items()})

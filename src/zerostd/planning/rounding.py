@@ -1,7 +1,6 @@
 """Whole groups: the program takes shares of parameters, gradients and activations, but a group does one thing with all
-of its own. Its shares are rounded; where that does not fit, the nearest whole shares that do are looked for, with whole
-numbers and about bytes alone, which is quick: any placement that fits has some step. Where nothing fits, a refusal
-says how many bytes are missing in which tier, and what would change that.
+of its own. Its shares are rounded; where that does not fit, the nearest whole shares are taken that do, by whole
+numbers and bytes alone. Where nothing fits, a refusal says how many bytes are missing where, and what would help.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from dataclasses import replace
 import numpy
 
 from zerostd.monitoring.texts import size_text
-from zerostd.planning.activations import NUM_BUFFERS, any_choice, staying
-from zerostd.planning.demands import WHOLE, GroupShares, states_of
-from zerostd.planning.linear import Array, Infeasible
+from zerostd.planning.demands import NUM_BUFFERS, STATES, WHOLE, GroupShares, any_choice, states_of, staying
+from zerostd.planning.linear import Array, Infeasible, Term
 from zerostd.planning.profiles import ModelProfile
 from zerostd.planning.program import GIGA, ScheduleProgram, optimise
 from zerostd.planning.request import PlanRequest
@@ -61,23 +59,22 @@ def _optimise_near(request: PlanRequest, wanted: Sequence[GroupShares]) -> tuple
 
 def _rounded(share: GroupShares) -> GroupShares:
     """Move each to the place that has most of it."""
-    on_device = 1 - share.parameters_host - share.parameters_disk
-    on_disk = share.parameters_disk > max(share.parameters_host, on_device)
-    kept = 1 - share.activations_recomputed - share.activations_host
-    is_sent = share.activations_host > max(share.activations_recomputed, kept)
-    return replace(
-        share,
-        parameters_host=float(not on_disk and share.parameters_host > on_device),
-        parameters_disk=float(on_disk),
-        gradients_host=float(share.gradients_host > 0.5),
-        activations_recomputed=float(not is_sent and share.activations_recomputed > kept),
-        activations_host=float(is_sent),
-    )
+    parameters = _larger_of(share.parameters_host, share.parameters_disk)
+    activations = _larger_of(share.activations_recomputed, share.activations_host)
+    whole = [*parameters, float(share.gradients_host > 0.5), *activations]
+    return GroupShares(*(getattr(share, name) for name in STATES), *whole)
+
+
+def _larger_of(first: float, second: float) -> tuple[float, float]:
+    """Return which of two shares is to be the whole; neither, where what both leave is more."""
+    rest = 1 - first - second
+    is_second = second > max(first, rest)
+    return float(not is_second and first > rest), float(is_second)
 
 
 def _spread(request: PlanRequest, wanted: Sequence[GroupShares]) -> list[GroupShares]:
-    """Round shares. Where all groups should do something with a part of their activations, let some do it with all of
-    theirs, at even distances: as many bytes up to each of them as were wanted."""
+    """Round shares. Where groups should do something with a part of their activations, some do it with all of theirs,
+    at even distances: as many bytes up to each of them as were wanted."""
     owed_recomputed = 0.0  # bytes that were wanted so far and are not done yet
     owed_host = 0.0
     spread = []
@@ -108,35 +105,29 @@ def _nearest(request: PlanRequest, wanted: Sequence[GroupShares], spare: int) ->
     fixed = {tier: request.fixed.get(tier, 0) + spare * (tier in request.limits) for tier in Tier}
     program, _ = _bytes_program(replace(request, fixed=fixed), {})
     demands = program.demands
-    sizes = {
-        "parameters_host": demands.parameters,
-        "parameters_disk": demands.parameters,
-        "gradients_host": demands.gradients,
-        "activations_recomputed": demands.kept,
-        "activations_host": demands.kept,
-    }
-    distance: dict[int, float] = {}
-    for name, size in sizes.items():  # of whole numbers x, |x - w| is w + x (1 - 2 w)
+    sizes = (demands.parameters, demands.parameters, demands.gradients, demands.kept, demands.kept)
+    distance = []
+    for name, size in zip(WHOLE, sizes, strict=True):  # of whole numbers x, |x - w| is w + x (1 - 2 w)
         factors = 1.0 - 2.0 * numpy.array([getattr(share, name) for share in wanted])
-        distance |= zip(program.columns[name].tolist(), (factors * size / GIGA).tolist(), strict=True)
+        distance.append((program.columns[name], factors * size / GIGA))
     return [_rounded(share) for share in program.shares(program.linear.minimise(distance, _whole(program)))]
 
 
 def missing_bytes(
     request: PlanRequest, *, is_whole: bool = False, of: Collection[Tier] = tuple(Tier)
 ) -> dict[Tier, float]:
-    """Return how many bytes the tiers `of` lack when there is no solution, the fewest in all: for any shares, or with
-    `is_whole` for groups that do one thing each. Raises Infeasible if more of these tiers does not help."""
+    """Return the bytes that the tiers `of` lack, the fewest in all: for any shares, or with `is_whole` for groups that
+    do one thing each. Raises Infeasible if more of these tiers does not help."""
     program, short = _bytes_program(request, dict.fromkeys(of, -1.0))
-    solution = program.linear.minimise(dict.fromkeys(short, 1.0), _whole(program) if is_whole else None)
-    return {tier: float(solution.values[column]) * GIGA for tier, column in zip(of, short, strict=True)}
+    solution = program.linear.minimise([(short, 1.0)], _whole(program) if is_whole else None)
+    return {tier: float(lack) * GIGA for tier, lack in zip(of, solution.values[short], strict=True)}
 
 
 def most_room(request: PlanRequest) -> float:
     """Return the most bytes of the device that whole groups can leave free; below 0 if they do not fit at all."""
-    program, (spare,) = _bytes_program(request, {Tier.DEVICE: 1.0})
+    program, spare = _bytes_program(request, {Tier.DEVICE: 1.0})
     try:
-        return float(program.linear.minimise({spare: -1.0}, _whole(program)).values[spare]) * GIGA
+        return program.linear.minimise([(spare, -1.0)], _whole(program)).objective * -GIGA
     except Infeasible:
         return -1.0
 
@@ -145,27 +136,27 @@ def _whole(program: ScheduleProgram) -> Array:
     return numpy.concatenate([program.columns[name] for name in WHOLE])
 
 
-def _bytes_program(request: PlanRequest, beside: Mapping[Tier, float]) -> tuple[ScheduleProgram, list[int]]:
+def _bytes_program(request: PlanRequest, beside: Mapping[Tier, float]) -> tuple[ScheduleProgram, Array]:
     """Return the constraints about bytes, and for each tier in `beside` a variable that counts there with this factor,
     in units of GIGA: -1.0 for what a tier lacks, 1.0 for what is left of it."""
     program = ScheduleProgram(request, any_choice(request), has_times=False)
     linear = program.linear
-    more: dict[Tier, dict[int, float]] = {tier: {} for tier in Tier}
+    more: dict[Tier, list[Term]] = {tier: [] for tier in Tier}
     if request.chooses:  # what one group needs while it runs
         activations = [cost.activations for cost in request.costs]
-        inside = linear.variable()
-        buffers = linear.variable()
-        more[Tier.DEVICE] = {inside: 1.0, buffers: 1.0}
+        inside = linear.variables()
+        buffers = linear.variables()
+        more[Tier.DEVICE] = [(inside, 1.0), (buffers, 1.0)]
         peak = (numpy.array([cost.peak for cost in activations]) + staying(request)) / GIGA
         again = (numpy.array([cost.inside for cost in activations]) + staying(request)) / GIGA - peak
-        of_each = numpy.full(len(peak), inside)
+        of_each = numpy.repeat(inside, len(peak))
         linear.each_at_most([(program.columns["activations_recomputed"], again), (of_each, -1.0)], -peak)
         largest = numpy.array([cost.largest for cost in activations]) * NUM_BUFFERS / GIGA
-        of_each = numpy.full(len(peak), buffers)
+        of_each = numpy.repeat(buffers, len(peak))
         linear.each_at_most([(program.columns["activations_host"], largest), (of_each, -1.0)], 0.0)
-    columns = [linear.variable() for _ in beside]
+    columns = linear.variables(len(beside))
     for (tier, factor), column in zip(beside.items(), columns, strict=True):
-        more[tier][column] = factor
+        more[tier].append((numpy.array([column]), factor))
     program.limit(more)
     return program, columns
 
@@ -175,8 +166,7 @@ def _bytes_program(request: PlanRequest, beside: Mapping[Tier, float]) -> tuple[
 
 def explain_missing(request: PlanRequest) -> str:
     least = {tier: size for tier, size in missing_bytes(request).items() if size > FEW}
-    whole = _in_whole_groups(request, tuple(Tier)) or least
-    whole = whole or dict.fromkeys(request.limits, _spare(request))
+    whole = _in_whole_groups(request, tuple(Tier)) or least or dict.fromkeys(request.limits, _spare(request))
     limits = ", ".join(f"{size_text(size)} of the {tier.value}" for tier, size in request.limits.items())
     if least:
         where = f"at least {_of_tiers(least)} is missing"
@@ -191,7 +181,6 @@ def explain_missing(request: PlanRequest) -> str:
 
 
 def _changes(request: PlanRequest, whole: Mapping[Tier, float]) -> Iterator[str]:
-    """Yield what would fit, the smallest change first."""
     yield _larger(request, whole)
     for tier in request.limits:
         alone = _in_whole_groups(request, (tier,)) if {*whole} != {tier} else {}

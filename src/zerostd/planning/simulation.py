@@ -8,12 +8,12 @@ a job.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from zerostd.planning.activations import ActivationTraffic, way_of
-from zerostd.planning.demands import GroupShares
+from zerostd.planning.demands import NUM_BUFFERS, GroupShares, again_seconds, way_of
 from zerostd.planning.request import PlanRequest
 
 NUM_STEPS = 2  # the last one is taken: what a step leaves to the next is the same from the first one on
@@ -21,8 +21,8 @@ MOST_PASSES = 4  # that are simulated one by one
 AHEAD = 1  # groups that are brought before they are needed
 TILE = 8 << 20  # parameters that are streamed at a time
 QUEUED = 2.0  # such tiles that are in the stream before parameters that are to be brought
+ALIKE = 0.01  # of their activations' bytes, that groups differ in which are taken for the same
 EPSILON = 1e-12
-NOBODY = -1  # instead of a group
 
 
 @dataclass
@@ -31,7 +31,7 @@ class _Job:
 
     left: float
     takes: dict[str, float]  # bytes of up, down and memory for one unit
-    group: int
+    group: int = -1
     most: float = 1e15  # per second, with nothing beside it
     updates: bool = False  # the group, when this job is done
     behind: float = 0.0  # of parameters to be brought: those of tiles that are in the stream before them
@@ -40,13 +40,12 @@ class _Job:
         self.kind = tuple(self.takes.items())  # the same for jobs that take the same
 
 
-@dataclass
+@dataclass(frozen=True)
 class Timeline:
-    """What one step looks like."""
+    """The seconds of one step."""
 
     step_s: float = 0.0
     compute_s: float = 0.0  # of it the device computes
-    waits: dict[str, float] = field(default_factory=dict)  # seconds the device waits, by what for
     busy: dict[str, float] = field(default_factory=dict)  # seconds that each worker has something to do
 
 
@@ -58,14 +57,12 @@ class StepSimulation:
         self.costs = request.costs
         self.shares = shares
         self.now = 0.0
-        self.timeline = Timeline()
+        self.busy: dict[str, float] = {}  # seconds that each worker had something to do
         self.rates = _rates(request)
-        self.waiting: dict[str, list[tuple[int, _Job]]] = {
-            worker: [] for worker in ("cpu", "streamed", "disk", "land", "resident")
-        }
+        self.waiting = {worker: list[_Job]() for worker in ("cpu", "streamed", "disk", "land", "resident")}
         self.running: dict[str, _Job] = {}
         self.unfinished = [0] * len(shares)  # jobs of each group's update
-        self.present = [not _is_off(share) for share in shares]
+        self.present = [not share.parameters_off for share in shares]
         self.wanted: list[int] = []  # groups to bring, in order
         self.traffic = ActivationTraffic(request, shares)
         # Whether gradients are on the host before their update may begin.
@@ -87,39 +84,36 @@ class StepSimulation:
             return
         ways = 2.0 if adds and on_host else 1.0
         takes = {"up": ways - 1.0, "down": 1.0, "link": ways, "memory": ways}
-        job = _Job(part * cost.updated * cost.gradient_bytes, takes, group, updates=updates)
-        self.waiting["land"].append((-group, job))  # the last group's comes first
-        self.unfinished[group] += 1
+        self._queue("land", _Job(part * cost.updated * cost.gradient_bytes, takes, group, updates=updates))
+
+    def _queue(self, worker: str, job: _Job) -> None:
+        jobs = self.waiting[worker]
+        jobs.append(job)
+        jobs.sort(key=lambda job: job.group, reverse=worker == "land")  # gradients of the last group come first
+        self.unfinished[job.group] += 1
 
     def update_when_landed(self, group: int) -> None:
-        landing = [job for _, job in self.waiting["land"] if job.group == group]
-        if "land" in self.running and self.running["land"].group == group:
-            landing.insert(0, self.running["land"])
+        jobs = (self.running.get("land"), *self.waiting["land"])
+        landing = [job for job in jobs if job is not None and job.group == group]
         if landing:
             landing[-1].updates = True
         else:
             self.update(group)
 
     def update(self, group: int) -> None:
-        for worker, job in self._update_jobs(group):
-            self.waiting[worker].append((group, job))
-            self.unfinished[group] += 1
-
-    def _update_jobs(self, group: int) -> Iterator[tuple[str, _Job]]:
         cost = self.costs[group]
         share = self.shares[group]
         model = self.request.model
         states = model.state_bytes + model.master_bytes
         gradient_up = cost.gradient_bytes if share.gradients_host > 0.5 else 0
         gradient_down = 0 if share.gradients_host > 0.5 or self.lands_before else cost.gradient_bytes
-        weight_down = model.parameter_bytes if _is_off(share) else 0
-        weight_up = 0 if _is_off(share) else model.parameter_bytes
-        cpu_memory = cost.gradient_bytes + model.parameter_bytes + 2 * states + weight_up + gradient_down
+        weight_down = model.parameter_bytes if share.parameters_off else 0
+        weight_up = model.parameter_bytes - weight_down
         by_cpu = {
-            "cpu": self.request.machine.processor.ns(self.request.num_threads) * 1e-9,  # seconds
+            "cpu": self.request.cpu_s,
             "up": weight_up,
             "down": gradient_down,
-            "memory": cpu_memory,
+            "memory": cost.gradient_bytes + model.parameter_bytes + 2 * states + weight_up + gradient_down,
         }
         up = states + gradient_up
         down = states + weight_down
@@ -135,14 +129,13 @@ class StepSimulation:
             if part * cost.updated > 0.5:
                 on_disk = takes.get("read", 0) + takes.get("write", 0)  # which passes through memory
                 takes = {**takes, "link": takes["up"] + takes["down"], "memory": takes["memory"] + on_disk}
-                yield worker, _Job(part * cost.updated, takes, group)
+                self._queue(worker, _Job(part * cost.updated, takes, group))
 
     def _start(self) -> None:
         """Give every worker that has nothing to do its next job."""
         for worker, jobs in self.waiting.items():
             if jobs and worker not in self.running:
-                place = min(range(len(jobs)), key=lambda place: jobs[place][0])
-                self.running[worker] = jobs.pop(place)[1]
+                self.running[worker] = jobs.pop(0)
         if "bring" not in self.running and self.wanted and not self.unfinished[self.wanted[0]]:
             group = self.wanted.pop(0)
             takes = {"up": 1.0, "link": 1.0, "memory": 1.0}
@@ -193,7 +186,7 @@ class StepSimulation:
     def run(self, seconds: float, what: str = "compute") -> None:
         """Let the device do something. Where it is the CPU, that takes longer while updates are made there."""
         takes = {"cpu": 1.0} if self.request.machine.link is None else dict[str, float]()
-        self.running[what] = _Job(seconds, takes, NOBODY, most=1.0)
+        self.running[what] = _Job(seconds, takes, most=1.0)
         while what in self.running:
             self._advance()
 
@@ -203,21 +196,14 @@ class StepSimulation:
         if not self.present[group] and group not in self.wanted and not is_coming:
             self.wanted.insert(place, group)
 
-    def wait_for(self, group: int, what: str) -> None:
+    def wait_for(self, group: int) -> None:
         """Let time pass until a group is updated and its parameters are there."""
-        begun = self.now
         self.want(group, 0)
-        while self.unfinished[group] or not self.present[group]:
-            self._advance()
-        self.timeline.waits[what] = self.timeline.waits.get(what, 0.0) + self.now - begun
+        self.wait_until(lambda group: self.present[group] and not self.unfinished[group], group)
 
     def wait_until(self, is_ready: Callable[[int], bool], group: int) -> None:
-        begun = self.now
         while not is_ready(group):
             self._advance()
-        if self.now > begun:
-            waits = self.timeline.waits
-            waits["activations"] = waits.get("activations", 0.0) + self.now - begun
 
     def _advance(self) -> None:
         """Let time pass until the next job is done."""
@@ -233,19 +219,17 @@ class StepSimulation:
             bring.behind = 0.0 if ends["behind"] <= step * (1 + 1e-12) else bring.behind - speeds["streamed"] * step
         for worker, job in list(self.running.items()):
             job.left -= speeds[worker] * step
-            self.timeline.busy[worker] = self.timeline.busy.get(worker, 0.0) + step
+            self.busy[worker] = self.busy.get(worker, 0.0) + step
             if ends[worker] <= step * (1 + 1e-12) + EPSILON:
                 del self.running[worker]
                 self._finish(worker, job)
 
     def _finish(self, worker: str, job: _Job) -> None:
-        if job.group == NOBODY:
-            return
         if worker == "bring":
             self.present[job.group] = True
         elif worker in ("send", "return"):
             self.traffic.finish(worker, job.group)
-        else:
+        elif worker in self.waiting:
             if job.updates:
                 self.update(job.group)
             self.unfinished[job.group] -= 1
@@ -255,27 +239,27 @@ class StepSimulation:
         num_run = min(count, MOST_PASSES)
         for number in range(num_run):
             begun = self.now
-            before = replace(self.timeline, waits=dict(self.timeline.waits), busy=dict(self.timeline.busy))
-            self._forward(first=number == 0)
+            before = dict(self.busy)
+            self._forward()
             self._backward(last=number == num_run - 1, adds=number > 0)
             if number == num_run - 2 and count > num_run:
                 more = count - num_run
                 self.now += more * (self.now - begun)
-                _repeat(self.timeline.waits, before.waits, more)
-                _repeat(self.timeline.busy, before.busy, more)
+                for worker, seconds in self.busy.items():
+                    self.busy[worker] = seconds + more * (seconds - before.get(worker, 0.0))
 
-    def _forward(self, *, first: bool) -> None:
+    def _forward(self) -> None:
         num_groups = len(self.costs)
         self.traffic.begin()
         for group, cost in enumerate(self.costs):
             for ahead in range(group, min(num_groups, group + AHEAD + 1)):
                 self.want(ahead, len(self.wanted))
-            self.wait_for(group, "updates" if first else "parameters")
+            self.wait_for(group)
             self.wait_until(self.traffic.has_room, group)
             self.run(cost.forward_s)
             self.traffic.leave(group)
             if group < num_groups - 1:  # the last one stays for backward
-                self._let_go(group)
+                self.present[group] = not self.shares[group].parameters_off
         self.wait_until(self.traffic.has_room, num_groups)
 
     def _backward(self, *, last: bool, adds: bool) -> None:
@@ -284,35 +268,31 @@ class StepSimulation:
             for ahead in range(group, max(-1, group - AHEAD - 1), -1):
                 self.want(ahead, len(self.wanted))
             self.traffic.want(group)
-            self.wait_for(group, "parameters")
+            self.wait_for(group)
             self.wait_until(lambda group: not self.traffic.gone[group], group)
             recomputes = way_of(self.shares[group]) == "recompute"
             self.run(cost.backward_s + (cost.activations.longer_s if recomputes else 0.0))
-            self._let_go(group)
+            self.present[group] = not self.shares[group].parameters_off
             self.land(group, last=last, adds=adds)
-
-    def _let_go(self, group: int) -> None:
-        self.present[group] = not _is_off(self.shares[group])
 
 
 def simulate(request: PlanRequest, shares: Sequence[GroupShares]) -> Timeline:
     """Return one step in the steady state, for whole placements of parameters and gradients."""
     steps = StepSimulation(request, shares)
-    pairs = list(zip(request.costs, shares, strict=True))
-    again_s = sum(cost.activations.again_s for cost, share in pairs if way_of(share) == "recompute")
-    compute_s = request.accumulate * (sum(cost.compute_s for cost in request.costs) + again_s)
+    compute_s = request.accumulate * (sum(cost.compute_s for cost in request.costs) + again_seconds(request, shares))
+    pairs = zip(request.costs, shares, strict=True)
     resident_s = sum(cost.updated * share.resident * request.machine.resident_ns * 1e-9 for cost, share in pairs)
     begun = 0.0
     for _ in range(NUM_STEPS):
         begun = steps.now
-        steps.timeline = Timeline()
+        steps.busy = {}
         steps.passes(request.accumulate)
         steps.run(resident_s, "update")
         if not request.is_early:
             for group in range(len(shares)):
                 steps.update_when_landed(group)
     step_s = max(steps.now - begun, compute_s + resident_s)  # but for rounding it never is less
-    return replace(steps.timeline, step_s=step_s, compute_s=compute_s + resident_s)
+    return Timeline(step_s, compute_s + resident_s, steps.busy)
 
 
 def _rates(request: PlanRequest) -> dict[str, float]:
@@ -325,10 +305,71 @@ def _rates(request: PlanRequest) -> dict[str, float]:
     return rates
 
 
-def _repeat(total: dict[str, float], before: dict[str, float], times: int) -> None:
-    for name, seconds in total.items():
-        total[name] = seconds + times * (seconds - before.get(name, 0.0))
+class ActivationTraffic:
+    """Activations that are kept on the host: on their way there, and wanted back. Those of other groups stay, and make
+    room for them: before they are there in forward, and when backward has passed them. The rules are those of
+    scheduling/offloading.py, but that one group's at most are leaving where another sends its own next, as the program
+    has it: there two may be."""
 
+    def __init__(self, request: PlanRequest, shares: Sequence[GroupShares]) -> None:
+        ways = [way_of(share) for share in shares]
+        left = [cost.activations.left(way) for cost, way in zip(request.costs, ways, strict=True)]
+        self.sizes = [size if way == "host" else 0.0 for size, way in zip(left, ways, strict=True)]
+        self.stays: list[float | None] = []
+        for size, way in zip(left, ways, strict=True):
+            is_known = way == "recompute" or any(abs(size - sent) <= ALIKE * sent for sent in self.sizes if sent)
+            self.stays.append(None if way == "host" else size if is_known else 0.0)
+        self.leaving: list[int] = []  # groups, in order; the first is on its way
+        self.gone = [False] * len(shares)
+        self.wanted: list[int] = []
+        self.begin()
 
-def _is_off(share: GroupShares) -> bool:
-    return share.parameters_host + share.parameters_disk > 0.5
+    def begin(self) -> None:
+        self.freed = 0.0  # bytes of groups passed in backward
+        self.held = 0.0  # bytes of the group that backward is in
+
+    def leave(self, group: int) -> None:
+        if self.sizes[group]:
+            self.gone[group] = True
+            self.leaving.append(group)
+
+    def has_room(self, group: int) -> bool:
+        """Return whether what is leaving may do so while groups from this one on run: if it is no more than will stay
+        of them. Otherwise only the last one's is, or two while groups run that send nothing, none when the last did."""
+        to_come = [size for size in self.stays[group:] if size is not None]  # of groups that send nothing
+        if sum(self.sizes[leaving] for leaving in self.leaving) <= sum(to_come):
+            return True
+        if group and self.stays[group - 1] is not None:
+            num_staying = sum(size is not None for size in self.stays)
+            return len(self.leaving) <= math.ceil(NUM_BUFFERS * len(to_come) / num_staying)
+        return group == len(self.sizes) or len(self.leaving) < NUM_BUFFERS
+
+    def want(self, group: int) -> None:
+        """Backward comes to a group: what is away of it and of the next one is needed, more may come."""
+        stays = self.stays[group]
+        num_needed = NUM_BUFFERS
+        if stays is not None:
+            num_needed = 0
+            self.freed += self.held
+            self.held = stays
+        size = 0.0
+        for candidate in range(group, -1, -1):
+            size += self.sizes[candidate]
+            if candidate <= group - num_needed and size > self.freed:
+                break
+            if self.gone[candidate] and candidate not in self.wanted:
+                self.wanted.append(candidate)
+
+    def jobs(self) -> Iterator[tuple[str, int]]:
+        """Yield what can be done now: "send" or "return", and the group."""
+        if self.leaving:
+            yield "send", self.leaving[0]
+        if self.wanted and self.wanted[0] not in self.leaving:
+            yield "return", self.wanted[0]
+
+    def finish(self, job: str, group: int) -> None:
+        if job == "send":
+            self.leaving.remove(group)
+        else:
+            self.wanted.remove(group)
+            self.gone[group] = False

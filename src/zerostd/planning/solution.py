@@ -3,12 +3,12 @@ show how fast each worker really is: `refit` makes a request of that."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
-from zerostd.planning.activations import activation_bytes, way_of
-from zerostd.planning.demands import GroupShares, lands_on_copy
+from zerostd.planning.demands import GroupShares, activation_bytes, lands_on_copy, way_of
 from zerostd.planning.profiles import MachineProfile
 from zerostd.planning.request import GroupCost, PlanRequest
 from zerostd.planning.simulation import Timeline, simulate
@@ -20,6 +20,7 @@ CLOSE = 0.02  # of what a worker was observed to take
 LEAST_SECONDS = 1e-4  # of a worker in a step, for its rate to be told, and
 LEAST_PART = 0.1  # of a step: in less, what it shares with others hides how fast it is
 SLOW_PACE = 0.8  # of its rates, that a CPU has in slow minutes: 0.5 to 1.1 were seen within one hour
+Value = TypeVar("Value")
 NAMES = {  # of shares of states
     (Tier.DEVICE, Route.RESIDENT): "resident",
     (Tier.HOST, Route.CPU): "cpu",
@@ -35,8 +36,15 @@ class Solution:
 
     request: PlanRequest
     shares: list[GroupShares]
-    timeline: Timeline
     asked: PlanRequest | None = None  # with less to choose from, where this is the answer to that
+
+    @property
+    def pairs(self) -> list[tuple[GroupCost, GroupShares]]:
+        return list(zip(self.request.costs, self.shares, strict=True))
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return simulate(self.request, self.shares)
 
     @property
     def slow_request(self) -> PlanRequest:
@@ -53,7 +61,7 @@ class Solution:
 
     @property
     def cost_s(self) -> float:
-        """What placements are compared by: a step, half of them in such minutes."""
+        """The seconds that placements are compared by: half of the steps are in such minutes."""
         return (self.timeline.step_s + self.slow_s) / 2
 
     @property
@@ -61,38 +69,35 @@ class Solution:
         """Bytes of model state that are not on the device."""
         return sum(
             cost.updated * self.request.model.state_bytes * (1 - share.resident)
-            + cost.parameters * (share.parameters_host + share.parameters_disk)
+            + cost.parameters * share.parameters_off
             + cost.gradients * share.gradients_host
-            for cost, share in zip(self.request.costs, self.shares, strict=True)
+            for cost, share in self.pairs
         )
+
+    @property
+    def homes(self) -> dict[str, Homes]:
+        return self.by_group(homes_of)
+
+    def by_group(self, of_share: Callable[[GroupShares], Value]) -> dict[str, Value]:
+        """Return a value of each group, by its name."""
+        groups = self.request.model.groups
+        return {groups[index].name: of_share(share) for cost, share in self.pairs for index in cost.members}
 
 
 def evaluate(request: PlanRequest, homes: Mapping[str, Homes]) -> Solution:
     """Return what given homes cost. Groups that are placed as one must have the same."""
-    shares = [shares_of(homes[cost.name]) for cost in request.costs]
-    return Solution(request, shares, simulate(request, shares))
+    return Solution(request, [shares_of(homes[cost.name]) for cost in request.costs])
 
 
-def homes_by_group(solution: Solution) -> dict[str, Homes]:
-    pairs = zip(solution.request.costs, solution.shares, strict=True)
-    homes = {index: _homes(share) for cost, share in pairs for index in cost.members}
-    return {group.name: homes[index] for index, group in enumerate(solution.request.model.groups)}
-
-
-def _homes(share: GroupShares) -> Homes:
-    parts = [(tier, route, getattr(share, name)) for (tier, route), name in NAMES.items()]
-    parts = [(tier, route, part) for tier, route, part in parts if part > 5e-6]
-    total = sum(part for _, _, part in parts)
+def homes_of(share: GroupShares) -> Homes:
+    parts = {place: getattr(share, name) for place, name in NAMES.items() if getattr(share, name) > 5e-6}
+    total = sum(parts.values())
     parameters = Tier.HOST if share.parameters_host else Tier.DISK if share.parameters_disk else Tier.DEVICE
-    return Homes(
-        parameters,
-        Tier.HOST if share.gradients_host else Tier.DEVICE,
-        tuple((tier, route, part / total) for tier, route, part in parts),
-    )
+    gradients = Tier.HOST if share.gradients_host else Tier.DEVICE
+    return Homes(parameters, gradients, tuple((tier, route, part / total) for (tier, route), part in parts.items()))
 
 
 def shares_of(homes: Homes) -> GroupShares:
-    """Return homes as shares: the counterpart of `_homes`."""
     states = dict.fromkeys(NAMES.values(), 0.0)
     for tier, route, part in homes.states:
         states[NAMES[tier, route]] = part
@@ -106,18 +111,15 @@ def shares_of(homes: Homes) -> GroupShares:
 
 def model_state(solution: Solution) -> dict[Tier, dict[Kind, int]]:
     """Return the bytes of this rank by the closed form: 2 for a parameter, 2 for its gradient, 12 for its states."""
-    return _model_state(solution.request, solution.shares)
-
-
-def _model_state(request: PlanRequest, shares: Sequence[GroupShares]) -> dict[Tier, dict[Kind, int]]:
+    request = solution.request
     model = request.model
     total = {tier: dict[Kind, float]() for tier in Tier}
 
     def add(tier: Tier, kind: Kind, size: float) -> None:
         total[tier][kind] = total[tier].get(kind, 0.0) + size
 
-    for cost, share in zip(request.costs, shares, strict=True):
-        homes = _homes(share)
+    for cost, share in solution.pairs:
+        homes = homes_of(share)
         add(homes.parameters, Kind.PARAMETERS, cost.parameters)
         add(homes.gradients, Kind.GRADIENTS, cost.gradients)
         add(Tier.DEVICE, Kind.GRADIENTS, cost.pinned_gradients)
@@ -130,7 +132,7 @@ def _model_state(request: PlanRequest, shares: Sequence[GroupShares]) -> dict[Ti
                 passes = Tier.DEVICE if request.has_one_memory else Tier.HOST
                 add(passes, Kind.BUFFERS, cost.updated * part * _passing(request, cost, homes))
     if request.chooses:
-        device, host = activation_bytes(request, shares)
+        device, host = activation_bytes(request, solution.shares)
         add(Tier.DEVICE, Kind.ACTIVATIONS, device)
         add(Tier.HOST, Kind.ACTIVATIONS, host)
     for tier, size in request.fixed.items():
@@ -153,16 +155,13 @@ def activations_by_group(solution: Solution) -> dict[str, str]:
     """Return what each group does with its activations, or one word for all; nothing where there is no choice."""
     if not solution.request.chooses:
         return {}
-    pairs = zip(solution.request.costs, solution.shares, strict=True)
-    ways = {index: way_of(share) for cost, share in pairs for index in cost.members}
-    if len(set(ways.values())) == 1:
-        return {"*": ways[0]}
-    return {group.name: ways[index] for index, group in enumerate(solution.request.model.groups)}
+    ways = solution.by_group(way_of)
+    return ways if len(set(ways.values())) > 1 else {"*": next(iter(ways.values()))}
 
 
-def fits(request: PlanRequest, shares: Sequence[GroupShares]) -> bool:
-    held = {tier: sum(kinds.values()) for tier, kinds in _model_state(request, shares).items()}
-    return all(size <= request.limits.get(tier, 0) * (1 + TOLERANCE) + 1 for tier, size in held.items())
+def fits(solution: Solution) -> bool:
+    held = {tier: sum(kinds.values()) for tier, kinds in model_state(solution).items()}
+    return all(size <= solution.request.limits.get(tier, 0) * (1 + TOLERANCE) + 1 for tier, size in held.items())
 
 
 # -- rates as they were observed --
@@ -170,7 +169,7 @@ def fits(request: PlanRequest, shares: Sequence[GroupShares]) -> bool:
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """What steps were observed to take, on the rank that took longest."""
+    """The seconds that steps were observed to take, on the rank that took longest."""
 
     step_s: float
     forward_s: float  # of one pass with all else that the loop does, which hides updates as well; without waiting
@@ -223,8 +222,5 @@ def _slower(machine: MachineProfile, by: Mapping[str, float]) -> MachineProfile:
     link = machine.link
     if link is not None:
         link = replace(link, up=link.up / streamed, down=link.down / streamed, both=link.both / streamed)
-    disk = machine.disk
-    if disk is not None:
-        slower = by.get("disk", 1.0)
-        disk = replace(disk, read=disk.read / slower, write=disk.write / slower, both=disk.both / slower)
+    disk = machine.disk and machine.disk.slower(by.get("disk", 1.0))
     return replace(machine, processor=processor, link=link, disk=disk)

@@ -16,21 +16,23 @@ from zerostd.parameters.flat import MASTER
 from zerostd.parameters.host_gradient import NUM_STAGING
 from zerostd.policy import Kind, Tier
 from zerostd.preparing.homes import FlatPlan, Rules, demand
-from zerostd.sharding import Portion
+from zerostd.scheduling.gathering import PREFETCH_DEPTH
 from zerostd.tiers import Uploader
 
 
-def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules, *, prefetch_depth: int) -> dict[Tier, dict[Kind, int]]:
-    """Everything but activations, by tier and kind."""
+def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, dict[Kind, int]]:
+    """Return everything but activations, by tier and kind."""
+    trained = [plan for group in plans for plan in group if plan.is_trained]
     need = demand(plans)
     need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans, rules)
-    need[Tier.DEVICE, Kind.BUFFERS] += (
-        _gathered(plans, prefetch_depth)
-        + _wires(plans, rules)
-        + _scratch(plans, rules)
-        + _slots(plans, rules)[Tier.DEVICE]
-        + _staging(plans, rules)
-    )
+    need[Tier.DEVICE, Kind.BUFFERS] += _gathered(plans) + _slots(plans, rules)[Tier.DEVICE]
+    need[Tier.DEVICE, Kind.BUFFERS] += _wires(trained, rules) + _staging(trained, rules)
+    resident = [
+        sum(portion.numel for plan in group for portion in plan.portions if portion.tier is Tier.DEVICE)
+        for group in plans
+    ]
+    comes_up = [(plan.gradient_dtype, rules.has_own_memory and plan.gradients is Tier.HOST) for plan in trained]
+    need[Tier.DEVICE, Kind.BUFFERS] += Updater.buffer_bytes(resident, comes_up)
     counted: dict[Tier, dict[Kind, int]] = {}
     for (tier, kind), size in sorted(need.items()):
         if size:
@@ -39,62 +41,46 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules, *, prefetch_depth
 
 
 def host_buffers(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
-    """Host memory that what rests on disk passes through."""
+    """Return the bytes of host memory that what rests on disk passes through."""
     return _slots(plans, rules)[Tier.HOST] + Uploader.buffer_bytes(largest_on_disk(plans))
 
 
 def largest_on_disk(plans: Sequence[Sequence[FlatPlan]]) -> int:
-    """Bytes of the longest parameters that rest on disk."""
+    """Return the bytes of the longest parameters that rest on disk."""
     on_disk = [plan for group in plans for plan in group if plan.parameters is Tier.DISK]
     return max((plan.rest_numel * plan.dtype.itemsize for plan in on_disk), default=0)
 
 
-def _portions(plans: Sequence[Sequence[FlatPlan]]) -> list[Portion]:
-    return [portion for group in plans for plan in group for portion in plan.portions]
+def _slots(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, int]:
+    """Return the bytes for states that pass through the device, or come from disk, by the tier they are in."""
+    portions = [portion for group in plans for plan in group for portion in plan.portions]
+    return OffloadUpdater.buffer_bytes(portions, {MASTER: torch.float32, **rules.states})
 
 
-def _gathered(plans: Sequence[Sequence[FlatPlan]], depth: int) -> int:
-    """The root, which is there as long as forward lasts, with the group at work, those on their way, and in backward
-    the one before, whose last gradients are still to come. Groups that stay gathered are passed over."""
-    sizes = [sum(plan.layout.numel * plan.dtype.itemsize for plan in group if plan.gives_back) for group in plans]
-    if not sizes:
-        return 0
-    others = [size for size in sizes[1:] if size]
-    windows = [sum(others[start : start + depth + 2]) for start in range(len(others))]
-    return sizes[0] + max(windows, default=0)
+def _gathered(plans: Sequence[Sequence[FlatPlan]]) -> int:
+    """Count the root, which is there as long as forward lasts, the group at work, those on their way, and in backward
+    the group before, whose last gradients are still to come. Groups that stay gathered are passed over."""
+    root, *others = [
+        sum(plan.layout.numel * plan.dtype.itemsize for plan in group if plan.gives_back) for group in plans
+    ]
+    others = [size for size in others if size]
+    windows = [sum(others[start : start + PREFETCH_DEPTH + 2]) for start in range(len(others))]
+    return root + max(windows, default=0)
 
 
-def _wires(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
-    """What gradients are received in, and staged in where they are not kept whole."""
+def _wires(trained: Sequence[FlatPlan], rules: Rules) -> int:
+    """Return the bytes that gradients are received in, and staged in where they are not kept whole."""
     if rules.size == 1:
         return 0
-    sizes = [plan.layout.numel * plan.gradient_dtype.itemsize for group in plans for plan in group if plan.is_trained]
-    largest = max(sizes, default=0)
+    largest = max((plan.layout.numel * plan.gradient_dtype.itemsize for plan in trained), default=0)
     receive = Wires.buffer_bytes(largest, rules.size, has_streams=rules.has_own_memory)
     return receive + (NUM_STAGING * largest if rules.shards(Kind.GRADIENTS) else 0)
 
 
-def _scratch(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
-    """Gradients as an update on the device reads them."""
-    trained = [plan for group in plans for plan in group if plan.is_trained]
-    gradients = [(plan.gradient_dtype, rules.has_own_memory and plan.gradients is Tier.HOST) for plan in trained]
-    resident = [sum(p.numel for plan in group for p in plan.portions if p.tier is Tier.DEVICE) for group in plans]
-    return Updater.buffer_bytes(resident, gradients)
-
-
-def _slots(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, int]:
-    """Room for states that pass through the device, or come from disk, by the tier it is in."""
-    return OffloadUpdater.buffer_bytes(_portions(plans), {MASTER: torch.float32, **rules.states})
-
-
-def _staging(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
-    """Buffers on the device that gradients pass through on their way to the host."""
+def _staging(trained: Sequence[FlatPlan], rules: Rules) -> int:
+    """Return the bytes of the device that gradients pass through on their way to the host."""
     if not rules.has_own_memory:
         return 0
-    sizes = [
-        plan.numel * plan.gradient_dtype.itemsize * (2 if rules.sums_gradients else 1)
-        for group in plans
-        for plan in group
-        if plan.is_trained and plan.gradients is Tier.HOST
-    ]
-    return NUM_STAGING * max(sizes, default=0)
+    on_host = [plan for plan in trained if plan.gradients is Tier.HOST]
+    largest = max((plan.numel * plan.gradient_dtype.itemsize for plan in on_host), default=0)
+    return NUM_STAGING * largest * (2 if rules.sums_gradients else 1)

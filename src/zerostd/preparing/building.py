@@ -6,7 +6,7 @@ at a time -> hooks
 
 from __future__ import annotations
 
-from collections import Counter
+import contextlib
 from typing import Any
 
 import torch
@@ -14,26 +14,26 @@ from torch import nn
 
 from zerostd.communication import Control, Wires, World
 from zerostd.communication.wires import wires_to_peers
-from zerostd.engine.resources import Resources
-from zerostd.engine.runtime import Runtime
+from zerostd.engine.runtime import Resources, Runtime
 from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
+from zerostd.measuring.identity import device_of
 from zerostd.monitoring import Ledger
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.parameter_states import ParameterStates
 from zerostd.optimizers.states import put_states
 from zerostd.optimizers.updater import OffloadUpdater, Updater
 from zerostd.parameters import Group
-from zerostd.parameters.blueprints import ROOT, Blueprint, Member, describe, find_blueprints
+from zerostd.parameters.blueprints import ROOT, Member, describe, find_blueprints
 from zerostd.parameters.deferred import draw_seeds, make_real
 from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.replaying import is_deferred
-from zerostd.policy import Budget, Kind, Tier, parse_bytes
+from zerostd.policy import Budget, Kind, Tier, limit_of, parse_bytes
 from zerostd.preparing.accounting import host_buffers, largest_on_disk
-from zerostd.preparing.groups import make_group
-from zerostd.preparing.homes import FlatPlan, demand, plan_flats
+from zerostd.preparing.groups import ValueOf, make_flat
+from zerostd.preparing.homes import Demand, FlatPlan, demand, plan_flats
 from zerostd.preparing.options import check_world, num_threads, rules_for, ways_for
-from zerostd.preparing.proposing import decide, homes_of
+from zerostd.preparing.proposing import decide
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.offloading import ActivationOffloader
@@ -53,107 +53,91 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
             make_real(name, parameter, seed=0, device=device)  # raises: nobody knows its values
     world = World.discover(device)
     control = Control(world)
-    try:
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(world.close)
         lines = [*settings.describe(), *describe(model, optimizer, blueprints)]
         control.check_equal("models or options", lines)
         settings = decide(settings, blueprints, control, has_optimizer=optimizer is not None)
         check_world(settings, world)
-        rules = rules_for(settings, world, homes_of(settings.plan, blueprints))
+        rules = rules_for(settings, world, blueprints)
         plans = plan_flats(blueprints, rules)
         ways = ways_for(settings, [blueprint.name for blueprint in blueprints if blueprint.name != ROOT])
         need = demand(plans)
         need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans, rules)
         ledger = Ledger()
         peers = wires_to_peers(settings.decided[1].same_activations, world, ledger)
-        has_more = any(way.tier is Tier.DISK for way in ways.values())
-        allocator = _make_allocator(need, settings.budget, world, ledger, needs_disk=has_more)
-        _reserve(allocator, plans)
-    except BaseException:
-        world.close()
-        raise
+        needs_disk = any(way.tier is Tier.DISK for way in ways.values())
+        allocator = _make_allocator(need, settings.budget, world, ledger, needs_disk=needs_disk)
+        on_failure.callback(allocator.close)
+        _reserve(allocator, plans, need, settings.budget, world)
+        on_failure.pop_all()
     streams = Streams(device)
     uploader = Uploader(allocator, streams, largest_on_disk=largest_on_disk(plans))
     resources = Resources(allocator, streams, uploader, Staging(), num_threads(world))
     wires = Wires(world, ledger)
     original_dtypes = {parameter: parameter.dtype for parameter in model.parameters()}
-    groups = _make_groups(model, blueprints, plans, resources, control, wires)
-    gatherer = Gatherer(groups, wires, control)
-    copies = ActivationCopies(allocator, streams, _left_of(need, settings.budget, world))
+    seed = control.collect(torch.initial_seed())[0]
+    value_of = _first_values(model, wires, seed)
+    groups = []
+    for index, (blueprint, flat_plans) in enumerate(zip(blueprints, plans, strict=True)):
+        flats = [make_flat(plan, resources, value_of) for plan in flat_plans]
+        groups.append(Group(blueprint, index, flats, wires, uploader))
+    _place_buffers(model, device, seed)
+    gatherer = Gatherer(tuple(groups), wires, control)
+    left = {Tier.HOST: _left_on_host(need, settings.budget, world), Tier.DISK: None}  # a disk knows its own limit
+    copies = ActivationCopies(allocator, streams, left)
     activations = Activations(model, gatherer, ways, ActivationOffloader(copies, peers))
     runtime = Runtime(model, gatherer, activations, resources, settings=settings, original_dtypes=original_dtypes)
     runtime.install()
     return runtime
 
 
-def _make_allocator(
-    need: Counter[tuple[Tier, Kind]], budget: Budget, world: World, ledger: Ledger, *, needs_disk: bool
-) -> TierAllocator:
-    """Check the bytes against what is free and what the budget allows, then take them."""
-    totals = Counter[Tier]()
-    for (tier, _), num_bytes in need.items():
-        totals[tier] += num_bytes
-    if budget.device is not None and totals[Tier.DEVICE] > parse_bytes(budget.device):
+def _make_allocator(need: Demand, budget: Budget, world: World, ledger: Ledger, *, needs_disk: bool) -> TierAllocator:
+    """Check the bytes against what is free and what the budget allows; a disk is checked when arenas are taken."""
+    on_device = _total(need, Tier.DEVICE)
+    if budget.device is not None and on_device > parse_bytes(budget.device):
         raise PrepareError(
-            f"the model state needs {totals[Tier.DEVICE] / 2**30:.3f} GiB on the device ({_parts(need, Tier.DEVICE)}; "
+            f"the model state needs {on_device / 2**30:.3f} GiB on the device ({_parts(need, Tier.DEVICE)}; "
             f"gathered groups and activations come on top), and Budget(device={budget.device!r}) allows less: place "
             "more of it with Placement(optimizer_states='host')"
         )
-    on_host = totals[Tier.HOST] * world.local_size
-    on_disk = totals[Tier.DISK] * world.local_size
-    limit = None if budget.host is None else parse_bytes(budget.host)
+    on_host = _total(need, Tier.HOST) * world.local_size
     if on_host:
         what = f"the host share of {world.local_size} rank(s) on this machine ({_parts(need, Tier.HOST)} each)"
-        check_host(on_host, what, limit)
+        check_host(on_host, what, limit_of(budget.host))
     host = Host(world.device, ledger, num_threads(world))
-    disk = None
-    if on_disk or needs_disk:
-        limit = None if budget.disk is None else parse_bytes(budget.disk)
-        disk = open_disk(budget, ledger)
-    allocator = TierAllocator(world.device, host, disk, ledger)
-    if disk is not None:
-        try:
-            check_disk(on_disk, disk.path, limit)
-        except BaseException:
-            allocator.close()
-            raise
-    return allocator
+    disk = open_disk(budget, ledger) if needs_disk or _total(need, Tier.DISK) else None
+    return TierAllocator(world.device, host, disk, ledger)
 
 
-def _left_of(need: Counter[tuple[Tier, Kind]], budget: Budget, world: World) -> dict[Tier, int | None]:
-    """Bytes that a budget leaves to the activations of this rank; None: as many as there are. A disk knows its own."""
-    if budget.host is None:
-        return {Tier.HOST: None, Tier.DISK: None}
-    taken = sum(num_bytes for (tier, _), num_bytes in need.items() if tier is Tier.HOST)
-    return {Tier.HOST: max(0, parse_bytes(budget.host) // world.local_size - taken), Tier.DISK: None}
-
-
-def _reserve(allocator: TierAllocator, plans: list[list[FlatPlan]]) -> None:
+def _reserve(allocator: TierAllocator, plans: list[list[FlatPlan]], need: Demand, budget: Budget, world: World) -> None:
     """Take the arenas of all flats, before the first one is built."""
-    try:
-        for plan in (plan for group in plans for plan in group):
-            for (tier, kind), num_bytes in plan.demand().items():
-                if kind in (Kind.OPTIMIZER_STATES, Kind.PARAMETERS):
-                    allocator.reserve(plan.owner, tier, kind, num_bytes)
-    except BaseException:
-        allocator.close()
-        raise
+    if allocator.disk is not None:
+        check_disk(_total(need, Tier.DISK) * world.local_size, allocator.disk.path, limit_of(budget.disk))
+    for plan in (plan for group in plans for plan in group):
+        for (tier, kind), num_bytes in plan.demand().items():
+            if kind in (Kind.OPTIMIZER_STATES, Kind.PARAMETERS):
+                allocator.reserve(plan.owner, tier, kind, num_bytes)
 
 
-def _parts(need: Counter[tuple[Tier, Kind]], tier: Tier) -> str:
-    return ", ".join(f"{kind.value} {size / 2**30:.3f} GiB" for (where, kind), size in need.items() if where is tier)
+def _left_on_host(need: Demand, budget: Budget, world: World) -> int | None:
+    """Return the bytes that a budget leaves to the activations of this rank; None: as many as there are."""
+    limit = limit_of(budget.host)
+    return None if limit is None else max(0, limit // world.local_size - _total(need, Tier.HOST))
 
 
-def _make_groups(
-    model: nn.Module,
-    blueprints: list[Blueprint],
-    plans: list[list[FlatPlan]],
-    resources: Resources,
-    control: Control,
-    wires: Wires,
-) -> tuple[Group, ...]:
-    """One group at a time, with rank 0's values or values made here from a seed that is the same everywhere."""
-    device = control.world.device
-    seed = control.collect(torch.initial_seed())[0]
+def _total(need: Demand, tier: Tier) -> int:
+    return sum(num_bytes for (where, _), num_bytes in need.items() if where is tier)
+
+
+def _parts(need: Demand, tier: Tier) -> str:
+    kinds = {kind: size for (where, kind), size in need.items() if where is tier}
+    return ", ".join(f"{kind.value} {size / 2**30:.3f} GiB" for kind, size in kinds.items())
+
+
+def _first_values(model: nn.Module, wires: Wires, seed: int) -> ValueOf:
+    """Return what gives parameters their first values: those of rank 0, or made from a seed that all ranks share."""
+    device = wires.world.device
     seeds = draw_seeds(model.named_parameters(), seed=seed)
 
     def value_of(member: Member) -> torch.Tensor:
@@ -163,29 +147,11 @@ def _make_groups(
         wires.broadcast([value])
         return value
 
-    groups = []
-    for index, (blueprint, flats) in enumerate(zip(blueprints, plans, strict=True)):
-        group = make_group(blueprint, index, flats, resources, wires, value_of)
-        groups.append(group)
-    _place_buffers(model, device, seed)
-    return tuple(groups)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where the model lies; one built under empty_init goes to the accelerator, if there is one."""
-    real = {p.device for p in model.parameters() if p.device.type != "meta"}
-    is_deferred_model = any(p.device.type == "meta" for p in model.parameters())
-    if is_deferred_model and all(device.type == "cpu" for device in real):
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    else:
-        device = real.pop()
-    if device.type != "cpu" and device.index is None:
-        device = torch.device(device.type, torch.accelerator.current_device_index())
-    return device
+    return value_of
 
 
 def _place_buffers(model: nn.Module, device: torch.device, seed: int) -> None:
-    """Buffers that empty_init left on the host, or without memory, come to the device."""
+    """Bring buffers to the device that empty_init left on the host or without memory."""
     for name, module in model.named_modules():
         for short, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "meta":
@@ -229,5 +195,5 @@ def begin_backward_updates(runtime: Runtime, optimizer: ZeroOptimizer) -> None:
 
 
 def open_disk(budget: Budget, ledger: Ledger) -> Disk:
-    """The disk that a budget names."""
-    return Disk(budget.disk_path, ledger, limit=None if budget.disk is None else parse_bytes(budget.disk))
+    """Open the disk that a budget names."""
+    return Disk(budget.disk_path, ledger, limit=limit_of(budget.disk))

@@ -1,4 +1,4 @@
-"""From plans to groups of flat buffers, each holding what this rank should.
+"""From plans to the flat buffers of groups, each holding what this rank should.
 
 One group at a time is moved, so the extra memory is one group's. What rests off the device comes from arenas that were
 reserved before the first group.
@@ -6,16 +6,14 @@ reserved before the first group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from zerostd.communication import Wires
-from zerostd.engine.resources import Resources
-from zerostd.parameters.blueprints import Blueprint, Member
+from zerostd.engine.runtime import Resources
+from zerostd.parameters.blueprints import Member
 from zerostd.parameters.flat import MASTER, Flat, StateShard
 from zerostd.parameters.gradient import Gradient, HostGradientCopy
-from zerostd.parameters.group import Group
 from zerostd.parameters.host_gradient import HostGradient
 from zerostd.policy import Kind, Route, Tier
 from zerostd.preparing.homes import FlatPlan
@@ -25,32 +23,18 @@ from zerostd.tiers import TierAllocator, TierTensor
 ValueOf = Callable[[Member], torch.Tensor]
 
 
-def make_group(
-    blueprint: Blueprint,
-    index: int,
-    plans: Sequence[FlatPlan],
-    resources: Resources,
-    wires: Wires,
-    value_of: ValueOf,
-) -> Group:
+def make_flat(plan: FlatPlan, resources: Resources, value_of: ValueOf) -> Flat:
     """Flatten, take this rank's part, and let the rest go. `value_of` gives a parameter's first values."""
-    flats = [_make_flat(plan, resources, value_of) for plan in plans]
-    return Group(blueprint, index, flats, wires, resources.uploader)
-
-
-def _make_flat(plan: FlatPlan, resources: Resources, value_of: ValueOf) -> Flat:
     allocator = resources.allocator
     parameters = [member.parameter for member in plan.members]
-    portions = plan.portions if plan.is_trained else ()
-    shards = [_make_shard(plan, portion, allocator) for portion in portions]
+    shards = [_make_shard(plan, portion, allocator) for portion in plan.portions]
     flat = Flat(plan.layout, parameters, plan.dtype, allocator, region=plan.region, state_shards=shards)
     for position, member in enumerate(plan.members):
         flat.adopt(position, value_of(member))
-    is_sharded = plan.rules.shards(Kind.PARAMETERS)
     rest: TierTensor | None = None
     if plan.gives_back:
         rest = allocator.allocate(plan.owner, plan.parameters, Kind.PARAMETERS, plan.rest_numel, plan.dtype)
-    flat.keep(rest, is_sharded=is_sharded)
+    flat.keep(rest, is_sharded=plan.rules.shards(Kind.PARAMETERS))
     if plan.is_trained:
         flat.gradient = _make_gradient(plan, resources)
     return flat
@@ -87,7 +71,7 @@ def _make_shard(plan: FlatPlan, portion: Portion, allocator: TierAllocator) -> S
     columns = {} if shares else {MASTER: column(plan.master_dtype)}
     columns |= {name: column(dtype) for name, dtype in states.items()}
     spare: dict[str, TierTensor] = {}
-    if plan.rules.speculates and portion.tier is Tier.HOST:
+    if plan.rules.placement.speculate and portion.tier is Tier.HOST:
         spare = {MASTER: column(plan.master_dtype)} | {name: column(dtype) for name, dtype in states.items()}
     return StateShard(portion.start, portion.stop, portion.tier, portion.route, columns, spare, holds_parameters=shares)
 
@@ -109,7 +93,7 @@ def _make_gradient(plan: FlatPlan, resources: Resources) -> Gradient:
 
 
 def _make_host_copy(plan: FlatPlan, resources: Resources) -> HostGradientCopy | None:
-    """The host's copy of what the CPU reads, where the gradient rests on a device with memory of its own."""
+    """Return the host's copy of what the CPU reads, where the gradient rests on a device with memory of its own."""
     parts = [slice(portion.start, portion.stop) for portion in plan.portions if portion.route is Route.CPU]
     if not plan.rules.has_own_memory or not parts:
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,10 +18,12 @@ from zerostd.sharding import Layout, Portion, make_layout
 from zerostd.sharding.portions import assign_tiers, cut_by_shares, cut_portions
 from zerostd.tiers.host import padded
 
+Demand = Counter[tuple[Tier, Kind]]  # bytes
+
 
 @dataclass(frozen=True)
 class Rules:
-    """What decides how much of a model this rank holds, and where."""
+    """Decide how much of a model this rank holds, and where."""
 
     rank: int
     size: int
@@ -36,13 +38,8 @@ class Rules:
     reduces_all: bool = False  # `reduce_dtype` is for gradients of fp32 parameters too
 
     def shards(self, kind: Kind) -> bool:
-        """Whether this kind is spread over ranks here; in a world of one nothing is."""
+        """Return whether this kind is spread over ranks here; in a world of one nothing is."""
         return self.size > 1 and shards(self.stage, kind)
-
-    @property
-    def speculates(self) -> bool:
-        """Whether states off the device have a second copy."""
-        return self.placement.speculate
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +50,9 @@ class FlatPlan:
     members: tuple[Member, ...]  # in the layout's order
     layout: Layout
     region: slice
-    is_trained: bool
-    parameters: Tier
-    gradients: Tier
-    portions: tuple[Portion, ...]  # of the region; empty if frozen
+    parameters: Tier = Tier.DEVICE
+    gradients: Tier = Tier.DEVICE
+    portions: tuple[Portion, ...] = ()  # of the region; empty if frozen
 
     @property
     def owner(self) -> str:
@@ -64,18 +60,22 @@ class FlatPlan:
         return self.members[0].name
 
     @property
+    def is_trained(self) -> bool:
+        return self.members[0].options is not None
+
+    @property
     def dtype(self) -> torch.dtype:
-        """What parameters compute in."""
+        """The dtype that parameters compute in."""
         return self.members[0].dtype
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """What they are updated in."""
+        """The dtype that they are updated in."""
         return self.dtype if self.dtype.itemsize >= 4 else torch.float32
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """What gradients travel and rest in."""
+        """The dtype that gradients travel and rest in."""
         is_cast = self.dtype.itemsize < 4 or (self.rules.reduces_all and self.dtype is torch.float32)
         return self.rules.reduce_dtype if is_cast and self.rules.reduce_dtype is not None else self.dtype
 
@@ -90,12 +90,13 @@ class FlatPlan:
         return self.rules.shards(Kind.PARAMETERS) or self.parameters is not Tier.DEVICE
 
     def shares_master(self, portion: Portion) -> bool:
-        """Whether the parameter itself is the master: same numbers, same place, and nothing is tried beside it."""
-        same = self.master_dtype == self.dtype and portion.tier is self.parameters and portion.tier is not Tier.DISK
-        return same and not (self.rules.speculates and portion.tier is not Tier.DEVICE)
+        """Return whether the parameter is its own master: same numbers, same place, and nothing is tried beside it."""
+        is_as_wide = self.master_dtype == self.dtype
+        same = is_as_wide and portion.tier is self.parameters and portion.tier is not Tier.DISK
+        return same and not (self.rules.placement.speculate and portion.tier is not Tier.DEVICE)
 
     def states_of(self, portion: Portion) -> dict[str, torch.dtype]:
-        """States that are laid out beforehand, by name: those off the device."""
+        """Return the states that are laid out beforehand, by name: those off the device."""
         if portion.tier is Tier.DEVICE:
             return {}
         return {
@@ -107,10 +108,10 @@ class FlatPlan:
         """Elements of the region."""
         return int(self.region.stop - self.region.start)
 
-    def demand(self) -> Counter[tuple[Tier, Kind]]:
+    def demand(self) -> Demand:
         """Return the bytes of model state that it takes of each tier on this rank."""
         rules = self.rules
-        need: Counter[tuple[Tier, Kind]] = Counter()
+        need = Demand()
         need[self.parameters, Kind.PARAMETERS] += _taken(self.parameters, self.rest_numel * self.dtype.itemsize)
         if not self.is_trained:
             return need
@@ -125,17 +126,18 @@ class FlatPlan:
             self._add_portion(need, portion, itemsize)
         return need
 
-    def _add_portion(self, need: Counter[tuple[Tier, Kind]], portion: Portion, itemsize: int) -> None:
+    def _add_portion(self, need: Demand, portion: Portion, itemsize: int) -> None:
         rules = self.rules
         widths = [dtype.itemsize for dtype in rules.states.values()]
         if not self.shares_master(portion):
             widths.append(self.master_dtype.itemsize)
-        copies = 2 if rules.speculates and portion.tier is Tier.HOST else 1
+        copies = 2 if rules.placement.speculate and portion.tier is Tier.HOST else 1
         sizes = [_taken(portion.tier, portion.numel * width) for width in widths]
         need[portion.tier, Kind.OPTIMIZER_STATES] += copies * sum(sizes)
         if rules.has_own_memory and portion.route is Route.CPU and self.gradients is Tier.DEVICE:
             need[Tier.HOST, Kind.BUFFERS] += padded(portion.numel * itemsize)
-        lands_on_gradient = self.gradients is Tier.DEVICE and itemsize == self.dtype.itemsize and not rules.speculates
+        is_as_wide = itemsize == self.dtype.itemsize
+        lands_on_gradient = self.gradients is Tier.DEVICE and is_as_wide and not rules.placement.speculate
         goes_up = rules.has_own_memory and self.parameters is Tier.DEVICE and not lands_on_gradient
         if portion.route is Route.CPU and (goes_up or self.parameters is Tier.DISK):  # new parameters, on their way
             need[Tier.HOST, Kind.BUFFERS] += padded(portion.numel * self.dtype.itemsize)
@@ -143,70 +145,54 @@ class FlatPlan:
 
 def plan_flats(blueprints: Sequence[Blueprint], rules: Rules) -> list[list[FlatPlan]]:
     """Return the plans of the flats of every group, in the groups' order."""
-    flats = [(blueprint.name, *flat) for blueprint in blueprints for flat in _lay_out(blueprint, rules)]
-    layouts = [layout for _, _, layout in flats]
-    regions = [_region(layout, rules) for layout in layouts]
-    trained = [members[0].options is not None for _, members, _ in flats]
-    sizes = [layout.numel * members[0].dtype.itemsize for _, members, layout in flats]
-    numels = [_numel(region) if is_trained else 0 for region, is_trained in zip(regions, trained, strict=True)]
+    groups = [_lay_out(blueprint, rules) for blueprint in blueprints]
+    flats = [flat for group in groups for flat in group]
+    sizes = [flat.layout.numel * flat.dtype.itemsize for flat in flats]
+    numels = [flat.numel if flat.is_trained else 0 for flat in flats]
     if rules.homes is None:
         placement = rules.placement
         parameters = assign_tiers(sizes, placement.shares(Kind.PARAMETERS))
         gradients = assign_tiers(numels, placement.shares(Kind.GRADIENTS))
         portions = cut_portions(numels, placement.shares(Kind.OPTIMIZER_STATES), cpu_share=rules.cpu_share)
     else:
-        homes = [rules.homes[name] for name, _, _ in flats]
+        names = [blueprint.name for blueprint, group in zip(blueprints, groups, strict=True) for _ in group]
+        homes = [rules.homes[name] for name in names]
         parameters = [home.parameters for home in homes]
         gradients = [home.gradients for home in homes]
         portions = [cut_by_shares(numel, home.states) for numel, home in zip(numels, homes, strict=True)]
-    plans: dict[str, list[FlatPlan]] = {blueprint.name: [] for blueprint in blueprints}
-    for index, (name, members, layout) in enumerate(flats):
-        is_empty = sizes[index] == 0  # there is no arena of no bytes: what has no elements is on the device
-        plan = FlatPlan(
-            rules=rules,
-            members=members,
-            layout=layout,
-            region=regions[index],
-            is_trained=trained[index],
-            parameters=Tier.DEVICE if is_empty else parameters[index],
-            gradients=Tier.DEVICE if is_empty else gradients[index],
-            portions=tuple(portions[index]),
-        )
-        plans[name].append(plan)
-    return list(plans.values())
+    for index, flat in enumerate(flats):
+        flats[index] = replace(flat, portions=portions[index])
+        if sizes[index]:  # there is no arena of no bytes: what has no elements is on the device
+            flats[index] = replace(flats[index], parameters=parameters[index], gradients=gradients[index])
+    placed = iter(flats)
+    return [[next(placed) for _ in group] for group in groups]
 
 
-def _lay_out(blueprint: Blueprint, rules: Rules) -> list[tuple[tuple[Member, ...], Layout]]:
-    """The flats of a group: parameters of one dtype that train, or are frozen, together, in their layout's order."""
+def _lay_out(blueprint: Blueprint, rules: Rules) -> list[FlatPlan]:
+    """Return the flats of a group, without homes: parameters of one dtype that train, or are frozen, together."""
     by_sort: dict[tuple[torch.dtype, bool], list[Member]] = {}
     for member in blueprint.members:
         by_sort.setdefault((member.dtype, member.options is not None), []).append(member)
     flats = []
     for (dtype, _), members in by_sort.items():
         members.sort(key=lambda member: -1 if member.options is None else member.options)
-        shapes = [(member.name, tuple(member.parameter.shape)) for member in members]
-        layout = make_layout(shapes, rules.size, dtype.itemsize)
         by_name = {member.name: member for member in members}
-        flats.append((tuple(by_name[interval.name] for interval in layout.intervals), layout))
+        shapes = [(name, tuple(member.parameter.shape)) for name, member in by_name.items()]
+        layout = make_layout(shapes, rules.size, dtype.itemsize)
+        region = layout.shard(rules.rank) if rules.shards(Kind.OPTIMIZER_STATES) else slice(0, layout.numel)
+        ordered = tuple(by_name[interval.name] for interval in layout.intervals)
+        flats.append(FlatPlan(rules, ordered, layout, region))
     return flats
 
 
-def _region(layout: Layout, rules: Rules) -> slice:
-    return layout.shard(rules.rank) if rules.shards(Kind.OPTIMIZER_STATES) else slice(0, layout.numel)
-
-
-def _numel(region: slice) -> int:
-    return int(region.stop - region.start)
-
-
-def demand(plans: Sequence[Sequence[FlatPlan]]) -> Counter[tuple[Tier, Kind]]:
+def demand(plans: Sequence[Sequence[FlatPlan]]) -> Demand:
     """Return the bytes of model state that flats take of each tier on this rank; buffers of fixed size are left out."""
-    need: Counter[tuple[Tier, Kind]] = Counter()
+    need = Demand()
     for plan in (plan for group in plans for plan in group):
         need.update(plan.demand())
     return need
 
 
 def _taken(tier: Tier, num_bytes: int) -> int:
-    """Bytes that a column takes: off the device whole pages of an arena."""
+    """Return the bytes that a column takes: off the device whole pages of an arena."""
     return num_bytes if tier is Tier.DEVICE else padded(num_bytes)

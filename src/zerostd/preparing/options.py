@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,8 @@ from zerostd.communication.world import thread_budget
 from zerostd.engine.settings import Settings
 from zerostd.errors import NotSupportedError, PrepareError
 from zerostd.optimizers.elementwise import check_elementwise, find_states
-from zerostd.parameters.blueprints import check_model, check_optimizer
+from zerostd.parameters.blueprints import Blueprint, check_model, check_optimizer
+from zerostd.planning import Plan
 from zerostd.planning.request import NUM_BUSY_THREADS
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, Way, parse_bytes
 from zerostd.preparing.homes import Rules
@@ -25,7 +26,11 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
     """Refuse options that cannot be honoured, and return them with the states that the optimizer keeps."""
     if settings.plan is not None and (settings.stage is not None or settings.placement is not None):
         raise PrepareError("plan= says what stage= and placement= would: leave them out, or the plan")
-    _check_numbers(settings.accumulate, settings.max_grad_norm)
+    accumulate = settings.accumulate
+    if accumulate is not None and (isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1):
+        raise PrepareError(f"accumulate={accumulate!r} must be a whole number of backward passes, 1 or more")
+    if settings.max_grad_norm is not None and not settings.max_grad_norm > 0:
+        raise PrepareError(f"max_grad_norm={settings.max_grad_norm!r} must be positive; leave it out for no clipping")
     check_model(model)
     if optimizer is not None:
         check_optimizer(model, optimizer)
@@ -36,13 +41,6 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
     if settings.placement is not None:
         check_placement(settings, settings.placement, has_optimizer=optimizer is not None)
     return settings
-
-
-def _check_numbers(accumulate: int | None, max_grad_norm: float | None) -> None:
-    if accumulate is not None and (isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1):
-        raise PrepareError(f"accumulate={accumulate!r} must be a whole number of backward passes, 1 or more")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise PrepareError(f"max_grad_norm={max_grad_norm!r} must be positive; leave it out for no clipping")
 
 
 def check_placement(settings: Settings, placement: Placement, *, has_optimizer: bool) -> None:
@@ -70,13 +68,10 @@ def check_placement(settings: Settings, placement: Placement, *, has_optimizer: 
 
 def check_budget(budget: Budget) -> None:
     """Refuse a budget that is not there."""
-    for tier, size in (("host", budget.host), ("disk", budget.disk)):
-        if size is None:
-            continue
-        if tier == "host":
-            check_host(parse_bytes(size), f"Budget(host={size!r})")
-        elif budget.disk_path is not None:
-            check_disk(parse_bytes(size), budget.disk_path)
+    if budget.host is not None:
+        check_host(parse_bytes(budget.host), f"Budget(host={budget.host!r})")
+    if budget.disk is not None and budget.disk_path is not None:
+        check_disk(parse_bytes(budget.disk), budget.disk_path)
 
 
 def check_world(settings: Settings, world: World) -> None:
@@ -91,21 +86,24 @@ def check_world(settings: Settings, world: World) -> None:
             )
 
 
-def rules_for(settings: Settings, world: World, homes: Mapping[str, Homes] | None = None) -> Rules:
-    """What decides how much of a model this rank holds, and where."""
+def homes_of(plan: Plan, blueprints: Sequence[Blueprint]) -> dict[str, Homes]:
+    """Return the homes by name of group; those without parameters need none."""
+    return {group.name: plan.homes_of(group.name) if group.members else Homes() for group in blueprints}
+
+
+def rules_for(settings: Settings, world: World, blueprints: Sequence[Blueprint]) -> Rules:
+    """Return what decides how much of a model this rank holds, and where."""
     stage, placement = settings.decided
     has_own_memory = world.device.type != "cpu"
     share = placement.cpu_share
     if Tier.DISK in placement.shares(Kind.PARAMETERS):
         share = 1.0  # new parameters go to the disk from the host
     if share is None:
-        kinds = (Kind.PARAMETERS, Kind.GRADIENTS)
-        off = {kind: 1.0 - placement.shares(kind).get(Tier.DEVICE, 0.0) for kind in kinds}
         share = default_cpu_share(
             num_threads(world),
             has_link=has_own_memory,
-            parameters_off=off[Kind.PARAMETERS],
-            gradients_off=off[Kind.GRADIENTS],
+            parameters_off=1.0 - placement.shares(Kind.PARAMETERS).get(Tier.DEVICE, 0.0),
+            gradients_off=1.0 - placement.shares(Kind.GRADIENTS).get(Tier.DEVICE, 0.0),
         )
     return Rules(
         rank=world.rank,
@@ -117,13 +115,13 @@ def rules_for(settings: Settings, world: World, homes: Mapping[str, Homes] | Non
         states=settings.states,
         has_own_memory=has_own_memory,
         sums_gradients=settings.accumulate is not None and settings.accumulate > 1,
-        homes=homes,
+        homes=None if settings.plan is None else homes_of(settings.plan, blueprints),
         reduces_all=settings.precision.compute is None,
     )
 
 
 def ways_for(settings: Settings, groups: Sequence[str]) -> dict[str, Way]:
-    """What groups do with their activations: as the plan says, or else the placement."""
+    """Return what groups do with their activations: as the plan says, or else the placement."""
     _, placement = settings.decided
     if settings.plan is None:
         return placement.ways(groups)
@@ -131,6 +129,6 @@ def ways_for(settings: Settings, groups: Sequence[str]) -> dict[str, Way]:
 
 
 def num_threads(world: World) -> int:
-    """For updates on the processor."""
+    """Return the threads for updates on the CPU."""
     budget = thread_budget(world.local_size)
     return budget if world.device.type == "cpu" else max(1, budget - NUM_BUSY_THREADS)

@@ -11,26 +11,24 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from zerostd.communication import Control, World
 from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import free_bytes
-from zerostd.measuring.model import state_widths
+from zerostd.measuring.model import untried_profile
 from zerostd.parameters.blueprints import Blueprint
-from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, Plan, PlanRequest, Prediction
+from zerostd.planning import MachineProfile, ModelProfile, Plan, PlanRequest, Prediction
 from zerostd.planning.planner import if_most_are_clipped, place_states, plan_from, solve
 from zerostd.planning.profiles import WAYS
 from zerostd.planning.program import SLACK
 from zerostd.planning.request import WORTH_SPECULATING, limits_for, stages_of, threads_of
-from zerostd.planning.solution import ObservedStep, Solution, evaluate, homes_by_group, model_state, refit
+from zerostd.planning.solution import ObservedStep, Solution, evaluate, model_state, refit
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats
-from zerostd.preparing.options import check_placement, rules_for
-from zerostd.scheduling.gathering import PREFETCH_DEPTH
+from zerostd.preparing.options import check_placement, homes_of, rules_for
 
 MOST_TRIES = 12
 MOST_FITTING = 3  # placements that fit, of which the one with the shortest step is taken
@@ -45,28 +43,42 @@ Bytes = Mapping[Tier, Mapping[Kind, int]]
 
 def decide(settings: Settings, blueprints: Sequence[Blueprint], control: Control, *, has_optimizer: bool) -> Settings:
     """Return the settings with stage, placement and plan filled in. All ranks call it together."""
-    world = control.world
     if settings.plan is None and settings.placement is not None:
         return replace(settings, stage=Stage.PARAMETERS if settings.stage is None else settings.stage)
-    if settings.plan is None:
-        search = PlanSearch(settings, blueprints, world, has_optimizer=has_optimizer)
-        held = _held(blueprints, world)
-        plan = search.all_on_device(find_limits(replace(settings.budget, disk_path=None), world, held, control))
-        if plan is None:
-            limits = find_limits(settings.budget, world, held, control)
-            machine = load_or_measure(world.device, disk_path=settings.budget.disk_path)
-            plan = search.propose(limits, profile_of(blueprints, settings), machine)
-        plan = Plan.from_json(control.collect(plan.to_json())[0])
-        if world.rank == 0:
-            log.info("%s", plan.explain())
-        return settings.obeying(plan, sizes_of(blueprints))
-    if settings.plan.world_size != world.size:
+    world = control.world
+    plan = settings.plan
+    if plan is None:
+        plan = _plan_together(settings, blueprints, control, has_optimizer=has_optimizer)
+    elif plan.world_size != world.size:
         raise PrepareError(
-            f"the plan is for {settings.plan.world_size} rank(s), and this is one of {world.size}: plan again for that"
+            f"the plan is for {plan.world_size} rank(s), and this is one of {world.size}: plan again for that"
         )
-    obeying = settings.obeying(settings.plan, sizes_of(blueprints))
+    obeying = settings.obeying(plan, sizes_of(blueprints))
     check_placement(obeying, obeying.decided[1], has_optimizer=has_optimizer)
     return obeying
+
+
+def _plan_together(
+    settings: Settings, blueprints: Sequence[Blueprint], control: Control, *, has_optimizer: bool
+) -> Plan:
+    """Return the plan of the first rank, for what the rank with the least has."""
+    world = control.world
+    held = _held(blueprints, world)
+
+    def least(budget: Budget) -> dict[Tier, int]:
+        by_rank: list[dict[Tier, int]] = control.collect(find_limits(budget, world, held))
+        return {tier: min(limits[tier] for limits in by_rank) for tier in by_rank[0]}
+
+    search = PlanSearch(settings, blueprints, world, has_optimizer=has_optimizer)
+    plan = search.all_on_device(least(replace(settings.budget, disk_path=None)))
+    if plan is None:
+        limits = least(settings.budget)
+        machine = load_or_measure(world.device, disk_path=settings.budget.disk_path)
+        plan = search.propose(limits, None, machine)
+    plan = Plan.from_json(control.collect(plan.to_json())[0])
+    if world.rank == 0:
+        log.info("%s", plan.explain())
+    return plan
 
 
 def plan_for(
@@ -79,39 +91,31 @@ def plan_for(
     has_optimizer: bool,
 ) -> Plan:
     """Return a plan for a world that need not be here. Without a profile the batch is not known."""
-    free = dict(machine.free) if machine is not None else None
-    held = _held(blueprints, world) if machine is None else 0
-    limits = find_limits(settings.budget, world, held, free=free, knows_activations=profile is not None)
     search = PlanSearch(settings, blueprints, world, has_optimizer=has_optimizer)
-    if machine is None:
-        plan = search.all_on_device(limits) if profile is None else None
-        if plan is not None:
-            return plan
-        machine = load_or_measure(world.device, disk_path=settings.budget.disk_path)
-    return search.propose(limits, profile or profile_of(blueprints, settings), machine)
-
-
-def homes_of(plan: Plan | None, blueprints: Sequence[Blueprint]) -> dict[str, Homes] | None:
-    """Return the homes by name of group; None without a plan."""
-    if plan is None:
-        return None
-    return {group.name: plan.homes_of(group.name) if group.members else Homes() for group in blueprints}
+    knows_activations = profile is not None
+    if machine is not None:
+        limits = find_limits(settings.budget, world, 0, machine.free, knows_activations=knows_activations)
+        return search.propose(limits, profile, machine)
+    limits = find_limits(settings.budget, world, _held(blueprints, world), knows_activations=knows_activations)
+    plan = search.all_on_device(limits) if profile is None else None
+    if plan is not None:
+        return plan
+    return search.propose(limits, profile, load_or_measure(world.device, disk_path=settings.budget.disk_path))
 
 
 def find_limits(
     budget: Budget,
     world: World,
     held: int,
-    control: Control | None = None,
-    *,
     free: Mapping[str, int] | None = None,
+    *,
     knows_activations: bool = False,
 ) -> dict[Tier, int]:
-    """Return the bytes that each rank may use of each tier: the budget's, or what is free less a margin, on the rank
-    that has least. `held` bytes of the device are the model's own already; `free` is given for another machine."""
+    """Return the bytes that this rank may use of each tier: the budget's, or what is free less a margin. `held` bytes
+    of the device are the model's own already; `free` is given for another machine."""
     if free is None:
         free = free_bytes(world.device, budget.disk_path)
-    limits = limits_for(
+    return limits_for(
         budget,
         free,
         world.local_size,
@@ -120,10 +124,6 @@ def find_limits(
         held=held,
         knows_activations=knows_activations,
     )
-    if control is None:
-        return limits
-    by_rank: list[dict[Tier, int]] = control.collect(limits)
-    return {tier: min(limits[tier] for limits in by_rank) for tier in limits}
 
 
 class PlanSearch:
@@ -140,8 +140,7 @@ class PlanSearch:
     def all_on_device(self, limits: Mapping[Tier, int]) -> Plan | None:
         """Return the plan with everything on the device, at the first stage at which it fits; None if at none."""
         for stage in stages_of(self.settings.stage, self.world.size):
-            rules = rules_for(replace(self.settings, stage=stage, placement=Placement()), self.world)
-            counted = predict(plan_flats(self.blueprints, rules), rules, prefetch_depth=PREFETCH_DEPTH)
+            counted = self._predict(replace(self.settings, stage=stage, placement=Placement()))
             if sum(counted.get(Tier.DEVICE, {}).values()) <= limits[Tier.DEVICE]:
                 homes = {group.name: Homes() for group in self.blueprints}
                 note = "Everything fits on the device, so nothing has to move."
@@ -149,8 +148,9 @@ class PlanSearch:
                 return Plan(homes, stage, self.world.size, predicted=prediction, limits=limits, notes=(note,))
         return None
 
-    def propose(self, limits: Mapping[Tier, int], profile: ModelProfile, machine: MachineProfile) -> Plan:
-        """Return the plan with the shortest step inside the limits, over all stages that are open."""
+    def propose(self, limits: Mapping[Tier, int], profile: ModelProfile | None, machine: MachineProfile) -> Plan:
+        """Return the plan with the shortest step inside the limits, over all stages that are open. Without a profile
+        nothing is known of the model's time and activations."""
         plans: list[Plan] = []
         refused: list[PrepareError] = []
         for stage in stages_of(self.settings.stage, self.world.size):
@@ -160,14 +160,13 @@ class PlanSearch:
             except PrepareError as error:
                 refused.append(error)
                 continue
-            plans.append(plan)
-            if self._may_speculate(profile) and plan.predicted.total(Tier.HOST):
-                plans += self._speculative(request, plan)
+            plans += [plan, *self._speculative(request, plan)]
         if not plans:
             raise refused[-1]
         best = min(plans, key=_seconds)
         without_s = min(_seconds(plan) for plan in plans if not plan.speculate)
-        notes = [*(str(error) for error in refused), *if_most_are_clipped(best, without_s)]
+        notes = [str(error) for error in refused]
+        notes += if_most_are_clipped(best, without_s)
         return replace(best, notes=(*best.notes, *notes))
 
     def revise(self, limits: Mapping[Tier, int], machine: MachineProfile, seen: ObservedStep) -> tuple[Plan, Plan]:
@@ -175,10 +174,9 @@ class PlanSearch:
         are. The first may not fit into the limits; raises PrepareError if nothing does."""
         plan = self.settings.plan
         assert plan is not None
-        homes = homes_of(plan, self.blueprints) or {}
-        request = self._request(limits, profile_of(self.blueprints, self.settings), machine, self.settings.decided[0])
+        homes = homes_of(plan, self.blueprints)
         request = replace(
-            request,
+            self._request(limits, None, machine, self.settings.decided[0]),
             accumulate=self.settings.accumulate or seen.num_passes,
             rests={name: home.parameters for name, home in homes.items()},
             speculates=plan.speculate,
@@ -193,9 +191,10 @@ class PlanSearch:
         return plan_from(now, homes, counted), best
 
     def _request(
-        self, limits: Mapping[Tier, int], profile: ModelProfile, machine: MachineProfile, stage: Stage
+        self, limits: Mapping[Tier, int], profile: ModelProfile | None, machine: MachineProfile, stage: Stage
     ) -> PlanRequest:
         settings = self.settings
+        profile = profile or untried_profile(self.blueprints, settings.precision, settings.states)
         placed = {Kind.PARAMETERS}
         if self.has_optimizer:
             placed |= {Kind.GRADIENTS, Kind.OPTIMIZER_STATES}
@@ -214,19 +213,20 @@ class PlanSearch:
             activations=frozenset() if profile.recomputed else frozenset(WAYS),  # a model that recomputes is left alone
         )
 
-    def _may_speculate(self, profile: ModelProfile) -> bool:
-        settings = self.settings
-        knows = settings.accumulate is not None and settings.max_grad_norm is not None
-        return knows and not settings.precision.scales_loss and (profile.samples or profile.forward_s) is not None
-
     def _speculative(self, request: PlanRequest, without: Plan) -> list[Plan]:
-        """Return the plan that speculates, if it is worth its memory."""
+        """Return the plan that speculates, if it may and that is worth its memory."""
+        settings = self.settings
+        knows_norm = settings.accumulate is not None and settings.max_grad_norm is not None
+        may_speculate = knows_norm and not settings.precision.scales_loss and request.model.knows_time
+        if not may_speculate or not without.predicted.total(Tier.HOST):
+            return []
         try:
             plan = self._best(replace(request, speculates=True))
         except PrepareError:
             return []
-        is_worth = (plan.predicted.step_s or 0.0) < (1.0 - WORTH_SPECULATING) * (without.predicted.step_s or 0.0)
-        return [plan] if is_worth else []
+        step_s = plan.predicted.step_s or 0.0
+        without_s = without.predicted.step_s or 0.0
+        return [plan] if step_s < (1.0 - WORTH_SPECULATING) * without_s else []
 
     def _best(self, request: PlanRequest) -> Plan:
         """Return the best plan that fits by exact account, without a disk that would hold next to nothing."""
@@ -263,27 +263,28 @@ class PlanSearch:
             for _ in range(2):
                 assert solution is not None
                 assumed = model_state(solution)
-                counted = self._count(request, homes_by_group(solution), assumed)
+                counted = self._count(request, solution.homes, assumed)
                 unknown = _unknown_bytes(counted, assumed, solution.request.fixed)
                 over = {tier: sum(counted.get(tier, {}).values()) - request.limits.get(tier, 0) for tier in Tier}
                 if all(size <= 0 for size in over.values()):
                     fitting.append((solution, counted))
                     break
                 earlier = solution.request.fixed
-                solution = place_states(solution, {tier: max(earlier.get(tier, 0), unknown[tier]) for tier in Tier})
+                needed = {tier: max(earlier.get(tier, 0), unknown[tier]) for tier in Tier}
+                solution = place_states(solution, needed)
                 if solution is None:
                     break
-            if fitting and (len(fitting) >= MOST_FITTING or fitting[-1][0].cost_s <= answer.cost_s * (1 + SLACK)):
+            has_enough = len(fitting) >= MOST_FITTING
+            if fitting and (has_enough or fitting[-1][0].cost_s <= answer.cost_s * (1 + SLACK)):
                 break
             for tier in Tier:
-                is_near = (
-                    over[tier] < NEARLY * request.limits.get(tier, 0) or attempt > 1
-                )  # answers differ by that much
-                nearly = attempt * over[tier] if over[tier] > 0 and is_near else 0
-                fixed[tier] = max(fixed.get(tier, 0), unknown[tier]) + nearly
+                fixed[tier] = max(fixed.get(tier, 0), unknown[tier])
+                is_near = over[tier] < NEARLY * request.limits.get(tier, 0)  # answers differ by that much
+                if over[tier] > 0 and (is_near or attempt > 1):
+                    fixed[tier] += attempt * over[tier]
         if fitting:
             best, counted = min(fitting, key=lambda pair: pair[0].cost_s)
-            return plan_from(best, homes_by_group(best), counted, _notes(request))
+            return plan_from(best, best.homes, counted, _notes(request))
         beyond = {tier.value: size for tier, size in over.items()}
         raise PrepareError(
             f"no placement was found whose bytes stay inside the limits: the last one is {beyond} bytes over. Give the "
@@ -294,26 +295,29 @@ class PlanSearch:
         """Return the exact bytes of given homes, with the activations that were assumed."""
         given = {group.name: homes.get(group.name, Homes()) for group in self.blueprints}
         plan = Plan(given, request.stage, request.world_size, speculate=request.speculates)
-        rules = rules_for(self.settings.obeying(plan, sizes_of(self.blueprints)), self.world, given)
-        counted = predict(plan_flats(self.blueprints, rules), rules, prefetch_depth=PREFETCH_DEPTH)
+        counted = self._predict(self.settings.obeying(plan, sizes_of(self.blueprints)))
         for tier in Tier:
             if activations := assumed.get(tier, {}).get(Kind.ACTIVATIONS, 0):
                 counted.setdefault(tier, {})[Kind.ACTIVATIONS] = activations
         return counted
 
+    def _predict(self, settings: Settings) -> dict[Tier, dict[Kind, int]]:
+        rules = rules_for(settings, self.world, self.blueprints)
+        return predict(plan_flats(self.blueprints, rules), rules)
+
 
 def _seconds(plan: Plan) -> float:
-    """Of a step; without a time, the most that a resource has to do."""
+    """Return those of a step; without a time, the most that a resource has to do."""
     return plan.predicted.step_s or max(plan.predicted.busy.values(), default=0.0)
 
 
 def _fixed_bytes(request: PlanRequest) -> dict[Tier, int]:
-    """Bytes that are there whatever is placed where: activations, if there is no choice about them."""
+    """Return the bytes that are there wherever things are placed: activations, if there is no choice about them."""
     return {Tier.DEVICE: 0 if request.chooses else request.model.activations()}
 
 
 def _unknown_bytes(counted: Bytes, assumed: Bytes, fixed: Mapping[Tier, int]) -> dict[Tier, int]:
-    """Bytes of each tier that the program did not know of, with those it was told of, rounded up."""
+    """Return the bytes of each tier that the program did not know of, with those it was told of, rounded up."""
     unknown = {}
     for tier in Tier:
         beside = sum(counted.get(tier, {}).values()) - sum(assumed.get(tier, {}).values())
@@ -335,18 +339,6 @@ def _notes(request: PlanRequest) -> list[str]:
     return notes
 
 
-def profile_of(blueprints: Sequence[Blueprint], settings: Settings) -> ModelProfile:
-    """Return what is known of a model that has not been tried."""
-    members = [member for group in blueprints for member in group.members]
-    groups = []
-    for group in blueprints:
-        trained = sum(member.parameter.numel() for member in group.members if member.options is not None)
-        frozen = sum(member.parameter.numel() for member in group.members) - trained
-        groups.append(GroupProfile(group.name, trained, frozen))
-    widths: dict[str, Any] = state_widths(members, settings.precision, settings.states)
-    return ModelProfile("model", tuple(groups), **widths)
-
-
 def sizes_of(blueprints: Sequence[Blueprint]) -> dict[str, float]:
     """Return the number of trained parameters by name of group."""
     return {
@@ -357,6 +349,6 @@ def sizes_of(blueprints: Sequence[Blueprint]) -> dict[str, float]:
 
 
 def _held(blueprints: Sequence[Blueprint], world: World) -> int:
-    """Bytes of parameters that are on the device already."""
+    """Return the bytes of parameters that are on the device already."""
     parameters = [member.parameter for group in blueprints for member in group.members]
     return sum(p.numel() * p.element_size() for p in parameters if p.device == world.device)

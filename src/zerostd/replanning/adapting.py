@@ -24,6 +24,7 @@ from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import free_bytes
 from zerostd.monitoring.events import LoopPhase
 from zerostd.monitoring.texts import size_text
+from zerostd.optimizers.updater import OffloadUpdater
 from zerostd.parameters.observing import StepObserver
 from zerostd.planning import MachineProfile, Plan
 from zerostd.planning.request import MARGIN
@@ -55,7 +56,7 @@ class Revision:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank sees when memory and step times are checked."""
+    """Memory and step times of one rank when they are checked."""
 
     room: Mapping[Tier, int]  # bytes of a tier that are ours or free
     is_short: bool = False  # the device's allocator had to search for memory, or ran out of it
@@ -73,11 +74,9 @@ def adapt(runtime: Runtime) -> None:
 class Adapter(StepObserver):
     """Revises the plan of one prepared model."""
 
-    revisions: list[Revision]
-
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.revisions = []
+        self.revisions: list[Revision] = []
         self._step = 0  # that has begun
         self._begun = time.perf_counter()  # that step
         self._times: list[float] = []  # seconds of the steps since the last check
@@ -104,16 +103,14 @@ class Adapter(StepObserver):
             if self._step == self._watching[0] + NUM_WATCHED:
                 self._end_watching()
             self.runtime.gatherer.timer.cut()
-        elif self._step == NUM_FIRST and self._is_moving:
+        elif self._step == NUM_FIRST and self._offload is not None:
             self._watch("after the first steps")
         elif self._step % EVERY == 0:
             self._check()
 
     @property
-    def _is_moving(self) -> bool:
-        """Whether anything is updated off the device."""
-        optimizer = self.runtime.optimizer
-        return optimizer is not None and optimizer.updater.offload is not None
+    def _offload(self) -> OffloadUpdater | None:
+        return None if self.runtime.optimizer is None else self.runtime.optimizer.updater.offload
 
     # Observing
 
@@ -123,10 +120,7 @@ class Adapter(StepObserver):
         self.runtime.gatherer.timer.start()
 
     def _busy(self) -> dict[str, float]:
-        optimizer = self.runtime.optimizer
-        assert optimizer is not None
-        offload = optimizer.updater.offload
-        return offload.busy() if offload is not None else {}
+        return {} if self._offload is None else self._offload.busy()
 
     def _end_watching(self) -> None:
         assert self._watching is not None
@@ -172,15 +166,15 @@ class Adapter(StepObserver):
         self._times = []
 
     def _is_slower(self) -> bool:
-        """Whether steps take longer than they did under this plan at first."""
+        """Return whether steps take longer than they did under this plan at first."""
         if self._usual is None:
             self._usual = median(self._times)
             return False
-        is_time = self._is_moving and self._step >= self._next["speed"]
-        return is_time and median(self._times) > SLOWER * self._usual
+        may_search = self._offload is not None and self._step >= self._next["speed"]
+        return may_search and median(self._times) > SLOWER * self._usual
 
     def _collect(self, report: RankReport) -> RankReport:
-        """The worst of all ranks."""
+        """Return the worst of all ranks."""
         reports: list[RankReport] = self.runtime.gatherer.control.collect(report)
         steps = [report.seen for report in reports if report.seen is not None]
         return RankReport(
@@ -191,7 +185,7 @@ class Adapter(StepObserver):
         )
 
     def _room(self) -> dict[Tier, int]:
-        """Bytes that are ours or free. Where the device is the CPU, its memory is the host's."""
+        """Return the bytes that are ours or free. Where the device is the CPU, its memory is the host's."""
         world = self.runtime.world
         free = free_bytes(world.device, None)
         held = sum(size for (tier, _), size in self.runtime.ledger.now.items() if tier is Tier.HOST)
@@ -201,7 +195,7 @@ class Adapter(StepObserver):
         return room
 
     def _needs(self, tier: Tier) -> int:
-        """Bytes planned for a tier or held there; on an accelerator also what is not of the model."""
+        """Return the bytes planned for a tier or held there; on an accelerator also what is not of the model."""
         plan = self.runtime.settings.plan
         device = self.runtime.world.device
         assert plan is not None
@@ -253,10 +247,9 @@ class Adapter(StepObserver):
 
     def _propose(self, reason: str, room: Mapping[Tier, int], seen: ObservedStep, machine: MachineProfile) -> str:
         """Return the plan to obey from now on as JSON, or nothing to keep the present one."""
-        runtime = self.runtime
         limits = self._limits(room, seen)
+        search = PlanSearch(self.runtime.settings, self.runtime.blueprints, self.runtime.world)
         try:
-            search = PlanSearch(runtime.settings, runtime.blueprints, runtime.world)
             now, best = search.revise(limits, machine, seen)
         except PrepareError as error:
             log.warning("the plan is kept after step %d (%s), although nothing fits: %s", self._step, reason, error)
@@ -264,18 +257,16 @@ class Adapter(StepObserver):
         before = now.predicted.step_s or 0.0
         after = best.predicted.step_s or 0.0
         fits = all(now.predicted.total(tier) <= limit for tier, limit in limits.items())
-        if fits and (before - after < GAIN * before or before - after < LEAST_GAIN_S):
+        if fits and before - after < max(GAIN * before, LEAST_GAIN_S):
             log.info(
                 "the plan is kept after step %d (%s): a step takes %.3g s by the model and took %.3g s, and the best "
                 "other plan would take %.3g s",
                 *(self._step, reason, before, seen.step_s, after),
             )
             return ""
-        why = (
-            f"a step of {before:.3g} s becomes {after:.3g} s"
-            if fits
-            else f"it no longer fits; a step takes {after:.3g} s"
-        )
+        why = f"a step of {before:.3g} s becomes {after:.3g} s"
+        if not fits:
+            why = f"it no longer fits; a step takes {after:.3g} s"
         log.info("the plan is revised after step %d (%s): %s\n%s", self._step, reason, why, best.explain())
         note = f"Revised after step {self._step}: {reason}."
         return replace(best, notes=(*best.notes, note)).to_json()
@@ -290,12 +281,11 @@ class Adapter(StepObserver):
         return seen
 
     def _limits(self, room: Mapping[Tier, int], seen: ObservedStep) -> dict[Tier, int]:
-        """Bytes to plan with: the budget's, or what there is less a margin; room kept free for activations counts
-        once."""
+        """Return the bytes to plan with: the budget's, or what there is less a margin."""
         settings = self.runtime.settings
         assert settings.plan is not None
         limits = dict(settings.plan.limits)
-        if settings.budget.device is None and seen.activation_bytes is not None:
+        if settings.budget.device is None and seen.activation_bytes is not None:  # which are counted by themselves
             limits[Tier.DEVICE] = room[Tier.DEVICE]
         for tier, size in room.items():
             limits[tier] = min(limits.get(tier, 0), int((1 - MARGIN) * size))
@@ -314,7 +304,7 @@ def _forget_peak(device: torch.device) -> None:
 
 
 def _times_short(device: torch.device) -> int:
-    """How often the device's allocator had to free its cache to find memory, or failed."""
+    """Return how often the device's allocator had to free its cache to find memory, or failed."""
     module = torch.get_device_module(device) if device.type != "cpu" else None
     if module is None or not hasattr(module, "memory_stats"):
         return 0

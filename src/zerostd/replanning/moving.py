@@ -4,24 +4,28 @@ at a time, so that the memory this takes is one group's. Parameters stay where t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import MisuseError
 from zerostd.optimizers.states import replace_states, take_states
 from zerostd.parameters import Flat
+from zerostd.parameters.flat import StateShard
 from zerostd.planning import Plan
 from zerostd.policy import Tier
 from zerostd.preparing.building import begin_backward_updates, make_offload_updater, open_disk
 from zerostd.preparing.groups import move_flat
 from zerostd.preparing.homes import FlatPlan, plan_flats
 from zerostd.preparing.options import check_world, rules_for
-from zerostd.preparing.proposing import homes_of, sizes_of
+from zerostd.preparing.proposing import sizes_of
+from zerostd.sharding import Portion
 
 
 @torch.no_grad()
 def move(runtime: Runtime, plan: Plan) -> list[str]:
-    """Obey another plan from the next step on. Returns the names of the groups that moved. Every rank must call it,
+    """Obey another plan from the next step on, and return the names of the groups that moved. Every rank must call it,
     between optimizer.zero_grad() and the next backward."""
     optimizer = runtime.optimizer
     if optimizer is None:
@@ -30,7 +34,7 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
         raise MisuseError("moving to another plan while there are gradients: do it after optimizer.zero_grad()")
     settings = runtime.settings.obeying(plan, sizes_of(runtime.blueprints))
     check_world(settings, runtime.world)
-    rules = rules_for(settings, runtime.world, homes_of(plan, runtime.blueprints))
+    rules = rules_for(settings, runtime.world, runtime.blueprints)
     plans = plan_flats(runtime.blueprints, rules)
     changed = [
         (group, flat, wanted)
@@ -53,10 +57,11 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
     if updater.offload is not None:
         updater.offload.close()
     resources = runtime.resources
-    if resources.allocator.disk is None and any(_is_on_disk(wanted) for _, _, wanted in changed):
+    goes_to_disk = any(portion.tier is Tier.DISK for _, _, wanted in changed for portion in wanted.portions)
+    if goes_to_disk and resources.allocator.disk is None:
         resources.allocator.disk = open_disk(settings.budget, runtime.ledger)
-    changed.sort(key=lambda change: _on_device(change[2]) - _on_device_now(change[1]))  # what leaves the device first
-    for _, flat, wanted in changed:
+    changed.sort(key=lambda change: _on_device(change[2].portions) - _on_device(change[1].state_shards))
+    for _, flat, wanted in changed:  # what leaves the device comes first
         states = take_states(updater, flat)
         move_flat(flat, wanted, resources)
         replace_states(updater, flat, states)
@@ -69,25 +74,17 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
 
 
 def _is_as(flat: Flat, wanted: FlatPlan, *, speculates: bool) -> bool:
-    """Whether a flat is as a plan wants it."""
+    """Return whether a flat is as a plan wants it."""
+    if flat.rest.tier is not wanted.parameters:
+        return False
     if flat.gradient is None:
-        return flat.rest.tier is wanted.parameters
-    on_host = flat.gradient.tier is Tier.HOST
+        return True
     return (
-        flat.rest.tier is wanted.parameters
-        and on_host == (wanted.gradients is Tier.HOST)
+        (flat.gradient.tier is Tier.HOST) == (wanted.gradients is Tier.HOST)
         and tuple(shard.portion for shard in flat.state_shards) == wanted.portions
         and all(bool(shard.spare) == (speculates and shard.tier is Tier.HOST) for shard in flat.state_shards)
     )
 
 
-def _is_on_disk(plan: FlatPlan) -> bool:
-    return any(portion.tier is Tier.DISK for portion in plan.portions)
-
-
-def _on_device(plan: FlatPlan) -> int:
-    return sum(portion.numel for portion in plan.portions if portion.tier is Tier.DEVICE)
-
-
-def _on_device_now(flat: Flat) -> int:
-    return sum(shard.numel for shard in flat.state_shards if shard.tier is Tier.DEVICE)
+def _on_device(parts: Sequence[Portion | StateShard]) -> int:
+    return sum(part.numel for part in parts if part.tier is Tier.DEVICE)

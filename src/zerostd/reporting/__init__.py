@@ -1,15 +1,15 @@
 """Runs: recorded in a directory (docs/run-directory.md) while they train, read back, and shown as one page.
 
-records.py     run.json and the lines, as types    timeline.py    one step, lane by lane
-recording.py   writes them while a model trains    plans.py       plans against what was measured
-tracking.py    a loop with progress, recorded      report.py      all numbers as plain data
-reading.py     reads a directory of them           page.py        tables of them and charts, as one HTML file
-numbers.py     speed, losses, waiting, memory      exporting.py   for Chrome, Perfetto and TensorBoard
+records.py     run.json and the lines: types, and their reader    timeline.py   one step, lane by lane
+recording.py   writes them while a model trains                   plans.py      plans against what was measured
+tracking.py    a loop with progress, recorded                     report.py     all numbers as plain data
+numbers.py     speed, losses, waiting, memory                     page.py       the page: one HTML file
+exporting.py   for Chrome, Perfetto and TensorBoard
 """
 
 from zerostd.reporting.exporting import trace_of, write_scalars
 from zerostd.reporting.page import page_of
-from zerostd.reporting.reading import Run, read_run
+from zerostd.reporting.records import Run, read_run
 from zerostd.reporting.report import report_json, report_of
 
 __all__ = ["Run", "page_of", "read_run", "report_json", "report_of", "trace_of", "write_scalars"]

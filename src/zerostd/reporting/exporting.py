@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zerostd.errors import NotSupportedError
-from zerostd.reporting.reading import RankLog, Run
-from zerostd.reporting.records import EventLine, MemoryLine, QualityLine, SecondsLine, StepLine
+from zerostd.reporting.records import EventLine, MemoryLine, QualityLine, RankLog, Run, SecondsLine, StepLine
 from zerostd.reporting.timeline import LANES
 
 
@@ -26,19 +25,20 @@ def trace_of(run: Run) -> str:
         entries += [_name("thread_name", log.rank, threads[lane], lane) for lane in lanes if lane in used]
         for step in log.of(StepLine):
             loss = {"loss": step.loss} if step.loss is not None else {}
-            entries.append(_slice(f"step {step.step}", log.rank, 0, step) | {"args": loss})
+            entries.append(_slice(f"step {step.step}", log.rank, 0, step, loss))
         for event in events:
             label = f"{event.name} {event.group}".rstrip()
             details: dict[str, Any] = {"step": event.step, "bytes": event.bytes}
             if event.to:
                 details |= {"from": event.tier or "", "to": event.to}
-            entries.append(_slice(label, log.rank, threads[event.lane], event) | {"args": details})
+            entries.append(_slice(label, log.rank, threads[event.lane], event, details))
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": entries}, allow_nan=True) + "\n"
 
 
-def _slice(name: str, rank: int, thread: int, line: StepLine | EventLine) -> dict[str, Any]:
-    times = {"ts": round(line.start * 1e6, 1), "dur": round((line.end - line.start) * 1e6, 1)}
-    return {"name": name, "ph": "X", "pid": rank, "tid": thread, **times}
+def _slice(name: str, rank: int, thread: int, line: StepLine | EventLine, args: dict[str, Any]) -> dict[str, Any]:
+    start = round(line.start * 1e6, 1)
+    length = round((line.end - line.start) * 1e6, 1)
+    return {"name": name, "ph": "X", "pid": rank, "tid": thread, "ts": start, "dur": length, "args": args}
 
 
 def _name(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:

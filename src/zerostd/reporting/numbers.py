@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, TypeVar
 
 from zerostd.policy import Kind, Tier
-from zerostd.reporting.reading import RankLog, Run
-from zerostd.reporting.records import Bytes, LeakLine, MemoryLine, QualityLine, StepLine
+from zerostd.reporting.records import Bytes, LeakLine, MemoryLine, QualityLine, RankLog, Run, StepLine
 
 RESOURCES = ("device", "cpu", "up", "down", "disk", "wire")  # shown in this order, others after them
 CAUSES = ("updates", "parameters", "gradients")
@@ -53,18 +52,18 @@ def speed(steps: Steps) -> dict[str, Any]:
         "step_s": median(seconds) if seconds else None,
         "shortest_s": min(seconds, default=None),
         "longest_s": max(seconds, default=None),
-        "samples_per_s": _rate(steps, lambda line: line.samples),
-        "tokens_per_s": _rate(steps, lambda line: line.tokens),
+        "samples_per_s": _rate(steps, "samples"),
+        "tokens_per_s": _rate(steps, "tokens"),
         "in_steps_s": sum(seconds),
         "first_to_last_s": max(line.end for line in lines) - min(line.start for line in lines) if lines else 0.0,
     }
 
 
-def _rate(steps: Steps, count: Callable[[StepLine], float | None]) -> float | None:
-    """Return the median over the steps where some rank counted."""
+def _rate(steps: Steps, name: str) -> float | None:
+    """Return the median of samples or tokens a second, over the steps where some rank counted them."""
     rates = []
     for step in steps.values():
-        counts = [number for line in step.values() if (number := count(line)) is not None]
+        counts = [number for line in step.values() if (number := getattr(line, name)) is not None]
         seconds = step_seconds(step)
         if counts and seconds > 0:
             rates.append(sum(counts) / seconds)
@@ -73,8 +72,9 @@ def _rate(steps: Steps, count: Callable[[StepLine], float | None]) -> float | No
 
 def losses(steps: Steps) -> dict[str, Any]:
     """Return the loss by step; points of a loss that is not finite are null."""
-    values = {number: [line.loss for line in step.values() if line.loss is not None] for number, step in steps.items()}
-    return _curve({number: numbers for number, numbers in values.items() if numbers})
+    return _curve(
+        {number: [line.loss for line in step.values() if line.loss is not None] for number, step in steps.items()}
+    )
 
 
 def qualities(run: Run) -> list[dict[str, Any]]:
@@ -83,13 +83,12 @@ def qualities(run: Run) -> list[dict[str, Any]]:
     for log in run.ranks:
         for line in log.of(QualityLine):
             values.setdefault(line.name, {}).setdefault(line.step, []).append(line.value)
-    names = list(values)[:MOST_QUALITIES]
-    return [{"name": name, **_curve(dict(sorted(values[name].items())))} for name in names]
+    return [{"name": name, **_curve(values[name])} for name in list(values)[:MOST_QUALITIES]]
 
 
 def _curve(values: Mapping[int, Sequence[float]]) -> dict[str, Any]:
-    """Return points (step, mean of its values) and what stands out among them."""
-    points = [(step, _mean(numbers)) for step, numbers in values.items()]
+    """Return points (step, mean of its values) and what stands out among them; steps without values have none."""
+    points = [(step, _mean(numbers)) for step, numbers in sorted(values.items()) if numbers]
     known = [(value, step) for step, value in points if value is not None]
     lowest, lowest_step = min(known, default=(None, None))
     highest, highest_step = max(known, key=lambda point: point[0], default=(None, None))
@@ -116,53 +115,43 @@ def _mean(values: Iterable[float]) -> float | None:
         return None
 
 
-def utilisation(run: Run) -> list[dict[str, Any]]:
-    """Return busy seconds over seconds of the steps they were counted in, all ranks together."""
+def utilisation(run: Run) -> Iterator[dict[str, Any]]:
+    """Yield busy seconds over seconds of the steps they were counted in, all ranks together."""
     totals, steps_s, _ = _totals(run.ranks, "busy", RESOURCES)
-    return [
-        {"name": name, "share": _share(total, steps_s), "busy_s": total, "steps_s": steps_s}
-        for name, total in totals.items()
-    ]
+    for name, total in totals.items():
+        yield {"name": name, "share": _share(total, steps_s), "busy_s": total, "steps_s": steps_s}
 
 
-def waiting(run: Run) -> list[dict[str, Any]]:
-    """Return by cause the seconds a step and their share of it, all ranks together; and the longest wait."""
+def waiting(run: Run) -> Iterator[dict[str, Any]]:
+    """Yield by cause the seconds a step and their share of it, all ranks together; and the longest wait."""
     totals, steps_s, count = _totals(run.ranks, "waiting", CAUSES)
-    rows = []
     for name, total in totals.items():
         longest, step, rank = max(
             (line.seconds.get(name, 0.0), -line.step, -log.rank) for log in run.ranks for line in log.seconds("waiting")
         )
-        rows.append(
-            {
-                "cause": name,
-                "mean_s": total / count,
-                "share": _share(total, steps_s),
-                "longest_s": longest,
-                "longest_step": -step,
-                "longest_rank": -rank,
-            }
-        )
-    return rows
+        yield {
+            "cause": name,
+            "mean_s": total / count,
+            "share": _share(total, steps_s),
+            "longest_s": longest,
+            "longest_step": -step,
+            "longest_rank": -rank,
+        }
 
 
-def ranks(run: Run) -> list[dict[str, Any]]:
-    """Return each rank's own median step, waiting and end."""
-    rows = []
+def ranks(run: Run) -> Iterator[dict[str, Any]]:
+    """Yield each rank's own median step, waiting and end."""
     for log in run.ranks:
         seconds = [step.seconds for step in log.of(StepLine)]
         waits, steps_s, _ = _totals([log], "waiting", CAUSES)
-        rows.append(
-            {
-                "rank": log.rank,
-                "steps": len(seconds),
-                "step_s": median(seconds) if seconds else None,
-                "waiting_share": sum(_share(total, steps_s) or 0.0 for total in waits.values()) if waits else None,
-                "has_ended": log.has_ended,
-                "unreadable": log.num_unreadable + log.is_torn,
-            }
-        )
-    return rows
+        yield {
+            "rank": log.rank,
+            "steps": len(seconds),
+            "step_s": median(seconds) if seconds else None,
+            "waiting_share": sum(_share(total, steps_s) or 0.0 for total in waits.values()) if waits else None,
+            "has_ended": log.has_ended,
+            "unreadable": log.num_unreadable + log.is_torn,
+        }
 
 
 def _totals(logs: Iterable[RankLog], kind: str, order: Sequence[str]) -> tuple[dict[str, float], float, int]:
@@ -181,21 +170,23 @@ def _totals(logs: Iterable[RankLog], kind: str, order: Sequence[str]) -> tuple[d
     return {name: totals[name] for name in names[:MOST_NAMES]}, sum(lengths), len(lengths)
 
 
-def _share(part: float, whole: float) -> float | None:
-    return finite(part / whole) if whole > 0 else None
-
-
 def memory(run: Run) -> dict[str, Any]:
     """Return the peaks of each tier on the rank that holds most, the allocator's, and the areas of the first ranks."""
-    lines_of = {log.rank: log.of(MemoryLine) for log in run.ranks if log.of(MemoryLine)}
+    lines_of = {
+        log.rank: sorted(log.of(MemoryLine), key=lambda line: line.time) for log in run.ranks if log.of(MemoryLine)
+    }
     lines = [line for rank_lines in lines_of.values() for line in rank_lines]
     books = {rank: peaks(rank_lines) for rank, rank_lines in lines_of.items()}
+    areas = []
+    for rank in list(lines_of)[:MOST_DRAWN]:
+        tiers = [tier for tier in Tier if total(books[rank], tier)]
+        areas.append({"rank": rank, "tiers": [_area(lines_of[rank], tier) for tier in tiers]})
     return {
         "peaks": [_peak(books, tier) for tier in Tier if any(total(book, tier) for book in books.values())],
         "allocated": allocator_peak(lines),
         "reserved": max((line.reserved for line in lines if line.reserved is not None), default=None),
         "lines": len(lines),
-        "ranks": [{"rank": rank, "tiers": _areas(lines_of[rank])} for rank in list(lines_of)[:MOST_DRAWN]],
+        "ranks": areas,
     }
 
 
@@ -229,14 +220,8 @@ def _peak(books: dict[int, Bytes], tier: Tier) -> dict[str, Any]:
     return {"tier": tier.value, "total": total(books[rank], tier), "rank": rank, "kinds": kinds}
 
 
-def _areas(lines: Iterable[MemoryLine]) -> list[dict[str, Any]]:
-    """Return the bytes of one rank over time, for each tier that held any."""
-    lines = sorted(lines, key=lambda line: line.time)
-    tiers = [tier for tier in Tier if any(total(line.bytes, tier) or total(line.peak, tier) for line in lines)]
-    return [_area(lines, tier) for tier in tiers]
-
-
 def _area(lines: Sequence[MemoryLine], tier: Tier) -> dict[str, Any]:
+    """Return the bytes that one rank held in a tier over time."""
     kept = thin_largest(lines, lambda line: total(line.bytes, tier))
     kinds = [kind for kind in Kind if any(line.bytes.get(tier, {}).get(kind) for line in lines)]
     return {
@@ -276,29 +261,34 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _share(part: float, whole: float) -> float | None:
+    return finite(part / whole) if whole > 0 else None
+
+
 def thin_extremes(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
     """Return the lowest, the highest and the first gap of each stretch of points; the first and the last point stay."""
-    if len(points) <= most:
-        return list(points)
-    kept = {0, len(points) - 1}
-    for stretch in _stretches(len(points), max(1, (most - 2) // 3)):
-        values = [(value, index) for index in stretch if (value := points[index][1]) is not None]
-        kept.update({min(values)[1], max(values)[1]} if values else ())
-        kept.update([index for index in stretch if points[index][1] is None][:1])
-    return [points[index] for index in sorted(kept)]
+
+    def choose(stretch: range) -> set[int]:
+        known = [(value, index) for index in stretch if (value := points[index][1]) is not None]
+        gaps = [index for index in stretch if points[index][1] is None]
+        extremes = {min(known)[1], max(known)[1]} if known else set[int]()
+        return {*extremes, *gaps[:1]}
+
+    return _thin(points, most, 3, choose)
 
 
 def thin_largest(items: Sequence[Item], size: Callable[[Item], float], most: int = MOST_POINTS) -> list[Item]:
     """Return the largest item of each stretch; the first and the last stay."""
+    return _thin(items, most, 1, lambda stretch: [max(stretch, key=lambda index: size(items[index]))])
+
+
+def _thin(items: Sequence[Item], most: int, num_chosen: int, choose: Callable[[range], Iterable[int]]) -> list[Item]:
+    """Return the items that `choose` takes of each stretch, `num_chosen` of each; the first and the last stay."""
     if len(items) <= most:
         return list(items)
     kept = {0, len(items) - 1}
-    for stretch in _stretches(len(items), max(1, most - 2)):
-        kept.add(max(stretch, key=lambda index: size(items[index])))
+    num_stretches = max(1, (most - 2) // num_chosen)
+    ends = [len(items) * part // num_stretches for part in range(num_stretches + 1)]
+    for begin, end in itertools.pairwise(ends):
+        kept.update(choose(range(begin, end)))
     return [items[index] for index in sorted(kept)]
-
-
-def _stretches(count: int, parts: int) -> list[range]:
-    """Return 0 to count in so many ranges, as equal as they can be."""
-    ends = [count * part // parts for part in range(parts + 1)]
-    return [range(begin, end) for begin, end in itertools.pairwise(ends) if end > begin]

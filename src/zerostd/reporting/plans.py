@@ -14,8 +14,7 @@ from zerostd.errors import ZerostdError
 from zerostd.planning.plan import Plan
 from zerostd.policy import Kind, Tier
 from zerostd.reporting.numbers import Steps, allocator_peak, finite, peaks, step_seconds, total
-from zerostd.reporting.reading import Run
-from zerostd.reporting.records import MemoryLine, PlanLine, tidy_text
+from zerostd.reporting.records import MemoryLine, PlanLine, Run, tidy_text
 
 GIB = 2**30
 LARGEST = 1e19  # seconds and bytes
@@ -23,35 +22,29 @@ LAST_STEP = 2**63
 MOST_PLANS = 20
 MOST_SENTENCES = 60
 WITHOUT = "without activations"  # a part of the device's bytes
-BUSY = {"device": "compute"}  # a run's word for a resource: the plan's
 
 
 def plans(run: Run, steps: Steps) -> tuple[list[dict[str, Any]], list[str]]:
     """Return each plan with what came of it, in order; and notices about those that cannot be read."""
+    recorded = next((log.of(PlanLine) for log in run.ranks if log.of(PlanLine)), [])  # of the first rank with plans
+    written = [(f"the plan of step {line.step}", line) for line in sorted(recorded, key=lambda line: line.step)]
+    if run.info.plan is not None:
+        written.insert(0, ("the plan of run.json", PlanLine(0, run.info.plan, "at the start")))
     notices: list[str] = []
-    readable: list[tuple[Plan, str, int]] = []
-    for source, data, reason, first in _written(run):
+    readable: list[tuple[Plan, PlanLine]] = []
+    for source, line in written:
         try:
-            readable.append((_checked(data, source), reason, first))
+            readable.append((_checked(line.plan, source), line))
         except ZerostdError as error:
             notices.append(f"{tidy_text(str(error))}.")
     if len(readable) > MOST_PLANS:
         notices.append(f"Of {len(readable)} plans the first {MOST_PLANS} are shown.")
-    stops = [*(first for _, _, first in readable[1:]), LAST_STEP]
+    stops = [*(line.step for _, line in readable[1:]), LAST_STEP]
     rows = [
-        {"reason": reason, **_compared(run, steps, plan, range(first, stop))}
-        for (plan, reason, first), stop in zip(readable, stops, strict=False)
+        {"reason": line.reason or "no reason was written", **_compared(run, steps, plan, range(line.step, stop))}
+        for (plan, line), stop in zip(readable, stops, strict=False)
     ]
     return rows[:MOST_PLANS], notices
-
-
-def _written(run: Run) -> Iterator[tuple[str, Any, str, int]]:
-    """Yield (where it stands, the plan, the reason, its first step): of run.json, and of the first rank with plans."""
-    if run.info.plan is not None:
-        yield "the plan of run.json", run.info.plan, "at the start", 0
-    lines = next((log.of(PlanLine) for log in run.ranks if log.of(PlanLine)), [])
-    for line in sorted(lines, key=lambda line: line.step):
-        yield f"the plan of step {line.step}", line.plan, line.reason or "no reason was written", line.step
 
 
 def _checked(data: Any, source: str) -> Plan:
@@ -93,14 +86,11 @@ def _compared(run: Run, steps: Steps, plan: Plan, in_force: range) -> dict[str, 
 def _time_rows(run: Run, steps: Steps, plan: Plan, in_force: range) -> Iterator[dict[str, Any]]:
     seconds = [step_seconds(step) for step in steps.values()]
     yield _row("step", "", "s", plan.predicted.step_s, median(seconds) if seconds else None)
-    planned = dict(plan.predicted.busy)
-    if plan.predicted.compute_s is not None:
-        planned["compute"] = plan.predicted.compute_s
+    planned = {**plan.predicted.busy, "device": plan.predicted.compute_s}
     lines = [line.seconds for log in run.ranks for line in log.seconds("busy") if line.step in in_force]
     for name in dict.fromkeys(name for line in lines for name in line):
-        if BUSY.get(name, name) in planned:
-            measured = median(line.get(name, 0.0) for line in lines)
-            yield _row("busy", name, "s", planned[BUSY.get(name, name)], measured)
+        if planned.get(name) is not None:
+            yield _row("busy", name, "s", planned[name], median(line.get(name, 0.0) for line in lines))
 
 
 def _byte_rows(run: Run, plan: Plan, in_force: range) -> Iterator[dict[str, Any]]:

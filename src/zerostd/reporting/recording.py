@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 import msgspec
 import torch
@@ -26,7 +26,7 @@ from zerostd.measuring.identity import machine_name, versions
 from zerostd.monitoring.events import HOST, Span, Timestamp
 from zerostd.parameters.observing import StepObserver
 from zerostd.reporting import records
-from zerostd.reporting.reading import RANK_FILE
+from zerostd.reporting.records import RANK_FILE
 from zerostd.reporting.timeline import covered_seconds
 
 EVERY = 20
@@ -97,12 +97,11 @@ class _Step:
     begun: Timestamp
     ended: Timestamp
     numbers: dict[str, PendingNumber] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
     has_events: bool = False
 
-    def is_over(self) -> bool:
-        """Whether the device has come past all of it."""
-        stamps = [self.ended, *(span.ended for span in self.spans if span.ended is not None)]
+    def is_over(self, spans: list[Span]) -> bool:
+        """Whether the device has come past all of it, its spans included."""
+        stamps = [self.ended, *(span.ended for span in spans if span.ended is not None)]
         have_passed = all(stamp.has_passed() for stamp in stamps)
         return have_passed and all(number.has_arrived() for number in self.numbers.values())
 
@@ -110,27 +109,25 @@ class _Step:
 class Recording(StepObserver):
     """Of one prepared model on this rank, from `zerostd.record` to `close`."""
 
-    path: Path
-
     def __init__(self, runtime: Runtime, path: Path, *, every: int) -> None:
         self.path = path
         self.every = every
         self._runtime = runtime
         self._device = runtime.world.device
         self._steps: list[_Step] = []  # the last one may still get numbers
-        self._later: list[Span] = []  # of steps that have not ended
+        self._spans: list[Span] = []  # of steps that are not written yet; updates end in the step after theirs
         self.waited: float | None = None  # part of the last recorded step in which the loop waited
         path.mkdir(parents=True, exist_ok=True)
         if runtime.world.rank == 0:
             _write_info(runtime, path)
-        self._file: TextIO | None = (path / f"rank-{runtime.world.rank}.jsonl").open("w", encoding="utf-8")
+        self._file = (path / f"rank-{runtime.world.rank}.jsonl").open("w", encoding="utf-8")
         runtime.observers.append(self)
         self._zero = Timestamp.of_idle(self._device)
         self._begun = Timestamp(self._device)
         self._plan = runtime.settings.plan
         self._leaks = runtime.ledger.leaks
         self._leaks.start(runtime.backward.passes.num_steps + 1)
-        self._choose(runtime.backward.passes.num_steps)
+        self._choose_next(runtime.backward.passes.num_steps)
 
     def __enter__(self) -> Self:
         return self
@@ -141,7 +138,7 @@ class Recording(StepObserver):
     def log(self, **numbers: Any) -> None:
         """Numbers of the step that was taken last: `loss`, `samples`, `tokens`, `lr`, and any other by its name, which
         counts as quality. Tensors may be on the device."""
-        if self._file is None:
+        if self._file.closed:
             raise MisuseError("log() on a recording that was closed")
         if not self._steps:
             raise MisuseError("log() before the first optimizer.step(): the numbers belong to a step that was taken")
@@ -149,7 +146,7 @@ class Recording(StepObserver):
 
     def close(self) -> None:
         """Write what is left and stop. The run counts as complete then."""
-        if self._file is None:
+        if self._file.closed:
             return
         self._runtime.ledger.events.choose(-1, is_on=False)
         self._leaks.stop()
@@ -157,11 +154,10 @@ class Recording(StepObserver):
         self._runtime.finish_updates()
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        self._assign(self._runtime.ledger.events.take())
+        self._spans += self._runtime.ledger.events.take()
         self._write_steps(all_of_them=True)
         self._write_line(records.EndLine(Timestamp(self._device).after(self._zero)))
         self._file.close()
-        self._file = None
 
     # Between steps
 
@@ -174,7 +170,7 @@ class Recording(StepObserver):
         if optimizer is not None and optimizer.grad_norm is not None:
             step.numbers["grad_norm"] = PendingNumber(optimizer.grad_norm)
         self._steps.append(step)
-        self._assign(events.take())
+        self._spans += events.take()
         self._write_memory(step.number)
         self._write_leaks(step.number)
         plan = self._runtime.settings.plan
@@ -185,38 +181,30 @@ class Recording(StepObserver):
                 reason = plan.notes[-1] if plan.notes else ""
                 self._write_line(records.PlanLine(step.number, json.loads(plan.to_json()), reason))
         self._begun = now
-        self._choose(step.number)
+        self._choose_next(step.number)
         self._write_steps()
 
-    def _choose(self, done: int) -> None:
-        """Say whether events of the next step are taken."""
+    def _choose_next(self, done: int) -> None:
         events = self._runtime.ledger.events
         events.choose(done + 1, is_on=done + 1 == NUM_FIRST or (done + 1) % self.every == 0)
-
-    def _assign(self, spans: list[Span]) -> None:
-        """Give spans to the steps they began in: updates end in the next one. Those of written steps are lost."""
-        steps = {step.number: step for step in self._steps}
-        newest = max(steps, default=0)
-        waiting = [*self._later, *spans]
-        self._later = [span for span in waiting if span.step > newest]
-        for span in waiting:
-            if span.step in steps:
-                steps[span.step].spans.append(span)
 
     def _write_steps(self, *, all_of_them: bool = False) -> None:
         """Write the steps that the device has passed. The newest waits for its numbers, and one with events for those
         that end in the step after it."""
         while self._steps:
             step = self._steps[0]
+            spans = [span for span in self._spans if span.step == step.number]
             has_more_to_come = len(self._steps) <= (2 if step.has_events else 1)
-            if not all_of_them and (has_more_to_come or not step.is_over()):
+            if not all_of_them and (has_more_to_come or not step.is_over(spans)):
                 break
             self._steps.pop(0)
-            self._write_step(step)
-        assert self._file is not None
+            self._write_step(step, spans)
+        waiting = {step.number for step in self._steps}
+        newest = max(waiting, default=0)
+        self._spans = [span for span in self._spans if span.step in waiting or span.step > newest]
         self._file.flush()
 
-    def _write_step(self, step: _Step) -> None:
+    def _write_step(self, step: _Step, spans: list[Span]) -> None:
         start = self._moment(step.begun)
         end = self._moment(step.ended)
         numbers = {name: float(number) for name, number in step.numbers.items()}
@@ -225,15 +213,11 @@ class Recording(StepObserver):
             self._write_line(records.QualityLine(step.number, name, value))
         if not step.has_events:
             return
-        spans = [
-            (span, span.begun.after(self._zero), span.ended.after(self._zero))
-            for span in step.spans
-            if span.ended is not None
-        ]
-        spans.sort(key=lambda item: item[1])
+        zero = self._zero
+        timed = [(span, span.begun.after(zero), span.ended.after(zero)) for span in spans if span.ended]
         waiting = {"updates": 0.0, "parameters": 0.0}
         busy: dict[str, list[tuple[float, float]]] = {}
-        for span, begun, ended in spans:
+        for span, begun, ended in sorted(timed, key=lambda item: item[1]):
             times = (round(begun, DIGITS), round(ended, DIGITS))
             line = records.EventLine(step.number, span.name, span.lane, *times, span.group)
             line.tier, line.to = span.way or (None, None)
@@ -271,8 +255,7 @@ class Recording(StepObserver):
             )
 
     def _write_line(self, line: records.Line) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(msgspec.to_builtins(line)) + "\n")
+        self._file.write(json.dumps(msgspec.to_builtins(line)) + "\n")
 
     def _moment(self, moment: Timestamp) -> float:
         return round(moment.after(self._zero), DIGITS)

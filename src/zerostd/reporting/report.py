@@ -11,8 +11,7 @@ from typing import Any
 
 from zerostd.reporting import numbers
 from zerostd.reporting.plans import plans
-from zerostd.reporting.reading import Run
-from zerostd.reporting.records import MemoryLine, QualityLine, tidy_text
+from zerostd.reporting.records import MemoryLine, QualityLine, Run, tidy_text
 from zerostd.reporting.timeline import timelines
 
 FORMAT = 1  # of the report
@@ -56,9 +55,9 @@ def _run(run: Run) -> dict[str, Any]:
         "losses": numbers.losses(steps),
         "quality": numbers.qualities(run),
         "memory": numbers.memory(run),
-        "utilisation": numbers.utilisation(run),
-        "waiting": numbers.waiting(run),
-        "ranks": numbers.ranks(run),
+        "utilisation": [*numbers.utilisation(run)],
+        "waiting": [*numbers.waiting(run)],
+        "ranks": [*numbers.ranks(run)],
         "timeline": timelines(run, steps),
         "plans": planned,
         "leaks": leaks[:MOST_LEAKS],
@@ -80,9 +79,8 @@ def _thinned(run: Run, report: dict[str, Any], num_leaks: int) -> Iterator[str]:
     num_points = max(curve["count"] for curve in (loss, *report["quality"]))
     if num_points > numbers.MOST_POINTS:
         yield f"Of {num_points:,} points of a line, the lowest and the highest of each stretch are drawn."
-    moments = {log.rank: len(log.of(MemoryLine)) for log in run.ranks}
-    drawn = [(rank["rank"], tier) for rank in report["memory"]["ranks"] for tier in rank["tiers"]]
-    if any(len(tier["times"]) < moments[rank] for rank, tier in drawn):
+    drawn = {rank["rank"] for rank in report["memory"]["ranks"] if rank["tiers"]}
+    if any(len(log.of(MemoryLine)) > numbers.MOST_POINTS for log in run.ranks if log.rank in drawn):
         yield f"Of {report['memory']['lines']:,} moments of memory, the largest of each stretch are drawn."
     for step in report["timeline"]["steps"]:
         if step["bars"] < step["events"]:

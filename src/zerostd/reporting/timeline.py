@@ -7,8 +7,7 @@ from statistics import median
 from typing import Any
 
 from zerostd.reporting.numbers import MOST_DRAWN, Steps, step_seconds
-from zerostd.reporting.reading import Run
-from zerostd.reporting.records import EventLine, StepLine
+from zerostd.reporting.records import EventLine, Run, StepLine
 
 LANES = ("loop", "compute", "gradients", "up", "down", "update", "cpu", "disk", "wire")  # shown in this order
 MOST_BARS = 3000  # of one step
@@ -130,12 +129,9 @@ def _bar(events: list[EventLine], begin: float) -> dict[str, Any]:
 
 def _with_tracks(bars: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the bars with their tracks: where bars of one lane overlap, they are drawn above each other."""
-    ends = [NEVER]
+    ends = [NEVER] * MOST_TRACKS
     for bar in bars:
         free = [track for track, end in enumerate(ends) if end <= bar["start"]]
-        if not free and len(ends) < MOST_TRACKS:
-            free = [len(ends)]
-            ends.append(NEVER)
         track = free[0] if free else ends.index(min(ends))
         ends[track] = max(ends[track], bar["end"])
         bar["track"] = track

@@ -67,7 +67,7 @@ class Tracker(Generic[Batch]):
         self._numbers: dict[str, PendingNumber] = {}
         self._shown: dict[str, float] = {}
         self._step_s: float | None = None
-        self._sizes = (0, 0)  # samples and tokens of a batch, as far as they can be seen
+        self._sizes: dict[str, int] = {}  # samples and tokens of a batch
         self._bar: ProgressBar | None = None
         self._last_line = time.perf_counter()
 
@@ -98,8 +98,7 @@ class Tracker(Generic[Batch]):
     def log(self, **numbers: Any) -> None:
         """Numbers of the step that was taken last, such as `loss`; tensors may be on the device. Samples and tokens
         are those of the batch, if they can be told from it, unless given here."""
-        known = {name: size for name, size in zip(("samples", "tokens"), self._sizes, strict=True) if size}
-        logged = {**known, **numbers}
+        logged = {**self._sizes, **numbers}
         if self.recording is not None:
             self.recording.log(**logged)
         self._numbers |= {name: PendingNumber(value) for name, value in logged.items() if value is not None}
@@ -126,7 +125,6 @@ class Tracker(Generic[Batch]):
             print(f"training {number}/{self._total or '?'} {self._text()}", file=sys.stderr, flush=True)
 
     def _text(self) -> str:
-        """Return the numbers in a line."""
         parts = [f"{name} {value:.4g}" for name, value in self._shown.items() if name not in ("samples", "tokens")]
         step_s = self._step_s or 0.0
         parts.append(f"{step_s:.3g} s a step")
@@ -141,13 +139,12 @@ class Tracker(Generic[Batch]):
         return ", ".join(parts)
 
 
-def _sizes(batch: Any) -> tuple[int, int]:
-    """Return samples and tokens of a batch: the first length of its first tensor, and its elements if these are whole
-    numbers in two dimensions."""
+def _sizes(batch: Any) -> dict[str, int]:
+    """Return samples and tokens of a batch, as far as they can be seen: the first length of its first tensor, and its
+    elements if these are whole numbers in two dimensions."""
     if isinstance(batch, torch.Tensor):
-        if not batch.dim():
-            return 0, 0
         is_text = batch.dim() == 2 and not batch.is_floating_point() and batch.dtype != torch.bool
-        return batch.shape[0], batch.numel() if is_text else 0
+        sizes = {"samples": len(batch) if batch.dim() else 0, "tokens": batch.numel() if is_text else 0}
+        return {name: size for name, size in sizes.items() if size}
     parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((sizes for part in parts if (sizes := _sizes(part)) != (0, 0)), (0, 0))
+    return next((sizes for part in parts if (sizes := _sizes(part))), {})

@@ -38,7 +38,6 @@ MOST_KINDS = 256  # of forwards that are remembered: lengths may vary for ever
 Storage = torch.UntypedStorage
 GiveBack = Callable[[], torch.Tensor]  # what autograd holds instead of a saved tensor
 Keep = Callable[[torch.Tensor], GiveBack]  # for the inputs of a forward that is recomputed
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 Passed = tuple[weakref.ref[GroupActivations], int]  # of a group whose activations stay: what left before it; its bytes
 
 
@@ -58,7 +57,7 @@ class Activations:
         self._kinds = {module: (type(module), *(p.shape for p in module.parameters())) for module in modules}
         self._left: dict[tuple[Any, int], int] = {}  # bytes, by kind of a module that sent them and bytes of its output
         self._running: tuple[nn.Module, GroupActivations, torch.autograd.graph.saved_tensors_hooks] | None = None
-        self._undo: list[Callable[[], None]] = []  # puts back forwards that are recomputed
+        self._undo = contextlib.ExitStack()  # puts back forwards that are recomputed
         self._ours: set[int] = set()  # storages of parameters and buffers
         self._known: dict[tuple[int, Tier], tuple[weakref.ref[Storage], weakref.ref[SavedStorage]]] = {}
         self._inputs: dict[int, int] = {}  # bytes by storage, of the recomputed group that runs now
@@ -77,14 +76,12 @@ class Activations:
             for module in group.blueprint.modules:
                 has_parts = next(module.children(), None) is not None  # else it keeps its inputs and little else
                 if way.recomputes and has_parts:
-                    self._undo.append(_recompute(module, device, self._keep_input))
+                    self._undo.callback(_recompute(module, device, self._keep_input))
 
     def remove(self) -> None:
         """Leave the modules as they were."""
         self.offloader.end_backward()
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
+        self._undo.close()
 
     def begin(self) -> None:
         """Begin a forward of the root. One that was interrupted may not have ended."""
@@ -247,7 +244,7 @@ def _recompute(module: nn.Module, device: torch.device, keep: Keep) -> Callable[
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         if not torch.is_grad_enabled() or in_backward():
             return forward(*args, **kwargs)
-        return checkpoint(_run_twice(module, forward, keep, (args, kwargs)), marker, use_reentrant=False)
+        return checkpoint(_run_twice(module, forward, keep, args, kwargs), marker, use_reentrant=False)
 
     def undo() -> None:
         if had_own:
@@ -260,11 +257,11 @@ def _recompute(module: nn.Module, device: torch.device, keep: Keep) -> Callable[
 
 
 def _run_twice(
-    module: nn.Module, forward: Callable[..., Any], keep: Keep, inputs: Inputs
+    module: nn.Module, forward: Callable[..., Any], keep: Keep, args: Any, kwargs: Any
 ) -> Callable[[torch.Tensor], Any]:
     """Return one call of a forward: with its inputs the first time, with what was kept of them from then on."""
     kept: dict[int, tuple[GiveBack, bool]] = {}  # by placeholder; whether it gets a gradient
-    first = [inputs]
+    first = [(args, kwargs)]
 
     def put(tensor: torch.Tensor) -> torch.Tensor:
         placeholder = tensor.new_empty(0)
@@ -275,7 +272,7 @@ def _run_twice(
         give_back, requires_grad = kept[id(placeholder)]
         return give_back().detach().requires_grad_(requires_grad)
 
-    structure = map_tensors(inputs, put)
+    structure = map_tensors((args, kwargs), put)
 
     def run(marker: torch.Tensor) -> Any:
         if first:
@@ -291,12 +288,12 @@ def _run_twice(
 @contextlib.contextmanager
 def _without_statistics(module: nn.Module) -> Iterator[None]:
     """Let batch-norm count in copies meanwhile: it counts a batch once, however often it sees it."""
-    counting = [m for m in module.modules() if m.training and getattr(m, "track_running_stats", False)]
-    originals = [dict(norm._buffers) for norm in counting]
-    for norm, buffers in zip(counting, originals, strict=True):
-        norm._buffers.update({name: None if value is None else value.clone() for name, value in buffers.items()})
+    norms = [m for m in module.modules() if m.training and getattr(m, "track_running_stats", False)]
+    originals = [(norm._buffers, norm._buffers.copy()) for norm in norms]
+    for buffers, _ in originals:
+        buffers.update({name: value.clone() for name, value in buffers.items() if value is not None})
     try:
         yield
     finally:
-        for norm, buffers in zip(counting, originals, strict=True):
-            norm._buffers.update(buffers)
+        for buffers, original in originals:
+            buffers.update(original)

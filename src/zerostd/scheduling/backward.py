@@ -141,7 +141,10 @@ class Backward:
 
     def abandon(self) -> None:
         """Forget a pass that ended with an exception, so that autograd never called `end`; keep what had landed."""
-        if self._pass is None or in_backward():
+        if in_backward():
+            return
+        self.activations.offloader.end_backward()
+        if self._pass is None:
             return
         self.reducer.wait()
         self.gatherer.release_all(is_backward=True)

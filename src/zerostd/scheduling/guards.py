@@ -10,6 +10,7 @@ Every guard is an attribute or a hook of the module itself, and `remove` takes i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from zerostd.errors import MisuseError
 from zerostd.parameters import Group
@@ -35,8 +35,8 @@ class Guards:
         self._finish_updates = finish_updates  # masters must be home before they are changed
         self._places = access.places
         self._frozen = [(name, p) for name, p in root.named_parameters() if not p.requires_grad]
-        self._removables: list[RemovableHandle] = []
-        self._loading: dict[str, Group] = {}
+        self._hooks = contextlib.ExitStack()  # takes them off again
+        self._loading: list[Group] = []
         self._depth = 0
 
     def install(self) -> None:
@@ -45,20 +45,16 @@ class Guards:
             module.__dict__["_apply"] = functools.partial(self._apply, module)
             module.__dict__[GUARD] = self._refuse_copy
             module.__dict__[OWNER] = weakref.ref(self.root)
-            self._removables += [
-                module.register_state_dict_pre_hook(self._before_state_dict),
-                module.register_load_state_dict_pre_hook(self._before_load),
-                module.register_load_state_dict_post_hook(self._after_load),
-            ]
+            self._hooks.enter_context(module.register_state_dict_pre_hook(self._before_state_dict))
+            self._hooks.enter_context(module.register_load_state_dict_pre_hook(self._before_load))
+            self._hooks.enter_context(module.register_load_state_dict_post_hook(self._after_load))
 
     def remove(self) -> None:
         """Take all guards off."""
         for module in self.root.modules():
             for name in ("_apply", GUARD, OWNER):
                 module.__dict__.pop(name, None)
-        for removable in self._removables:
-            removable.remove()
-        self._removables.clear()
+        self._hooks.close()
 
     def check_frozen(self) -> None:
         """Raise if a parameter that was frozen trains now."""
@@ -114,13 +110,11 @@ class Guards:
         if self._depth == 0:
             self._finish_updates()
         self._depth += 1
-        wanted = {self._places[p][0].name: self._places[p][0] for p in module.parameters(recurse=False)}
-        for name in [name for name in self._loading if name not in wanted]:
-            if self._loading[name].gives_back:
-                self._commit(name)
-        for name, group in wanted.items():
+        wanted = dict.fromkeys(self._places[parameter][0] for parameter in module.parameters(recurse=False))
+        self._commit([group for group in self._loading if group not in wanted and group.gives_back])
+        for group in wanted:
             self.gatherer.gather(group)
-            self._loading[name] = group
+        self._loading += [group for group in wanted if group not in self._loading]
         for short, parameter in module._parameters.items():
             value = state_dict.get(prefix + short)
             if parameter is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
@@ -130,12 +124,12 @@ class Guards:
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            for name in list(self._loading):
-                self._commit(name)
+            self._commit(self._loading.copy())
 
-    def _commit(self, name: str) -> None:
-        group = self._loading.pop(name)
-        for flat in group.flats:
-            flat.keep_all()
-            flat.commit_edits()
-        self.gatherer.release(group)
+    def _commit(self, groups: list[Group]) -> None:
+        for group in groups:
+            self._loading.remove(group)
+            for flat in group.flats:
+                flat.keep_all()
+                flat.commit_edits()
+            self.gatherer.release(group)

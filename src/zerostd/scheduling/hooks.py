@@ -7,6 +7,7 @@ module.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
@@ -15,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from zerostd.compat import calls_of, no_dynamo
 from zerostd.monitoring.events import LoopPhase
@@ -48,7 +48,7 @@ class Hooks:
         self._before_forward = before_forward
         self._on_input = on_input
         self._on_output = on_output
-        self._removables: list[RemovableHandle] = []
+        self._hooks = contextlib.ExitStack()  # takes them off again
         self._knows_groups = False  # whether groups have hooks
         self._of_root = [group for group in self.gatherer.groups if root in group.blueprint.modules]
         self._active = access.active
@@ -62,14 +62,13 @@ class Hooks:
         self._add(self.root, self._before_root, self._after_root)
         for index, trained in enumerate(self.backward.trained):
             hook = functools.partial(_arrived, weakref.ref(self.backward), index)
-            self._removables.append(trained.parameter.register_post_accumulate_grad_hook(hook))
+            self._hooks.enter_context(trained.parameter.register_post_accumulate_grad_hook(hook))
 
     def _add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         """Call functions before and after a module's forward, the latter also where it failed."""
-        self._removables += [
-            module.register_forward_pre_hook(no_dynamo(before), prepend=True, with_kwargs=True),
-            module.register_forward_hook(no_dynamo(after), always_call=True),
-        ]
+        before_hook = module.register_forward_pre_hook(no_dynamo(before), prepend=True, with_kwargs=True)
+        self._hooks.enter_context(before_hook)
+        self._hooks.enter_context(module.register_forward_hook(no_dynamo(after), always_call=True))
 
     def renew(self) -> None:
         """Give hooks to groups, if they have none and something moves now. May be called inside the root's own hook,
@@ -88,9 +87,7 @@ class Hooks:
     def remove(self) -> None:
         """Leave the modules as they were."""
         self.activations.remove()
-        for removable in self._removables:
-            removable.remove()
-        self._removables.clear()
+        self._hooks.close()
         self._knows_groups = False
 
     def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

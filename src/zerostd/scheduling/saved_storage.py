@@ -135,15 +135,8 @@ class ActivationCopies:
         self._staging = Pool(allocator, Tier.HOST, Kind.BUFFERS)  # on the way to the disk and back
         self._passing: deque[tuple[Transfer, list[TierTensor]]] = deque()  # staging that is in use until then
         self._last_up: Transfer = Done()
-        self._started_worker: Worker | None = None
-
-    @property
-    def worker(self) -> Worker:
-        """The thread, which is started when it is first needed."""
-        if self._started_worker is None:
-            self._started_worker = Worker("the offloader of activations", self.device)
-            self._allocator.before_close(self._started_worker.stop)
-        return self._started_worker
+        self.worker = Worker("the offloader of activations", self.device)
+        allocator.before_close(self.worker.stop)
 
     def start_out(self, name: str, tier: Tier, storages: list[SavedStorage], sources: list[torch.Tensor]) -> Transfer:
         """Start copying `sources`, the bytes to keep of each storage, to blocks of a tier."""

@@ -54,24 +54,20 @@ class TierTensor:
 
     def read(self, part: slice, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Return the numbers of a part: a view, or from disk a copy. Holds the host, so it is not for the step.
-
-        The copy is in `memory`, which starts on a page and has one to spare, or in memory of its own.
-        """
+        The copy is in `memory`, which starts on a page and has one to spare, or in memory of its own."""
         if self.tensor is not None:
             return self.tensor[part]
-        low = part.start * self.dtype.itemsize // PAGE * PAGE
-        size = part.stop * self.dtype.itemsize - low
+        skip = part.start % (PAGE // self.dtype.itemsize)
+        size = (part.stop - part.start + skip) * self.dtype.itemsize
         buffer = aligned(size) if memory is None else memory[:size]
-        self.start_read(low // self.dtype.itemsize, buffer).wait()
-        skip = part.start * self.dtype.itemsize - low
-        return buffer[skip:].view(self.dtype)
+        self.start_read(part.start - skip, buffer).wait()
+        return buffer.view(self.dtype)[skip:]
 
     def write(self, part: slice, values: torch.Tensor) -> None:
         """Write numbers to a part. Holds the host, so it is not for the step."""
         if self.tensor is not None:
             self.tensor[part].copy_(values)
-            return
-        if part.start == part.stop:
+        if self.tensor is not None or part.start == part.stop:
             return
         per_page = PAGE // self.dtype.itemsize
         low = part.start // per_page * per_page
@@ -141,10 +137,9 @@ class TierAllocator:
                 self.free_bytes(memory)
 
     def allocate_bytes(self, tier: Tier, kind: Kind, num_bytes: int) -> torch.Tensor | Extent:
-        if tier is Tier.HOST:
-            return self.host.allocate(num_bytes, kind)
-        assert self.disk is not None
-        return self.disk.allocate(num_bytes, kind)
+        home = self.host if tier is Tier.HOST else self.disk
+        assert home is not None
+        return home.allocate(num_bytes, kind)
 
     def free_bytes(self, memory: torch.Tensor | Extent) -> None:
         if isinstance(memory, Extent):
@@ -288,7 +283,8 @@ class Uploader:
     def __init__(self, allocator: TierAllocator, streams: Streams, *, largest_on_disk: int) -> None:
         self._allocator = allocator
         self._streams = streams
-        self._lazy_worker: Worker | None = None
+        self._worker = Worker("the upload of parameters to the device", allocator.device)
+        allocator.before_close(self._worker.stop)
         num_buffers = NUM_BUFFERS if largest_on_disk else 0
         self._buffers = [allocator.host.allocate(largest_on_disk, Kind.BUFFERS) for _ in range(num_buffers)]
         self._buffer_events: list[Transfer] = [Done() for _ in self._buffers]  # when each may be filled again
@@ -299,11 +295,9 @@ class Uploader:
         """Return the bytes of host memory that an uploader takes."""
         return NUM_BUFFERS * largest_on_disk
 
-    def upload(self, source: TierTensor, target: torch.Tensor, name: str = "") -> Transfer:
-        """Start filling `target`, which is on the device and free behind what is in the current stream now.
-
-        Events show the upload as one of the group `name`.
-        """
+    def upload(self, source: TierTensor, target: torch.Tensor, name: str) -> Transfer:
+        """Start filling `target`, which is on the device and free behind what is in the current stream now, with the
+        parameters of the group `name`."""
         if source.tensor is not None:
             if source.tensor.data_ptr() == target.data_ptr():
                 return Done()
@@ -316,7 +310,12 @@ class Uploader:
         turn = next(self._turns) if source.tensor is None else None
 
         def copy() -> None:
-            values = source.tensor if turn is None else self._read(source, turn)
+            values = source.tensor
+            if turn is not None:
+                self._buffer_events[turn].synchronize()
+                values = self._buffers[turn][: source.numel * source.dtype.itemsize]
+                source.start_read(0, values).wait()
+                values = values.view(source.dtype)
             assert values is not None
             ready.synchronize()
             way = (source.tier.value, Tier.DEVICE.value)
@@ -332,17 +331,3 @@ class Uploader:
                     poison(self._buffers[turn])
 
         return self._worker.submit(copy, ready=ready, work=transfer)
-
-    @property
-    def _worker(self) -> Worker:
-        if self._lazy_worker is None:
-            self._lazy_worker = Worker("the upload of parameters to the device", self._allocator.device)
-            self._allocator.before_close(self._lazy_worker.stop)
-        return self._lazy_worker
-
-    def _read(self, source: TierTensor, turn: int) -> torch.Tensor:
-        """Read a tensor from disk into a buffer, when that is free."""
-        self._buffer_events[turn].synchronize()
-        memory = self._buffers[turn][: source.numel * source.dtype.itemsize]
-        source.start_read(0, memory).wait()
-        return memory.view(source.dtype)

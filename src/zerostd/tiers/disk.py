@@ -111,15 +111,10 @@ class Disk:
 
     def read(self, extent: Extent, offset: int, target: torch.Tensor) -> Transfer:
         """Start filling `target` from `offset` of `extent` on."""
-        self._check(extent, offset, target)
         return self._start(extent, offset, target, is_write=False)
 
     def write(self, extent: Extent, offset: int, source: torch.Tensor) -> Transfer:
         """Start writing `source` to `offset` of `extent`."""
-        self._check(extent, offset, source)
-        file_bytes = os.fstat(extent.fd).st_size
-        if file_bytes < extent.num_bytes:  # a write would hide it behind zeros
-            raise StorageError(f"{extent} was cut to {file_bytes} bytes by another process: what it held is lost")
         return self._start(extent, offset, source, is_write=True)
 
     def free(self, extent: Extent) -> None:
@@ -140,6 +135,9 @@ class Disk:
             self._finalizer()
 
     def _start(self, extent: Extent, offset: int, memory: torch.Tensor, *, is_write: bool) -> Transfer:
+        self._check(extent, offset, memory)
+        if is_write and (file_bytes := os.fstat(extent.fd).st_size) < extent.num_bytes:  # it would hide behind zeros
+            raise StorageError(f"{extent} was cut to {file_bytes} bytes by another process: what it held is lost")
         if memory.numel() == 0:
             return Done()
         view = memory.detach().view(-1).view(torch.uint8).numpy().data  # keeps the memory alive
@@ -289,9 +287,7 @@ def _open_and_unlink(path: str) -> tuple[int, str]:
 
 def _supports_direct(path: str) -> bool:
     """Return whether files in `path` take transfers past the page cache; raise PrepareError if none can be made there.
-
-    Some file systems take the flag and refuse the transfer, hence the trial.
-    """
+    Some file systems take the flag and refuse the transfer, hence the trial."""
     if not os.path.isdir(path):
         raise PrepareError(f"disk_path={path!r} is not a directory; name an existing one that you may write to")
     fd, _ = _open_unnamed(path)

@@ -63,7 +63,12 @@ class Host:
         mapping.advise("MADV_HUGEPAGE")
         tensor = torch.frombuffer(mapping, dtype=torch.uint8)
         address = tensor.data_ptr()
-        _touch(address, num_bytes, self._num_threads)
+
+        def touch(start: int) -> None:  # memset releases the GIL
+            ctypes.memset(address + start, 0, min(TOUCH_BYTES, num_bytes - start))
+
+        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="zerostd-touch") as threads:
+            list(threads.map(touch, range(0, num_bytes, TOUCH_BYTES)))
         if self.device.type == "cuda":
             mapping.register(address, self.device)
         self._mappings[address] = (mapping, num_bytes, kind)
@@ -71,10 +76,8 @@ class Host:
         return tensor[:num_bytes]
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Give back the memory of `tensor`, which is or views what `allocate` returned.
-
-        No copy from or to it may be waiting on a thread of the host; copies of the device are waited for.
-        """
+        """Give back the memory of `tensor`, which is or views what `allocate` returned. No copy from or to it may be
+        waiting on a thread of the host; copies of the device are waited for."""
         address = tensor.untyped_storage().data_ptr()
         if address not in self._mappings:
             raise StorageError(
@@ -107,10 +110,8 @@ class _Mapping(mmap.mmap):
                 self.madvise(getattr(mmap, name))
 
     def register(self, address: int, device: torch.device) -> None:
-        """Lock the pages and make them known to the CUDA driver.
-
-        A forked child does not inherit them, as with all pinned memory: the kernel would have to copy locked pages.
-        """
+        """Lock the pages and make them known to the CUDA driver. A forked child does not inherit them, as with all
+        pinned memory: the kernel would have to copy locked pages."""
         with torch.cuda.device(device):
             code = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
         if code != 0:
@@ -138,13 +139,3 @@ class _Mapping(mmap.mmap):
     def __del__(self) -> None:
         if not sys.is_finalizing():  # the driver goes with the process
             self.unregister()
-
-
-def _touch(address: int, num_bytes: int, num_threads: int) -> None:
-    """Make the pages present, each thread a slice at a time; memset releases the GIL."""
-
-    def touch(start: int) -> None:
-        ctypes.memset(address + start, 0, min(TOUCH_BYTES, num_bytes - start))
-
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="zerostd-touch") as threads:
-        list(threads.map(touch, range(0, num_bytes, TOUCH_BYTES)))

@@ -6,6 +6,7 @@ Nothing here allocates. Every source of a number can be passed in, so that each 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import resource
 from collections.abc import Iterator
@@ -115,35 +116,25 @@ def _check_budget(num_bytes: int, limit: int | None, free: int, wanted: str, tie
 
 
 def _limits_of(line: str, root: Path) -> Iterator[CgroupMemory]:
-    """Yield the limits that one line of /proc/self/cgroup leads to: of its cgroup and of every one above.
-
-    Inside a container the path may be the host's, which is not there; the walk up then ends at the container's own.
-    """
+    """Yield the limits that one line of /proc/self/cgroup leads to: of its cgroup and of every one above. Inside a
+    container the path may be the host's, which is not there; the walk up then ends at the container's own."""
     _, controllers, path = line.split(":", 2)
     if controllers and "memory" not in controllers.split(","):
         return
-    names = V1 if controllers else V2
+    limit_file, used_file, reclaimable = V1 if controllers else V2
     mounts = [root / "memory"] if controllers else [root, root / "unified"]
     here = PurePosixPath("/", path)
-    for group in (here, *here.parents):
-        for mount in mounts:
-            memory = _read_group(mount / str(group).lstrip("/"), *names)
-            if memory is not None:
-                yield memory
-
-
-def _read_group(folder: Path, limit_file: str, used_file: str, reclaimable: tuple[str, ...]) -> CgroupMemory | None:
-    """Return the limit of the cgroup in `folder`, None if none is set or nothing can be read."""
-    try:
-        limit_text = (folder / limit_file).read_text().strip()
-        used = int((folder / used_file).read_text())
-        rows = dict(row.split(maxsplit=1) for row in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    if limit_text == "max" or int(limit_text) >= UNLIMITED:
-        return None
-    cached = sum(int(rows.get(name, 0)) for name in reclaimable)
-    return CgroupMemory(str(folder), int(limit_text), max(0, used - cached))
+    for group, mount in itertools.product((here, *here.parents), mounts):
+        folder = mount / str(group).lstrip("/")
+        try:
+            limit = int((folder / limit_file).read_text())
+            used = int((folder / used_file).read_text())
+            rows = dict(row.split(maxsplit=1) for row in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # nothing there, or "max": no limit
+            continue
+        if limit < UNLIMITED:
+            cached = sum(int(rows.get(name, 0)) for name in reclaimable)
+            yield CgroupMemory(str(folder), limit, max(0, used - cached))
 
 
 def _size(num_bytes: int) -> str:

@@ -98,12 +98,11 @@ class Stream:
         self.stream = torch.Stream(device, priority=-1) if device.type != "cpu" else None
 
     @contextlib.contextmanager
-    def after(self, *transfers: Transfer | None) -> Iterator[None]:
+    def after(self, *transfers: Transfer) -> Iterator[None]:
         """Put the work of a `with` block into this stream, behind `transfers`."""
         with contextlib.nullcontext() if self.stream is None else self.stream:
             for transfer in transfers:
-                if transfer is not None:
-                    transfer.wait()
+                transfer.wait()
             yield
 
     def record_event(self) -> Transfer:

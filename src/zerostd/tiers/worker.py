@@ -143,26 +143,26 @@ class _Queue:
 
 
 class Worker:
-    """Does jobs in the background. Its thread ends with the object, or with `stop`."""
+    """Does jobs in the background. Its thread starts with the first job, and ends with the object or with `stop`."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._queue = _Queue(name)
         self.stop = self._queue.stop  # may outlive the worker, which it does not refer to
-        threading.Thread(target=self._queue.serve, args=(device,), daemon=True, name=name).start()
+        self._thread = threading.Thread(target=self._queue.serve, args=(device,), daemon=True, name=name)
         weakref.finalize(self, self._queue.close)
 
     def submit(
         self, *parts: Callable[[], None], place: int = 0, ready: Transfer | None = None, work: Work | None = None
     ) -> Work:
-        """Do the parts of a job one after the other, when `ready` has arrived or there is nothing else to do.
-
-        Return its Work, which is done when the last part has returned: `work`, if a part sets the event of it.
-        """
+        """Do the parts of a job one after the other, when `ready` has arrived or there is nothing else to do. Return
+        its Work, which is done when the last part has returned: `work`, if a part sets the event of it."""
         self.check()
         if self._queue.is_closed:
             raise StorageError(f"{self._queue.name} has ended: its model was released")
         job = _WorkerJob(deque(parts), place, ready or Done(), work or Work())
         with self._queue.condition:
+            if self._thread.ident is None:
+                self._thread.start()
             self._queue.jobs.append(job)
             self._queue.condition.notify_all()
         return job.work

@@ -144,41 +144,44 @@ def _size_of(path: Path) -> int:
     return status.st_size
 
 
-def _checkpoints_in(parent: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
-    """Yield every checkpoint with its manifest, or with the reason why it cannot be loaded."""
+def _checkpoints_in(parent: Path) -> tuple[list[Path], dict[Path, CheckpointError]]:
+    """Return the complete checkpoints, the oldest first, and why the others cannot be loaded."""
+    complete: list[tuple[float, int, Path]] = []
+    unusable: dict[Path, CheckpointError] = {}
     for folder in sorted(parent.iterdir()):
-        if not folder.is_dir():
-            continue
-        if MARK in folder.name:
-            yield folder, CheckpointError("it was never completed")
-        elif (folder / MANIFEST).exists():
-            try:
-                yield folder, read_manifest(folder)
-            except CheckpointError as error:
-                yield folder, error
+        try:
+            with system_errors("it cannot be read"):
+                if not folder.is_dir():
+                    continue
+                if MARK in folder.name:
+                    raise CheckpointError("it was never completed")
+                if not (folder / MANIFEST).exists():
+                    continue
+            manifest = read_manifest(folder)
+            complete.append((manifest.saved, manifest.step, folder))
+        except CheckpointError as error:
+            unusable[folder] = error
+    return [folder for _, _, folder in sorted(complete)], unusable
 
 
 def latest(parent: Path) -> Path | None:
     """Return the newest complete checkpoint in `parent`, or None. Skipped ones are logged, with the reason."""
-    candidates: list[tuple[float, int, Path]] = []
-    for folder, manifest in _checkpoints_in(parent) if parent.is_dir() else ():
-        if folder.name.startswith("."):
-            continue
-        if isinstance(manifest, CheckpointError):
-            log.warning("%s is skipped: %s", folder, manifest)
-        else:
-            candidates.append((manifest.saved, manifest.step, folder))
-    return max(candidates)[2] if candidates else None
+    complete, unusable = _checkpoints_in(parent) if parent.is_dir() else ([], {})
+    for folder, error in unusable.items():
+        if not folder.name.startswith("."):
+            log.warning("%s is skipped: %s", folder, error)
+    return next((folder for folder in reversed(complete) if not folder.name.startswith(".")), None)
 
 
 def keep_newest(target: Path, keep: int) -> None:
     """Remove complete checkpoints beside `target`, the oldest first, until `keep` are left with it."""
-    older: list[tuple[float, int, Path]] = []
-    with suppress(OSError):
-        for folder, manifest in _checkpoints_in(target.parent):
-            if isinstance(manifest, Manifest) and folder.name != target.name:
-                older.append((manifest.saved, manifest.step, folder))
-    for _, _, folder in sorted(older)[: max(0, len(older) - (keep - 1))]:
+    try:
+        complete, _ = _checkpoints_in(target.parent)
+    except OSError as error:  # the new checkpoint is whole all the same
+        log.warning("%s cannot be listed, so old checkpoints stay: %s", target.parent, reason(error))
+        return
+    older = [folder for folder in complete if folder.name != target.name]
+    for folder in older[: max(0, len(older) - (keep - 1))]:
         doomed = _with_token(folder)
         try:
             folder.rename(doomed)  # it goes as one, also if this process is killed now

@@ -171,9 +171,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, di
         """Return the manifest that `to_json` wrote; errors name the file as `source`."""
         what = f"{source} is not a checkpoint's manifest"
         try:
-            data = json.loads(
-                text, parse_constant=_refuse_constant
-            )  # msgspec refuses lone surrogates in users' strings
+            # Not msgspec's decoder, which refuses lone surrogates in users' strings.
+            data = json.loads(text, parse_constant=_refuse_constant)
             if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
                 raise ValueError(f"its format is not {FORMAT!r}")
             version = data.pop("version", None)
@@ -244,9 +243,6 @@ def _tensor_problems(entry: TensorEntry, files: Mapping[str, FileEntry]) -> Iter
         yield f"{entry.label} ends at element {end} of {entry.numel}"
 
 
-# Values of users
-
-
 def encode_value(value: Any, store: StoreTensor, where: str) -> Any:
     """Return a value as JSON. `store` takes a tensor and returns its number; `where` names the value in errors."""
     try:
@@ -298,30 +294,27 @@ def decode_value(value: Any, load: LoadTensor) -> Any:
 
 
 def _decode(value: Any, load: LoadTensor) -> Any:
-    match value:
-        case list():
-            return [_decode(item, load) for item in value]
-        case {"$tensor": int(number)} if len(value) == 1 and not isinstance(number, bool):
+    if isinstance(value, list):
+        return [_decode(item, load) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next((key for key in value if key.startswith("$")), None)
+    if tag is None:
+        return {key: _decode(item, load) for key, item in value.items()}
+    match tag, value[tag] if len(value) == 1 else None:
+        case "$tensor", int(number) if not isinstance(number, bool):
             return load(number)
-        case {"$float": str(name)} if len(value) == 1 and name in NON_FINITE:
+        case "$float", str(name) if name in NON_FINITE:
             return NON_FINITE[name]
-        case {"$tuple": [*items]} if len(value) == 1:
+        case "$tuple", [*items]:
             return tuple(_decode(item, load) for item in items)
-        case {"$number": [str(name), encoded]} if len(value) == 1 and name in DTYPES:
+        case "$number", [str(name), encoded] if name in DTYPES:
             number = _decode(encoded, load)
-            if not isinstance(number, bool | int | float):
-                raise CheckpointError(f"{reprlib.repr(number):.80} in the checkpoint is not a number")
-            return torch.tensor(number, dtype=DTYPES[name])
-        case {"$items": [*pairs]} if len(value) == 1 and all(isinstance(pair, list) for pair in pairs):
+            if isinstance(number, bool | int | float):
+                return torch.tensor(number, dtype=DTYPES[name])
+        case "$items", [*pairs] if all(isinstance(pair, list) for pair in pairs):
             return {_decode(key, load): _decode(item, load) for key, item in pairs}
-        case dict():
-            unknown = next((key for key in value if key.startswith("$")), None)
-            if unknown is not None:
-                raise CheckpointError(
-                    f"{unknown!r} in the checkpoint is not known, or not valid: {reprlib.repr(value):.80}"
-                )
-            return {key: _decode(item, load) for key, item in value.items()}
-    return value
+    raise CheckpointError(f"{tag!r} in the checkpoint is not known, or not valid: {reprlib.repr(value):.80}")
 
 
 def refuse_tensor(tensor: torch.Tensor | int) -> NoReturn:

@@ -22,7 +22,6 @@ from zerostd.checkpointing.storage.manifest import DTYPES, Manifest, TensorEntry
 from zerostd.checkpointing.storage.reading import BlockOfPart, Checkpoint, blocks_of
 from zerostd.checkpointing.storage.safetensors_files import DirectFileWriter, OutputTensor, write_file
 from zerostd.errors import CheckpointError
-from zerostd.kernels import crc32
 from zerostd.monitoring.progress import ByteProgress
 from zerostd.policy import parse_bytes
 
@@ -94,40 +93,32 @@ def _model_entries(manifest: Manifest) -> list[TensorEntry]:
         if entry.of in entries or entry.of == "__metadata__":
             raise CheckpointError(f"{entry.label} cannot have this name in a safetensors file, or two tensors have it")
         entries[entry.of] = entry
-    return [entries[name] for name in sorted(entries, key=_natural_order)]
 
+    def natural_order(name: str) -> list[tuple[int, str]]:
+        return [(int(text), "") if index % 2 else (0, text) for index, text in enumerate(NUMBER.split(name))]
 
-def _natural_order(name: str) -> list[tuple[int, str]]:
-    return [(int(text), "") if index % 2 else (0, text) for index, text in enumerate(NUMBER.split(name))]
+    return [entries[name] for name in sorted(entries, key=natural_order)]
 
 
 def _output_tensor(checkpoint: Checkpoint, entry: TensorEntry, chosen: torch.dtype | None) -> OutputTensor:
     """Return a tensor in its dtype before prepare, or the chosen one; its blocks are those that have checksums."""
+    stored = entry.torch_dtype
     dtype = DTYPES[entry.original or entry.dtype]
     if chosen is not None and dtype.is_floating_point:
         dtype = chosen
-    blocks = [(block.low, partial(_copy_block, checkpoint, block, dtype)) for block in blocks_of(entry, 0, entry.numel)]
-    return OutputTensor(entry.of, dtype, entry.shape, blocks)
-
-
-def _copy_block(
-    checkpoint: Checkpoint, block: BlockOfPart, dtype: torch.dtype, writer: DirectFileWriter, offset: int
-) -> int:
-    """Copy a block slice by slice. It is written before it is known to be whole; if it is not, the directory goes."""
-    stored = block.entry.torch_dtype
     step = SLICE // stored.itemsize if stored == dtype else CONVERTED
-    memory = torch.empty(min(step, block.high - block.low), dtype=stored)
-    converted = torch.empty_like(memory, dtype=dtype)
-    crc = 0
-    for low in range(block.low, block.high, step):
-        numbers = memory[: block.high - low]
-        checkpoint.read_unchecked(block, low, numbers)
-        crc = crc32(numbers, crc)
-        if stored != dtype:
-            numbers = converted[: numbers.numel()].copy_(numbers)
-        writer.write(numbers, offset + (low - block.low) * dtype.itemsize)
-    checkpoint.check_sum(block, crc)
-    return crc
+
+    def copy(block: BlockOfPart, writer: DirectFileWriter, offset: int) -> int:
+        """Copy a block slice by slice. It is written before it is known to be whole; if not, the directory goes."""
+        memory = torch.empty(min(step, block.high - block.low), dtype=stored)
+        converted = torch.empty_like(memory, dtype=dtype)
+        for low, numbers in checkpoint.slices(block, memory):
+            values = numbers if stored == dtype else converted[: numbers.numel()].copy_(numbers)
+            writer.write(values, offset + (low - block.low) * dtype.itemsize)
+        return block.crc32
+
+    blocks = [(block.low, partial(copy, block)) for block in blocks_of(entry, 0, entry.numel)]
+    return OutputTensor(entry.of, dtype, entry.shape, blocks)
 
 
 def _split(tensors: Sequence[OutputTensor], most_bytes: int) -> dict[str, list[OutputTensor]]:

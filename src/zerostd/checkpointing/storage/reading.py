@@ -21,13 +21,14 @@ from zerostd.checkpointing.storage.manifest import BLOCK, TensorEntry, TensorPar
 from zerostd.checkpointing.storage.safetensors_files import NUM_THREADS, SafetensorsReader, ordered_results
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
+from zerostd.parameters.flat import SavedInterval
 from zerostd.tiers import Done, TierTensor, Transfer
 from zerostd.tiers.host import PAGE, aligned
 
 DISK_WRITE = 16 << 20  # bytes written to a disk tier at a time
 NUM_BUFFERS = 3  # one is read, two are written
 
-Target = tuple[TensorEntry, int, TierTensor, slice]  # elements of the entry, from this one on, fill this part
+Target = tuple[TensorEntry, SavedInterval]  # a tensor, and which part of it goes where
 OnBytes = Callable[[int], None]
 
 
@@ -101,28 +102,33 @@ class Checkpoint:
             for entry, low, values in wanted
             for block in blocks_of(entry, low, low + values.numel())
         )
-        for num_bytes in ordered_results(self._pool, self._fill_from, jobs):
-            on_bytes(num_bytes)
 
-    @torch.no_grad()
-    def _fill_from(self, job: tuple[BlockOfPart, int, torch.Tensor]) -> int:
-        """Read a block, copy what overlaps with the values, which begin at an element, and return its bytes."""
-        block, low, values = job
-        start = max(low, block.low)
-        stop = min(low + values.numel(), block.high)
-        target = values[start - low : stop - low]
-        is_whole = (start, stop) == (block.low, block.high)
-        if is_whole and target.device.type == "cpu" and target.dtype == block.entry.torch_dtype:
-            return self._read_block(block, target).nbytes
-        numbers = self._read_block(block)[start - block.low : stop - block.low]
-        target.copy_(numbers)
-        return numbers.nbytes
+        @torch.no_grad()
+        def fill(job: tuple[BlockOfPart, int, torch.Tensor]) -> int:
+            block, low, values = job
+            start = max(low, block.low)
+            stop = min(low + values.numel(), block.high)
+            target = values[start - low : stop - low]
+            is_whole = (start, stop) == (block.low, block.high)
+            if is_whole and target.device.type == "cpu" and target.dtype == block.entry.torch_dtype:
+                return self._read_block(block, target).nbytes
+            numbers = self._read_block(block)[start - block.low : stop - block.low]
+            target.copy_(numbers)
+            return numbers.nbytes
+
+        for num_bytes in ordered_results(self._pool, fill, jobs):
+            on_bytes(num_bytes)
 
     def fill_tiers(self, targets: Sequence[Target], on_bytes: OnBytes) -> None:
         """Read tensors into tier tensors. On disk neighbours are written together, while the next ones are read."""
-        in_memory = ((e, low, tensor.tensor[part]) for e, low, tensor, part in targets if tensor.tensor is not None)
+        in_memory = []
+        on_disk = []
+        for entry, record in targets:
+            if record.column.tensor is None:
+                on_disk.append((entry, record))
+            else:
+                in_memory.append((entry, record.start, record.column.tensor[record.place]))
         self.fill(in_memory, on_bytes)
-        on_disk = [target for target in targets if target[2].tensor is None]
         if not on_disk:
             return
         buffers = [aligned(DISK_WRITE) for _ in range(NUM_BUFFERS)]
@@ -148,20 +154,26 @@ class Checkpoint:
             if not hasattr(self._scratch, "memory"):
                 self._scratch.memory = torch.empty(BLOCK, dtype=torch.uint8)
             target = self._scratch.memory.view(block.entry.torch_dtype)[: block.high - block.low]
-        self.read_unchecked(block, block.low, target)
-        self.check_sum(block, crc32(target))
+        for _ in self.slices(block, target):
+            pass
         return target
 
-    def read_unchecked(self, block: BlockOfPart, low: int, target: torch.Tensor) -> None:
-        """Fill `target` with the elements of a block from `low` on."""
-        self._readers[block.part.file].read(block.part.key, low - block.part.start, target)
+    def slices(self, block: BlockOfPart, memory: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the elements of a block, each time as many as `memory` holds, with the number of the first.
 
-    def check_sum(self, block: BlockOfPart, crc: int) -> None:
-        """Raise CheckpointError if a block does not have this crc32."""
+        At the end raises CheckpointError if they are not those that were written.
+        """
+        reader = self._readers[block.part.file]
+        crc = 0
+        for low in range(block.low, block.high, memory.numel()):
+            numbers = memory[: block.high - low]
+            reader.read(block.part.key, low - block.part.start, numbers)
+            crc = crc32(numbers, crc)
+            yield low, numbers
         if crc != block.crc32:
             raise CheckpointError(
-                f"{self._readers[block.part.file].path} is damaged: elements {block.low} to {block.high} of "
-                f"{block.entry.label} are not as written; use another checkpoint"
+                f"{reader.path} is damaged: elements {block.low} to {block.high} of {block.entry.label} are not as "
+                "written; use another checkpoint"
             )
 
 
@@ -182,23 +194,23 @@ def _disk_stretches(
     targets: Iterable[Target],
 ) -> Iterator[tuple[TierTensor, int, int, list[tuple[TensorEntry, int, slice]]]]:
     """Yield stretches of tier tensors, none longer than a buffer: tensor, start, stop, and what fills which part."""
-    runs: list[list[Target]] = []
-    for target in targets:
-        last = runs[-1][-1] if runs else None
-        if last is not None and last[2] is target[2] and last[3].stop == target[3].start:
+    runs: list[list[Target]] = []  # of neighbours
+    for target in sorted(targets, key=lambda target: (id(target[1].column), target[1].offset)):
+        last = runs[-1][-1][1] if runs else None
+        if last is not None and last.column is target[1].column and last.place.stop == target[1].offset:
             runs[-1].append(target)
         else:
             runs.append([target])
     for run in runs:
-        tensor = run[0][2]
-        begin = run[0][3].start
-        end = run[-1][3].stop
-        step = DISK_WRITE // tensor.dtype.itemsize
+        column = run[0][1].column
+        begin = run[0][1].offset
+        end = run[-1][1].place.stop
+        step = DISK_WRITE // column.dtype.itemsize
         for low, high in pairwise([begin, *range((begin // step + 1) * step, end, step), end]):
             parts = []
-            for entry, first, _, part in run:
-                start = max(low, part.start)
-                stop = min(high, part.stop)
+            for entry, record in run:
+                start = max(low, record.offset)
+                stop = min(high, record.place.stop)
                 if start < stop:
-                    parts.append((entry, first + start - part.start, slice(start - low, stop - low)))
-            yield tensor, low, high, parts
+                    parts.append((entry, record.start + start - record.offset, slice(start - low, stop - low)))
+            yield column, low, high, parts

@@ -31,7 +31,7 @@ from msgspec import Struct
 
 from zerostd.checkpointing.storage.manifest import DTYPE_BY_CODE, SAFETENSORS_CODES, Count, Shape
 from zerostd.errors import CheckpointError
-from zerostd.monitoring.decoding import convert
+from zerostd.monitoring.decoding import convert, decode
 from zerostd.tiers.host import PAGE, aligned
 
 NUM_THREADS = 4
@@ -64,17 +64,28 @@ def system_errors(what: str) -> Iterator[None]:
 
 
 def ordered_results(pool: ThreadPoolExecutor, work: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
-    """Run `work` on jobs in the pool, a few at a time, and yield the results in the order of the jobs."""
+    """Run `work` on jobs in the pool, a few at a time, and yield the results in the order of the jobs.
+
+    After an error no further job begins.
+    """
     waiting: deque[Future[Result]] = deque()
+    errors: list[Exception] = []
+
+    def work_unless_failed(job: Job) -> Result:
+        if errors:
+            raise errors[0]
+        try:
+            return work(job)
+        except Exception as error:
+            errors.append(error)
+            raise
+
     for job in jobs:
-        waiting.append(pool.submit(work, job))
+        waiting.append(pool.submit(work_unless_failed, job))
         if len(waiting) > 2 * NUM_THREADS:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
-
-
-# Writing
 
 
 class DirectFileWriter:
@@ -223,9 +234,6 @@ def _make_header(tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -
     return bytearray(struct.pack("<Q", len(text)) + text), [begin + start for start in starts], begin + end
 
 
-# Reading
-
-
 class StoredTensor(Struct, frozen=True):
     """A tensor as the header of its file describes it."""
 
@@ -284,12 +292,8 @@ class SafetensorsReader:
         text = bytearray(length)
         self._read_all(text, 8)
         what = f"{self.path} has a damaged header"
-        try:
-            entries = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{what}: {error!s:.200}") from error
-        if isinstance(entries, dict):
-            entries.pop("__metadata__", None)
+        entries = decode(bytes(text), dict[str, Any], what=f"{self.path}: the damaged header", error=CheckpointError)
+        entries.pop("__metadata__", None)
         tensors = convert(entries, dict[str, StoredTensor], what=what, error=CheckpointError)
         for problem in _header_problems(tensors, num_bytes - 8 - length):
             raise CheckpointError(f"{what}: {problem}")

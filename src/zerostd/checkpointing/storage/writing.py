@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,9 @@ from zerostd.policy import Tier
 from zerostd.tiers import Done, Stream, Transfer, Work, record_event
 from zerostd.tiers.host import PAGE, aligned
 
-log = logging.getLogger("zerostd")
+OutputTensors = Mapping[SavedInterval, OutputTensor]
 
-ReadRecord = Callable[[SavedInterval, int, int], torch.Tensor]
+log = logging.getLogger("zerostd")
 
 
 class Saving(StepObserver):
@@ -55,17 +55,20 @@ class Saving(StepObserver):
         self._directory: PendingDirectory | None = None  # on rank 0
         self._outcome: Manifest | CheckpointError | None = None  # of this rank's thread
         self._group_writes = {record.group: Work() for record in records if record.stop > record.start}
-        read = _snapshot_reader(control.world.device)
+        tensors = _output_tensors(records, control.world.device)
         folder: Path | CheckpointError | None = None
-        try:
-            if control.world.rank == 0:
-                self._directory = PendingDirectory(target)
-                folder = self._directory.folder
-        except CheckpointError as error:
-            folder = error
-        with self._dropping():
+        with ExitStack() as cleanup:
+            try:
+                if control.world.rank == 0:
+                    self._directory = PendingDirectory(target)
+                    cleanup.callback(self._directory.drop)
+                    folder = self._directory.folder
+            except CheckpointError as error:
+                folder = error
             folder = _first_value(control.meet("zerostd.save()", folder))
-        self._thread = threading.Thread(target=self._write, args=(folder, records, manifest, read), name="zerostd save")
+            self._cleanup = cleanup.pop_all()
+        arguments = (folder, records, manifest, tensors)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="zerostd save")
         self._thread.start()
 
     def group_write(self, group: str) -> Transfer:
@@ -90,56 +93,52 @@ class Saving(StepObserver):
         if self.error is not None:
             raise CheckpointError(str(self.error)) from self.error
 
-    def _write(self, folder: Path, records: Sequence[SavedInterval], manifest: Manifest, read: ReadRecord) -> None:
+    def _write(
+        self, folder: Path, records: Sequence[SavedInterval], manifest: Manifest, tensors: OutputTensors
+    ) -> None:
+        world = self._control.world
+        name = f"rank-{world.rank:05d}-of-{world.size:05d}.safetensors"
+        total = sum(tensor.num_bytes for tensor in tensors.values())
+        last_tensors = {record.group: tensor for record, tensor in tensors.items()}
         try:
-            self._outcome = self._write_file(folder, records, manifest, read)
+            with ByteProgress("saving", total, is_shown=world.rank == 0) as progress:
+
+                def on_written(tensor: OutputTensor) -> None:
+                    progress.add(tensor.num_bytes)
+                    for group, last in last_tensors.items():
+                        if last is tensor:
+                            self._group_writes[group].finish()
+
+                num_bytes, checksums = write_file(folder / name, [*tensors.values()], on_written, {})
+            entries = []
+            for entry, record in zip(manifest.tensors, records, strict=True):
+                if record in tensors:
+                    key = tensors[record].key
+                    entry = replace(entry, parts=(TensorPart(record.start, record.stop, name, key, checksums[key]),))
+                entries.append(entry)
+            self._outcome = replace(manifest, files={name: FileEntry(num_bytes)}, tensors=tuple(entries))
         except BaseException as error:
             self._outcome = checkpoint_error(error)
         finally:
             for work in self._group_writes.values():
                 if not work.is_done():
                     work.finish()  # the checkpoint is lost, and training goes on
-        if self._control.world.size == 1:
+        if world.size == 1:
             self._finish()
 
     def _finish(self) -> None:
         """Commit the checkpoint. All ranks have written, or failed."""
         where = "the end of zerostd.save()"
-        with self._dropping():
+        with self._cleanup:
             outcomes = self._control.collect_on_first(self._outcome, where)
+            problem = self._commit(outcomes)
         try:
-            _first_value(self._control.collect(self._commit(outcomes), where))
+            _first_value(self._control.collect(problem, where))
         except CheckpointError as error:
             self.error = error
             log.error("the checkpoint %s was not saved: %s", self.target, error)
         self.is_finished = True
         self._outcome = None
-
-    def _write_file(
-        self, folder: Path, records: Sequence[SavedInterval], manifest: Manifest, read: ReadRecord
-    ) -> Manifest:
-        world = self._control.world
-        name = f"rank-{world.rank:05d}-of-{world.size:05d}.safetensors"
-        stored = [record for record in records if record.stop > record.start]
-        keys = {record: str(number) for number, record in enumerate(stored)}
-        tensors = [_output_tensor(key, record, read) for record, key in keys.items()]
-        group_ends = {key: group for group, key in {record.group: key for record, key in keys.items()}.items()}
-        total = sum(tensor.num_bytes for tensor in tensors)
-        with ByteProgress("saving", total, is_shown=world.rank == 0) as progress:
-
-            def on_written(tensor: OutputTensor) -> None:
-                progress.add(tensor.num_bytes)
-                if tensor.key in group_ends:
-                    self._group_writes[group_ends[tensor.key]].finish()
-
-            num_bytes, checksums = write_file(folder / name, tensors, on_written, {})
-        entries = []
-        for entry, record in zip(manifest.tensors, records, strict=True):
-            key = keys.get(record)
-            if key is not None:
-                entry = replace(entry, parts=(TensorPart(record.start, record.stop, name, key, checksums[key]),))
-            entries.append(entry)
-        return replace(manifest, files={name: FileEntry(num_bytes)}, tensors=tuple(entries))
 
     def _commit(self, outcomes: Sequence[Manifest | CheckpointError]) -> CheckpointError | None:
         """Commit the directory on rank 0 if all ranks have written; return what went wrong."""
@@ -152,66 +151,44 @@ class Saving(StepObserver):
             manifests = [outcome for outcome in outcomes if isinstance(outcome, Manifest)]
             self._directory.commit(_merge_manifests(manifests))
         except Exception as error:
-            self._directory.drop()
             return checkpoint_error(error)
         if self._keep is not None:
             keep_newest(self._directory.target, self._keep)
         return None
 
-    @contextmanager
-    def _dropping(self) -> Iterator[None]:
-        """Drop the directory if the ranks cannot agree on it."""
-        try:
-            yield
-        except BaseException:
-            if self._directory is not None:
-                self._directory.drop()
-            raise
 
+def _output_tensors(records: Sequence[SavedInterval], device: torch.device) -> OutputTensors:
+    """Return a numbered tensor for each record with elements, to be written by several threads as it is now.
 
-def _snapshot_reader(device: torch.device) -> ReadRecord:
-    """Return a function that reads elements of a record into host memory, as they are now.
-
-    Records on the device are read in a stream of their own, which waits for the work queued until now. What a thread
-    reads from disk is valid until it reads again.
+    Records on the device are read in a stream of their own, which waits for the work queued until now.
     """
     stream = Stream(device)
     ready = record_event(device)
-    scratch = threading.local()  # a block of memory for each thread
+    scratch = threading.local()  # a block of memory for each thread, for what it reads from disk
 
-    def read(record: SavedInterval, low: int, high: int) -> torch.Tensor:
-        if record.column.tier is Tier.DISK:
-            if not hasattr(scratch, "memory"):
-                scratch.memory = aligned(BLOCK + PAGE)
-            return record.read(low, high, scratch.memory)
-        if stream.stream is None or record.column.tier is not Tier.DEVICE:
-            return record.read(low, high)
-        with stream.after(ready):
-            return record.read(low, high).to("cpu")
+    def write(record: SavedInterval, low: int, high: int, writer: DirectFileWriter, offset: int) -> int:
+        tier = record.column.tier
+        if tier is Tier.DISK and not hasattr(scratch, "memory"):
+            scratch.memory = aligned(BLOCK + PAGE)
+        memory = scratch.memory if tier is Tier.DISK else None
+        with stream.after(ready) if tier is Tier.DEVICE else nullcontext():
+            values = record.read(low, high, memory).detach().to("cpu").contiguous()  # a copy only if it was elsewhere
+        writer.write(values, offset)
+        return crc32(values)
 
-    return read
-
-
-def _output_tensor(key: str, record: SavedInterval, read: ReadRecord) -> OutputTensor:
-    numel = record.stop - record.start
-    step = BLOCK // record.dtype.itemsize
-    blocks = [(low, partial(_write_block, read, record, low, min(numel, low + step))) for low in range(0, numel, step)]
-    return OutputTensor(key, record.dtype, (numel,), blocks)
-
-
-def _write_block(
-    read: ReadRecord, record: SavedInterval, low: int, high: int, writer: DirectFileWriter, offset: int
-) -> int:
-    values = read(record, low, high).detach().to("cpu").contiguous()  # a copy only if it was elsewhere
-    crc = crc32(values)
-    writer.write(values, offset)
-    return crc
+    tensors: dict[SavedInterval, OutputTensor] = {}
+    for record in records:
+        numel = record.stop - record.start
+        step = BLOCK // record.dtype.itemsize
+        blocks = [(low, partial(write, record, low, min(numel, low + step))) for low in range(0, numel, step)]
+        if blocks:
+            tensors[record] = OutputTensor(str(len(tensors)), record.dtype, (numel,), blocks)
+    return tensors
 
 
 def _merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
     """Merge the manifests of all ranks; fields they share are taken from rank 0."""
     entries: dict[tuple[str, str, str], TensorEntry] = {}
-    parts: dict[tuple[str, str, str], list[TensorPart]] = {}
     files: dict[str, FileEntry] = {}
     random: dict[str, Any] = {}
     singles: dict[str, Any] = {}
@@ -220,15 +197,15 @@ def _merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
         random |= manifest.random
         singles |= manifest.optimizer.singles if manifest.optimizer is not None else {}
         for entry in manifest.tensors:
-            entries.setdefault(entry.identity, entry)
-            parts.setdefault(entry.identity, []).extend(entry.parts)
+            earlier = entries.setdefault(entry.identity, entry)
+            if earlier is not entry:
+                parts = sorted((*earlier.parts, *entry.parts), key=lambda part: part.start)
+                entries[entry.identity] = replace(earlier, parts=tuple(parts))
     optimizer = manifests[0].optimizer
     if optimizer is not None:
         optimizer = replace(optimizer, singles=singles)
-    ordered = {identity: tuple(sorted(each, key=lambda part: part.start)) for identity, each in parts.items()}
-    tensors = tuple(replace(entry, parts=ordered[identity]) for identity, entry in entries.items())
     common = replace(manifests[0], saved=time.time(), optimizer=optimizer)
-    return replace(common, files=files, tensors=tensors, random=random)
+    return replace(common, files=files, tensors=tuple(entries.values()), random=random)
 
 
 def checkpoint_error(error: BaseException) -> CheckpointError:
