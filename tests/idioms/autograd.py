@@ -121,11 +121,11 @@ def backward_with_create_graph(loop: Loop) -> Any:
     model, optimizer = loop.prepare(loop.network())
     for batch in loop.batches(2):
         loss = loop.loss(model, batch)
-        if loop.is_plain or loop.active:
+        if loop.active:
             loss.backward(create_graph=True)
         optimizer.step()
         optimizer.zero_grad()
-    return {"weights": loop.weights(model)}
+    return loop.weights(model)
 
 
 @idiom
@@ -179,7 +179,7 @@ def gradients_taken_and_assigned(loop: Loop) -> Any:
 def balance_losses_by_gradients_of_one_layer(loop: Loop) -> Any:
     """Weigh two losses by the gradients they have in the last layer, as VQ-GAN does."""
     model = loop.network()
-    model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.03))
     for x, y in loop.batches(2):
         answer = model(x)
         first, second = F.mse_loss(answer, y), answer.abs().mean()
@@ -299,7 +299,7 @@ def recurrent_application(loop: Loop) -> Any:
     model, optimizer = loop.prepare(loop.network(features=4))
     for x, y in loop.batches(2):
         state = x[:, :4]
-        for _ in range(3):
+        for _ in range(2):
             state = model(state)
         F.mse_loss(state, y).backward()
         optimizer.step()

@@ -73,8 +73,6 @@ def which_gradients_are_there(loop: Loop) -> Any:
     """Ask which parameters have a gradient: `p.grad is not None`, before, after and after `zero_grad`."""
     model, optimizer = loop.prepare(loop.network())
     seen = [[p.grad is None for p in model.parameters()]]
-    model.encode(loop.batch(0)[0]).mean().backward() if loop.is_plain else None
-    optimizer.zero_grad()
     loop.loss(model, loop.batch(0)).backward()
     seen.append([p.grad is None for p in model.parameters()])
     optimizer.step()
@@ -221,7 +219,7 @@ def zero_some_gradients(loop: Loop) -> Any:
 def zero_rows_of_a_gradient(loop: Loop) -> Any:
     """Zero some rows of a gradient, so that old tokens stay: `weight.grad[:6] = 0`."""
     model = loop.language(tied=False)
-    model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=4.0))
     for index in range(3):
         tokens = loop.tokens(index)
         F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
@@ -339,7 +337,7 @@ def tensor_hook_registered_after(loop: Loop) -> Any:
     return loop.outcome(model)
 
 
-def halve(p: nn.Parameter) -> None:
+def shrink(p: nn.Parameter) -> None:
     """Change the gradient that has just been accumulated."""
     p.grad.mul_(0.1)
 
@@ -350,7 +348,7 @@ def post_accumulate_hook_registered_before(loop: Loop) -> Any:
     model = loop.network()
     if loop.active:
         for p in model.head.parameters():
-            p.register_post_accumulate_grad_hook(halve)
+            p.register_post_accumulate_grad_hook(shrink)
     model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.2))
     loop.train(model, optimizer)
     return loop.outcome(model)
@@ -363,7 +361,7 @@ def post_accumulate_hook_registered_after(loop: Loop) -> Any:
     model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.2))
     if loop.active:
         for p in model.head.parameters():
-            p.register_post_accumulate_grad_hook(halve)
+            p.register_post_accumulate_grad_hook(shrink)
     loop.train(model, optimizer)
     return loop.outcome(model)
 

@@ -28,7 +28,19 @@ from zerostd.engine.runtime import runtime_of
 THEMES = [
     "edits",
     "averaging",
+    "gradients",
+    "clipping",
+    "accumulation",
+    "autograd",
+    "functional",
+    "optimizer_options",
     "optimizer_state",
+    "schedulers",
+    "evaluation",
+    "inspection",
+    "modules",
+    "checkpoints",
+    "precision",
 ]
 BATCH = 8
 

@@ -14,12 +14,10 @@ from __future__ import annotations
 import ast
 import functools
 import gc
-import inspect
 import os
 import re
 import shutil
 import tempfile
-import textwrap
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -42,10 +40,10 @@ DIFFERENT = "different"
 ERROR = "error"
 VISIBLE = 2 * ROUNDED  # what leaving the idiom out must change at least
 MOST_ROUNDED = 0.1
-TIMEOUT_S = "5"  # a rank that raised alone is missed by the others for so long
+TIMEOUT_S = 2.0  # a rank that raised alone is missed by the others for so long
 LATE = re.compile(r"\.backward\(|optimizer\.step\(|loop\.(step|train|outcome|weights)\(")
 REMEDY = re.compile(
-    r"zerostd\.\w+|prepare\(|optimizer\.\w+\(|\b(use|call|set|put|leave|pass|give|make|build|move|choose|write|keep|load)\b",
+    r"zerostd\.\w+|prepare\(|optimizer\.\w+\(|\b(use|call|set|put|leave|pass|give|make|build|move|choose|write|keep|load|tie|change)\b",
     re.IGNORECASE,
 )
 
@@ -58,6 +56,11 @@ class Outcome:
     detail: str = ""  # the tensor that differs most, or what was raised
     line: int | None = None  # of the idiom's file, where it was raised
     source: str = ""  # that line
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether ranks missed each other, which may be the machine's fault."""
+        return "gave up waiting" in self.detail or "died or hung" in self.detail
 
 
 # -- inside a process --
@@ -96,9 +99,9 @@ def visible_effect(name: str) -> float | None:
     return max((_error(control[key], whole[key], ROUNDED) for key in whole), default=0.0)
 
 
-def try_idiom(rank: int, name: str, form_name: str) -> dict[str, Any]:
+def try_idiom(rank: int, name: str, form_name: str, timeout_s: float) -> dict[str, Any]:
     """Run one idiom in one form, on this rank, and compare it with plain torch."""
-    os.environ["ZEROSTD_TIMEOUT_S"] = TIMEOUT_S
+    os.environ["ZEROSTD_TIMEOUT_S"] = str(timeout_s)
     idiom = idioms()[name]
     form = BY_NAME[form_name]
     expected = plain_result(name)
@@ -149,28 +152,27 @@ def _judge_raised(idiom: Idiom, error: Exception) -> Outcome:
     is_late = not any(_may_refuse(idiom, frame.lineno or 0, frame.line or "") for frame in frames)
     if is_late:
         return Outcome(ERROR, f"refused late: {message}", line, source)
-    if isinstance(error, zerostd.CommunicationError) or not REMEDY.search(message):
+    is_failure = isinstance(error, zerostd.CommunicationError | zerostd.StorageError)
+    if is_failure or not REMEDY.search(message):
         return Outcome(ERROR, f"refused without a remedy: {message}", line, source)
     return Outcome(REFUSED, message, line, source)
 
 
 def _may_refuse(idiom: Idiom, line: int, source: str) -> bool:
-    active = _active_lines(idiom)
-    if "loop.prepare" in source or line in active:
+    if "loop.prepare" in source or line in _active_lines(idiom.path):
         return True
-    return not active and not LATE.search(source)
+    return visible_effect(idiom.name) is None and not LATE.search(source)
 
 
 @functools.cache
-def _active_lines(idiom: Idiom) -> set[int]:
-    """The lines under `if loop.active:`."""
-    lines, first = inspect.getsourcelines(idiom.run)
-    tree = ast.parse(textwrap.dedent("".join(lines)))
+def _active_lines(path: str) -> set[int]:
+    """The lines of a file that depend on `loop.active`."""
+    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     return {
-        first - 1 + line
+        line
         for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "loop.active" in ast.unparse(node.test)
-        for line in range(node.lineno, (node.body[-1].end_lineno or 0) + 1)
+        if isinstance(node, ast.If | ast.IfExp) and "loop.active" in ast.unparse(node.test)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
 
 
@@ -226,11 +228,11 @@ class Runner:
         """See `visible_effect`."""
         return self._pools[1].run(_visible_effect, name)[0]
 
-    def outcome(self, name: str, form: Form) -> Outcome:
-        """Run one idiom in one form, on all its ranks."""
+    def outcome(self, name: str, form: Form, timeout_s: float = TIMEOUT_S) -> Outcome:
+        """Run one idiom in one form, on all its ranks, which wait for each other for so long."""
         pool = self._pools[form.num_ranks]
         try:
-            outcomes = [Outcome(**parts) for parts in pool.run(try_idiom, name, form.name, timeout=60)]
+            outcomes = [Outcome(**parts) for parts in pool.run(try_idiom, name, form.name, timeout_s, timeout=60)]
         except AssertionError as error:
             return Outcome(ERROR, f"the process died or hung: {str(error)[-300:]}")
         if len({(outcome.outcome, outcome.line) for outcome in outcomes}) == 1:

@@ -40,6 +40,8 @@ def complaints(name: str, outcomes: Mapping[str, Outcome]) -> list[str]:
         seen = f"{form}: {outcome.outcome} ({outcome.detail}) at `{outcome.source}`"
         if form in expected and outcome.outcome != expected[form]:
             lines.append(f"{seen}, expected {expected[form]}")
+        elif form in known and outcome.outcome not in GOOD and not known[form].startswith(outcome.outcome):
+            lines.append(f"{seen}, known as {known[form]}")
         elif form in known and outcome.outcome in GOOD:
             lines.append(f"{seen}: mended. Move it to expected.json: python -m idioms accept {name}")
         elif form not in expected and form not in known:
