@@ -30,7 +30,6 @@ from zerostd.measuring.identity import device_of
 from zerostd.measuring.model import profile_model
 from zerostd.monitoring import Memory
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
-from zerostd.parameters import GroupState
 from zerostd.parameters.blueprints import MARK, check_model, find_blueprints
 from zerostd.parameters.lending import set_data
 from zerostd.planning import MachineProfile, Plan
@@ -182,29 +181,10 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     runtime = owner_of(module)
     inside = set(module.parameters())
     groups = [g for g in runtime.groups if any(p in inside for flat in g.flats for p in flat.parameters)]
-    released = [group for group in groups if group.state is GroupState.RELEASED]
-    pins = contextlib.ExitStack()
-    for group in groups:
-        runtime.gatherer.gather(group)
-        pins.enter_context(group.pinned())
-    try:
+    if write:
+        runtime.finish_updates()  # masters must be home before they are changed
+    with runtime.access.held(groups, write=write):
         yield module
-        if not write and any(flat.has_edits for group in groups for flat in group.flats):
-            raise MisuseError(
-                "parameters were changed inside zerostd.gathered(module): use zerostd.gathered(module, write=True), "
-                "which keeps what rank 0 has changed, on all ranks"
-            )
-    finally:
-        pins.close()
-        if write:
-            runtime.finish_updates()  # masters must be home before they are changed
-            for group in groups:
-                for flat in group.flats:
-                    runtime.wires.broadcast([flat.full])
-                    flat.keep_all()
-                    flat.commit_edits()
-        for group in released:
-            runtime.gatherer.release(group)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -150,6 +151,23 @@ def no_torch_function() -> contextlib.AbstractContextManager[Any]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def in_transform() -> bool:
+    """Whether a transform of torch.func, such as grad or vmap, runs now."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which no transform of torch.func sees what is done."""
+    return temporarily_clear_interpreter_stack()
+
+
+def move_hook_to_end(parameter: torch.Tensor, handle: Any) -> None:
+    """Let a post-accumulate-grad hook be called after all others of its parameter."""
+    hooks = parameter._post_accumulate_grad_hooks
+    if hooks is not None and handle.id in hooks:
+        hooks[handle.id] = hooks.pop(handle.id)
+
+
 def _metadata() -> frozenset[Any]:
     """Functions of torch that ask a tensor for anything but its values, or change such."""
     attributes = """
@@ -172,3 +190,4 @@ def _metadata() -> frozenset[Any]:
 
 
 METADATA = _metadata()
+OF_THE_GRAPH = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})  # not of values

@@ -39,27 +39,14 @@ def test_parameters_show_values_only_when_the_gather_was_waited_for() -> None:
     assert group.state is GroupState.GATHERED and not group.gathers and not get_data(parameter_of(group)).isnan().any()
 
 
-def pin(group: Group) -> None:
-    with group.pinned():
-        pass
-
-
-def release_while_pinned(group: Group) -> None:
-    with group.pinned():
-        group.release()
-
-
 REFUSED: list[tuple[GroupState, Callable[[Group], None]]] = [
     (GroupState.RELEASED, Group.wait_gather),
     (GroupState.RELEASED, Group.release),
-    (GroupState.RELEASED, pin),
     (GroupState.GATHERING, Group.start_gather),
     (GroupState.GATHERING, Group.release),
-    (GroupState.GATHERING, pin),
     (GroupState.GATHERED, Group.start_gather),
     (GroupState.GATHERED, Group.wait_gather),
     (GroupState.GATHERED, Group.expire),
-    (GroupState.GATHERED, release_while_pinned),
 ]
 
 
@@ -107,9 +94,9 @@ def test_pins_nest_and_end_with_an_exception() -> None:
     with pytest.raises(ZeroDivisionError), group.pinned():
         with group.pinned():
             pass
-        assert group.num_pins and not group.is_releasable
+        assert group.num_pins
         raise ZeroDivisionError
-    assert not group.num_pins and group.is_releasable
+    assert not group.num_pins
 
 
 def test_group_waits_for_a_save_that_reads_it() -> None:

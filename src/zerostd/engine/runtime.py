@@ -18,7 +18,7 @@ from zerostd.monitoring import Ledger
 from zerostd.monitoring.events import LoopPhase
 from zerostd.optimizers.gradients import Gradients, LossScale, scale_gradient
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
-from zerostd.parameters import GradientHandle, Group
+from zerostd.parameters import Group
 from zerostd.parameters.blueprints import MARK, OWNER, Blueprint
 from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.observing import StepObserver
@@ -82,7 +82,7 @@ class Runtime:
             self._trained(), gatherer, reducer, activations, self.observers, accumulate=settings.accumulate
         )
         casts = root_casts(settings.precision, original_dtypes.values())
-        self.access = ParameterAccess(gatherer, self.gradients.check_unlocked)
+        self.access = ParameterAccess(gatherer, self.gradients)
         self.hooks = Hooks(
             model, self.backward, self.access, self._before_forward, self._on_input(casts), self._on_output(casts)
         )
@@ -119,7 +119,7 @@ class Runtime:
         for group in self.groups:
             for flat in group.trainable:
                 for index, (parameter, interval) in enumerate(zip(flat.parameters, flat.layout.intervals, strict=True)):
-                    handle = GradientHandle(interval.name, parameter, self.gradients)
+                    handle = self.gradients.make_handle(interval.name, parameter)
                     trained.append(TrainedParameter(group, flat, index, parameter, handle))
         return trained
 

@@ -38,6 +38,11 @@ class BackwardUpdates:
     _num_unclipped: int = 0
     _last: StepOptions | None = None  # of a step that did not speculate and has not been looked at
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether an update has begun inside the backward of this step."""
+        return self._options is not None
+
     @torch.no_grad()
     def start(self, group: Group) -> None:
         """Update a group whose gradient has landed and whose parameters backward needs no more. Groups whose slices

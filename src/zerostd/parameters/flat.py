@@ -246,12 +246,12 @@ class Flat:
     def keep_edits(self) -> None:
         """Keep what the user wrote in place to parameters that show their values, before these are given back."""
         if self.has_edits:
-            self.keep_all()
+            self.keep_all(self.full)
 
-    def keep_all(self) -> None:
-        """Keep all values of the gathered buffer: the user may have written to any."""
+    def keep_all(self, full: torch.Tensor) -> None:
+        """Keep all values of a gathered buffer: the user may have written to any."""
         if self.gives_back:
-            self.rest.write(slice(0, self.rest.numel), self.own_part())
+            self.rest.write(slice(0, self.rest.numel), full[self.region] if self.is_sharded else full)
         self._versions = self._read_versions()
         self._is_edited = True
 

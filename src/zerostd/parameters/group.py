@@ -44,7 +44,7 @@ class Group:
         self.gathers: list[Transfer] = []  # in flight, one for each flat
         self.updates: list[Transfer] = []  # that were started; the next gather waits for them
         self._pending_save: Transfer = Done()  # until then a checkpoint reads masters and states, and updates wait
-        self.num_pins = 0  # users that hold it gathered
+        self.num_pins = 0  # users that hold its values
         self.borrowed: dict[str, Group] = {}  # other groups whose parameters its modules read, learnt as they do
         self.in_backward = False  # its backward has begun and still needs it, whatever forward ends in between
         self._wires = wires
@@ -143,7 +143,7 @@ class Group:
     def release(self) -> None:
         """Give the memory of a gathered group back; its parameters show NaN."""
         assert self.state is GroupState.GATHERED, f"group {self.name!r} is {self.state.name}: it cannot be released"
-        assert self.is_releasable, f"group {self.name!r} has nothing to give back, or is held"
+        assert self.is_releasable, f"group {self.name!r} has nothing to give back"
         ledger = self._wires.ledger
         ledger.work_on(self.name)
         if ledger.events.is_on:
@@ -158,8 +158,8 @@ class Group:
 
     @property
     def is_releasable(self) -> bool:
-        """Whether there is memory to give back that nobody holds."""
-        return self.gives_back and not self.num_pins and self.state is not GroupState.RELEASED
+        """Whether there is memory to give back."""
+        return self.gives_back and self.state is not GroupState.RELEASED
 
     def expire(self) -> None:
         """Let parameters show NaN until the values that an update is writing are here. For groups that stay on the
@@ -171,8 +171,7 @@ class Group:
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
-        """Hold a gathered group inside the context: nothing releases it."""
-        assert self.state is GroupState.GATHERED, f"group {self.name!r} is {self.state.name}: gather it first"
+        """Note that somebody holds its values inside the context: it cannot be updated there."""
         self.num_pins += 1
         try:
             yield

@@ -7,13 +7,14 @@ what they do in torch. Nothing that is computed from one is lent, so it costs no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
-from zerostd.compat import METADATA, no_torch_function, version_of
+from zerostd.compat import METADATA, OF_THE_GRAPH, no_torch_function, version_of
 
 
 class Source(Protocol):
@@ -39,6 +40,10 @@ class Lender(torch.Tensor):
     def stand_in(self, whole: torch.Tensor) -> torch.Tensor:
         """Return what a function gets in its place, from all values of the source."""
         raise NotImplementedError
+
+    def as_leaf(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which it is itself: for functions that ask about its place in a graph."""
+        return contextlib.nullcontext()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,6 +119,12 @@ def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
     if func in METADATA:
         with no_torch_function():
             return func(*args, **kwargs)
+    if func in OF_THE_GRAPH:
+        with contextlib.ExitStack() as stack:
+            for item in tree_leaves((args, kwargs)):
+                if isinstance(item, Lender):
+                    stack.enter_context(item.as_leaf())
+            return func(*args, **kwargs)
     arguments: list[_Argument] = []
 
     def bring(item: Any) -> Any:
@@ -129,7 +140,7 @@ def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
         arguments.append(_Argument(item, source, whole, values, version_of(values), values.grad_fn))
         return values
 
-    result = func(*_map(args, bring), **_map(kwargs, bring))
+    result = func(*tree_map(bring, tuple(args)), **tree_map(bring, dict(kwargs)))
     for argument in arguments:
         if version_of(argument.values) != argument.version:
             if argument.values.grad_fn is not argument.grad_fn:
@@ -148,15 +159,4 @@ def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
             item.flags.writeable = False  # nobody sees what is written to an array
         return item
 
-    return _map(result, give)
-
-
-def _map(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return arguments or results of a function of torch with `function` applied to what they hold."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(item, function) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map(item, function) for item in value)
-    if isinstance(value, dict):
-        return {key: _map(item, function) for key, item in value.items()}
-    return function(value)
+    return tree_map(give, result)

@@ -9,19 +9,26 @@ A parameter stays the same object; its flat changes its class when it changes wh
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
+from zerostd.compat import in_backward, in_transform, move_hook_to_end
 from zerostd.errors import MisuseError
+from zerostd.parameters.handle import GradientHandle
 from zerostd.parameters.lending import Lender, LentTensor, get_data, lend
 
 ACCESS = "_zerostd_access"  # attributes of a prepared parameter: a weak reference, so that models can go,
-LENT = "_zerostd_lent"  # and weak references to what `p.data` gave
+LENT = "_zerostd_lent"  # weak references to what `p.data` gave,
+LAST_HOOK = "_zerostd_hook"  # and the hook that takes its gradient, which comes after the user's
+
+_GRAD: Any = torch.Tensor.grad
 
 
 class Access(Protocol):
@@ -35,6 +42,14 @@ class Access(Protocol):
         """Keep what was written to the tensor that `read` returned, or to a view of it."""
         ...
 
+    def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Let this be the gradient of a parameter."""
+        ...
+
+    def shows_values(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter shows its values."""
+        ...
+
 
 @dataclass(frozen=True)
 class ParameterSource:
@@ -43,17 +58,17 @@ class ParameterSource:
     parameter: nn.Parameter
 
     @property
-    def _access(self) -> Access:
+    def access(self) -> Access:
         access = self.parameter.__dict__[ACCESS]()
         if access is None:
             raise MisuseError("a parameter of a prepared model was used after the model was gone: keep the model")
         return cast(Access, access)
 
     def read(self) -> torch.Tensor:
-        return get_data(self._access.read(self.parameter))
+        return get_data(self.access.read(self.parameter))
 
     def write(self, whole: torch.Tensor) -> None:
-        self._access.write(self.parameter, whole)
+        self.access.write(self.parameter, whole)
 
 
 class PreparedParameter(nn.Parameter):
@@ -89,6 +104,25 @@ class PreparedParameter(nn.Parameter):
         whole.copy_(values)
         self.source.write(whole)
 
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return cast("torch.Tensor | None", _GRAD.__get__(self))
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        is_ours = gradient is None or isinstance(gradient, GradientHandle) or in_backward()
+        if is_ours:
+            _GRAD.__set__(self, gradient)
+        else:
+            self.source.access.set_gradient(self, cast(torch.Tensor, gradient))
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """Register a hook that sees `p.grad` before it goes to where gradients are kept."""
+        handle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        if (last := self.__dict__.get(LAST_HOOK)) is not None:
+            move_hook_to_end(self, last)
+        return handle
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.source.read().clone(), self.requires_grad)
@@ -104,11 +138,24 @@ class PreparedParameter(nn.Parameter):
 class ReleasedParameter(PreparedParameter, Lender):
     """A parameter of a prepared model whose values are elsewhere, or on their way."""
 
+    shown_class: type[nn.Parameter] = PreparedParameter
+
     def stand_in(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the values; gradients reach the parameter through them."""
-        if torch.is_grad_enabled() and self.requires_grad:
+        if torch.is_grad_enabled() and self.requires_grad and not in_transform():
             return cast(torch.Tensor, _Read.apply(self, whole))  # type: ignore[no-untyped-call]
         return whole
+
+    @contextlib.contextmanager
+    def as_leaf(self) -> Iterator[None]:
+        """A context in which it is the leaf that the graph knows."""
+        released = type(self)
+        self.__class__ = self.shown_class  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            if not self.source.access.shows_values(self):
+                self.__class__ = released
 
     __torch_function__ = Lender.__torch_function__
 
@@ -130,5 +177,5 @@ def classes_for(original: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[
     """Return the classes of a prepared parameter that shows its values and of one that does not."""
     if original is nn.Parameter:
         return PreparedParameter, ReleasedParameter
-    name = original.__name__
-    return type(name, (PreparedParameter, original), {}), type(name, (ReleasedParameter, original), {})
+    shown = type(original.__name__, (PreparedParameter, original), {})
+    return shown, type(original.__name__, (ReleasedParameter, original), {"shown_class": shown})

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zerostd.communication.control import check_same_activations
-from zerostd.compat import has_saved_tensor_hooks, in_backward, version_of
+from zerostd.compat import has_saved_tensor_hooks, in_backward, in_transform, version_of
 from zerostd.errors import MisuseError
 from zerostd.monitoring.events import LoopPhase
 from zerostd.parameters import Group
@@ -242,7 +242,7 @@ def _recompute(module: nn.Module, device: torch.device, keep: Keep) -> Callable[
     def recomputed(*args: Any, **kwargs: Any) -> Any:  # a function, since torch.compile looks into those
         if torch.compiler.is_compiling():
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        if not torch.is_grad_enabled() or in_backward():
+        if not torch.is_grad_enabled() or in_backward() or in_transform():
             return forward(*args, **kwargs)
         return checkpoint(_run_twice(module, forward, keep, args, kwargs), marker, use_reentrant=False)
 

@@ -130,6 +130,6 @@ class Guards:
         for group in groups:
             self._loading.remove(group)
             for flat in group.flats:
-                flat.keep_all()
+                flat.keep_all(flat.full)
                 flat.commit_edits()
             self.gatherer.release(group)

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostd.compat import calls_of, no_dynamo
+from zerostd.compat import calls_of, in_transform, no_dynamo
 from zerostd.monitoring.events import LoopPhase
 from zerostd.parameters import Group
+from zerostd.parameters.prepared import LAST_HOOK
 from zerostd.scheduling.access import ParameterAccess
 from zerostd.scheduling.activations import Passed
 from zerostd.scheduling.backward import Backward
@@ -62,7 +63,9 @@ class Hooks:
         self._add(self.root, self._before_root, self._after_root)
         for index, trained in enumerate(self.backward.trained):
             hook = functools.partial(_arrived, weakref.ref(self.backward), index)
-            self._hooks.enter_context(trained.parameter.register_post_accumulate_grad_hook(hook))
+            handle = trained.parameter.register_post_accumulate_grad_hook(hook)
+            trained.parameter.__dict__[LAST_HOOK] = handle
+            self._hooks.enter_context(handle)
 
     def _add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         """Call functions before and after a module's forward, the latter also where it failed."""
@@ -91,27 +94,33 @@ class Hooks:
         self._knows_groups = False
 
     def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if in_transform():  # its parameters bring their values by themselves
+            return self._cast_inputs(args, kwargs)
         if self._depth and calls_of(module) < 2:  # an earlier call was interrupted: no hook saw its end
             self._depth = 0
         self._depth += 1
-        on_input = None
+        changed = None
         if self._depth == 1:  # else it calls itself: this is no new pass
-            on_input = self._on_input
             self.backward.abandon()
             if not self.backward.is_running:
                 self._before_forward(module)
                 self.gatherer.timer.mark(LoopPhase.FORWARD if torch.is_grad_enabled() else LoopPhase.OUTSIDE)
                 self.activations.begin()
                 self.gatherer.begin(LoopPhase.FORWARD)
-        if on_input is not None:
-            args = map_tensors(args, on_input)
-            kwargs = map_tensors(kwargs, on_input)
+            changed = self._cast_inputs(args, kwargs)
         if self._knows_groups:
             for group in self._of_root:
-                self._before_group(group, module, args, kwargs)
-        return None if on_input is None else (args, kwargs)
+                self._before_group(group, module, *(changed or (args, kwargs)))
+        return changed
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self._on_input is None:
+            return None
+        return map_tensors(args, self._on_input), map_tensors(kwargs, self._on_input)
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if in_transform():
+            return None if self._on_output is None else map_tensors(output, self._on_output)
         self._depth = max(0, self._depth - 1)
         if self._knows_groups:
             for group in self._of_root:
@@ -136,6 +145,8 @@ class Hooks:
         self.backward.begin()
 
     def _before_group(self, group: Group, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if in_transform():
+            return
         phase = LoopPhase.FORWARD
         if self.backward.is_running:
             phase = LoopPhase.BACKWARD
@@ -143,21 +154,20 @@ class Hooks:
         self._active.append(group)
         self.gatherer.need(group, phase)
         if (group.gives_back or group.is_updated_later) and torch.is_grad_enabled():
-            inputs = [t for t in tensors_in((args, kwargs)) if t.grad_fn is not None]
+            inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
             if inputs:
-                hook = _InputsHook(len(inputs), functools.partial(self._inputs_done, group))
-                group.await_inputs(hook)
-                for tensor in inputs:
-                    tensor.register_hook(hook)
+                group.await_inputs(_InputsHook(inputs, self, group))
         self.activations.enter(group, module)
 
-    def _inputs_done(self, group: Group, forward: object) -> None:
+    def inputs_done(self, group: Group, forward: object) -> None:
         """Take note that the gradients of all inputs of one forward are known: backward has passed it."""
         group.inputs_arrived(forward)
         if self.backward.is_running:
             self.backward.done_with(group)
 
     def _after_group(self, group: Group, module: nn.Module, args: Any, output: Any) -> None:
+        if in_transform():
+            return
         passed = self.activations.leave(group, module, output)
         if passed is not None:
             outputs = (tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.grad_fn is not None)
@@ -169,7 +179,7 @@ class Hooks:
         if not moving:
             return
         if torch.is_grad_enabled():
-            hook = functools.partial(self._before_backward, group)
+            hook = functools.partial(self.before_backward, group)
             for tensor in (*tensors_in(output), *_left_on(module)):
                 if tensor.requires_grad and tensor.grad_fn is not None:
                     tensor.register_hook(hook)
@@ -187,7 +197,8 @@ class Hooks:
         if group is not None and group is not but and not group.in_backward and group not in self._active:
             self.gatherer.release(group)
 
-    def _before_backward(self, group: Group, grad: torch.Tensor) -> None:
+    def before_backward(self, group: Group, grad: torch.Tensor) -> None:
+        """Gather a group whose backward comes next."""
         self.backward.begin()
         for needed in group.needed:
             needed.begin_backward()
@@ -210,18 +221,24 @@ def _passed_back(hooks: weakref.ref[Hooks], passed: Passed, grad: torch.Tensor) 
 
 
 class _InputsHook:
-    """A hook on the inputs of one forward that calls `done` with itself when all have their gradients. torch's own
+    """A hook on the inputs of one forward of a group, until all have their gradients. torch's own
     register_multi_grad_hook would do, but it holds the graph that it waits for, which then is never freed if its
     backward does not run."""
 
-    def __init__(self, num_inputs: int, done: Callable[[object], None]) -> None:
-        self._num_missing = num_inputs
-        self._done = done
+    def __init__(self, inputs: list[torch.Tensor], hooks: Hooks, group: Group) -> None:
+        self._hooks = hooks
+        self._group = group
+        self._num_missing = len(inputs)
+        self._removables = [tensor.register_hook(self) for tensor in inputs]
 
     def __call__(self, grad: torch.Tensor) -> None:
+        if grad.requires_grad:  # the graph of this backward is kept: its own backward needs the group again
+            grad.register_hook(functools.partial(self._hooks.before_backward, self._group))
         self._num_missing -= 1
         if self._num_missing == 0:
-            self._done(self)
+            for removable in self._removables:
+                removable.remove()
+            self._hooks.inputs_done(self._group, self)
 
 
 def _left_on(module: nn.Module) -> Iterator[torch.Tensor]:
