@@ -124,6 +124,24 @@ def average_assigned_for_evaluation(loop: Loop) -> Any:
 
 
 @idiom
+def average_exchanged_for_evaluation(loop: Loop) -> Any:
+    """Exchange weights with their average for an evaluation: `p.data, a.data = a.data, p.data`, and back."""
+    model, optimizer = loop.prepare(loop.network())
+    average = [0.5 * p.detach() for p in loop.network().parameters()]
+    answers = []
+    for batch in loop.batches(3):
+        loop.step(model, optimizer, batch)
+        for is_back in (False, True):
+            if loop.active:
+                for p, a in zip(model.parameters(), average, strict=True):
+                    p.data, a.data = a.data, p.data
+            if not is_back:
+                with torch.no_grad():
+                    answers.append(model(batch[0]).clone())
+    return loop.outcome(model, answers=answers, average=average)
+
+
+@idiom
 def average_copied_in_for_evaluation(loop: Loop) -> Any:
     """Evaluate with averaged weights copied in by `p.data.copy_()` and restored, as diffusers' EMA does."""
     model, optimizer = loop.prepare(loop.network())

@@ -107,10 +107,10 @@ def markdown(outcomes: Outcomes) -> str:
 
 
 def _remedies(outcomes: Outcomes, names: Iterable[str]) -> list[str]:
-    """Each refusal of a theme once, with the line that it was raised at."""
-    lines: dict[str, None] = {}
+    """Each refusal of a theme once, with the lines that it was raised at."""
+    sources: dict[str, dict[str, None]] = {}
     for name in names:
         for outcome in outcomes[name].values():
             if outcome.outcome == REFUSED:
-                lines[f"- `{outcome.source}`: {outcome.detail}"] = None
-    return list(lines)
+                sources.setdefault(outcome.detail, {})[f"`{outcome.source}`"] = None
+    return [f"- {', '.join(lines)}: {detail}" for detail, lines in sources.items()]
