@@ -189,12 +189,12 @@ def center_gradients(loop: Loop) -> Any:
 
 @idiom
 def drop_some_gradients(loop: Loop) -> Any:
-    """Drop the gradients of a layer, so that the step leaves it alone: `p.grad = None`."""
+    """Drop the gradients of a block, so that the step leaves it alone: `p.grad = None`."""
     model, optimizer = loop.prepare(loop.network())
     for batch in loop.batches(3):
         loop.loss(model, batch).backward()
         if loop.active:
-            for p in model.head.parameters():
+            for p in model.blocks[1].parameters():
                 p.grad = None
         optimizer.step()
         optimizer.zero_grad()

@@ -200,16 +200,14 @@ def _copied(value: Any) -> Any:
 
 
 def _groups(model: nn.Module) -> list[str] | None:
-    """Names of modules, so that even a small model has several groups: its blocks, or its parts. One that is tied to
-    an earlier one has no parameters of its own."""
-    parts: list[tuple[str, nn.Module]] = []
-    for name, child in model.named_children():
-        blocks = [(f"{name}.{key}", block) for key, block in child.named_children()]
-        parts += blocks if isinstance(child, nn.ModuleList) else [(name, child)]
+    """Names of modules, so that even a small model has several groups: its blocks, and the rest is the root's, as it is
+    in large models; or its parts, if it has no blocks."""
+    lists = [(name, child) for name, child in model.named_children() if isinstance(child, nn.ModuleList)]
+    blocks = [(f"{name}.{key}", block) for name, child in lists for key, block in child.named_children()]
     names: list[str] = []
     seen: set[nn.Parameter] = set()
-    for name, part in parts:
-        if any(parameter not in seen for parameter in part.parameters()):
+    for name, part in blocks or model.named_children():
+        if any(parameter not in seen for parameter in part.parameters()):  # else it is tied to an earlier one
             names.append(name)
         seen.update(part.parameters())
     return names or None

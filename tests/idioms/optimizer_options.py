@@ -445,9 +445,9 @@ def gradients_zeroed_by_the_model(loop: Loop) -> Any:
 def parameters_that_share_memory(loop: Loop) -> Any:
     """Train two parameters, of an early and a late layer, that are views of one base tensor."""
     model = loop.network()
-    base = torch.linspace(-0.5, 0.5, 20 * 8).view(20, 8)
+    base = torch.linspace(-0.5, 0.5, 32 * 8).view(32, 8)
     model.blocks[0].up.weight = torch.nn.Parameter(base[:16])
-    model.head.weight = torch.nn.Parameter(base[16:])
+    model.blocks[1].up.weight = torch.nn.Parameter(base[16:])
     model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     loop.train(model, optimizer, steps=3)
     return loop.outcome(model)
