@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -138,6 +139,12 @@ def replaced_trunc_normal(function: Callable[..., Any]) -> Iterator[None]:
 def has_saved_tensor_hooks() -> bool:
     """Return whether somebody packs what autograd saves now; checkpointing does."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def in_checkpoint() -> bool:
+    """Whether a forward runs inside torch.utils.checkpoint, which recomputes it."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
 
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:

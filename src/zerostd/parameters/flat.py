@@ -127,7 +127,8 @@ class Flat:
         self._views[index].copy_(value)
         self.set_master(index, value)
         parameter = self.parameters[index]
-        if parameter.device.type == "meta":  # torch lets no tensor change between meta and a real device in place
+        # torch lets no tensor change between meta and a real device in place, and views share a version counter.
+        if parameter.device.type == "meta" or parameter.untyped_storage().nbytes() > parameter.nbytes:
             real = torch.empty(0, dtype=self.full.dtype, device=self.full.device)  # own version: [Note: storage]
             torch.utils.swap_tensors(parameter, nn.Parameter(real, requires_grad=parameter.requires_grad))
         set_data(parameter, self._views[index])

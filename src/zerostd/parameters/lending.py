@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zerostd.compat import METADATA, OF_THE_GRAPH, no_torch_function, version_of
+from zerostd.compat import METADATA, OF_THE_GRAPH, in_transform, no_torch_function, version_of
 
 
 class Source(Protocol):
@@ -146,6 +146,9 @@ def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
             if argument.values.grad_fn is not argument.grad_fn:
                 raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
             argument.source.write(argument.whole)
+
+    if in_transform():
+        return result
 
     def give(item: Any) -> Any:
         for argument in arguments:

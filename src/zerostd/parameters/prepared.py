@@ -46,6 +46,14 @@ class Access(Protocol):
         """Let this be the gradient of a parameter."""
         ...
 
+    def check_trainable(self, parameter: nn.Parameter) -> None:
+        """Raise if a parameter has no place for gradients and states."""
+        ...
+
+    def check_unlocked(self, call: str) -> None:
+        """Raise if `call` comes between backward and step, where an update has begun inside backward."""
+        ...
+
     def shows_values(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter shows its values."""
         ...
@@ -110,11 +118,17 @@ class PreparedParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        is_ours = gradient is None or isinstance(gradient, GradientHandle) or in_backward()
-        if is_ours:
-            _GRAD.__set__(self, gradient)
-        else:
-            self.source.access.set_gradient(self, cast(torch.Tensor, gradient))
+        if not (gradient is None or isinstance(gradient, GradientHandle) or in_backward()):
+            self.source.access.set_gradient(self, gradient)
+            return
+        if gradient is None and not in_backward() and ACCESS in self.__dict__:
+            self.source.access.check_unlocked("p.grad = None")
+        _GRAD.__set__(self, gradient)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        if requires_grad:
+            self.source.access.check_trainable(self)
+        return super().requires_grad_(requires_grad)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
         """Register a hook that sees `p.grad` before it goes to where gradients are kept."""

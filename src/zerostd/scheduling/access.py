@@ -78,6 +78,10 @@ class ParameterAccess:
             for name in (ACCESS, LENT, LAST_HOOK):
                 parameter.__dict__.pop(name, None)
 
+    def check_unlocked(self, call: str) -> None:
+        """Raise if `call` comes between backward and step, where an update has begun inside backward."""
+        self._gradients.check_unlocked(call)
+
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the parameter itself, if it shows its values then, else a copy of them outside autograd."""
         group, flat, index = self.places[parameter]
@@ -137,13 +141,18 @@ class ParameterAccess:
     def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Let this be the gradient of a parameter."""
         _, flat, index = self.places[parameter]
-        name = flat.layout.intervals[index].name
+        self.check_trainable(parameter)
+        self._gradients.replace(flat.layout.intervals[index].name, parameter, gradient)
+
+    def check_trainable(self, parameter: nn.Parameter) -> None:
+        """Raise if a parameter was frozen when the model was prepared: it has no place for gradients and states."""
+        _, flat, index = self.places[parameter]
         if flat.gradient is None:
             raise MisuseError(
-                f"p.grad = ... of {name!r}, which was frozen when the model was prepared: set requires_grad before "
-                "zerostd.prepare"
+                f"{flat.layout.intervals[index].name!r} was frozen when the model was prepared, so it has no gradient "
+                "and no optimizer state: set requires_grad before zerostd.prepare, and freeze by lr=0 or "
+                "requires_grad_(False) afterwards"
             )
-        self._gradients.replace(name, parameter, gradient)
 
     def shows_values(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter shows its values."""

@@ -31,6 +31,7 @@ class Guards:
     def __init__(self, root: nn.Module, access: ParameterAccess, finish_updates: Callable[[], None]) -> None:
         self.root = root
         self.gatherer = access.gatherer
+        self._access = access
         self.is_open = False  # state_dict is being called by zerostd itself
         self._finish_updates = finish_updates  # masters must be home before they are changed
         self._places = access.places
@@ -95,6 +96,7 @@ class Guards:
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self.is_open:
             return
+        self._access.check_unlocked("state_dict()")
         for parameter in module.parameters(recurse=False):
             group = self._places[parameter][0]
             if group.gives_back and not group.num_pins:
@@ -108,6 +110,7 @@ class Guards:
         if metadata.get("assign_to_params_buffers"):
             raise MisuseError("load_state_dict(assign=True) would replace prepared parameters: leave assign out")
         if self._depth == 0:
+            self._access.check_unlocked("load_state_dict()")
             self._finish_updates()
         self._depth += 1
         wanted = dict.fromkeys(self._places[parameter][0] for parameter in module.parameters(recurse=False))
