@@ -319,8 +319,9 @@ def release(model: nn.Module) -> nn.Module:
     for group in runtime.groups:
         for parameter, value in full_values(runtime, group):
             set_data(parameter, value.clone())
-            parameter.grad = None
     runtime.access.remove()
+    for parameter in model.parameters():
+        parameter.grad = None
     if runtime.late_optimizer is not None:
         runtime.late_optimizer.end()
     if runtime.optimizer is not None:

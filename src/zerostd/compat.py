@@ -158,6 +158,11 @@ def no_torch_function() -> contextlib.AbstractContextManager[Any]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def is_below_autograd() -> bool:
+    """Whether a dispatch mode of torch handles a call now, which looks at tensors below autograd."""
+    return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView))
+
+
 def in_transform() -> bool:
     """Whether a transform of torch.func, such as grad or vmap, runs now."""
     return torch._C._functorch.peek_interpreter_stack() is not None

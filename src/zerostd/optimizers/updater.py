@@ -139,13 +139,11 @@ class Updater:
         """Whether parameters were taken out of param_groups, moved to others or put in since the last step."""
         groups = self.inner.param_groups
         members = [p for group in groups for p in group["params"]]
-        is_same = len(members) == len(self._members) and all(map(is_, members, self._members))
-        return not is_same or [len(group["params"]) for group in groups] != self._sizes
+        indices = [index for index, group in enumerate(groups) for _ in group["params"]]
+        return indices != list(self.param_group_of.values()) or not all(map(is_, members, self.param_group_of))
 
     def _note_members(self) -> None:
         self.user_groups = self.inner.param_groups
-        self._sizes = [len(group["params"]) for group in self.user_groups]
-        self._members = [p for group in self.user_groups for p in group["params"]]
         self.param_group_of = {p: index for index, group in enumerate(self.user_groups) for p in group["params"]}
 
     def _follow_members(self) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from zerostd.compat import no_torch_function, version_of
 from zerostd.parameters.gradient import Gradient
-from zerostd.parameters.lending import set_data
+from zerostd.parameters.lending import DATA, set_data
 from zerostd.parameters.prepared import classes_for
 from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding import Layout, Piece, Portion
@@ -97,13 +97,11 @@ class Flat:
         self.full = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.allocator.device)
         # Where parameters rest: a view into `full` unless sharded or off the device.
         self.rest = TierTensor(self.layout.numel, self.dtype, Tier.DEVICE, self.full)
-        self._ledger = self.allocator.ledger
         self._views = [self.full[i.offset : i.end].view(i.shape) for i in self.layout.intervals]
         loud = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
         blank = torch.full((), loud, dtype=self.dtype, device=self.full.device)
         self._blanks = [blank.expand(interval.shape) for interval in self.layout.intervals]
-        self._originals = [type(parameter) for parameter in self.parameters]
-        self._classes = [classes_for(original) for original in self._originals]
+        self._classes = [classes_for(type(parameter)) for parameter in self.parameters]
         self._versions = self._read_versions()  # when edits were kept last
         self._is_edited = False  # the user has written to parameters, and masters do not know
 
@@ -147,11 +145,11 @@ class Flat:
         """Keep what this rank needs of the values that were adopted: in `rest`, or in the gathered buffer itself."""
         self.is_sharded = is_sharded
         if rest is None:
-            self._ledger.enter(Kind.PARAMETERS, self.full.nbytes)
+            self.allocator.ledger.enter(Kind.PARAMETERS, self.full.nbytes)
         else:
             rest.write(slice(0, rest.numel), self.own_part())
             self.rest = rest
-            self._ledger.enter(Kind.BUFFERS, self.full.nbytes)
+            self.allocator.ledger.enter(Kind.BUFFERS, self.full.nbytes)
         self.share_masters()
 
     def share_masters(self) -> None:
@@ -168,7 +166,7 @@ class Flat:
         """Take memory for the gathered parameters, where releasing gave it back."""
         if self.gives_back and self.full.untyped_storage().nbytes() == 0:
             self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
-            self._ledger.enter(Kind.BUFFERS, self.full.nbytes)
+            self.allocator.ledger.enter(Kind.BUFFERS, self.full.nbytes)
 
     def own_part(self) -> torch.Tensor:
         """Return the part of the gathered buffer that rests on this rank."""
@@ -177,16 +175,16 @@ class Flat:
     def show_values(self) -> None:
         """Let parameters be views of the gathered buffer."""
         with no_torch_function():
-            for parameter, view, (prepared, _) in zip(self.parameters, self._views, self._classes, strict=True):
-                set_data(parameter, view)
+            for parameter, view, (_, prepared, _) in zip(self.parameters, self._views, self._classes, strict=True):
+                DATA.__set__(parameter, view)
                 parameter.__class__ = prepared
 
     def show_nan(self) -> None:
         """Let parameters ask for their values when they are touched, and take no memory. What cannot ask, since it
         goes around torch's functions, sees NaN."""
         with no_torch_function():
-            for parameter, blank, (_, released) in zip(self.parameters, self._blanks, self._classes, strict=True):
-                set_data(parameter, blank)
+            for parameter, blank, (_, _, released) in zip(self.parameters, self._blanks, self._classes, strict=True):
+                DATA.__set__(parameter, blank)
                 parameter.__class__ = released
 
     def free(self) -> None:
@@ -203,12 +201,12 @@ class Flat:
             )
             return
         poison(self.full)
-        self._ledger.leave(Kind.BUFFERS, self.full.nbytes)
+        self.allocator.ledger.leave(Kind.BUFFERS, self.full.nbytes)
         storage.resize_(0)
 
     def restore_classes(self) -> None:
         """Let parameters be ordinary ones again."""
-        for parameter, original in zip(self.parameters, self._originals, strict=True):
+        for parameter, (original, _, _) in zip(self.parameters, self._classes, strict=True):
             parameter.__class__ = original
 
     # Masters and parameters

@@ -16,11 +16,11 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from zerostd.compat import in_backward
+from zerostd.compat import in_backward, written_by
 from zerostd.errors import MisuseError
-from zerostd.parameters.lending import call_with_values, lend
+from zerostd.parameters.lending import LentTensor, call_with_values, lend
 
 aten = torch.ops.aten
 # Changes in place that are the same for each element, and new tensors of the same shape.
@@ -92,7 +92,11 @@ class GradientHandle(torch.Tensor):
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             args[0][0].ops.unscale(args[0], args[1], args[2])
             return None
-        return call_with_values(func, *tree_map(_lent, (tuple(args), kwargs or {})))
+        handles = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        lent = {id(handle): _lent(handle) for handle in handles}
+        values = tree_map(lambda leaf: lent.get(id(leaf), leaf), (tuple(args), kwargs or {}))
+        written = [lent[id(leaf)] for leaf in written_by(func, args, kwargs or {}) if id(leaf) in lent]
+        return call_with_values(func, values[0], values[1], written)
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,6 @@ class _GradientSource:
         self.handle.ops.change(self.handle, aten.copy_.default, (whole,), {})
 
 
-def _lent(value: Any) -> Any:
-    if not isinstance(value, GradientHandle):
-        return value
-    source = _GradientSource(value)
+def _lent(handle: GradientHandle) -> LentTensor:
+    source = _GradientSource(handle)
     return lend(source, source.read())

@@ -8,6 +8,7 @@ what they do in torch. Nothing that is computed from one is lent, so it costs no
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -15,6 +16,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zerostd.compat import METADATA, OF_THE_GRAPH, in_transform, no_torch_function, version_of
+
+DATA: Any = torch.Tensor.data  # what plain tensors have, to be used under no_torch_function
 
 
 class Source(Protocol):
@@ -77,13 +80,13 @@ class LentTensor(Lender):
 def get_data(tensor: torch.Tensor) -> torch.Tensor:
     """Return what `tensor.data` of a plain tensor is: its memory, outside autograd."""
     with no_torch_function():
-        return cast(torch.Tensor, torch.Tensor.data.__get__(tensor))  # type: ignore[attr-defined]
+        return cast(torch.Tensor, DATA.__get__(tensor))
 
 
 def set_data(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Do what `tensor.data = values` does to a plain tensor."""
     with no_torch_function():
-        torch.Tensor.data.__set__(tensor, values)  # type: ignore[attr-defined]
+        DATA.__set__(tensor, values)
 
 
 def lend(source: Source, values: torch.Tensor, offset: int = 0) -> LentTensor:
@@ -114,8 +117,9 @@ class _Argument:
         return lend(self.source, result, offset) if is_inside else None
 
 
-def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function of torch with the values of what is lent among its arguments, and keep what it writes."""
+def call_with_values(func: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor] = ()) -> Any:
+    """Call a function of torch with the values of what is lent among its arguments, and keep what it writes: version
+    counters tell, or `written` where torch does not count."""
     if func in METADATA:
         with no_torch_function():
             return func(*args, **kwargs)
@@ -142,7 +146,7 @@ def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
 
     result = func(*tree_map(bring, tuple(args)), **tree_map(bring, dict(kwargs)))
     for argument in arguments:
-        if version_of(argument.values) != argument.version:
+        if version_of(argument.values) != argument.version or any(argument.item is item for item in written):
             if argument.values.grad_fn is not argument.grad_fn:
                 raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
             argument.source.write(argument.whole)

@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from zerostd.compat import in_backward, in_transform, move_hook_to_end
+from zerostd.compat import in_backward, in_transform, is_below_autograd, move_hook_to_end
 from zerostd.errors import MisuseError
 from zerostd.parameters.handle import GradientHandle
 from zerostd.parameters.lending import Lender, LentTensor, get_data, lend
@@ -88,6 +88,8 @@ class PreparedParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
+        if is_below_autograd():
+            return get_data(self)
         lent = lend(self.source, self.source.read())
         alive = [reference for reference in self.__dict__.get(LENT, ()) if reference() is not None]
         self.__dict__[LENT] = [*alive, weakref.ref(lent)]
@@ -187,9 +189,9 @@ class _Read(torch.autograd.Function):
 
 
 @functools.cache
-def classes_for(original: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
-    """Return the classes of a prepared parameter that shows its values and of one that does not."""
+def classes_for(original: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[nn.Parameter], type[nn.Parameter]]:
+    """Return the class of a parameter, and those it has while it shows its values and while it does not."""
     if original is nn.Parameter:
-        return PreparedParameter, ReleasedParameter
+        return original, PreparedParameter, ReleasedParameter
     shown = type(original.__name__, (PreparedParameter, original), {})
-    return shown, type(original.__name__, (ReleasedParameter, original), {"shown_class": shown})
+    return original, shown, type(original.__name__, (ReleasedParameter, original), {"shown_class": shown})
