@@ -142,6 +142,14 @@ def _tolerance(idiom: Idiom, form: Form) -> float:
     return max(form.tolerance, BITWISE if idiom.exact else ALMOST)
 
 
+SEEN_LATER = {  # what is refused at the next call of ours, since nothing of ours is called before
+    "learning_rate_set_between_backward_and_step": "param_groups are dicts of the user's",
+    "schedule_stepped_before_the_optimizer": "param_groups are dicts of the user's",
+    "optimizer_after_release": "making an optimizer is no mistake, its step is",
+    "backward_that_is_never_stepped": "the pass is no mistake, dropping its gradients is",
+}
+
+
 def _judge_raised(idiom: Idiom, error: Exception) -> Outcome:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == idiom.path]
     line = frames[-1].lineno if frames else None
@@ -150,7 +158,7 @@ def _judge_raised(idiom: Idiom, error: Exception) -> Outcome:
     if not isinstance(error, zerostd.ZerostdError):
         return Outcome(ERROR, f"{type(error).__name__}: {message}", line, source)
     is_late = not any(_may_refuse(idiom, frame.lineno or 0, frame.line or "") for frame in frames)
-    if is_late:
+    if is_late and idiom.name not in SEEN_LATER:
         return Outcome(ERROR, f"refused late: {message}", line, source)
     is_failure = isinstance(error, zerostd.CommunicationError | zerostd.StorageError)
     if is_failure or not REMEDY.search(message):

@@ -74,6 +74,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._states = states
         self.inner.state = states  # type: ignore[assignment]  # a mapping like torch's
         move_step_hooks(self.inner, self)  # once a step, not once a group
+        self.inner.register_step_pre_hook(self._refuse_inner)
         self._is_built = True
 
     @property
@@ -152,6 +153,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             renew = self._schedule.renew
             self.backward_updates = BackwardUpdates(self.updater, self._gradients, renew, is_speculative)
         return self.backward_updates
+
+    def _refuse_inner(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Refuse a step of the user's own optimizer on the user's own parameters."""
+        if any(p in self.updater.param_group_of for group in optimizer.param_groups for p in group["params"]):
+            raise MisuseError(
+                "step() of the optimizer that was given to zerostd.prepare: call step() of the one that it returned, "
+                "model, optimizer = zerostd.prepare(model, optimizer)"
+            )
 
     def check_consistent(self, call: str) -> None:
         """Refuse `call` on states of which an update has failed, or has done a part."""

@@ -44,6 +44,7 @@ class BackwardPass:
         self.passed: set[Group] = set()  # backward needs their parameters no more
         self.landed: set[Group] = set()  # their gradients are where they rest
         self.reported: set[Group] = set()  # as ready for their update
+        self.keeps_graph = torch.is_grad_enabled()  # create_graph=True: this pass will have a backward of its own
         self._to_send = list(self.gradients.values())[::-1]
 
     def is_complete(self, group: Group) -> bool:
@@ -190,7 +191,7 @@ class Backward:
         Gradients alone say too little, since a frozen or detached weight may still be needed. Groups whose inputs get
         no gradient are the first of the model: backward comes to them last, and they stay until it ends."""
         running = self._pass
-        if running is not None and group.is_passed and running.is_complete(group):
+        if running is not None and group.is_passed and running.is_complete(group) and not running.keeps_graph:
             group.end_backward()
             self.gatherer.release(group)
             running.passed.add(group)
@@ -224,7 +225,8 @@ class Backward:
                 trained.parameter.grad = trained.handle
         for late in running.late.values():
             self.reducer.launch(late, sync=self.is_syncing)
-        self.gatherer.release_all(is_backward=True)
+        if not running.keeps_graph:  # else its backward, or the next forward, ends with that
+            self.gatherer.release_all(is_backward=True)
         self._used.update(trained.parameter for trained in arrived)
         self._pass = None
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)

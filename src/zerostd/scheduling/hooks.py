@@ -232,8 +232,6 @@ class _InputsHook:
         self._removables = [tensor.register_hook(self) for tensor in inputs]
 
     def __call__(self, grad: torch.Tensor) -> None:
-        if grad.requires_grad:  # the graph of this backward is kept: its own backward needs the group again
-            grad.register_hook(functools.partial(self._hooks.before_backward, self._group))
         self._num_missing -= 1
         if self._num_missing == 0:
             for removable in self._removables:
