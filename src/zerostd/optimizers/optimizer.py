@@ -265,6 +265,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         have gone with their shards."""
         self._is_retired = True
         self.inner.state = defaultdict(dict)
+        move_step_hooks(self.inner)
         self.inner.register_step_pre_hook(_refuse_step)
 
     def __repr__(self) -> str:
