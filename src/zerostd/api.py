@@ -30,8 +30,8 @@ from zerostd.measuring.identity import device_of
 from zerostd.measuring.model import profile_model
 from zerostd.monitoring import Memory
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
-from zerostd.parameters import GroupState
 from zerostd.parameters.blueprints import MARK, check_model, find_blueprints
+from zerostd.parameters.lending import set_data
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
 from zerostd.preparing.building import attach_optimizer, build
@@ -181,23 +181,10 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     runtime = owner_of(module)
     inside = set(module.parameters())
     groups = [g for g in runtime.groups if any(p in inside for flat in g.flats for p in flat.parameters)]
-    released = [group for group in groups if group.state is GroupState.RELEASED]
-    pins = contextlib.ExitStack()
-    for group in groups:
-        runtime.gatherer.gather(group)
-        pins.enter_context(group.pinned())
-    try:
+    if write:
+        runtime.finish_updates()  # masters must be home before they are changed
+    with runtime.access.held(groups, write=write):
         yield module
-    finally:
-        pins.close()
-        if write:
-            runtime.finish_updates()  # masters must be home before they are changed
-            for group in groups:
-                for flat in group.flats:
-                    runtime.wires.broadcast([flat.full])
-                    flat.commit_edits()
-        for group in released:
-            runtime.gatherer.release(group)
 
 
 @contextlib.contextmanager
@@ -331,8 +318,10 @@ def release(model: nn.Module) -> nn.Module:
     runtime.guards.remove()
     for group in runtime.groups:
         for parameter, value in full_values(runtime, group):
-            parameter.data = value.clone()
-            parameter.grad = None
+            set_data(parameter, value.clone())
+    runtime.access.remove()
+    for parameter in model.parameters():
+        parameter.grad = None
     if runtime.late_optimizer is not None:
         runtime.late_optimizer.end()
     if runtime.optimizer is not None:

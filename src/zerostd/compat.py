@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -139,7 +141,65 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def in_checkpoint() -> bool:
+    """Whether a forward runs inside torch.utils.checkpoint, which recomputes it."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
+
+
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a module's own state_dict has, by name; not those of its children."""
     skipped = module._non_persistent_buffers_set
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None and name not in skipped}
+
+
+def no_torch_function() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which tensors of our own classes are plain ones."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def is_below_autograd() -> bool:
+    """Whether a dispatch mode of torch handles a call now, which looks at tensors below autograd."""
+    return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView))
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func, such as grad or vmap, runs now."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which no transform of torch.func sees what is done."""
+    return temporarily_clear_interpreter_stack()
+
+
+def move_hook_to_end(parameter: torch.Tensor, handle: Any) -> None:
+    """Let a post-accumulate-grad hook be called after all others of its parameter."""
+    hooks = parameter._post_accumulate_grad_hooks
+    if hooks is not None and handle.id in hooks:
+        hooks[handle.id] = hooks.pop(handle.id)
+
+
+def _metadata() -> frozenset[Any]:
+    """Functions of torch that ask a tensor for anything but its values, or change such."""
+    attributes = """
+        shape dtype device layout requires_grad grad grad_fn is_leaf ndim itemsize nbytes names output_nr retains_grad
+        is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_xla is_mps is_xpu
+        _version _backward_hooks _post_accumulate_grad_hooks grad_dtype
+    """
+    methods = """
+        size dim numel nelement ndimension element_size is_floating_point is_complex is_signed is_inference get_device
+        is_same_size has_names register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad
+        __len__ __hash__
+    """
+    descriptors = [getattr(torch.Tensor, name, None) for name in attributes.split()]
+    functions: set[Any] = {
+        getattr(descriptor, verb, None) for descriptor in descriptors for verb in ("__get__", "__set__", "__delete__")
+    }
+    functions |= {getattr(torch.Tensor, name, None) for name in methods.split()}
+    functions |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_signed}
+    return frozenset(functions - {None})
+
+
+METADATA = _metadata()
+OF_THE_GRAPH = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})  # not of values

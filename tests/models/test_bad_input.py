@@ -245,7 +245,9 @@ def test_unfreezing_after_prepare():
     model = seeded(Net)
     model.layers[0].requires_grad_(False)
     model, optimizer = zerostd.prepare(model, sgd(model), stage=0)
-    model.layers[0].requires_grad_(True)
+    with pytest.raises(MisuseError, match=r"'layers\.0\.weight' was frozen .* before zerostd\.prepare"):
+        model.layers[0].requires_grad_(True)
+    model.layers[0].weight.requires_grad = True
     model(data(3, 8)).square().mean().backward()
     with pytest.raises(MisuseError, match=r"'layers\.0\.weight' was frozen .* before zerostd\.prepare"):
         optimizer.step()

@@ -185,7 +185,7 @@ def test_of_several_passes_the_last_one_updates(tmp_path: Path) -> None:
         if number % 3 == 2:
             optimizer.step()
             optimizer.zero_grad()
-    assert seen == [0, 0, 2, 0, 0, 2]
+    assert seen == [0, 0, 0, 0, 0, 2]  # the first step shows that it has three
     assert_bitwise(zerostd.full_state_dict(model), on_device(replace(job, steps=2)).weights)
     zerostd.release(model)
 
@@ -212,23 +212,19 @@ def test_options_changed_between_backward_and_step(tmp_path: Path) -> None:
 def test_gradients_touched_between_backward_and_step(call: str, tmp_path: Path) -> None:
     model, optimizer, job = after_backward(HALF, tmp_path)
     weight = model.blocks[0].qkv.weight
-    handle = weight.grad
     touch = {
         "clip_grad_norm_": lambda: optimizer.clip_grad_norm_(1.0),
         "zero_grad": optimizer.zero_grad,
         "zero_grad to zeros": lambda: optimizer.zero_grad(set_to_none=False),
         "mul_": lambda: weight.grad.mul_(0.5),
         "backward": lambda: loss_of(job, model, 2).backward(),
-        "None": lambda: (setattr(weight, "grad", None), optimizer.step()),
+        "None": lambda: setattr(weight, "grad", None),
         "state_dict": optimizer.state_dict,
         "full_state_dict": lambda: zerostd.full_state_dict(model),
     }[call]
     with pytest.raises(MisuseError, match=r"accumulate") as raised:
         touch()
-    if call == "None":
-        assert "blocks.0.qkv.weight" in str(raised.value)
-        weight.grad = handle
-    elif call != "backward":
+    if call != "backward":
         assert re.search(r"between backward and optimizer\.step\(\).*call step\(\) first", str(raised.value))
     optimizer.step()
     if call != "backward":

@@ -36,6 +36,13 @@ def step(model: Any, optimizer: Any, size: float = 1.0) -> None:
     optimizer.zero_grad()
 
 
+def begun(**options: Any) -> tuple[Any, Any]:
+    """After the first step, which shows how many passes a step has: updates begin inside backward from then on."""
+    model, optimizer = prepared(**options)
+    step(model, optimizer)
+    return model, optimizer
+
+
 def master_of(optimizer: Any, group: str) -> torch.Tensor:
     """The second layer's is updated inside backward; that of the first, whose input has no gradient, at its end."""
     optimizer.synchronize()
@@ -44,7 +51,7 @@ def master_of(optimizer: Any, group: str) -> torch.Tensor:
 
 
 def test_states_change_inside_backward_and_step_adds_nothing():
-    model, optimizer = prepared()
+    model, optimizer = begun()
     first, before = (master_of(optimizer, group) for group in ("0", "2"))
     loss(model).backward()
     updated = master_of(optimizer, "2")
@@ -53,6 +60,25 @@ def test_states_change_inside_backward_and_step_adds_nothing():
     optimizer.step()
     assert torch.equal(master_of(optimizer, "2"), updated)
     assert not torch.equal(master_of(optimizer, "0"), first)
+
+
+def test_updates_wait_for_step_until_a_step_has_had_as_many_passes_as_was_said():
+    model, optimizer = prepared()
+    loss(model).backward()
+    loss(model).backward()  # one more than accumulate=1 says
+    optimizer.step()
+    optimizer.zero_grad()
+    loss(model).backward()
+    assert not optimizer.backward_updates.has_begun
+    optimizer.step()
+    optimizer.zero_grad()
+    last = loss(model)
+    last.backward(retain_graph=True)
+    assert optimizer.backward_updates.has_begun
+    with pytest.raises(MisuseError, match=r"backward pass 2 since the last step, but prepare\(accumulate=1\)"):
+        last.backward()
+    with pytest.raises(MisuseError, match=r"a forward between backward and optimizer\.step"):
+        loss(model)
 
 
 @pytest.mark.parametrize(
@@ -77,19 +103,19 @@ def test_updates_wait_for_step_when_debugging_serially(monkeypatch):
 
 
 def test_an_option_changed_between_backward_and_step_is_refused():
-    model, optimizer = prepared()
+    model, optimizer = begun()
     loss(model).backward()
     optimizer.param_groups[0]["lr"] = 0.5
     with pytest.raises(MisuseError, match=r"param_groups\[0\]\['lr'\] was changed from 0.01 to 0.5"):
         optimizer.step()
 
 
-def test_a_dropped_gradient_is_refused_at_step():
-    model, optimizer = prepared()
+def test_a_gradient_cannot_be_dropped_when_its_update_has_begun():
+    model, optimizer = begun()
     loss(model).backward()
-    model[2].weight.grad = None
-    with pytest.raises(MisuseError, match=r"the gradient of '2\.weight' is gone at step"):
-        optimizer.step()
+    with pytest.raises(MisuseError, match=r"p\.grad = None between backward and optimizer\.step"):
+        model[2].weight.grad = None
+    optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -103,7 +129,7 @@ def test_a_dropped_gradient_is_refused_at_step():
     ids=["zero_grad", "clip", "state_dict", "p.grad"],
 )
 def test_what_would_read_or_change_half_an_update_is_refused_until_step(call, words):
-    model, optimizer = prepared()
+    model, optimizer = begun()
     loss(model).backward()
     with pytest.raises(MisuseError, match=words + " between backward and optimizer.step"):
         call(model, optimizer)
@@ -112,7 +138,7 @@ def test_what_would_read_or_change_half_an_update_is_refused_until_step(call, wo
 
 
 def test_a_second_backward_after_a_failed_one_is_refused():
-    model, optimizer = prepared()
+    model, optimizer = begun()
     loss(model).backward()
     group = next(iter(optimizer.backward_updates._done))
     with pytest.raises(MisuseError, match=f"update of group '{group.name}' had begun inside it"):

@@ -9,6 +9,7 @@ import torch
 
 from scheduling.small_groups import SHAPE, Bench, Update, parameter_of, write
 from zerostd.parameters import Group, GroupState
+from zerostd.parameters.lending import get_data
 from zerostd.policy import Kind, Tier
 
 
@@ -22,43 +23,30 @@ def test_released_group_holds_no_device_memory() -> None:
     group = bench.group()
     assert group.state is GroupState.RELEASED
     assert group.flats[0].full.untyped_storage().nbytes() == 0 and bench.ledger.now[Tier.DEVICE, Kind.BUFFERS] == 0
-    assert parameter_of(group).shape == SHAPE and parameter_of(group).isnan().all()
+    assert parameter_of(group).shape == SHAPE and get_data(parameter_of(group)).isnan().all()
     gather(group)
     assert bench.ledger.now[Tier.DEVICE, Kind.BUFFERS] == group.flats[0].full.nbytes
     assert torch.equal(parameter_of(group), torch.ones(SHAPE))
     group.release()
-    assert bench.ledger.now[Tier.DEVICE, Kind.BUFFERS] == 0 and parameter_of(group).isnan().all()
+    assert bench.ledger.now[Tier.DEVICE, Kind.BUFFERS] == 0 and get_data(parameter_of(group)).isnan().all()
 
 
 def test_parameters_show_values_only_when_the_gather_was_waited_for() -> None:
     group = Bench().group()
     group.start_gather()
-    assert group.state is GroupState.GATHERING and group.gathers and parameter_of(group).isnan().all()
+    assert group.state is GroupState.GATHERING and group.gathers and get_data(parameter_of(group)).isnan().all()
     group.wait_gather()
-    assert group.state is GroupState.GATHERED and not group.gathers and not parameter_of(group).isnan().any()
-
-
-def pin(group: Group) -> None:
-    with group.pinned():
-        pass
-
-
-def release_while_pinned(group: Group) -> None:
-    with group.pinned():
-        group.release()
+    assert group.state is GroupState.GATHERED and not group.gathers and not get_data(parameter_of(group)).isnan().any()
 
 
 REFUSED: list[tuple[GroupState, Callable[[Group], None]]] = [
     (GroupState.RELEASED, Group.wait_gather),
     (GroupState.RELEASED, Group.release),
-    (GroupState.RELEASED, pin),
     (GroupState.GATHERING, Group.start_gather),
     (GroupState.GATHERING, Group.release),
-    (GroupState.GATHERING, pin),
     (GroupState.GATHERED, Group.start_gather),
     (GroupState.GATHERED, Group.wait_gather),
     (GroupState.GATHERED, Group.expire),
-    (GroupState.GATHERED, release_while_pinned),
 ]
 
 
@@ -95,7 +83,7 @@ def test_expired_group_shows_nan_until_its_update_is_done() -> None:
     group = Bench().group(rests_on=Tier.DEVICE)
     group.add_update(Update(lambda: write(group, 5.0)))
     group.expire()
-    assert group.state is GroupState.GATHERING and not group.gathers and parameter_of(group).isnan().all()
+    assert group.state is GroupState.GATHERING and not group.gathers and get_data(parameter_of(group)).isnan().all()
     group.wait_gather()
     assert torch.equal(parameter_of(group), torch.full(SHAPE, 5.0))
 
@@ -106,9 +94,9 @@ def test_pins_nest_and_end_with_an_exception() -> None:
     with pytest.raises(ZeroDivisionError), group.pinned():
         with group.pinned():
             pass
-        assert group.num_pins and not group.is_releasable
+        assert group.num_pins
         raise ZeroDivisionError
-    assert not group.num_pins and group.is_releasable
+    assert not group.num_pins
 
 
 def test_group_waits_for_a_save_that_reads_it() -> None:
@@ -123,14 +111,19 @@ def test_group_waits_for_a_save_that_reads_it() -> None:
 def test_backward_has_passed_when_the_inputs_of_every_forward_have_gradients() -> None:
     group = Bench().group()
     assert not group.is_passed  # no forward had inputs that get one: there is no sign
-    group.await_inputs()
-    group.await_inputs()
-    group.inputs_arrived()
+    forwards = [Update(), Update(), Update()]
+    for forward in forwards:
+        group.await_inputs(forward)
+    group.inputs_arrived(forwards[0])
     assert not group.is_passed
-    group.inputs_arrived()
+    group.inputs_arrived(forwards[1])
+    assert not group.is_passed
+    group.end_pass(is_backward=False)
+    assert not group.is_passed  # the end of a forward changes nothing
+    del forward, forwards  # the graph of the third one is gone: it gets no backward
     assert group.is_passed
     group.begin_backward()
-    group.end_pass()
+    group.end_pass(is_backward=True)
     assert not group.is_passed and not group.in_backward
 
 

@@ -49,14 +49,22 @@ def test_a_step_without_a_pass_counts_as_one_of_one() -> None:
     assert passes.num_before == 1 and passes.is_last
 
 
-def test_a_pass_too_many_is_refused_where_updates_begin_early() -> None:
+def test_a_pass_after_updates_have_begun_is_refused() -> None:
     passes = PassCounter(2)
-    for _ in range(2):
-        passes.check(updates_early=True)
-        passes.num_done += 1
-    passes.check(updates_early=False)
+    passes.num_done = 2
+    passes.check(updates_began=False)
     with pytest.raises(MisuseError, match=r"backward pass 3 since the last step, but prepare\(accumulate=2\)"):
-        passes.check(updates_early=True)
+        passes.check(updates_began=True)
+
+
+def test_the_number_of_passes_is_certain_when_a_step_has_had_it() -> None:
+    passes = PassCounter(2)
+    assert not passes.is_certain
+    for num_done in (1, 2, 3, 2):
+        passes.num_done = num_done
+        passes.step()
+        assert passes.is_certain == (num_done == 2)
+    assert not PassCounter(None).is_certain
 
 
 def test_groups_are_sent_in_the_shared_order_as_far_as_they_are_complete() -> None:

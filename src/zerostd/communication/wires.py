@@ -176,7 +176,7 @@ class Wires:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
-            dist.broadcast(flat, group_src=0, group=self.world.channels.gather)
+            dist.broadcast(flat.view(torch.uint8), group_src=0, group=self.world.channels.gather)
             for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
                 tensor.detach().copy_(part.view(tensor.shape))
 

@@ -11,17 +11,19 @@ import torch
 from torch import nn
 
 from zerostd.communication import Wires, World
+from zerostd.compat import no_torch_function
 from zerostd.engine.settings import Settings
 from zerostd.errors import MisuseError
 from zerostd.monitoring import Ledger
 from zerostd.monitoring.events import LoopPhase
 from zerostd.optimizers.gradients import Gradients, LossScale, scale_gradient
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
-from zerostd.parameters import GradientHandle, Group
+from zerostd.parameters import Group
 from zerostd.parameters.blueprints import MARK, OWNER, Blueprint
 from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.observing import StepObserver
 from zerostd.policy import root_casts
+from zerostd.scheduling.access import ParameterAccess
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.backward import Backward
 from zerostd.scheduling.gathering import Gatherer
@@ -80,8 +82,11 @@ class Runtime:
             self._trained(), gatherer, reducer, activations, self.observers, accumulate=settings.accumulate
         )
         casts = root_casts(settings.precision, original_dtypes.values())
-        self.hooks = Hooks(model, self.backward, self._before_forward, self._on_input(casts), self._on_output(casts))
-        self.guards = Guards(model, gatherer, self.finish_updates)
+        self.access = ParameterAccess(gatherer, self.gradients)
+        self.hooks = Hooks(
+            model, self.backward, self.access, self._before_forward, self._on_input(casts), self._on_output(casts)
+        )
+        self.guards = Guards(model, self.access, self.finish_updates)
         self._buffers_moved = True  # rank 0's buffers have to go to all before the next forward
 
     @property
@@ -114,7 +119,7 @@ class Runtime:
         for group in self.groups:
             for flat in group.trainable:
                 for index, (parameter, interval) in enumerate(zip(flat.parameters, flat.layout.intervals, strict=True)):
-                    handle = GradientHandle(interval.name, parameter, self.gradients)
+                    handle = self.gradients.make_handle(interval.name, parameter)
                     trained.append(TrainedParameter(group, flat, index, parameter, handle))
         return trained
 
@@ -123,6 +128,7 @@ class Runtime:
         self.backward.reducer.reserve(self.groups)
         weakref.finalize(self.model, self.world.close)
         weakref.finalize(self.model, self.resources.allocator.close_aside)
+        self.access.install()
         self.hooks.install()
         self.guards.install()
 
@@ -152,6 +158,8 @@ class Runtime:
     def _before_forward(self, model: nn.Module) -> None:
         """Whoever looks after the plan comes first. Then DDP's rule for buffers: after a forward that may have changed
         them, all ranks take rank 0's."""
+        self.gradients.check_unlocked("a forward")
+        self.access.forget()
         if model.training and torch.is_grad_enabled():
             for observer in self.observers:
                 observer.before_forward()
@@ -172,6 +180,7 @@ class Runtime:
 
     def renew(self, group: Group) -> None:
         """The group's masters have changed."""
+        self.access.forget()
         self.gatherer.renew(group)
 
     def stepped(self) -> None:
@@ -187,6 +196,7 @@ class Runtime:
             self.optimizer.synchronize()
         for group in self.groups:
             group.wait_save()
+            group.commit_edits()
 
     def check_step(self) -> None:
         """A step begins; raise if it would lose gradients."""
@@ -196,12 +206,13 @@ class Runtime:
                 "optimizer.step() after backward passes under zerostd.no_sync that no later pass has reduced: run "
                 "the last backward pass of a step outside no_sync"
             )
-        for trained in self.backward.trained:
-            if trained.parameter.grad is not None and trained.parameter.grad is not trained.handle:
-                raise MisuseError(
-                    f"the gradient of {trained.handle.of!r} was replaced by a tensor: a prepared model keeps gradients "
-                    "sharded, so what is assigned to p.grad would be ignored. Change the loss instead"
-                )
+        with no_torch_function():
+            for trained in self.backward.trained:
+                if trained.parameter.grad is not None and trained.parameter.grad is not trained.handle:
+                    raise MisuseError(
+                        f"the gradient of {trained.handle.of!r} was replaced by a tensor: a prepared model keeps "
+                        "gradients sharded, so what is assigned to p.grad would be ignored. Change the loss instead"
+                    )
         self.guards.check_frozen()
 
 

@@ -10,7 +10,6 @@ Keras calls `model.call` and `layer.call`. Both go through a small tree of modul
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import mmap
 import os
@@ -219,26 +218,9 @@ def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-@contextlib.contextmanager
-def _whole(root: nn.Module, changes: bool) -> Iterator[None]:
-    """Put copies of the whole weights in place: numpy arrays that Keras makes share their memory, and gathered memory
-    is released. With `changes`, rank 0's copies are kept."""
-    with zerostd.gathered(root, write=changes), torch.no_grad():
-        own = {weight: weight.data for weight in root.parameters()}
-        for weight, data in own.items():
-            weight.data = data.clone()
-        try:
-            yield
-        finally:
-            for weight, data in own.items():
-                if changes:
-                    data.copy_(weight.data)
-                weight.data = data
-
-
 def _on_whole(model: Any, name: str, changes: bool, *args: Any, **options: Any) -> Any:
     """Make a call of Keras with whole weights in place. Every rank must make it; one writes."""
-    with _whole(root_of(model), changes):
+    with zerostd.gathered(root_of(model), write=changes), torch.no_grad():
         if name.startswith("save") and not _is_first():
             return None
         return getattr(type(model), name)(model, *args, **options)

@@ -38,6 +38,11 @@ class BackwardUpdates:
     _num_unclipped: int = 0
     _last: StepOptions | None = None  # of a step that did not speculate and has not been looked at
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether an update has begun inside the backward of this step."""
+        return self._options is not None
+
     @torch.no_grad()
     def start(self, group: Group) -> None:
         """Update a group whose gradient has landed and whose parameters backward needs no more. Groups whose slices
@@ -105,6 +110,11 @@ class BackwardUpdates:
 
     def _check(self, options: StepOptions) -> None:
         """Refuse a step whose options or gradients have changed since its updates began."""
+        if self.updater.has_new_members:
+            raise MisuseError(
+                "param_groups have other parameters at step() than they had in backward, but the update began inside "
+                "backward: change them after step(), or leave accumulate out of prepare"
+            )
         for index, (used, group) in enumerate(zip(options.param_groups, self.updater.user_groups, strict=True)):
             for key, value in group.items():
                 if key != "params" and not _is_equal(used.get(key), value):

@@ -91,7 +91,7 @@ def _trials(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Options, Trial]]
 def _trial(optimizer: torch.optim.Optimizer, index: int, lengths: Sequence[int] = ()) -> Trial:
     """Take two steps of a clone of `optimizer` on 24 fixed numbers, as one 4x6 matrix or as flat pieces of `lengths`.
     Returns the numbers afterwards, the states of the first tensor, and the param_group."""
-    numbers = torch.linspace(-1.0, 1.0, 24).sin()
+    numbers = torch.linspace(-1.0, 1.0, 24, dtype=torch.float32).sin()
     tensors = numbers.split(list(lengths)) if lengths else [numbers.reshape(4, 6)]
     parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
     options = optimizer.param_groups[index].items()
@@ -102,7 +102,7 @@ def _trial(optimizer: torch.optim.Optimizer, index: int, lengths: Sequence[int] 
     trial.state = defaultdict(dict)
     trial.param_groups = [{**group, "params": parameters}]
     for step in range(2):
-        gradient = (torch.arange(24.0) * (step + 1)).cos()
+        gradient = (torch.arange(24, dtype=torch.float32) * (step + 1)).cos()
         for parameter, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
             parameter.grad = part.reshape(parameter.shape).clone()
         trial.step()

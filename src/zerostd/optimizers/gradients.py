@@ -12,14 +12,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_map
 
 from zerostd.communication import Wires
 from zerostd.errors import MisuseError
 from zerostd.parameters import Flat, GradientHandle, Group
 from zerostd.parameters.gradient import vector_norm
 from zerostd.parameters.observing import StepObserver
+
+HOMOGENEOUS = (torch.ops.aten.mul_.Tensor, torch.ops.aten.zero_.default)  # whatever factor is still to come
 
 
 @dataclass
@@ -70,11 +75,19 @@ class Gradients(StepObserver):
         self._places = {
             interval.name: (flat, index) for flat in self._flats for index, interval in enumerate(flat.layout.intervals)
         }
+        self._handles: dict[str, GradientHandle] = {}
         self._norms: dict[tuple[float, str], torch.Tensor] = {}  # by order and parameter, of the gradients as they are
+        self._whole: tuple[Flat, torch.Tensor] | None = None  # the gradient that was read last, from all ranks
+
+    def make_handle(self, name: str, parameter: nn.Parameter) -> GradientHandle:
+        """Return what stands for a parameter's gradient."""
+        self._handles[name] = GradientHandle(name, parameter, self)
+        return self._handles[name]
 
     def before_backward(self) -> None:
         """Gradients have changed."""
         self._norms.clear()
+        self._whole = None
 
     def check_unlocked(self, call: str) -> None:
         """Raise if `call` would change gradients that an update is using already."""
@@ -149,25 +162,91 @@ class Gradients(StepObserver):
 
     def scale(self, handle: GradientHandle, factor: torch.Tensor | float) -> None:
         """Multiply one parameter's gradient."""
+        if isinstance(factor, float) and factor == 0.0:
+            self.change(handle, torch.ops.aten.zero_.default, (), {})  # 0 * inf is NaN
+        else:
+            self.change(handle, torch.ops.aten.mul_.Tensor, (torch.as_tensor(factor),), {})
+
+    def change(self, handle: GradientHandle, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Change one parameter's gradient in place, element by element: here this rank's part of it."""
         self._wait()
         self.check_unlocked("a change of p.grad")
+        if func not in HOMOGENEOUS:
+            self._apply_factor()
         self._norms.clear()
+        self._whole = None
         flat, index = self._places[handle.of]
-        assert flat.gradient is not None
-        for update in (update for group in self.groups if flat in group.flats for update in group.updates):
-            update.wait()  # it reads the gradient, also after step() has returned
-        gradient = flat.gradient.wait_landed()
-        flat.gradient.changed()
-        if isinstance(factor, torch.Tensor):
-            factor = factor.to(gradient.device)
         piece = flat.layout.piece_of(index, flat.region)
         if piece is None:
             return
-        part = gradient[piece.place]
-        if isinstance(factor, float) and factor == 0.0:
-            part.zero_()  # 0 * inf is NaN
-        else:
-            part.mul_(factor)
+        part = self._wait_updates(flat)[piece.place]
+        assert flat.gradient is not None
+        flat.gradient.changed()
+
+        def local(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if value.dim():
+                value = value.expand(handle.shape).reshape(-1)[piece.start : piece.stop]
+            return value.to(part.device)
+
+        func(part, *tree_map(local, tuple(args)), **tree_map(local, dict(kwargs)))
+
+    def read(self, handle: GradientHandle) -> torch.Tensor:
+        """Return all of one parameter's gradient, as a copy. Every rank must ask."""
+        self._wait()
+        self.check_unlocked("a use of p.grad")
+        self._apply_factor()
+        flat, index = self._places[handle.of]
+        if self._whole is None or self._whole[0] is not flat:
+            mine = self._wait_updates(flat).to(self.wires.world.device)
+            whole = mine
+            if mine.numel() < flat.layout.numel:
+                whole = torch.empty(flat.layout.numel, dtype=mine.dtype, device=mine.device)
+                self.wires.gather(whole, mine).wait()
+            self._whole = (flat, whole)
+        interval = flat.layout.intervals[index]
+        values = self._whole[1][interval.offset : interval.end].view(interval.shape)
+        return values.to(handle.dtype, copy=True)
+
+    def replace(self, name: str, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Let `gradient`, which must be alike on all ranks, be the gradient of a parameter."""
+        if gradient.shape != parameter.shape:
+            raise MisuseError(
+                f"p.grad = a tensor of shape {tuple(gradient.shape)} for {name!r} of shape {tuple(parameter.shape)}: a "
+                "gradient has the shape of its parameter"
+            )
+        flat, index = self._places[name]
+        assert flat.gradient is not None
+        self._wait()
+        flat.gradient.resume(index, has_landed=True)
+        handle = self._handles[name]
+        self.change(handle, torch.ops.aten.copy_.default, (gradient.detach(),), {})
+        parameter.grad = handle
+
+    def _apply_factor(self) -> None:
+        """Multiply the factor that waits for the update into all gradients, and take the loss scale for one."""
+        if self.loss_scale is not None:
+            raise MisuseError(
+                "precision='fp16' keeps gradients multiplied by the loss scale until step(): clip them with "
+                "optimizer.clip_grad_norm_(max_norm), or use precision='bf16'"
+            )
+        factor = self.factor
+        if isinstance(factor, float) and factor == 1.0:
+            return
+        self.factor = 1.0
+        for flat in self._flats:
+            gradient = self._wait_updates(flat)
+            gradient.mul_(factor.to(gradient.device) if isinstance(factor, torch.Tensor) else factor)
+            assert flat.gradient is not None
+            flat.gradient.changed()
+
+    def _wait_updates(self, flat: Flat) -> torch.Tensor:
+        """Return the gradient of a flat's region when no update reads it any more, also after step() has returned."""
+        for update in (update for group in self.groups if flat in group.flats for update in group.updates):
+            update.wait()
+        assert flat.gradient is not None
+        return flat.gradient.wait_landed()
 
     def unscale(self, handles: Sequence[GradientHandle], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
         """torch.amp.GradScaler's check-and-unscale, over all ranks."""

@@ -11,6 +11,7 @@ the last backward pass (backward_updates.py).
 """
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -18,12 +19,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerostd.communication.world import thread_budget
-from zerostd.compat import move_step_hooks, note_step
+from zerostd.compat import move_step_hooks, no_torch_function, note_step
 from zerostd.errors import MisuseError
 from zerostd.monitoring.ledger import explain_out_of_memory
 from zerostd.optimizers.backward_updates import BackwardUpdates
 from zerostd.optimizers.elementwise import check_elementwise
 from zerostd.optimizers.gradients import Gradients
+from zerostd.optimizers.parameter_states import ParameterStates
 from zerostd.optimizers.spans import StepOptions
 from zerostd.optimizers.states import load_states, save_states
 from zerostd.optimizers.updater import Updater
@@ -46,7 +48,14 @@ class Schedule(Protocol):
 class ZeroOptimizer(torch.optim.Optimizer):
     """Wraps the user's optimizer; see the module's docstring."""
 
-    def __init__(self, updater: Updater, gradients: Gradients, schedule: Schedule, max_grad_norm: float | None) -> None:
+    def __init__(
+        self,
+        updater: Updater,
+        states: ParameterStates,
+        gradients: Gradients,
+        schedule: Schedule,
+        max_grad_norm: float | None,
+    ) -> None:
         self._is_built = False
         self._is_retired = False
         self.inner = updater.inner
@@ -58,19 +67,39 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.loss_scale = gradients.loss_scale
         self.grad_norm: torch.Tensor | None = None  # of the last step that clipped or scaled, before clipping
         super().__init__(self.inner.param_groups, self.inner.defaults)
-        self.param_groups = self.inner.param_groups
-        self.state = self.inner.state
         world = gradients.wires.world
         num_elements = sum(flat.region.stop - flat.region.start for flat in updater.spans)
         is_long = world.device.type == "cpu" and num_elements >= THREADED_FROM
         self._num_threads = thread_budget(world.local_size) if is_long else 1  # for an update
+        self._states = states
+        self.inner.state = states  # type: ignore[assignment]  # a mapping like torch's
         move_step_hooks(self.inner, self)  # once a step, not once a group
+        self.inner.register_step_pre_hook(self._refuse_inner)
         self._is_built = True
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The user's own, with the user's own parameters."""
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        if self._is_built:
+            self.inner.param_groups = param_groups
+
+    @property
+    def state(self) -> Any:
+        """The states by parameter."""
+        return self._states
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        if self._is_built and states is not self._states:
+            self._states.replace(states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: shards and buffers are laid out when the model is prepared."""
         if not self._is_built:
-            self.param_groups.append(param_group)
             return
         raise MisuseError(
             "add_param_group on a prepared optimizer: its shards are laid out already. Put all parameters into the "
@@ -85,7 +114,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._is_retired:
-            raise MisuseError("step() of an optimizer whose model was released: build a new optimizer on the model")
+            _refuse_step()
+        if self.inner.state is not self._states:  # the user's own optimizer, taken over late, was given other states
+            self.state = self.inner.state
+            self.inner.state = self._states  # type: ignore[assignment]
         self._schedule.check_step()
         self._schedule.wait_gradients()
         note_step(self.inner)
@@ -121,6 +153,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             renew = self._schedule.renew
             self.backward_updates = BackwardUpdates(self.updater, self._gradients, renew, is_speculative)
         return self.backward_updates
+
+    def _refuse_inner(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Refuse a step of the user's own optimizer on the user's own parameters."""
+        if any(p in self.updater.param_group_of for group in optimizer.param_groups for p in group["params"]):
+            raise MisuseError(
+                "step() of the optimizer that was given to zerostd.prepare: call step() of the one that it returned, "
+                "model, optimizer = zerostd.prepare(model, optimizer)"
+            )
 
     def check_consistent(self, call: str) -> None:
         """Refuse `call` on states of which an update has failed, or has done a part."""
@@ -198,8 +238,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._schedule.wait_gradients()
         self._gradients.check_unlocked("zero_grad()")
         self._gradients.take_factor()
-        for group in self.param_groups:
-            for parameter in group["params"]:
+        with no_torch_function():
+            for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
                 if set_to_none or parameter.grad is None:
                     parameter.grad = None
                 else:
@@ -221,14 +261,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._schedule.renew(group)
 
     def retire(self) -> None:
-        """Refuse further steps: the model is an ordinary one again, without shards to update."""
+        """Refuse further steps, also of the user's own optimizer: the model is an ordinary one again, and the states
+        have gone with their shards."""
         self._is_retired = True
+        self.inner.state = defaultdict(dict)
+        move_step_hooks(self.inner)
+        self.inner.register_step_pre_hook(_refuse_step)
 
     def __repr__(self) -> str:
         return f"ZeroOptimizer({self.inner!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         raise MisuseError("a prepared optimizer cannot be copied or pickled: use zerostd.save, or its state_dict()")
+
+
+def _refuse_step(*_: Any) -> None:
+    raise MisuseError(
+        "step() of an optimizer whose model was released: its states have gone with their shards. Make a new optimizer "
+        "on the model, and load the state_dict() that this one gave before zerostd.release"
+    )
 
 
 class LateOptimizer:

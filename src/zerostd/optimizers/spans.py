@@ -38,7 +38,7 @@ class UpdateSpan:
     """Neighbouring pieces of parameters with equal options in one shard."""
 
     pieces: tuple[Piece, ...]  # without gaps
-    param_group: int  # index of the user's param_group
+    param_group: int  # index of the user's param_group; -1: it was taken out of them
     shard: StateShard
     tensor: torch.Tensor | None = field(init=False, default=None)  # resident only: its master, the key of its states
     scalars: ScalarStates | None = None  # not resident: None before the first update
@@ -99,7 +99,14 @@ class UpdateSpans:
         """Return the spans of the parameters with `has_gradient`; spans are cut where needed."""
         if not all(has_gradient):
             self.cut(has_gradient)
-        return [span for span in self if has_gradient[span.pieces[0].index]]
+        return [span for span in self if has_gradient[span.pieces[0].index] and span.param_group >= 0]
+
+    def regroup(self, param_groups: Sequence[int | None]) -> None:
+        """Follow parameters to other param_groups. Those of None keep their states and are not updated."""
+        self.cut(param_groups)
+        for span in self:
+            index = param_groups[span.pieces[0].index]
+            span.param_group = -1 if index is None else index
 
     def cut(self, labels: Sequence[Hashable]) -> None:
         """Cut spans so that all parameters of a span have one label; their states are cut with them."""
@@ -156,6 +163,17 @@ class UpdateSpans:
             )
         span.scalars = span.scalars or {}
         return span.shard.tensors[name], span.shard.start
+
+    def forget(self, span: UpdateSpan) -> None:
+        """Let a span have no states, as before its first update."""
+        span.finish_commit()
+        if span.tensor is not None:
+            self.state.pop(span.tensor, None)
+            return
+        span.scalars = None
+        for name, tensor in span.shard.tensors.items():
+            if name != MASTER:
+                tensor.write(span.in_shard, torch.zeros(span.numel, dtype=tensor.dtype))
 
     def scalar_states(self, span: UpdateSpan) -> ScalarStates:
         """Return copies of the other states of a span."""

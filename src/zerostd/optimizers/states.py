@@ -34,6 +34,8 @@ def save_states(updater: Updater, gradients: Gradients) -> dict[str, Any]:
     intervals: dict[int, tuple[int, int]] = {}
     for spans in updater.spans.values():
         for parameter, places in spans.by_parameter().items():
+            if parameter not in numbers:
+                continue  # taken out of param_groups
             number = numbers[parameter]
             intervals[number] = _interval(places)
             states = _read(spans, places)
@@ -91,7 +93,15 @@ def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, An
     for spans in updater.spans.values():
         for parameter, places in spans.by_parameter().items():
             start, stop = _interval(places)
+            if parameter not in saved:
+                continue
+            _check_keys(updater, parameter, saved[parameter])
             for key, value in saved[parameter].items():
+                if _is_long(value) and value.dim() > 1 and value.shape != parameter.shape:
+                    raise MisuseError(
+                        f"state {key!r} has shape {tuple(value.shape)} and its parameter {tuple(parameter.shape)}: it "
+                        "was saved from another model, or its parameters are in another order"
+                    )
                 if _is_long(value) and value.numel() != stop - start:
                     raise MisuseError(
                         f"state {key!r} of a parameter of shape {tuple(parameter.shape)} has {value.numel()} elements, "
@@ -105,10 +115,20 @@ def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, An
     put_states(updater, saved)
 
 
+def _check_keys(updater: Updater, parameter: nn.Parameter, states: States) -> None:
+    """Refuse states of a parameter that lack one which every step keeps."""
+    missing = [name for name in updater.states if states and name not in states]
+    if missing:
+        raise MisuseError(
+            f"the state of a parameter of shape {tuple(parameter.shape)} has {sorted(states)} and lacks {missing}: it "
+            "was saved by another optimizer, or with other options"
+        )
+
+
 @torch.no_grad()
 def put_states(updater: Updater, saved: Mapping[nn.Parameter, States]) -> None:
     """Fill the spans with states by parameter, each either whole or just this rank's interval of it."""
-    updater.inner.state.clear()
+    updater.state.clear()
     saved = dict(saved)
     long_names = {*updater.states, MASTER}
     for parameter in [parameter for parameter in saved if not parameter.dim()]:  # long states look like scalar ones
@@ -144,7 +164,7 @@ def replace_states(updater: Updater, flat: Flat, saved: Mapping[nn.Parameter, St
 def _forget(updater: Updater, flat: Flat) -> None:
     for span in updater.spans[flat]:
         if span.tensor is not None:
-            updater.inner.state.pop(span.tensor, None)
+            updater.state.pop(span.tensor, None)
 
 
 def _fill(updater: Updater, spans: UpdateSpans, saved: Mapping[nn.Parameter, States]) -> None:
@@ -154,16 +174,65 @@ def _fill(updater: Updater, spans: UpdateSpans, saved: Mapping[nn.Parameter, Sta
     for span in spans:
         span.scalars = None
     for parameter, places in spans.by_parameter().items():
-        first, _ = _interval(places)
-        for key, value in saved.get(parameter, {}).items():
-            for span, piece in places:
-                if _is_long(value):
-                    skipped = 0 if value.numel() == parameter.numel() else first
-                    tensor, origin = spans.make_long_state(span, key, value.dtype)
-                    values = value.reshape(-1)[piece.start - skipped : piece.stop - skipped]
-                    tensor.write(piece.place_from(origin), values)
-                else:
-                    _put_scalar(updater, span, key, value)
+        _fill_parameter(updater, spans, places, saved.get(parameter, {}), parameter.numel())
+
+
+def _fill_parameter(updater: Updater, spans: UpdateSpans, places: Places, states: States, numel: int) -> None:
+    """Fill the places of one parameter of so many elements, which have no states yet."""
+    first, _ = _interval(places)
+    for key, value in states.items():
+        for span, piece in places:
+            if not _is_long(value):
+                _put_scalar(updater, span, key, value)
+                continue
+            skipped = 0 if value.numel() == numel else first
+            tensor, origin = spans.make_long_state(span, key, value.dtype)
+            values = value.reshape(-1)[piece.start - skipped : piece.stop - skipped]
+            place = piece.place_from(origin)
+            if key == MASTER:
+                values = _exact(tensor.read(place), values, spans.flat.dtype)
+            tensor.write(place, values)
+
+
+def _exact(master: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return masters with the bits that `values` have beyond the parameters' dtype, where both are the same in it: as
+    in torch, the state of an optimizer does not change parameters."""
+    values = values.to(master)
+    return torch.where(values.to(dtype) == master.to(dtype), values, master)
+
+
+def has_states(updater: Updater, flat: Flat, parameter: nn.Parameter) -> bool:
+    """Return whether this rank keeps states of a parameter."""
+    spans = updater.spans[flat]
+    places = spans.by_parameter().get(parameter, [])
+    return any(spans.long_states(span) or spans.scalar_states(span) for span, _ in places)
+
+
+def read_states(updater: Updater, flat: Flat, parameter: nn.Parameter) -> tuple[tuple[int, int], States]:
+    """Return the elements of a parameter that this rank updates, and copies of their states on the host."""
+    spans = updater.spans[flat]
+    places = spans.by_parameter().get(parameter, [])
+    if not places:
+        return (0, 0), {}
+    states = _read(spans, places)
+    states.pop(MASTER, None)
+    return _interval(places), {
+        key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+        for key, value in states.items()
+    }
+
+
+@torch.no_grad()
+def write_states(updater: Updater, flat: Flat, parameter: nn.Parameter, states: States) -> None:
+    """Let these, which are whole, be the states of one parameter."""
+    spans = updater.spans[flat]
+    spans.cut([other is parameter for other in flat.parameters])
+    places = spans.by_parameter().get(parameter, [])
+    for span, _ in places:
+        spans.forget(span)
+    if places:
+        named = {key: value.reshape(-1) if key in updater.states else value for key, value in states.items()}
+        _fill_parameter(updater, spans, places, named, parameter.numel())
 
 
 def _put_scalar(updater: Updater, span: UpdateSpan, key: str, value: Any) -> None:
@@ -175,7 +244,7 @@ def _put_scalar(updater: Updater, span: UpdateSpan, key: str, value: Any) -> Non
             device = updater.scratch.device
         value = value.to(device, copy=True)
     if span.tensor is not None:
-        updater.inner.state[span.tensor][key] = value
+        updater.state[span.tensor][key] = value
     else:
         span.scalars = {**(span.scalars or {}), key: value}
 

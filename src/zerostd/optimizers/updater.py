@@ -7,13 +7,17 @@ beyond it: what is not done yet is left in `group.updates`. Seen from the optimi
 are those the user set, and counters in its param_groups move once.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
+from operator import is_
 from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
 
+from zerostd.compat import no_torch_function
+from zerostd.errors import MisuseError
 from zerostd.monitoring import Ledger
 from zerostd.optimizers import cpu_updater, streamed_updater
 from zerostd.optimizers.cpu_updater import CpuUpdater, DiskUpdater
@@ -117,8 +121,8 @@ class Updater:
     states: Mapping[str, torch.dtype]  # long ones that the optimizer will make, as far as known
 
     def __post_init__(self, device: torch.device) -> None:
-        self.user_groups = self.inner.param_groups
-        self.param_group_of = {p: index for index, group in enumerate(self.user_groups) for p in group["params"]}
+        self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)  # keyed by the tensors of resident spans
+        self._note_members()
         self.spans = {flat: self.make_spans(flat) for group in self.groups for flat in group.trainable}
         # As long as the largest group's resident part: gradients as the update reads them
         self.scratch = torch.empty(0, dtype=torch.float32, device=device)
@@ -128,7 +132,36 @@ class Updater:
 
     def make_spans(self, flat: Flat) -> UpdateSpans:
         """Return the spans of a flat as it is now, without states."""
-        return UpdateSpans(flat, [self.param_group_of.get(p) for p in flat.parameters], self.inner.state)
+        return UpdateSpans(flat, [self.param_group_of.get(p) for p in flat.parameters], self.state)
+
+    @property
+    def has_new_members(self) -> bool:
+        """Whether parameters were taken out of param_groups, moved to others or put in since the last step."""
+        groups = self.inner.param_groups
+        members = [p for group in groups for p in group["params"]]
+        indices = [index for index, group in enumerate(groups) for _ in group["params"]]
+        return indices != list(self.param_group_of.values()) or not all(map(is_, members, self.param_group_of))
+
+    def _note_members(self) -> None:
+        self.user_groups = self.inner.param_groups
+        self.param_group_of = {p: index for index, group in enumerate(self.user_groups) for p in group["params"]}
+
+    def _follow_members(self) -> None:
+        """Let spans follow parameters that were taken out of param_groups or moved to others."""
+        members = [p for group in self.inner.param_groups for p in group["params"]]
+        known = {p for flat in self.spans for p in flat.parameters}
+        foreign = [p for p in members if p not in known]
+        if foreign or len(set(members)) < len(members):
+            raise MisuseError(
+                f"param_groups have {len(foreign)} parameters that this optimizer was not prepared with, or one twice: "
+                "shards are laid out already. Put all parameters into the optimizer before zerostd.prepare; those "
+                "that should train later can have lr=0 until then"
+            )
+        if self.offload is not None:
+            self.offload.drain()
+        self._note_members()
+        for flat, spans in self.spans.items():
+            spans.regroup([self.param_group_of.get(p) for p in flat.parameters])
 
     def moved(self, offload: OffloadUpdater | None) -> None:
         """Go on with states that are kept elsewhere now."""
@@ -160,6 +193,9 @@ class Updater:
 
     def step_options(self, factor: torch.Tensor | None) -> StepOptions:
         """Return what a step that begins now says to its updates; `factor` is on its gradients, None for one."""
+        if self.has_new_members:
+            self._follow_members()
+        self.user_groups = self.inner.param_groups
         param_groups = snapshot(self.user_groups)
         if factor is None or self.offload is None:
             return StepOptions(param_groups, factor)
@@ -169,11 +205,13 @@ class Updater:
         """Start the update of the spans of `group` that have gradients; `is_complete` says that all have. The scope
         "speculative" are those with spare tensors, which are updated into these; "rest" are those without."""
         group.wait_save()
+        group.commit_edits()
         resident: list[UpdateSpan] = []
         used = 0
         is_speculative = scope == "speculative"
         for flat in group.trainable:
-            has_gradient = [is_complete or parameter.grad is not None for parameter in flat.parameters]
+            with no_torch_function():
+                has_gradient = [is_complete or parameter.grad is not None for parameter in flat.parameters]
             if not any(has_gradient):
                 continue
             for span in self.spans[flat].active(has_gradient):
@@ -189,7 +227,7 @@ class Updater:
                 group.add_update(self.offload.launch(task))
             if flat.gradient is not None and flat.gradient.host_copy is not None:
                 flat.gradient.host_copy.drop_overwritten()
-            torch.autograd.graph.increment_version(flat.parameters)  # a graph from before must not run on new values
+            flat.mark_updated()
         if resident:
             self._update_resident(group, resident, options)
 
@@ -208,7 +246,7 @@ class Updater:
         if self._has_memory or self.scratch.device.type == "cpu":
             return
         resident = [span.tensor for spans in self.spans.values() for span in spans if span.tensor is not None]
-        missing = [tensor for tensor in resident if tensor not in self.inner.state]
+        missing = [tensor for tensor in resident if tensor not in self.state]
         states = [torch.empty_like(tensor, dtype=dtype) for tensor in missing for dtype in self.states.values()]
         del states
         self._has_memory = True
@@ -220,12 +258,15 @@ class Updater:
             {**options_of_group, "params": [span.tensor for span in spans if span.param_group == index]}
             for index, options_of_group in enumerate(options.param_groups)
         ]
+        state = self.inner.state
         self.inner.param_groups = param_groups
+        self.inner.state = self.state
         try:
             with self.ledger.events.within("update", "compute", group.name, device=self.scratch.device):
                 self.inner.step()
         finally:
             self.inner.param_groups = self.user_groups
+            self.inner.state = state
         options.written.update({index: used for index, used in enumerate(param_groups) if used["params"]})
         for span in spans:
             assert span.tensor is not None
@@ -256,12 +297,12 @@ class Updater:
 
     def _count(self) -> None:
         """Enter the memory of states that the inner optimizer made into the ledger; cut spans share theirs."""
-        if len(self.inner.state) == self._num_counted:
+        if len(self.state) == self._num_counted:
             return
-        self._num_counted = len(self.inner.state)
+        self._num_counted = len(self.state)
         sizes = {
             state.untyped_storage().data_ptr(): state.untyped_storage().nbytes()
-            for states in self.inner.state.values()
+            for states in self.state.values()
             for state in states.values()
             if isinstance(state, torch.Tensor) and state.dim()
         }

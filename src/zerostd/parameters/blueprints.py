@@ -121,16 +121,28 @@ def check_model(model: nn.Module) -> None:
     _check_shared_storage(parameters)
 
 
+def _shares_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors whose memory overlaps have an element in common: columns that take turns have none."""
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    start = min(a.data_ptr(), b.data_ptr())
+    itemsize = a.element_size()
+    marks = torch.zeros(a.untyped_storage().nbytes() // itemsize + 1, dtype=torch.bool)
+    marks.as_strided(a.shape, a.stride(), (a.data_ptr() - start) // itemsize).fill_(True)
+    return bool(marks.as_strided(b.shape, b.stride(), (b.data_ptr() - start) // itemsize).any())
+
+
 def _check_shared_storage(parameters: list[tuple[str, nn.Parameter]]) -> None:
     """Refuse two Parameter objects over the same bytes: they would be updated twice."""
     spans = []
     for name, parameter in parameters:
         if parameter.device.type != "meta" and parameter.numel():
             low = parameter.data_ptr()
-            spans.append((low, low + parameter.numel() * parameter.element_size(), name, parameter))
+            last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            spans.append((low, low + (int(last) + 1) * parameter.element_size(), name, parameter))
     spans.sort(key=lambda span: span[:2])
     for (_, end, first, a), (start, _, second, b) in itertools.pairwise(spans):
-        if start >= end:
+        if start >= end or not _shares_elements(a, b):
             continue
         if a.requires_grad != b.requires_grad:
             frozen, trained = (first, second) if b.requires_grad else (second, first)

@@ -16,7 +16,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from zerostd.compat import no_torch_function, version_of
 from zerostd.parameters.gradient import Gradient
+from zerostd.parameters.lending import DATA, set_data
+from zerostd.parameters.prepared import classes_for
 from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding import Layout, Piece, Portion
 from zerostd.tiers import Done, TierAllocator, TierTensor, Transfer
@@ -94,11 +97,13 @@ class Flat:
         self.full = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.allocator.device)
         # Where parameters rest: a view into `full` unless sharded or off the device.
         self.rest = TierTensor(self.layout.numel, self.dtype, Tier.DEVICE, self.full)
-        self._ledger = self.allocator.ledger
         self._views = [self.full[i.offset : i.end].view(i.shape) for i in self.layout.intervals]
         loud = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
         blank = torch.full((), loud, dtype=self.dtype, device=self.full.device)
         self._blanks = [blank.expand(interval.shape) for interval in self.layout.intervals]
+        self._classes = [classes_for(type(parameter)) for parameter in self.parameters]
+        self._versions = self._read_versions()  # when edits were kept last
+        self._is_edited = False  # the user has written to parameters, and masters do not know
 
     @property
     def gives_back(self) -> bool:
@@ -120,10 +125,11 @@ class Flat:
         self._views[index].copy_(value)
         self.set_master(index, value)
         parameter = self.parameters[index]
-        if parameter.device.type == "meta":  # torch lets no tensor change between meta and a real device in place
+        # torch lets no tensor change between meta and a real device in place, and views share a version counter.
+        if parameter.device.type == "meta" or parameter.untyped_storage().nbytes() > parameter.nbytes:
             real = torch.empty(0, dtype=self.full.dtype, device=self.full.device)  # own version: [Note: storage]
             torch.utils.swap_tensors(parameter, nn.Parameter(real, requires_grad=parameter.requires_grad))
-        parameter.data = self._views[index]
+        set_data(parameter, self._views[index])
 
     @torch.no_grad()
     def set_master(self, index: int, value: torch.Tensor) -> None:
@@ -139,11 +145,11 @@ class Flat:
         """Keep what this rank needs of the values that were adopted: in `rest`, or in the gathered buffer itself."""
         self.is_sharded = is_sharded
         if rest is None:
-            self._ledger.enter(Kind.PARAMETERS, self.full.nbytes)
+            self.allocator.ledger.enter(Kind.PARAMETERS, self.full.nbytes)
         else:
             rest.write(slice(0, rest.numel), self.own_part())
             self.rest = rest
-            self._ledger.enter(Kind.BUFFERS, self.full.nbytes)
+            self.allocator.ledger.enter(Kind.BUFFERS, self.full.nbytes)
         self.share_masters()
 
     def share_masters(self) -> None:
@@ -160,7 +166,7 @@ class Flat:
         """Take memory for the gathered parameters, where releasing gave it back."""
         if self.gives_back and self.full.untyped_storage().nbytes() == 0:
             self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
-            self._ledger.enter(Kind.BUFFERS, self.full.nbytes)
+            self.allocator.ledger.enter(Kind.BUFFERS, self.full.nbytes)
 
     def own_part(self) -> torch.Tensor:
         """Return the part of the gathered buffer that rests on this rank."""
@@ -168,13 +174,18 @@ class Flat:
 
     def show_values(self) -> None:
         """Let parameters be views of the gathered buffer."""
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.data = view
+        with no_torch_function():
+            for parameter, view, (_, prepared, _) in zip(self.parameters, self._views, self._classes, strict=True):
+                DATA.__set__(parameter, view)
+                parameter.__class__ = prepared
 
     def show_nan(self) -> None:
-        """Let parameters show NaN of their shape, which takes no memory."""
-        for parameter, blank in zip(self.parameters, self._blanks, strict=True):
-            parameter.data = blank
+        """Let parameters ask for their values when they are touched, and take no memory. What cannot ask, since it
+        goes around torch's functions, sees NaN."""
+        with no_torch_function():
+            for parameter, blank, (_, _, released) in zip(self.parameters, self._blanks, self._classes, strict=True):
+                DATA.__set__(parameter, blank)
+                parameter.__class__ = released
 
     def free(self) -> None:
         """Give the gathered buffer's memory back, if parameters rest elsewhere."""
@@ -190,8 +201,13 @@ class Flat:
             )
             return
         poison(self.full)
-        self._ledger.leave(Kind.BUFFERS, self.full.nbytes)
+        self.allocator.ledger.leave(Kind.BUFFERS, self.full.nbytes)
         storage.resize_(0)
+
+    def restore_classes(self) -> None:
+        """Let parameters be ordinary ones again."""
+        for parameter, (original, _, _) in zip(self.parameters, self._classes, strict=True):
+            parameter.__class__ = original
 
     # Masters and parameters
 
@@ -207,18 +223,58 @@ class Flat:
             else:
                 self.rest.write(shard.region, values.to(self.rest.dtype))
 
-    def commit_edits(self) -> None:
-        """Keep what the user wrote into the gathered parameters. Masters change only where the rounded value did,
-        so untouched parameters lose no bits."""
+    # What users write to parameters
+
+    def keep_values(self, index: int, values: torch.Tensor) -> None:
+        """Keep what the user wrote to one parameter, all of whose values these are."""
         if self.gives_back:
-            self.rest.write(slice(0, self.rest.numel), self.own_part())
+            piece = self.layout.piece_of(index, self.region if self.is_sharded else slice(0, self.layout.numel))
+            if piece is not None:
+                self.rest.write(piece.place, values.reshape(-1)[piece.start : piece.stop])
+        self._is_edited = True
+
+    @property
+    def has_edits(self) -> bool:
+        """Whether the user wrote in place to parameters that show their values."""
+        return self._read_versions() != self._versions
+
+    def _read_versions(self) -> list[int]:
+        with no_torch_function():
+            return [version_of(parameter) for parameter in self.parameters]
+
+    def keep_edits(self) -> None:
+        """Keep what the user wrote in place to parameters that show their values, before these are given back."""
+        if self.has_edits:
+            self.keep_all(self.full)
+
+    def keep_all(self, full: torch.Tensor) -> None:
+        """Keep all values of a gathered buffer: the user may have written to any."""
+        if self.gives_back:
+            self.rest.write(slice(0, self.rest.numel), full[self.region] if self.is_sharded else full)
+        self._versions = self._read_versions()
+        self._is_edited = True
+
+    def commit_edits(self) -> None:
+        """Let masters follow what the user wrote. They change only where the rounded value did, so what was not
+        touched loses no bits."""
+        if not self.gives_back:
+            self.keep_edits()
+        if not self._is_edited:
+            return
+        self._is_edited = False
         for shard in self.state_shards:
             if not shard.holds_parameters:
                 master = shard.read_master()
-                mine = self.full[self.region][shard.region].to(master.device)
+                mine = self.parameters_of(shard)
+                mine = (self.rest.read(shard.region) if mine is None else mine).to(master.device)
                 edited = mine != master.to(mine.dtype)
                 values = torch.where(edited, mine.to(master.dtype), master)
                 shard.master.write(slice(0, shard.numel), values)
+
+    def mark_updated(self) -> None:
+        """Note that an update changes the parameters: a graph from before must not run on new values."""
+        torch.autograd.graph.increment_version(self.parameters)
+        self._versions = self._read_versions()
 
     def exact_values(self) -> torch.Tensor:
         """Return this rank's region, or shard if it is frozen, at the precision it is kept in, on the device."""

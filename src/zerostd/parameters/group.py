@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import weakref
 from collections.abc import Iterator, Sequence
+
+import torch
 
 from zerostd.communication import Wires
 from zerostd.monitoring.events import Span
@@ -41,13 +44,14 @@ class Group:
         self.gathers: list[Transfer] = []  # in flight, one for each flat
         self.updates: list[Transfer] = []  # that were started; the next gather waits for them
         self._pending_save: Transfer = Done()  # until then a checkpoint reads masters and states, and updates wait
-        self.num_pins = 0  # users that hold it gathered
+        self.num_pins = 0  # users that hold its values
         self.borrowed: dict[str, Group] = {}  # other groups whose parameters its modules read, learnt as they do
         self.in_backward = False  # its backward has begun and still needs it, whatever forward ends in between
         self._wires = wires
         self._uploader = uploader
         self._span: Span | None = None  # of the gather in flight, while events are recorded
-        self._num_inputs_awaited: int | None = None  # None: no input of its forward gets a gradient
+        self._has_inputs = False  # whether inputs of a forward get gradients
+        self._awaited: weakref.WeakSet[object] = weakref.WeakSet()  # forwards that backward has not passed
         if self.gives_back:
             self.release()
 
@@ -90,20 +94,34 @@ class Group:
         ledger.work_on(self.name)
         if ledger.events.is_on and world.size > 1:
             self._span = ledger.events.begin("gather", "wire", self.name, self._full_bytes, device=world.device)
-        self.gathers = [self._gather(flat) for flat in self.flats]
+        for flat in self.flats:
+            flat.allocate()
+        self.gathers = [self._gather(flat, flat.full) for flat in self.flats]
         self.state = GroupState.GATHERING
 
-    def _gather(self, flat: Flat) -> Transfer:
-        """Bring this rank's part to the device, and from there to all ranks."""
-        flat.allocate()
+    def _gather(self, flat: Flat, full: torch.Tensor) -> Transfer:
+        """Bring this rank's part of a flat to the device, and from there to all ranks."""
         world = self._wires.world
         if world.size == 1:
-            return self._uploader.upload(flat.rest, flat.full, self.name)
-        mine = flat.rest.tensor if flat.is_sharded else flat.full[flat.layout.shard(world.rank)]
-        if mine is None or mine.device != flat.full.device:
-            mine = flat.own_part()
+            return self._uploader.upload(flat.rest, full, self.name)
+        mine = flat.rest.tensor if flat.is_sharded else full[flat.layout.shard(world.rank)]
+        if mine is None or mine.device != full.device:
+            mine = full[flat.layout.shard(world.rank)] if flat.is_sharded else full
             self._uploader.upload(flat.rest, mine, self.name).wait()
-        return self._wires.gather(flat.full, mine)
+        return self._wires.gather(full, mine)
+
+    def copy(self) -> dict[Flat, torch.Tensor]:
+        """Return the values of a group that rests elsewhere, in memory of their own. Every rank must call it."""
+        self.wait_updates()
+        copies = {flat: torch.empty_like(flat.full) for flat in self.flats}
+        for transfer in [self._gather(flat, full) for flat, full in copies.items()]:
+            transfer.wait()
+        return copies
+
+    def commit_edits(self) -> None:
+        """Let masters follow what the user wrote to parameters."""
+        for flat in self.flats:
+            flat.commit_edits()
 
     def wait_gather(self) -> None:
         """Wait until a gather has ended and its updates are done; parameters show their values from then on."""
@@ -114,14 +132,18 @@ class Group:
         self.gathers = []
         self._wires.ledger.events.end(self._span, self._wires.world.device)
         self._span = None
+        self.show_values()
+        self.state = GroupState.GATHERED
+
+    def show_values(self) -> None:
+        """Let parameters show what the gathered buffers hold."""
         for flat in self.flats:
             flat.show_values()
-        self.state = GroupState.GATHERED
 
     def release(self) -> None:
         """Give the memory of a gathered group back; its parameters show NaN."""
         assert self.state is GroupState.GATHERED, f"group {self.name!r} is {self.state.name}: it cannot be released"
-        assert self.is_releasable, f"group {self.name!r} has nothing to give back, or is held"
+        assert self.is_releasable, f"group {self.name!r} has nothing to give back"
         ledger = self._wires.ledger
         ledger.work_on(self.name)
         if ledger.events.is_on:
@@ -129,14 +151,15 @@ class Group:
             span = ledger.events.begin("release", "compute", self.name, self._full_bytes, device=device)
             ledger.events.end(span, device)
         for flat in self.flats:
+            flat.keep_edits()
             flat.show_nan()
             flat.free()
         self.state = GroupState.RELEASED
 
     @property
     def is_releasable(self) -> bool:
-        """Whether there is memory to give back that nobody holds."""
-        return self.gives_back and not self.num_pins and self.state is not GroupState.RELEASED
+        """Whether there is memory to give back."""
+        return self.gives_back and self.state is not GroupState.RELEASED
 
     def expire(self) -> None:
         """Let parameters show NaN until the values that an update is writing are here. For groups that stay on the
@@ -148,8 +171,7 @@ class Group:
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
-        """Hold a gathered group inside the context: nothing releases it."""
-        assert self.state is GroupState.GATHERED, f"group {self.name!r} is {self.state.name}: gather it first"
+        """Note that somebody holds its values inside the context: it cannot be updated there."""
         self.num_pins += 1
         try:
             yield
@@ -188,20 +210,24 @@ class Group:
         """Note that its backward needs it no more."""
         self.in_backward = False
 
-    def await_inputs(self) -> None:
-        """Count a forward whose inputs will get gradients: when they have, backward has passed it."""
-        self._num_inputs_awaited = (self._num_inputs_awaited or 0) + 1
+    def await_inputs(self, forward: object) -> None:
+        """Note a forward whose inputs will get gradients: when they have, backward has passed it. It counts for as
+        long as it is alive: the hooks on its inputs hold it, and they go with their graph."""
+        self._has_inputs = True
+        self._awaited.add(forward)
 
-    def inputs_arrived(self) -> None:
-        """Count the gradients of one forward's inputs as known."""
-        self._num_inputs_awaited = max(0, (self._num_inputs_awaited or 0) - 1)
+    def inputs_arrived(self, forward: object) -> None:
+        """Note that the gradients of one forward's inputs are known."""
+        self._awaited.discard(forward)
 
     @property
     def is_passed(self) -> bool:
         """Whether backward has passed all its forwards. False where inputs get no gradient: there is no sign then."""
-        return self._num_inputs_awaited == 0
+        return self._has_inputs and not self._awaited
 
-    def end_pass(self) -> None:
-        """Forget what a pass has counted."""
+    def end_pass(self, *, is_backward: bool) -> None:
+        """Forget what a pass has noted. Forwards are awaited until a backward has ended."""
         self.in_backward = False
-        self._num_inputs_awaited = None
+        if is_backward:
+            self._has_inputs = False
+            self._awaited.clear()

@@ -2,24 +2,37 @@
 
 A handle has the parameter's shape, dtype and device and no memory. It keeps torch's own protocol: `p.grad is None`
 means that there is no gradient, setting it to None drops the gradient, and a backward pass into a parameter that still
-has one adds to it. The few operations that make sense on a sharded gradient are passed on to `ops`, the `Gradients` of
-the model (optimizers/gradients.py): all ranks must make such a call. Any other raises and names the call to use.
+has one adds to it. Everything else is passed on to `ops`, the `Gradients` of the model (optimizers/gradients.py):
+changes element by element reach this rank's part, and whatever else asks for the gradient is lent all of it: every rank
+must ask.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from zerostd.compat import in_backward
+from zerostd.compat import in_backward, written_by
 from zerostd.errors import MisuseError
+from zerostd.parameters.lending import LentTensor, call_with_values, lend
 
 aten = torch.ops.aten
+# Changes in place that are the same for each element, and new tensors of the same shape.
+ELEMENTWISE = {
+    *(aten.abs_, aten.add_, aten.addcdiv_, aten.addcmul_, aten.clamp_, aten.clamp_max_, aten.clamp_min_, aten.copy_),
+    *(aten.div_, aten.fill_, aten.hardtanh_, aten.lerp_, aten.masked_fill_, aten.mul_, aten.nan_to_num_, aten.neg_),
+    *(aten.pow_, aten.sgn_, aten.sign_, aten.sub_, aten.tanh_, aten.zero_),
+}
+LIKE = {
+    *(aten.empty_like, aten.full_like, aten.ones_like, aten.rand_like, aten.randn_like, aten.zeros_like),
+    *(aten.new_empty, aten.new_full, aten.new_ones, aten.new_zeros),
+}
 
 
 class GradientHandle(torch.Tensor):
@@ -50,6 +63,9 @@ class GradientHandle(torch.Tensor):
         assert incoming is not None
         return incoming
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _lent(self)[index] = value
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<gradient of {self.of}, {tuple(self.shape)}, rests in its group>"
 
@@ -66,15 +82,36 @@ class GradientHandle(torch.Tensor):
             return args[0]
         if func is aten.linalg_vector_norm.default and len(args) <= 2 and not (kwargs or {}).get("dim"):
             return args[0].ops.norm(args[0], float(args[1]) if len(args) > 1 else 2.0)
-        if func in (aten.mul_.Tensor, aten.zero_.default):
-            args[0].ops.scale(args[0], args[1] if len(args) > 1 else 0.0)
+        if func.overloadpacket in ELEMENTWISE and isinstance(args[0], cls):
+            args[0].ops.change(args[0], func, args[1:], kwargs or {})
             return args[0]
+        if func.overloadpacket in LIKE:
+            handle = args[0]
+            plain = torch.empty(handle.shape, dtype=handle.dtype, device=handle.device)
+            return func(plain, *args[1:], **(kwargs or {}))
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             args[0][0].ops.unscale(args[0], args[1], args[2])
             return None
-        first = next((arg for arg in tree_leaves(args) if isinstance(arg, cls)), None)
-        raise MisuseError(
-            f"{func} on the gradient of {first.of if first is not None else 'a parameter'}: a prepared model keeps "
-            "gradients sharded, so `p.grad` only stands for one. Clip with optimizer.clip_grad_norm_(max_norm), drop "
-            "with optimizer.zero_grad(), update with the optimizer that zerostd.prepare returned"
-        )
+        handles = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        lent = {id(handle): _lent(handle) for handle in handles}
+        values = tree_map(lambda leaf: lent.get(id(leaf), leaf), (tuple(args), kwargs or {}))
+        written = [lent[id(leaf)] for leaf in written_by(func, args, kwargs or {}) if id(leaf) in lent]
+        return call_with_values(func, values[0], values[1], written)
+
+
+@dataclass(frozen=True)
+class _GradientSource:
+    """The gradient of one parameter."""
+
+    handle: GradientHandle
+
+    def read(self) -> torch.Tensor:
+        return cast(torch.Tensor, self.handle.ops.read(self.handle))
+
+    def write(self, whole: torch.Tensor) -> None:
+        self.handle.ops.change(self.handle, aten.copy_.default, (whole,), {})
+
+
+def _lent(handle: GradientHandle) -> LentTensor:
+    source = _GradientSource(handle)
+    return lend(source, source.read())

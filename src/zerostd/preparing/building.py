@@ -20,6 +20,7 @@ from zerostd.errors import PrepareError
 from zerostd.measuring.identity import device_of
 from zerostd.monitoring import Ledger
 from zerostd.optimizers.optimizer import ZeroOptimizer
+from zerostd.optimizers.parameter_states import ParameterStates
 from zerostd.optimizers.states import put_states
 from zerostd.optimizers.updater import OffloadUpdater, Updater
 from zerostd.parameters import Group
@@ -163,12 +164,12 @@ def attach_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOpti
     """Return the optimizer that updates the runtime's groups as `inner` would; states that it has are taken over."""
     settings = runtime.settings
     earlier: dict[Any, dict[str, Any]] = {parameter: dict(states) for parameter, states in inner.state.items()}
-    inner.state.clear()
     offload = make_offload_updater(runtime, inner)
     updater = Updater(inner, runtime.groups, runtime.world.device, runtime.ledger, offload, settings.states)
     if earlier:
         put_states(updater, earlier)
-    optimizer = ZeroOptimizer(updater, runtime.gradients, runtime, max_grad_norm=settings.max_grad_norm)
+    states = ParameterStates(updater, runtime.gradients, runtime.gatherer.control)
+    optimizer = ZeroOptimizer(updater, states, runtime.gradients, runtime, max_grad_norm=settings.max_grad_norm)
     runtime.optimizer = optimizer
     begin_backward_updates(runtime, optimizer)
     return optimizer

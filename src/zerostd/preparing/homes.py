@@ -97,11 +97,12 @@ class FlatPlan:
 
     def states_of(self, portion: Portion) -> dict[str, torch.dtype]:
         """Return the states that are laid out beforehand, by name: those off the device."""
-        if portion.tier is Tier.DEVICE:
-            return {}
-        return {
-            name: self.master_dtype if dtype == torch.float32 else dtype for name, dtype in self.rules.states.items()
-        }
+        return {} if portion.tier is Tier.DEVICE else self._state_dtypes()
+
+    def _state_dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtypes of states: as wide as the master where the optimizer makes them like the parameter."""
+        states = self.rules.states.items()
+        return {name: self.master_dtype if dtype == torch.float32 else dtype for name, dtype in states}
 
     @property
     def numel(self) -> int:
@@ -128,7 +129,7 @@ class FlatPlan:
 
     def _add_portion(self, need: Demand, portion: Portion, itemsize: int) -> None:
         rules = self.rules
-        widths = [dtype.itemsize for dtype in rules.states.values()]
+        widths = [dtype.itemsize for dtype in self._state_dtypes().values()]
         if not self.shares_master(portion):
             widths.append(self.master_dtype.itemsize)
         copies = 2 if rules.placement.speculate and portion.tier is Tier.HOST else 1

@@ -52,6 +52,7 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
     runtime.gatherer.wait_all()
     for group in runtime.groups:
         group.wait_updates()
+        group.commit_edits()
     updater = optimizer.updater
     if updater.offload is not None:
         updater.offload.close()

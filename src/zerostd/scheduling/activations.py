@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zerostd.communication.control import check_same_activations
-from zerostd.compat import has_saved_tensor_hooks, in_backward, version_of
+from zerostd.compat import has_saved_tensor_hooks, in_backward, in_checkpoint, in_transform, version_of
 from zerostd.errors import MisuseError
 from zerostd.monitoring.events import LoopPhase
 from zerostd.parameters import Group
@@ -238,13 +238,17 @@ def _recompute(module: nn.Module, device: torch.device, keep: Keep) -> Callable[
     forward = module.forward
     had_own = "forward" in module.__dict__
     marker = torch.empty(0, device=device)  # tells checkpointing whose random states count
+    own = [(m._parameters, name, parameter) for m in module.modules() for name, parameter in m._parameters.items()]
+    changing: set[str] = {name for name, _ in module.named_buffers()}  # buffers that a forward may change
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:  # a function, since torch.compile looks into those
         if torch.compiler.is_compiling():
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        if not torch.is_grad_enabled() or in_backward():
+        is_functional = any(parameters.get(name) is not parameter for parameters, name, parameter in own)
+        if not torch.is_grad_enabled() or in_backward() or in_transform() or in_checkpoint() or is_functional:
             return forward(*args, **kwargs)
-        return checkpoint(_run_twice(module, forward, keep, args, kwargs), marker, use_reentrant=False)
+        run = _run_twice(module, forward, keep, args, kwargs, changing)
+        return checkpoint(run, marker, use_reentrant=False)
 
     def undo() -> None:
         if had_own:
@@ -257,11 +261,13 @@ def _recompute(module: nn.Module, device: torch.device, keep: Keep) -> Callable[
 
 
 def _run_twice(
-    module: nn.Module, forward: Callable[..., Any], keep: Keep, args: Any, kwargs: Any
+    module: nn.Module, forward: Callable[..., Any], keep: Keep, args: Any, kwargs: Any, changing: set[str]
 ) -> Callable[[torch.Tensor], Any]:
-    """Return one call of a forward: with its inputs the first time, with what was kept of them from then on."""
+    """Return one call of a forward: with its inputs the first time, with what was kept of them from then on. Buffers
+    that it changes, such as statistics, change once: `changing` learns which these are."""
     kept: dict[int, tuple[GiveBack, bool]] = {}  # by placeholder; whether it gets a gradient
     first = [(args, kwargs)]
+    buffers: dict[str, torch.Tensor] = {}  # as the first call found them, if it changed them
 
     def put(tensor: torch.Tensor) -> torch.Tensor:
         placeholder = tensor.new_empty(0)
@@ -275,25 +281,35 @@ def _run_twice(
     structure = map_tensors((args, kwargs), put)
 
     def run(marker: torch.Tensor) -> Any:
-        if first:
-            args, kwargs = first.pop()
-            return forward(*args, **kwargs)
-        args, kwargs = map_tensors(structure, take)
-        with _without_statistics(module):
-            return forward(*args, **kwargs)
+        if not first:
+            args, kwargs = map_tensors(structure, take)
+            with _buffers_of_before(module, buffers):
+                return forward(*args, **kwargs)
+        args, kwargs = first.pop()
+        found = dict(module.named_buffers()) if changing else {}
+        before = {name: (found[name], version_of(found[name]), found[name].clone()) for name in changing}
+        output = forward(*args, **kwargs)
+        found = dict(module.named_buffers()) if changing else {}
+        for name, (buffer, version, copy) in before.items():
+            owner = module.get_submodule(name.rpartition(".")[0])
+            keeps_statistics = getattr(owner, "track_running_stats", False)  # torch writes them without counting it
+            if keeps_statistics or found[name] is not buffer or version_of(buffer) != version:
+                buffers[name] = copy
+        changing.intersection_update(buffers)
+        return output
 
     return run
 
 
 @contextlib.contextmanager
-def _without_statistics(module: nn.Module) -> Iterator[None]:
-    """Let batch-norm count in copies meanwhile: it counts a batch once, however often it sees it."""
-    norms = [m for m in module.modules() if m.training and getattr(m, "track_running_stats", False)]
-    originals = [(norm._buffers, norm._buffers.copy()) for norm in norms]
-    for buffers, _ in originals:
-        buffers.update({name: value.clone() for name, value in buffers.items() if value is not None})
+def _buffers_of_before(module: nn.Module, before: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Let a module have copies of earlier buffers meanwhile."""
+    owners = [(module.get_submodule(name.rpartition(".")[0])._buffers, name.rpartition(".")[2]) for name in before]
+    originals = [buffers[short] for buffers, short in owners]
+    for (buffers, short), value in zip(owners, before.values(), strict=True):
+        buffers[short] = value.clone()
     try:
         yield
     finally:
-        for buffers, original in originals:
-            buffers.update(original)
+        for (buffers, short), original in zip(owners, originals, strict=True):
+            buffers[short] = original

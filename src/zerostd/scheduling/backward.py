@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from zerostd.compat import at_end_of_backward, in_backward
+from zerostd.compat import at_end_of_backward, in_backward, no_torch_function
 from zerostd.errors import MisuseError
 from zerostd.monitoring.events import LoopPhase
 from zerostd.parameters import GradientHandle, Group
@@ -27,6 +27,9 @@ from zerostd.scheduling.reducing import GroupGradients, Reducer, TrainedParamete
 
 class GroupUpdates(Protocol):
     """Updates that begin inside the last backward pass of a step, made by the optimizer."""
+
+    @property
+    def has_begun(self) -> bool: ...  # in this step
 
     def start(self, group: Group) -> None: ...
 
@@ -41,6 +44,7 @@ class BackwardPass:
         self.passed: set[Group] = set()  # backward needs their parameters no more
         self.landed: set[Group] = set()  # their gradients are where they rest
         self.reported: set[Group] = set()  # as ready for their update
+        self.keeps_graph = torch.is_grad_enabled()  # create_graph=True: this pass will have a backward of its own
         self._to_send = list(self.gradients.values())[::-1]
 
     def is_complete(self, group: Group) -> bool:
@@ -75,9 +79,14 @@ class PassCounter:
         """Whether the pass that runs now makes the step complete; a guess, unless the user has said how many do."""
         return self.num_done + 1 == (self.accumulate or self.num_before)
 
-    def check(self, *, updates_early: bool) -> None:
+    @property
+    def is_certain(self) -> bool:
+        """Whether the step before had as many passes as the user has said."""
+        return self.num_steps > 0 and self.num_before == self.accumulate
+
+    def check(self, *, updates_began: bool) -> None:
         """Refuse a pass that a running update would miss."""
-        if updates_early and self.accumulate is not None and self.num_done >= self.accumulate:
+        if updates_began:
             raise MisuseError(
                 f"backward pass {self.num_done + 1} since the last step, but prepare(accumulate={self.accumulate}) "
                 f"said that {self.accumulate} make a step, and the update has begun: call optimizer.step() after "
@@ -128,7 +137,7 @@ class Backward:
         if self._pass is not None:
             return self._pass
         self.reducer.wait()
-        self.passes.check(updates_early=self.group_updates is not None)
+        self.passes.check(updates_began=self.group_updates is not None and self.group_updates.has_begun)
         for observer in self.observers:
             observer.before_backward()
         self._pass = BackwardPass(self.order)
@@ -147,7 +156,7 @@ class Backward:
         if self._pass is None:
             return
         self.reducer.wait()
-        self.gatherer.release_all()
+        self.gatherer.release_all(is_backward=True)
         self._pass = None
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)
 
@@ -155,11 +164,12 @@ class Backward:
         """Take the gradient that autograd has put into `parameter.grad`, or added to its handle."""
         running = self.begin()
         grad = parameter.grad
+        if grad is None:  # a hook of the user's has dropped it
+            return
         adds = isinstance(grad, GradientHandle)
         if isinstance(grad, GradientHandle):
             grad = grad.take_incoming()
         parameter.grad = None
-        assert grad is not None
         grad = (grad if grad.layout is torch.strided else grad.to_dense()).detach()
         group = trained.group
         if group in running.reported:
@@ -181,7 +191,7 @@ class Backward:
         Gradients alone say too little, since a frozen or detached weight may still be needed. Groups whose inputs get
         no gradient are the first of the model: backward comes to them last, and they stay until it ends."""
         running = self._pass
-        if running is not None and group.is_passed and running.is_complete(group):
+        if running is not None and group.is_passed and running.is_complete(group) and not running.keeps_graph:
             group.end_backward()
             self.gatherer.release(group)
             running.passed.add(group)
@@ -189,7 +199,8 @@ class Backward:
 
     def _report(self, running: BackwardPass, group: Group) -> None:
         """Start the update of a group, if it may begin inside this pass and the group is ready."""
-        if self.group_updates is not None and self.passes.is_last and self.is_syncing and running.report(group):
+        is_last = self.passes.is_last and self.passes.is_certain and self.is_syncing
+        if self.group_updates is not None and is_last and running.report(group):
             self.group_updates.start(group)
 
     def _send(self, running: BackwardPass, *, only_complete: bool) -> None:
@@ -209,23 +220,28 @@ class Backward:
         self.activations.offloader.end_backward()
         self._send(running, only_complete=False)
         arrived = [trained for trained in self.trained if trained.parameter in running.gradients[trained.group].arrived]
-        for trained in arrived:
-            trained.parameter.grad = trained.handle
+        with no_torch_function():
+            for trained in arrived:
+                trained.parameter.grad = trained.handle
         for late in running.late.values():
             self.reducer.launch(late, sync=self.is_syncing)
-        self.gatherer.release_all()
+        if not running.keeps_graph:  # else its backward, or the next forward, ends with that
+            self.gatherer.release_all(is_backward=True)
         self._used.update(trained.parameter for trained in arrived)
         self._pass = None
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)
-        self.passes.num_done += 1
         if self.gatherer.wires.world.size > 1:
             if not self.is_syncing:
+                self.passes.num_done += bool(arrived)
                 return
             used = [self._is_used(trained) for trained in self.trained]
             used_anywhere = self.reducer.control.agree(used, self.gatherer.sequence)
             for trained, is_used in zip(self.trained, used_anywhere, strict=True):
                 if is_used and trained.parameter.grad is None:  # only other ranks had a gradient
                     trained.parameter.grad = trained.handle
+            self.passes.num_done += any(used_anywhere)
+        else:
+            self.passes.num_done += bool(arrived)
         self._used.clear()
         self.gatherer.sequence.clear()
         if not self.order_is_learnt:
@@ -262,4 +278,5 @@ class Backward:
     @property
     def has_unsynced(self) -> bool:
         """Whether gradients that are still wanted wait for a pass outside no_sync."""
-        return any(self._is_used(trained) for trained in self.trained)
+        with no_torch_function():
+            return any(self._is_used(trained) for trained in self.trained)

@@ -8,10 +8,12 @@ different branches would meet in different gathers, so all confirm a gather that
 
 from __future__ import annotations
 
+import torch
+
 from zerostd.communication import Control, Wires
 from zerostd.errors import MisuseError
 from zerostd.monitoring.events import LoopPhase, LoopTimer
-from zerostd.parameters import Group, GroupState
+from zerostd.parameters import Flat, Group, GroupState
 
 PREFETCH_DEPTH = 1  # groups gathered ahead
 
@@ -71,6 +73,14 @@ class Gatherer:
             group.wait_gather()
         self.timer.mark(phase)
 
+    def copy(self, group: Group) -> dict[Flat, torch.Tensor]:
+        """Return a copy of a group's values. Every rank must call it, for the same group."""
+        self.wait_updates(group)
+        if self.wires.world.size > 1:
+            self.control.confirm(group.name, self._num_trained)
+        with self.control.explain(f"the gather of group {group.name!r}"):
+            return group.copy()
+
     def wait_updates(self, group: Group) -> None:
         """Wait until a group's parameters are updated."""
         if group.updates:
@@ -89,10 +99,10 @@ class Gatherer:
             self.wait_gather(group)
             group.release()
 
-    def release_all(self) -> None:
+    def release_all(self, *, is_backward: bool) -> None:
         """End a pass: release whatever is still gathered."""
         for group in self.groups:
-            group.end_pass()
+            group.end_pass(is_backward=is_backward)
             self.release(group)
 
     def renew(self, group: Group) -> None:

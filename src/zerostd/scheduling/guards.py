@@ -22,23 +22,19 @@ from torch import nn
 from zerostd.errors import MisuseError
 from zerostd.parameters import Group
 from zerostd.parameters.blueprints import GUARD, OWNER
-from zerostd.scheduling.gathering import Gatherer
+from zerostd.scheduling.access import ParameterAccess
 
 
 class Guards:
     """Installs and removes the guards of one prepared model."""
 
-    def __init__(self, root: nn.Module, gatherer: Gatherer, finish_updates: Callable[[], None]) -> None:
+    def __init__(self, root: nn.Module, access: ParameterAccess, finish_updates: Callable[[], None]) -> None:
         self.root = root
-        self.gatherer = gatherer
+        self.gatherer = access.gatherer
+        self._access = access
         self.is_open = False  # state_dict is being called by zerostd itself
         self._finish_updates = finish_updates  # masters must be home before they are changed
-        self._places = {
-            parameter: (group, flat, index)
-            for group in gatherer.groups
-            for flat in group.flats
-            for index, parameter in enumerate(flat.parameters)
-        }
+        self._places = access.places
         self._frozen = [(name, p) for name, p in root.named_parameters() if not p.requires_grad]
         self._hooks = contextlib.ExitStack()  # takes them off again
         self._loading: list[Group] = []
@@ -100,6 +96,7 @@ class Guards:
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self.is_open:
             return
+        self._access.check_unlocked("state_dict()")
         for parameter in module.parameters(recurse=False):
             group = self._places[parameter][0]
             if group.gives_back and not group.num_pins:
@@ -113,6 +110,7 @@ class Guards:
         if metadata.get("assign_to_params_buffers"):
             raise MisuseError("load_state_dict(assign=True) would replace prepared parameters: leave assign out")
         if self._depth == 0:
+            self._access.check_unlocked("load_state_dict()")
             self._finish_updates()
         self._depth += 1
         wanted = dict.fromkeys(self._places[parameter][0] for parameter in module.parameters(recurse=False))
@@ -135,5 +133,6 @@ class Guards:
         for group in groups:
             self._loading.remove(group)
             for flat in group.flats:
+                flat.keep_all(flat.full)
                 flat.commit_edits()
             self.gatherer.release(group)

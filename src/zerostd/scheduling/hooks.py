@@ -1,9 +1,8 @@
 """Hooks on the user's modules: the only place where zerostd enters their forward and backward.
 
 The root takes and returns the dtype it had before, whatever it computes in. A group is gathered before its modules'
-forward and before their backward, and released after. A parameter that a module of another group reads is noticed as
-it is read: `module.weight` looks into `module._parameters`, and hooks replace that dict by one that tells who reads,
-where groups are gathered at all. Every hook can be removed; then nothing of zerostd is left on the module.
+forward and before their backward, and released after. Every hook can be removed; then nothing of zerostd is left on the
+module.
 """
 
 from __future__ import annotations
@@ -18,15 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostd.compat import calls_of, no_dynamo
+from zerostd.compat import calls_of, in_transform, no_dynamo
 from zerostd.monitoring.events import LoopPhase
-from zerostd.parameters import Group, GroupState
+from zerostd.parameters import Group
+from zerostd.parameters.prepared import LAST_HOOK
+from zerostd.scheduling.access import ParameterAccess
 from zerostd.scheduling.activations import Passed
 from zerostd.scheduling.backward import Backward
 from zerostd.scheduling.tensors import map_tensors, tensors_in
 
 OnTensor = Callable[[torch.Tensor], torch.Tensor]
-OnRead = Callable[[nn.Parameter | None, bool], None]  # whether it is read by name
 
 
 class Hooks:
@@ -37,6 +37,7 @@ class Hooks:
         self,
         root: nn.Module,
         backward: Backward,
+        access: ParameterAccess,
         before_forward: Callable[[nn.Module], None],
         on_input: OnTensor | None,
         on_output: OnTensor | None,
@@ -49,10 +50,9 @@ class Hooks:
         self._on_input = on_input
         self._on_output = on_output
         self._hooks = contextlib.ExitStack()  # takes them off again
-        self._watched: list[nn.Module] = []
         self._knows_groups = False  # whether groups have hooks
         self._of_root = [group for group in self.gatherer.groups if root in group.blueprint.modules]
-        self._active: list[Group] = []  # groups whose forward runs now, innermost last
+        self._active = access.active
         self._recomputed: Group | None = None  # by activation checkpointing, in the backward that runs now
         self._depth = 0  # calls of the root, one inside the other
 
@@ -63,7 +63,9 @@ class Hooks:
         self._add(self.root, self._before_root, self._after_root)
         for index, trained in enumerate(self.backward.trained):
             hook = functools.partial(_arrived, weakref.ref(self.backward), index)
-            self._hooks.enter_context(trained.parameter.register_post_accumulate_grad_hook(hook))
+            handle = trained.parameter.register_post_accumulate_grad_hook(hook)
+            trained.parameter.__dict__[LAST_HOOK] = handle
+            self._hooks.enter_context(handle)
 
     def _add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         """Call functions before and after a module's forward, the latter also where it failed."""
@@ -84,58 +86,41 @@ class Hooks:
             after = functools.partial(self._after_group, group)
             for module in [module for module in group.blueprint.modules if module is not self.root]:
                 self._add(module, before, after)
-        owners: dict[nn.Parameter | None, Group] = {
-            p: group for group in groups for flat in group.flats for p in flat.parameters
-        }
-        for module in self.root.modules():
-            if any(p in owners for p in module._parameters.values()):
-                on_read = functools.partial(self._read, owners)
-                module._parameters = WatchedParameters(module._parameters, on_read)
-                self._watched.append(module)
 
     def remove(self) -> None:
         """Leave the modules as they were."""
         self.activations.remove()
         self._hooks.close()
-        for module in self._watched:
-            module._parameters = dict(module._parameters)
-        self._watched.clear()
         self._knows_groups = False
 
-    def _read(self, owners: dict[nn.Parameter | None, Group], parameter: nn.Parameter | None, by_name: bool) -> None:
-        """See to it that a parameter, which is being read, shows its values. A group that rests gathered is waited for.
-        A sharded one is gathered if a running forward reads it by name, and from then on whenever the reader is."""
-        group = owners.get(parameter)
-        if group is None or group.state is GroupState.GATHERED:
-            return
-        if not group.gives_back:
-            self.gatherer.wait_gather(group)
-        elif by_name and self._active:
-            self._active[-1].borrowed[group.name] = group
-            self.gatherer.gather(group)
-
     def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if in_transform():  # its parameters bring their values by themselves
+            return self._cast_inputs(args, kwargs)
         if self._depth and calls_of(module) < 2:  # an earlier call was interrupted: no hook saw its end
             self._depth = 0
         self._depth += 1
-        on_input = None
+        changed = None
         if self._depth == 1:  # else it calls itself: this is no new pass
-            on_input = self._on_input
             self.backward.abandon()
             if not self.backward.is_running:
                 self._before_forward(module)
                 self.gatherer.timer.mark(LoopPhase.FORWARD if torch.is_grad_enabled() else LoopPhase.OUTSIDE)
                 self.activations.begin()
                 self.gatherer.begin(LoopPhase.FORWARD)
-        if on_input is not None:
-            args = map_tensors(args, on_input)
-            kwargs = map_tensors(kwargs, on_input)
+            changed = self._cast_inputs(args, kwargs)
         if self._knows_groups:
             for group in self._of_root:
-                self._before_group(group, module, args, kwargs)
-        return None if on_input is None else (args, kwargs)
+                self._before_group(group, module, *(changed or (args, kwargs)))
+        return changed
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self._on_input is None:
+            return None
+        return map_tensors(args, self._on_input), map_tensors(kwargs, self._on_input)
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if in_transform():
+            return None if self._on_output is None else map_tensors(output, self._on_output)
         self._depth = max(0, self._depth - 1)
         if self._knows_groups:
             for group in self._of_root:
@@ -144,7 +129,7 @@ class Hooks:
             return None
         self._active.clear()
         if not self.backward.is_running:
-            self.gatherer.release_all()
+            self.gatherer.release_all(is_backward=False)
             self.gatherer.timer.mark(LoopPhase.OUTSIDE)
         if output is None:
             return None
@@ -160,6 +145,8 @@ class Hooks:
         self.backward.begin()
 
     def _before_group(self, group: Group, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if in_transform():
+            return
         phase = LoopPhase.FORWARD
         if self.backward.is_running:
             phase = LoopPhase.BACKWARD
@@ -167,21 +154,20 @@ class Hooks:
         self._active.append(group)
         self.gatherer.need(group, phase)
         if (group.gives_back or group.is_updated_later) and torch.is_grad_enabled():
-            inputs = [t for t in tensors_in((args, kwargs)) if t.grad_fn is not None]
+            inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
             if inputs:
-                group.await_inputs()
-                hook = _call_after(len(inputs), functools.partial(self._inputs_done, group))
-                for tensor in inputs:
-                    tensor.register_hook(hook)
+                group.await_inputs(_InputsHook(inputs, self, group))
         self.activations.enter(group, module)
 
-    def _inputs_done(self, group: Group) -> None:
+    def inputs_done(self, group: Group, forward: object) -> None:
         """Take note that the gradients of all inputs of one forward are known: backward has passed it."""
-        group.inputs_arrived()
+        group.inputs_arrived(forward)
         if self.backward.is_running:
             self.backward.done_with(group)
 
     def _after_group(self, group: Group, module: nn.Module, args: Any, output: Any) -> None:
+        if in_transform():
+            return
         passed = self.activations.leave(group, module, output)
         if passed is not None:
             outputs = (tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.grad_fn is not None)
@@ -193,7 +179,7 @@ class Hooks:
         if not moving:
             return
         if torch.is_grad_enabled():
-            hook = functools.partial(self._before_backward, group)
+            hook = functools.partial(self.before_backward, group)
             for tensor in (*tensors_in(output), *_left_on(module)):
                 if tensor.requires_grad and tensor.grad_fn is not None:
                     tensor.register_hook(hook)
@@ -211,7 +197,8 @@ class Hooks:
         if group is not None and group is not but and not group.in_backward and group not in self._active:
             self.gatherer.release(group)
 
-    def _before_backward(self, group: Group, grad: torch.Tensor) -> None:
+    def before_backward(self, group: Group, grad: torch.Tensor) -> None:
+        """Gather a group whose backward comes next."""
         self.backward.begin()
         for needed in group.needed:
             needed.begin_backward()
@@ -233,17 +220,23 @@ def _passed_back(hooks: weakref.ref[Hooks], passed: Passed, grad: torch.Tensor) 
         alive.activations.offloader.pass_back(activations(), size)
 
 
-def _call_after(count: int, done: Callable[[], None]) -> Callable[[torch.Tensor], None]:
-    """Return a hook that calls `done` when it was called `count` times. torch's own register_multi_grad_hook would do,
-    but it holds the graph that it waits for, which then is never freed if its backward does not run."""
+class _InputsHook:
+    """A hook on the inputs of one forward of a group, until all have their gradients. torch's own
+    register_multi_grad_hook would do, but it holds the graph that it waits for, which then is never freed if its
+    backward does not run."""
 
-    def hook(grad: torch.Tensor) -> None:
-        nonlocal count
-        count -= 1
-        if count == 0:
-            done()
+    def __init__(self, inputs: list[torch.Tensor], hooks: Hooks, group: Group) -> None:
+        self._hooks = hooks
+        self._group = group
+        self._num_missing = len(inputs)
+        self._removables = [tensor.register_hook(self) for tensor in inputs]
 
-    return hook
+    def __call__(self, grad: torch.Tensor) -> None:
+        self._num_missing -= 1
+        if self._num_missing == 0:
+            for removable in self._removables:
+                removable.remove()
+            self._hooks.inputs_done(self._group, self)
 
 
 def _left_on(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -252,25 +245,3 @@ def _left_on(module: nn.Module) -> Iterator[torch.Tensor]:
         for value in vars(submodule).values():
             if isinstance(value, torch.Tensor):
                 yield value
-
-
-class WatchedParameters(dict[str, "nn.Parameter | None"]):
-    """A module's parameters. Whenever one is read, by its name or with all others, `on_read` is called first."""
-
-    def __init__(self, parameters: dict[str, nn.Parameter | None], on_read: OnRead) -> None:
-        super().__init__(parameters)
-        self._on_read = on_read
-
-    def __getitem__(self, name: str) -> Any:
-        parameter = super().__getitem__(name)
-        self._on_read(parameter, True)
-        return parameter
-
-    def items(self) -> Any:
-        self.values()
-        return super().items()
-
-    def values(self) -> Any:
-        for parameter in super().values():
-            self._on_read(parameter, False)
-        return super().values()

@@ -1,0 +1,163 @@
+"""`optimizer.state` as torch has it, by parameter: read, written, replaced and deleted by whoever touches it.
+
+Spans keep states (spans.py). The states of a parameter are put together when they are read, from all ranks where ranks
+update slices of it: then every rank must read them. What is written goes to this rank's part at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostd.communication import Control
+from zerostd.errors import MisuseError
+from zerostd.optimizers.gradients import Gradients
+from zerostd.optimizers.states import States, has_states, read_states, write_states
+from zerostd.optimizers.updater import Updater
+from zerostd.parameters.lending import lend
+
+
+class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
+    """The states of all parameters of one prepared optimizer."""
+
+    def __init__(self, updater: Updater, gradients: Gradients, control: Control) -> None:
+        self._updater = updater
+        self._gradients = gradients
+        self._control = control
+        self._flats = {p: flat for flat in updater.spans for p in flat.parameters}
+
+    def __getitem__(self, parameter: nn.Parameter) -> ParameterState:
+        return ParameterState(self, parameter)
+
+    def __setitem__(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
+        self.write(parameter, dict(states))
+
+    def __delitem__(self, parameter: nn.Parameter) -> None:
+        if parameter not in self:
+            raise KeyError(parameter)
+        self.write(parameter, {})
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        self._synchronize()
+        everyone = self._control.collect([has_states(self._updater, flat, p) for p, flat in self._flats.items()])
+        return iter([p for p, *flags in zip(self._flats, *everyone, strict=True) if any(flags)])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, parameter: object) -> bool:
+        return any(parameter is known for known in self)
+
+    def clear(self) -> None:
+        for parameter in list(self):
+            self.write(parameter, {})
+
+    def replace(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        """Let these be all states there are."""
+        kept = {parameter: dict(named) for parameter, named in states.items()}
+        self.clear()
+        self.update(kept)
+
+    def _synchronize(self) -> None:
+        """Wait for updates that go on; raise if one has failed, or has begun inside backward."""
+        self._gradients.check_unlocked("optimizer.state")
+        if self._updater.offload is not None:
+            self._updater.offload.check()
+            self._updater.offload.drain()
+
+    def read(self, parameter: nn.Parameter) -> States:
+        """Return the states of one parameter, whole, as copies. Every rank must call it."""
+        if parameter not in self._flats:
+            return {}
+        self._synchronize()
+        flat = self._flats[parameter]
+        interval, states = read_states(self._updater, flat, parameter)
+        if flat.region.stop - flat.region.start < flat.layout.numel:
+            parts = sorted(self._control.collect((interval, states)), key=lambda part: part[0])
+            states = _join([part for _, part in parts if part])
+        device = parameter.device
+        return {
+            name: value.to(device).reshape(parameter.shape) if name in self._updater.states else value
+            for name, value in states.items()
+        }
+
+    def write(self, parameter: nn.Parameter, states: States) -> None:
+        """Let these be the states of one parameter."""
+        if parameter not in self._flats:
+            raise MisuseError(
+                f"optimizer.state of a parameter of shape {tuple(parameter.shape)} that this optimizer does not "
+                "update: put all parameters into the optimizer before zerostd.prepare"
+            )
+        dtypes = self._updater.states
+        states = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in states.items()}
+        for name, value in states.items():
+            if name in dtypes and value.shape != parameter.shape:
+                raise MisuseError(
+                    f"optimizer.state: {name!r} of shape {tuple(value.shape)} for a parameter of shape "
+                    f"{tuple(parameter.shape)}: it must have the parameter's shape"
+                )
+        self._synchronize()
+        states |= {name: value.to(dtypes[name]) for name, value in states.items() if name in dtypes}
+        write_states(self._updater, self._flats[parameter], parameter, states)
+
+
+def _join(parts: list[States]) -> States:
+    """Return the states of a parameter from those of its intervals, in order."""
+    if not parts:
+        return {}
+    return {
+        name: torch.cat([part[name] for part in parts]) if isinstance(value, torch.Tensor) and value.dim() else value
+        for name, value in parts[0].items()
+    }
+
+
+class ParameterState(MutableMapping[str, Any]):
+    """The states of one parameter by name. Tensors are lent: what is written to them is kept."""
+
+    def __init__(self, states: ParameterStates, parameter: nn.Parameter) -> None:
+        self._states = states
+        self._parameter = parameter
+
+    def __getitem__(self, name: str) -> Any:
+        source = _StateSource(self, name)
+        value = source.read()
+        return lend(source, value) if isinstance(value, torch.Tensor) else value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._states.write(self._parameter, {**self.read(), name: value})
+
+    def __delitem__(self, name: str) -> None:
+        states = self.read()
+        del states[name]
+        self._states.write(self._parameter, states)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.read())
+
+    def __len__(self) -> int:
+        return len(self.read())
+
+    def __repr__(self) -> str:
+        return repr(self.read())
+
+    def read(self) -> States:
+        """Return all of them, as copies."""
+        return self._states.read(self._parameter)
+
+
+@dataclass(frozen=True)
+class _StateSource:
+    """One state of one parameter."""
+
+    state: ParameterState
+    name: str
+
+    def read(self) -> Any:
+        return self.state.read()[self.name]
+
+    def write(self, whole: torch.Tensor) -> None:
+        self.state[self.name] = whole

@@ -1,0 +1,197 @@
+"""What users hold: the parameters of a prepared model, wherever their values are.
+
+    PreparedParameter   shows its values, at the cost of an nn.Parameter; a change in place moves its version counter
+    ReleasedParameter   its values are elsewhere or on their way: a call that needs them gets them first
+
+A parameter stays the same object; its flat changes its class when it changes what it shows. `p.data` is lent
+(lending.py), so that what is written to it is kept. `Access` brings values and keeps them (scheduling/access.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from zerostd.compat import in_backward, in_transform, is_below_autograd, move_hook_to_end
+from zerostd.errors import MisuseError
+from zerostd.parameters.handle import GradientHandle
+from zerostd.parameters.lending import Lender, LentTensor, get_data, lend
+
+ACCESS = "_zerostd_access"  # attributes of a prepared parameter: a weak reference, so that models can go,
+LENT = "_zerostd_lent"  # weak references to what `p.data` gave,
+LAST_HOOK = "_zerostd_hook"  # and the hook that takes its gradient, which comes after the user's
+
+_GRAD: Any = torch.Tensor.grad
+
+
+class Access(Protocol):
+    """Brings the values of parameters to whoever touches them, and keeps what is written."""
+
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the parameter itself, if it shows its values then, else a copy of them outside autograd."""
+        ...
+
+    def write(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """Keep what was written to the tensor that `read` returned, or to a view of it."""
+        ...
+
+    def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Let this be the gradient of a parameter."""
+        ...
+
+    def check_trainable(self, parameter: nn.Parameter) -> None:
+        """Raise if a parameter has no place for gradients and states."""
+        ...
+
+    def check_unlocked(self, call: str) -> None:
+        """Raise if `call` comes between backward and step, where an update has begun inside backward."""
+        ...
+
+    def shows_values(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter shows its values."""
+        ...
+
+
+@dataclass(frozen=True)
+class ParameterSource:
+    """The values of one parameter."""
+
+    parameter: nn.Parameter
+
+    @property
+    def access(self) -> Access:
+        access = self.parameter.__dict__[ACCESS]()
+        if access is None:
+            raise MisuseError("a parameter of a prepared model was used after the model was gone: keep the model")
+        return cast(Access, access)
+
+    def read(self) -> torch.Tensor:
+        return get_data(self.access.read(self.parameter))
+
+    def write(self, whole: torch.Tensor) -> None:
+        self.access.write(self.parameter, whole)
+
+
+class PreparedParameter(nn.Parameter):
+    """A parameter of a prepared model that shows its values."""
+
+    @property
+    def source(self) -> ParameterSource:
+        return ParameterSource(self)
+
+    @property
+    def data(self) -> torch.Tensor:
+        if is_below_autograd():
+            return get_data(self)
+        lent = lend(self.source, self.source.read())
+        alive = [reference for reference in self.__dict__.get(LENT, ()) if reference() is not None]
+        self.__dict__[LENT] = [*alive, weakref.ref(lent)]
+        return lent
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        """Take the values; what was lent of the parameter keeps the old ones."""
+        if values.shape != self.shape or values.dtype != self.dtype or values.device != self.device:
+            raise MisuseError(
+                f"p.data = a tensor of shape {tuple(values.shape)}, {values.dtype} on {values.device}: the parameter "
+                f"has shape {tuple(self.shape)}, {self.dtype} on {self.device}, which a prepared model cannot change. "
+                "Do it before zerostd.prepare, or zerostd.release the model first"
+            )
+        for reference in self.__dict__.pop(LENT, ()):
+            lent = reference()
+            if lent is not None and lent is not values:
+                lent.keep()
+        whole = self.source.read()
+        if isinstance(values, LentTensor) and values.source == self.source:
+            return
+        whole.copy_(values)
+        self.source.write(whole)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return cast("torch.Tensor | None", _GRAD.__get__(self))
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        if not (gradient is None or isinstance(gradient, GradientHandle) or in_backward()):
+            self.source.access.set_gradient(self, gradient)
+            return
+        if gradient is None and not in_backward() and ACCESS in self.__dict__:
+            self.source.access.check_unlocked("p.grad = None")
+        _GRAD.__set__(self, gradient)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        if requires_grad:
+            self.source.access.check_trainable(self)
+        return super().requires_grad_(requires_grad)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """Register a hook that sees `p.grad` before it goes to where gradients are kept."""
+        handle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        if (last := self.__dict__.get(LAST_HOOK)) is not None:
+            move_hook_to_end(self, last)
+        return handle
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.source.read().clone(), self.requires_grad)
+        return cast(nn.Parameter, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter, (self.source.read().clone(), self.requires_grad)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Parameter containing:\n{self.source.read()!r}"
+
+
+class ReleasedParameter(PreparedParameter, Lender):
+    """A parameter of a prepared model whose values are elsewhere, or on their way."""
+
+    shown_class: type[nn.Parameter] = PreparedParameter
+
+    def stand_in(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the values; gradients reach the parameter through them."""
+        if torch.is_grad_enabled() and self.requires_grad and not in_transform():
+            return cast(torch.Tensor, _Read.apply(self, whole))  # type: ignore[no-untyped-call]
+        return whole
+
+    @contextlib.contextmanager
+    def as_leaf(self) -> Iterator[None]:
+        """A context in which it is the leaf that the graph knows."""
+        released = type(self)
+        self.__class__ = self.shown_class  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            if not self.source.access.shows_values(self):
+                self.__class__ = released
+
+    __torch_function__ = Lender.__torch_function__
+
+
+class _Read(torch.autograd.Function):
+    """Values of a released parameter, through which gradients reach it."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+@functools.cache
+def classes_for(original: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[nn.Parameter], type[nn.Parameter]]:
+    """Return the class of a parameter, and those it has while it shows its values and while it does not."""
+    if original is nn.Parameter:
+        return original, PreparedParameter, ReleasedParameter
+    shown = type(original.__name__, (PreparedParameter, original), {})
+    return original, shown, type(original.__name__, (ReleasedParameter, original), {"shown_class": shown})

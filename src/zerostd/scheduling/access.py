@@ -1,0 +1,163 @@
+"""Reads and writes of parameters wherever the user's code touches them.
+
+A parameter that shows its values needs nobody. One that does not asks here (parameters/prepared.py):
+
+    its group rests on the device      wait until the new values are there; it shows them from then on
+    a forward or backward is running   gather its group, and from then on whenever the reader is
+    else                               a copy of its group's values, kept until another group is touched
+
+What was written goes to where parameters rest at once, and to the masters before they are used next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from zerostd.compat import outside_transforms
+from zerostd.errors import MisuseError
+from zerostd.parameters import Flat, Group, GroupState
+from zerostd.parameters.prepared import ACCESS, LAST_HOOK, LENT
+from zerostd.scheduling.gathering import Gatherer
+
+
+class GradientKeeper(Protocol):
+    """What is asked of the gradients of the model."""
+
+    def check_unlocked(self, call: str) -> None:
+        """Raise if `call` comes between backward and step, where an update has begun inside backward."""
+        ...
+
+    def replace(self, name: str, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Let this be the gradient of a parameter."""
+        ...
+
+
+def _not_writable(name: str) -> MisuseError:
+    return MisuseError(
+        f"{name!r} or a parameter of its group was changed inside zerostd.gathered(module): use "
+        "zerostd.gathered(module, write=True), which keeps what rank 0 has changed, on all ranks"
+    )
+
+
+class ParameterAccess:
+    """The way to the values of all parameters of one prepared model."""
+
+    def __init__(self, gatherer: Gatherer, gradients: GradientKeeper) -> None:
+        self.gatherer = gatherer
+        self.active: list[Group] = []  # groups whose forward runs now, innermost last
+        self.places = {
+            parameter: (group, flat, index)
+            for group in gatherer.groups
+            for flat in group.flats
+            for index, parameter in enumerate(flat.parameters)
+        }
+        self._gradients = gradients
+        self._copied: tuple[Group, dict[Flat, torch.Tensor]] | None = None  # the last group that was touched
+        self._held: dict[Group, dict[Flat, torch.Tensor]] = {}  # inside zerostd.gathered, and whether that writes
+        self._may_write = True
+
+    def install(self) -> None:
+        """Let parameters ask here."""
+        for parameter in self.places:
+            parameter.__dict__[ACCESS] = weakref.ref(self)
+        for group in self.gatherer.groups:
+            if group.state is GroupState.GATHERED:
+                group.show_values()
+
+    def remove(self) -> None:
+        """Leave parameters as they were."""
+        for flat in (flat for group in self.gatherer.groups for flat in group.flats):
+            flat.restore_classes()
+        for parameter in self.places:
+            for name in (ACCESS, LENT, LAST_HOOK):
+                parameter.__dict__.pop(name, None)
+
+    def check_unlocked(self, call: str) -> None:
+        """Raise if `call` comes between backward and step, where an update has begun inside backward."""
+        self._gradients.check_unlocked(call)
+
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the parameter itself, if it shows its values then, else a copy of them outside autograd."""
+        group, flat, index = self.places[parameter]
+        interval = flat.layout.intervals[index]
+        if group in self._held:
+            return self._held[group][flat][interval.offset : interval.end].view(interval.shape)
+        if group.state is not GroupState.GATHERED:
+            self._gradients.check_unlocked(f"a use of {interval.name!r}")
+            with outside_transforms():
+                if not group.gives_back:
+                    self.gatherer.gather(group)
+                elif self.active:
+                    self.active[-1].borrowed[group.name] = group
+                    self.gatherer.gather(group)
+        if group.state is GroupState.GATHERED:
+            return parameter
+        if self._copied is None or self._copied[0] is not group:
+            with outside_transforms():
+                self._copied = (group, self.gatherer.copy(group))
+        return self._copied[1][flat][interval.offset : interval.end].view(interval.shape)
+
+    def write(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """Keep what was written to the tensor that `read` returned."""
+        _, flat, index = self.places[parameter]
+        if not self._may_write:
+            raise _not_writable(flat.layout.intervals[index].name)
+        flat.keep_values(index, values)
+
+    @contextlib.contextmanager
+    def held(self, groups: Sequence[Group], *, write: bool) -> Iterator[None]:
+        """Hold the values of groups inside the context. With `write`, rank 0's changes are kept, on all ranks."""
+        copied = [group for group in groups if group.gives_back]
+        for group in groups:
+            if group not in copied:
+                self.gatherer.gather(group)
+        self._held |= {group: self.gatherer.copy(group) for group in copied if group not in self._held}
+        self._may_write = write
+        try:
+            with contextlib.ExitStack() as pins:
+                for group in groups:
+                    pins.enter_context(group.pinned())
+                yield
+            edited = [flat for group in groups for flat in group.flats if flat.has_edits]
+            if edited and not write:
+                raise _not_writable(edited[0].layout.intervals[0].name)
+            if write:
+                for group in groups:
+                    for flat, full in self._held.get(group, {flat: flat.full for flat in group.flats}).items():
+                        self.gatherer.wires.broadcast([full])
+                        flat.keep_all(full)
+                    group.commit_edits()
+        finally:
+            self._may_write = True
+            for group in copied:
+                self._held.pop(group, None)
+
+    def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Let this be the gradient of a parameter."""
+        _, flat, index = self.places[parameter]
+        self.check_trainable(parameter)
+        self._gradients.replace(flat.layout.intervals[index].name, parameter, gradient)
+
+    def check_trainable(self, parameter: nn.Parameter) -> None:
+        """Raise if a parameter was frozen when the model was prepared: it has no place for gradients and states."""
+        _, flat, index = self.places[parameter]
+        if flat.gradient is None:
+            raise MisuseError(
+                f"{flat.layout.intervals[index].name!r} was frozen when the model was prepared, so it has no gradient "
+                "and no optimizer state: set requires_grad before zerostd.prepare, and freeze by lr=0 or "
+                "requires_grad_(False) afterwards"
+            )
+
+    def shows_values(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter shows its values."""
+        return self.places[parameter][0].state is GroupState.GATHERED
+
+    def forget(self) -> None:
+        """Drop the copy: values are about to change."""
+        self._copied = None
