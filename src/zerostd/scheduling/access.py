@@ -26,7 +26,7 @@ from zerostd.parameters.prepared import ACCESS, LAST_HOOK, LENT
 from zerostd.scheduling.gathering import Gatherer
 
 
-class GradientKeeper(Protocol):
+class ModelGradients(Protocol):
     """What is asked of the gradients of the model."""
 
     def check_unlocked(self, call: str) -> None:
@@ -48,7 +48,7 @@ def _not_writable(name: str) -> MisuseError:
 class ParameterAccess:
     """The way to the values of all parameters of one prepared model."""
 
-    def __init__(self, gatherer: Gatherer, gradients: GradientKeeper) -> None:
+    def __init__(self, gatherer: Gatherer, gradients: ModelGradients) -> None:
         self.gatherer = gatherer
         self.active: list[Group] = []  # groups whose forward runs now, innermost last
         self.places = {

@@ -286,14 +286,14 @@ def _run_twice(
             with _buffers_of_before(module, buffers):
                 return forward(*args, **kwargs)
         args, kwargs = first.pop()
-        found = dict(module.named_buffers()) if changing else {}
-        before = {name: (found[name], version_of(found[name]), found[name].clone()) for name in changing}
+        named = dict(module.named_buffers()) if changing else {}
+        before = {name: (named[name], version_of(named[name]), named[name].clone()) for name in changing}
         output = forward(*args, **kwargs)
-        found = dict(module.named_buffers()) if changing else {}
+        named = dict(module.named_buffers()) if changing else {}
         for name, (buffer, version, copy) in before.items():
             owner = module.get_submodule(name.rpartition(".")[0])
             keeps_statistics = getattr(owner, "track_running_stats", False)  # torch writes them without counting it
-            if keeps_statistics or found[name] is not buffer or version_of(buffer) != version:
+            if keeps_statistics or named[name] is not buffer or version_of(buffer) != version:
                 buffers[name] = copy
         changing.intersection_update(buffers)
         return output
