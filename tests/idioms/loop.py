@@ -100,8 +100,8 @@ class Loop:
 
     def batch(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of one step."""
-        generator = torch.Generator().manual_seed(101 + index)
-        x = torch.randn(BATCH, FEATURES, generator=generator)
+        generator = torch.Generator("cpu").manual_seed(101 + index)
+        x = torch.randn(BATCH, FEATURES, generator=generator, device="cpu").to(torch.get_default_device())
         y = torch.stack([x[:, 0] * x[:, 1], x[:, 2].sin(), x[:, 3] - x[:, 4], x[:, 5].abs()], dim=1)
         return x, 2 * y
 
@@ -111,7 +111,9 @@ class Loop:
 
     def tokens(self, index: int) -> Tensor:
         """Tokens of one step of a language model."""
-        return torch.randint(VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(201 + index))
+        generator = torch.Generator("cpu").manual_seed(201 + index)
+        tokens = torch.randint(VOCABULARY, (4, 6), generator=generator, device="cpu")
+        return tokens.to(torch.get_default_device())
 
     # -- training --
 

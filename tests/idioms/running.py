@@ -109,7 +109,7 @@ def try_idiom(rank: int, name: str, form_name: str, timeout_s: float) -> dict[st
     try:
         result, _ = run_idiom(idiom, form)
     except Exception as error:
-        outcome = _judge_raised(idiom, error)
+        outcome = judge_raised(idiom, error)
     else:
         outcome = judge(result, expected, idiom, form)
     gc.collect()  # models hold threads and files, in cycles
@@ -150,7 +150,7 @@ SEEN_LATER = {  # what is refused at the next call of ours, since nothing of our
 }
 
 
-def _judge_raised(idiom: Idiom, error: Exception) -> Outcome:
+def judge_raised(idiom: Idiom, error: Exception) -> Outcome:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == idiom.path]
     line = frames[-1].lineno if frames else None
     source = (frames[-1].line or "") if frames else ""

@@ -158,7 +158,8 @@ class Runtime:
     def _before_forward(self, model: nn.Module) -> None:
         """Whoever looks after the plan comes first. Then DDP's rule for buffers: after a forward that may have changed
         them, all ranks take rank 0's."""
-        self.gradients.check_unlocked("a forward")
+        if self.optimizer is not None and self.gradients.locked is not None:
+            self.optimizer.check_consistent("a forward")
         self.access.forget()
         if model.training and torch.is_grad_enabled():
             for observer in self.observers:
