@@ -190,6 +190,7 @@ def _error(value: Any, expected: Any, tolerance: float) -> float:
         return 0.0 if type(value) is type(expected) and value == expected else float("inf")
     if not isinstance(value, Tensor) or value.shape != expected.shape:
         return float("inf")
+    value, expected = value.cpu(), expected.cpu()
     if not expected.is_floating_point() or not expected.numel():
         return 0.0 if torch.equal(value, expected) else float("inf")
     if torch.equal(value.isnan(), expected.isnan()):

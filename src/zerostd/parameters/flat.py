@@ -125,8 +125,7 @@ class Flat:
         self._views[index].copy_(value)
         self.set_master(index, value)
         parameter = self.parameters[index]
-        # torch lets no tensor change between meta and a real device in place, and views share a version counter.
-        if parameter.device.type == "meta" or parameter.untyped_storage().nbytes() > parameter.nbytes:
+        if parameter.device.type == "meta":  # torch lets no tensor change between meta and a real device in place
             real = torch.empty(0, dtype=self.full.dtype, device=self.full.device)  # own version: [Note: storage]
             torch.utils.swap_tensors(parameter, nn.Parameter(real, requires_grad=parameter.requires_grad))
         set_data(parameter, self._views[index])
@@ -282,6 +281,17 @@ class Flat:
             return self.rest.read(slice(0, self.rest.numel)).to(self.full.device)
         parts = [shard.read_master().to(self.full.device) for shard in self.state_shards]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def separate_counters(parameters: Sequence[nn.Parameter]) -> None:
+    """Give parameters that share a version counter, as those made from views of one tensor do, one of their own."""
+    real = [parameter for parameter in parameters if parameter.device.type != "meta"]
+    before = [version_of(parameter) for parameter in real]
+    torch.autograd.graph.increment_version(real)
+    for parameter, version in zip(real, before, strict=True):
+        if version_of(parameter) > version + 1:
+            own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, own)
 
 
 @dataclass(frozen=True)

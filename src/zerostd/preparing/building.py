@@ -26,6 +26,7 @@ from zerostd.optimizers.updater import OffloadUpdater, Updater
 from zerostd.parameters import Group
 from zerostd.parameters.blueprints import ROOT, Member, describe, find_blueprints
 from zerostd.parameters.deferred import draw_seeds, make_real
+from zerostd.parameters.flat import separate_counters
 from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.replaying import is_deferred
 from zerostd.policy import Budget, Kind, Tier, limit_of, parse_bytes
@@ -77,6 +78,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
     wires = Wires(world, ledger)
     original_dtypes = {parameter: parameter.dtype for parameter in model.parameters()}
     seed = control.collect(torch.initial_seed())[0]
+    separate_counters(list(model.parameters()))
     value_of = _first_values(model, wires, seed)
     groups = []
     for index, (blueprint, flat_plans) in enumerate(zip(blueprints, plans, strict=True)):
