@@ -13,7 +13,7 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 24_100  # 22,941 before parameters, gradients and states could be touched anywhere
+MOST_LINES = 24_150  # 22,941 before parameters, gradients and states could be touched anywhere
 MOST_LINES_IN_CORE = 9_950  # 8,801 before that
 MOST_CLASSES = 217  # 201 before that
 
