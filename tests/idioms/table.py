@@ -103,7 +103,7 @@ def markdown(outcomes: Outcomes) -> str:
             cells = [outcomes[name][form.name].outcome for form in FORMS if form.name in outcomes[name]]
             lines.append(f"| {idioms()[name].text} | {' | '.join(cells)} |")
         lines += ["", *_remedies(outcomes, names)]
-    return "\n".join(lines) + "\n".replace("](", "] (")  # which Markdown would take for a link
+    return "\n".join(lines).replace("](", "] (") + "\n"  # Markdown would take it for a link
 
 
 def _remedies(outcomes: Outcomes, names: Iterable[str]) -> list[str]:
