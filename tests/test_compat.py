@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from zerostd import compat
@@ -188,3 +191,81 @@ def test_trunc_normal_is_replaced_inside_and_put_back():
     assert len(seen) == 1 and seen[0] is x and 0 < x.abs().max() <= 0.5
     torch.nn.init.trunc_normal_(x)
     assert len(seen) == 1
+
+
+class Loud(torch.Tensor):
+    """Raises wherever a function of torch is called with it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise ZeroDivisionError(func)
+
+
+def test_no_torch_function_makes_plain_tensors_of_ours():
+    tensor = torch.ones(2).as_subclass(Loud)
+    with pytest.raises(ZeroDivisionError):
+        tensor.sum()
+    with compat.no_torch_function():
+        assert tensor.sum() == 2.0
+
+
+def test_metadata_are_functions_that_need_no_values():
+    parameter = nn.Parameter(torch.ones(2, 3))
+    asked = [func(parameter) for func in (torch.Tensor.size, torch.Tensor.numel, torch.Tensor.shape.__get__)]
+    assert asked == [(2, 3), 6, (2, 3)]
+    assert {torch.Tensor.size, torch.Tensor.grad.__get__, torch.Tensor.grad.__set__} <= compat.METADATA
+    assert not {torch.Tensor.add_, torch.Tensor.detach, torch.Tensor.data.__get__, torch.add} & compat.METADATA
+
+
+def test_transforms_are_noticed_and_can_be_left():
+    seen = []
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        seen.append(compat.in_transform())
+        with compat.outside_transforms():
+            seen.append(compat.in_transform())
+        return x.square().sum()
+
+    torch.func.grad(inside)(torch.ones(2))
+    assert seen == [True, False] and not compat.in_transform()
+
+
+def test_a_hook_moved_to_the_end_is_called_last():
+    parameter = nn.Parameter(torch.ones(2))
+    called = []
+    first = parameter.register_post_accumulate_grad_hook(lambda _: called.append("first"))
+    parameter.register_post_accumulate_grad_hook(lambda _: called.append("second"))
+    compat.move_hook_to_end(parameter, first)
+    parameter.sum().backward()
+    assert called == ["second", "first"]
+
+
+def test_a_checkpointed_forward_is_noticed():
+    seen = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append(compat.in_checkpoint())
+        return x * 2
+
+    forward(torch.ones(2))
+    with torch.autograd.graph.save_on_cpu():
+        forward(torch.ones(2))
+    checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=False)
+    assert seen == [False, False, True]
+
+
+def test_a_dispatch_mode_is_below_autograd():
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(compat.is_below_autograd())
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(2).add(1)
+    with torch.no_grad():
+        assert not compat.is_below_autograd()
+    with torch.inference_mode():
+        assert not compat.is_below_autograd()
+    assert seen and all(seen)
