@@ -297,8 +297,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
 
 
 def latest(parent: str | os.PathLike[str]) -> str | None:
-    """Return the path of the newest complete checkpoint in the directory `parent`, or None. What is skipped is logged,
-    with the reason."""
+    """Return the path of the newest complete checkpoint in the directory `parent`, or None. The log names every
+    directory that was skipped, and why."""
     path = newest(Path(parent))
     return None if path is None else str(path)
 

@@ -21,7 +21,7 @@ OTHER_LAUNCHERS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 class Event(enum.Enum):
-    """What a rank is about to do, in the words of messages."""
+    """A call that a rank is about to make. Error messages quote its fields."""
 
     JOIN = "hvd.join()"
     BACKWARD = "a backward pass"

@@ -257,7 +257,7 @@ def load_profile(path: str | os.PathLike[str]) -> MachineProfile:
 
 
 def cache_file(name: str, versions: Mapping[str, str]) -> Path:
-    """Return where the profile of such a machine is kept."""
+    """Return the path of the file that holds the profile of a machine with this identity."""
     text = json.dumps([name, dict(versions)], sort_keys=True)
     folder = os.environ.get(VARIABLE) or Path.home() / ".cache" / "zerostd"
     return Path(folder) / f"machine-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"

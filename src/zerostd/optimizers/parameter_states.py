@@ -16,7 +16,7 @@ from torch import nn
 from zerostd.communication import Control
 from zerostd.errors import MisuseError
 from zerostd.optimizers.gradients import Gradients
-from zerostd.optimizers.states import States, has_states, read_states, write_states
+from zerostd.optimizers.states import States, parameters_with_states, read_states, write_states
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters.lending import lend
 
@@ -43,7 +43,8 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         self._synchronize()
-        everyone = self._control.collect([has_states(self._updater, flat, p) for p, flat in self._flats.items()])
+        here = set().union(*(parameters_with_states(spans) for spans in self._updater.spans.values()))
+        everyone = self._control.collect([parameter in here for parameter in self._flats])
         return iter([p for p, *flags in zip(self._flats, *everyone, strict=True) if any(flags)])
 
     def __len__(self) -> int:
@@ -53,8 +54,10 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
         return any(parameter is known for known in self)
 
     def clear(self) -> None:
-        for parameter in list(self):
-            self.write(parameter, {})
+        self._synchronize()
+        for spans in self._updater.spans.values():
+            for span in spans:
+                spans.forget(span)
 
     def replace(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
         """Let these be all states there are."""
@@ -161,3 +164,6 @@ class _StateSource:
 
     def write(self, whole: torch.Tensor) -> None:
         self.state[self.name] = whole
+
+    def forget(self) -> None:
+        """Nothing is kept: `read` returns a copy each time."""

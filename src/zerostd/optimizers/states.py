@@ -201,11 +201,10 @@ def _exact(master: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> to
     return torch.where(values.to(dtype) == master.to(dtype), values, master)
 
 
-def has_states(updater: Updater, flat: Flat, parameter: nn.Parameter) -> bool:
-    """Return whether this rank keeps states of a parameter."""
-    spans = updater.spans[flat]
-    places = spans.by_parameter().get(parameter, [])
-    return any(spans.long_states(span) or spans.scalar_states(span) for span, _ in places)
+def parameters_with_states(spans: UpdateSpans) -> set[nn.Parameter]:
+    """Return the parameters of a flat whose states this rank keeps, or a part of them."""
+    kept = [span for span in spans if spans.long_states(span) or spans.scalar_states(span)]
+    return {spans.flat.parameters[piece.index] for span in kept for piece in span.pieces}
 
 
 def read_states(updater: Updater, flat: Flat, parameter: nn.Parameter) -> tuple[tuple[int, int], States]:

@@ -111,6 +111,9 @@ class _GradientSource:
     def write(self, whole: torch.Tensor) -> None:
         self.handle.ops.change(self.handle, aten.copy_.default, (whole,), {})
 
+    def forget(self) -> None:
+        """Nothing is kept: `read` returns a copy each time."""
+
 
 def _lent(handle: GradientHandle) -> LentTensor:
     source = _GradientSource(handle)

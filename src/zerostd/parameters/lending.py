@@ -1,8 +1,8 @@
-"""Tensors that are lent: values of parameters and optimizer states that users read and write, wherever they are kept.
+"""Lent tensors: users read and write the values of parameters, gradients and optimizer states, wherever these are kept.
 
-A `LentTensor` knows its source. A function of torch that touches one gets the values of now, and what it writes goes
-back to the source at once, also through views: `p.data[0].zero_()` and `optimizer.state[p]["exp_avg"].mul_(0.5)` do
-what they do in torch. Nothing that is computed from one is lent, so it costs nothing to whoever does not touch it.
+A `LentTensor` knows its source. A function of torch that takes one gets the present values. If the function writes to
+them, the source keeps the result at once. This holds for views too: `p.data[0].zero_()` and
+`optimizer.state[p]["exp_avg"].mul_(0.5)` do what they do in torch. Results in other memory are plain tensors.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ class Source(Protocol):
 
     def write(self, whole: torch.Tensor) -> None:
         """Keep what was written to the tensor that `read` returned."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what was written to that tensor."""
         ...
 
 
@@ -148,6 +152,7 @@ def call_with_values(func: Any, args: Any, kwargs: Any, written: Sequence[torch.
     for argument in arguments:
         if version_of(argument.values) != argument.version or any(argument.item is item for item in written):
             if argument.values.grad_fn is not argument.grad_fn:
+                argument.source.forget()
                 raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
             argument.source.write(argument.whole)
 

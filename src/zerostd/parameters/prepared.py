@@ -22,7 +22,7 @@ from torch import nn
 from zerostd.compat import in_backward, in_transform, is_below_autograd, move_hook_to_end
 from zerostd.errors import MisuseError
 from zerostd.parameters.handle import GradientHandle
-from zerostd.parameters.lending import Lender, LentTensor, get_data, lend
+from zerostd.parameters.lending import Lender, get_data, lend
 
 ACCESS = "_zerostd_access"  # attributes of a prepared parameter: a weak reference, so that models can go,
 LENT = "_zerostd_lent"  # weak references to what `p.data` gave,
@@ -58,6 +58,10 @@ class Access(Protocol):
         """Return whether a parameter shows its values."""
         ...
 
+    def forget(self) -> None:
+        """Drop the copy that `read` returned."""
+        ...
+
 
 @dataclass(frozen=True)
 class ParameterSource:
@@ -77,6 +81,9 @@ class ParameterSource:
 
     def write(self, whole: torch.Tensor) -> None:
         self.access.write(self.parameter, whole)
+
+    def forget(self) -> None:
+        self.access.forget()
 
 
 class PreparedParameter(nn.Parameter):
@@ -109,9 +116,7 @@ class PreparedParameter(nn.Parameter):
             if lent is not None and lent is not values:
                 lent.keep()
         whole = self.source.read()
-        if isinstance(values, LentTensor) and values.source == self.source:
-            return
-        whole.copy_(values)
+        whole.copy_(values.clone())  # which may be a view of the same memory
         self.source.write(whole)
 
     @property

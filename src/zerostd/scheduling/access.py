@@ -3,7 +3,7 @@
 A parameter that shows its values needs nobody. One that does not asks here (parameters/prepared.py):
 
     its group rests on the device      wait until the new values are there; it shows them from then on
-    a forward or backward is running   gather its group, and from then on whenever the reader is
+    a forward is running               gather its group, and from then on whenever the reader is
     else                               a copy of its group's values, kept until another group is touched
 
 What was written goes to where parameters rest at once, and to the masters before they are used next.
@@ -59,8 +59,8 @@ class ParameterAccess:
         }
         self._gradients = gradients
         self._copied: tuple[Group, dict[Flat, torch.Tensor]] | None = None  # the last group that was touched
-        self._held: dict[Group, dict[Flat, torch.Tensor]] = {}  # inside zerostd.gathered, and whether that writes
-        self._may_write = True
+        self._held: dict[Group, dict[Flat, torch.Tensor]] = {}  # inside zerostd.gathered
+        self._may_write = True  # False inside zerostd.gathered without write=True
 
     def install(self) -> None:
         """Let parameters ask here."""
@@ -91,10 +91,9 @@ class ParameterAccess:
         if group.state is not GroupState.GATHERED:
             self._gradients.check_unlocked(f"a use of {interval.name!r}")
             with outside_transforms():
-                if not group.gives_back:
-                    self.gatherer.gather(group)
-                elif self.active:
+                if group.gives_back and self.active:
                     self.active[-1].borrowed[group.name] = group
+                if not group.gives_back or self.active or group.state is GroupState.GATHERING:
                     self.gatherer.gather(group)
         if group.state is GroupState.GATHERED:
             return parameter
@@ -113,11 +112,15 @@ class ParameterAccess:
     @contextlib.contextmanager
     def held(self, groups: Sequence[Group], *, write: bool) -> Iterator[None]:
         """Hold the values of groups inside the context. With `write`, rank 0's changes are kept, on all ranks."""
-        copied = [group for group in groups if group.gives_back]
-        for group in groups:
-            if group not in copied:
-                self.gatherer.gather(group)
-        self._held |= {group: self.gatherer.copy(group) for group in copied if group not in self._held}
+        for group in (group for group in groups if not group.gives_back):
+            self.gatherer.gather(group)
+            for flat in group.flats:
+                flat.keep_edits()  # from before the context
+        outer = (self._held, self._may_write)
+        self._held = {
+            group: self.gatherer.copy(group) for group in groups if group.gives_back and group not in outer[0]
+        }
+        self._held |= outer[0]
         self._may_write = write
         try:
             with contextlib.ExitStack() as pins:
@@ -134,9 +137,7 @@ class ParameterAccess:
                         flat.keep_all(full)
                     group.commit_edits()
         finally:
-            self._may_write = True
-            for group in copied:
-                self._held.pop(group, None)
+            self._held, self._may_write = outer
 
     def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Let this be the gradient of a parameter."""
