@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,11 @@ def prepare(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     stage: int | Stage | None = None,
-    placement: Placement | None = None,
+    placement: Placement | Mapping[str, Any] | None = None,
     precision: str | Precision | None = None,
     accumulate: int | None = None,
     max_grad_norm: float | None = None,
-    budget: Budget | None = None,
+    budget: Budget | Mapping[str, Any] | int | str | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     groups: Sequence[str] | None = None,
 ) -> tuple[nn.Module, Any]:
@@ -68,7 +68,8 @@ def prepare(
             more they are summed in fp32 from the first pass on. Updates off the device then begin inside the last
             backward, if nothing is clipped. None: found out as it happens, and updates begin at step().
         max_grad_norm: Clip gradients to this global norm in every step.
-        budget: What may be used of each tier, and where the disk is. A placement that needs more is refused.
+        budget: What may be used of each tier, and where the disk is; a size such as '24GiB' limits the device. A
+            placement that needs more is refused.
         plan: From `zerostd.plan`, or the path of one that was saved: obeyed instead of stage and placement.
         groups: Globs of module names whose parameters travel together, such as ['blocks.*']. None: found from the
             model's structure.
@@ -81,11 +82,11 @@ def prepare(
     """
     settings = Settings(
         stage=None if stage is None else Stage.parse(stage),
-        placement=placement,
+        placement=Placement.parse(placement),
         precision=Precision.parse(precision),
         accumulate=accumulate,
         max_grad_norm=max_grad_norm,
-        budget=budget or Budget(),
+        budget=Budget.parse(budget),
         globs=groups,
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
     )
@@ -109,7 +110,7 @@ def plan(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    budget: Budget | None = None,
+    budget: Budget | Mapping[str, Any] | int | str | None = None,
     batch: Any = None,
     world_size: int | None = None,
     machine: MachineProfile | None = None,
@@ -143,7 +144,7 @@ def plan(
         precision=Precision.parse(precision),
         accumulate=accumulate,
         max_grad_norm=max_grad_norm,
-        budget=budget or Budget(),
+        budget=Budget.parse(budget),
         globs=groups,
     )
     settings = check_settings(settings, model, optimizer)

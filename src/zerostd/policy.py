@@ -11,7 +11,7 @@ import fnmatch
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -99,6 +99,12 @@ class Way(enum.StrEnum):
         return Tier.DISK if self in (Way.DISK, Way.RECOMPUTE_DISK) else Tier.DEVICE
 
 
+# Names that other libraries use, and ours.
+_OTHER_NAMES = {"cpu": "host", "ram": "host", "nvme": "disk", "ssd": "disk", "gpu": "device", "cuda": "device"}
+_OTHER_NAMES |= {"checkpoint": "recompute", "checkpointing": "recompute"}
+_OTHER_NAMES |= {"bfloat16": "bf16", "torch.bfloat16": "bf16", "bf16-mixed": "bf16", "float16": "fp16", "half": "fp16"}
+_OTHER_NAMES |= {"torch.float16": "fp16", "16-mixed": "fp16", "float32": "fp32", "torch.float32": "fp32", "32": "fp32"}
+
 SHARDED_FROM = {Kind.OPTIMIZER_STATES: 1, Kind.GRADIENTS: 2, Kind.PARAMETERS: 3}
 
 
@@ -131,9 +137,11 @@ class Precision:
             "bf16": cls("bf16", torch.bfloat16, torch.bfloat16),
             "fp16": cls("fp16", torch.float16, torch.float16, scales_loss=True),
         }
-        if value not in known:
+        if not isinstance(value, str | None) or value not in known:
+            hint = _OTHER_NAMES.get(str(value).lower())
             raise PrepareError(
-                f"precision={value!r} is unknown; use 'fp32', 'bf16' or 'fp16', or None to keep each parameter's dtype"
+                f"precision={value!r} is unknown; {f'did you mean {hint!r}? ' if hint else ''}"
+                "Use 'fp32', 'bf16' or 'fp16', or None to keep each parameter's dtype"
             )
         return known[value]
 
@@ -145,6 +153,12 @@ def root_casts(precision: Precision, dtypes: Iterable[torch.dtype]) -> tuple[tor
     if precision.compute is None or len(outside) != 1 or outside == {precision.compute}:
         return None
     return outside.pop(), precision.compute
+
+
+def _check_fields(option: str, given: Mapping[str, Any], known: list[str]) -> None:
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise PrepareError(f"{option}={dict(given)!r}: unknown field {unknown[0]!r}; the fields are {known}")
 
 
 Share = str | Mapping[str, float]
@@ -186,6 +200,21 @@ class Placement:
     speculate: bool = False
     same_activations: Any = field(default=None, repr=False, compare=False)
 
+    @classmethod
+    def parse(cls, value: Placement | Mapping[str, Any] | None) -> Placement | None:
+        """Return a placement from one, or from a dict of its fields."""
+        if value is None or isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping):
+            _check_fields("placement", value, [entry.name for entry in fields(cls)])
+            return cls(**value)
+        tier = _OTHER_NAMES.get(str(value).lower(), str(value))
+        example = tier if tier in tuple(Tier) else "host"
+        raise PrepareError(
+            f"placement={value!r} does not say what to keep there: write "
+            f"zerostd.Placement(optimizer_states={example!r}), and likewise parameters= and gradients="
+        )
+
     def __post_init__(self) -> None:
         for kind in ("parameters", "gradients", "optimizer_states"):
             self._check(kind, getattr(self, kind), [tier.value for tier in Tier], "a tier")
@@ -200,7 +229,11 @@ class Placement:
         shares = dict(share) if isinstance(share, Mapping) else {share: 1.0}
         unknown = [name for name in shares if name not in known]
         if unknown:
-            raise PrepareError(f"Placement({kind}={share!r}): {unknown[0]!r} is not {what}; use one of {known}")
+            hint = _OTHER_NAMES.get(str(unknown[0]).lower())
+            raise PrepareError(
+                f"Placement({kind}={share!r}): {unknown[0]!r} is not {what}; "
+                f"{f'did you mean {hint!r}? ' if hint in known else ''}use one of {known}"
+            )
         if any(part < 0 for part in shares.values()) or not math.isclose(sum(shares.values()), 1.0, abs_tol=1e-6):
             raise PrepareError(f"Placement({kind}={share!r}): shares must be >= 0 and sum to 1")
 
@@ -277,9 +310,9 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 def parse_bytes(value: int | str) -> int:
     """Return the bytes of an integer or a text with a unit: 24GiB, 500MB."""
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
     if match is None or match.group(2).upper() not in _UNITS:
         raise PrepareError(f"{value!r} is not a size; write it like '24GiB', '500MB' or as an integer of bytes")
     return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
@@ -298,6 +331,18 @@ class Budget:
     host: int | str | None = None
     disk: int | str | None = None
     disk_path: str | None = None
+
+    @classmethod
+    def parse(cls, value: Budget | Mapping[str, Any] | int | str | None) -> Budget:
+        """Return a budget from one, from a dict of its fields, or from a size, which limits the device."""
+        if value is None:
+            return cls()
+        if isinstance(value, Budget):
+            return value
+        if isinstance(value, Mapping):
+            _check_fields("budget", value, [entry.name for entry in fields(cls)])
+            return cls(**value)
+        return cls(device=parse_bytes(value))
 
     def __post_init__(self) -> None:
         for size in (self.device, self.host, self.disk):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import zerostd
 from support.compare import assert_bitwise
@@ -99,7 +100,14 @@ def refused(
         ({"stage": "3"}, ("stage='3'", "data parallel")),
         ({"stage": True}, ("stage=True",)),
         ({"precision": "fp8"}, ("precision='fp8'", "'bf16'")),
-        ({"precision": torch.bfloat16}, ("precision=torch.bfloat16", "'bf16'")),
+        ({"precision": torch.bfloat16}, ("precision=torch.bfloat16", "did you mean 'bf16'?")),
+        ({"precision": "bfloat16"}, ("precision='bfloat16'", "did you mean 'bf16'?")),
+        ({"placement": "cpu"}, ("placement='cpu'", "Placement(optimizer_states='host')")),
+        ({"placement": {"states": "host"}}, ("unknown field 'states'", "optimizer_states")),
+        ({"budget": {"gpu": "1GiB"}}, ("unknown field 'gpu'", "device")),
+        ({"budget": "lots"}, ("'lots' is not a size", "24GiB")),
+        ({"budget": 1.5}, ("1.5 is not a size",)),
+        ({"budget": "1KiB"}, ("1.00 KiB of the device", "missing", "Budget(device=...)")),
         ({"accumulate": 0}, ("accumulate=0", "1 or more")),
         ({"accumulate": 1.5}, ("accumulate=1.5",)),
         ({"max_grad_norm": -1.0}, ("max_grad_norm=-1.0", "positive")),
@@ -130,12 +138,41 @@ def test_max_grad_norm_without_an_optimizer():
 
 
 def test_wrong_words_for_tiers_and_sizes():
-    with pytest.raises(PrepareError, match="'ram' is not a tier"):
+    with pytest.raises(PrepareError, match="'ram' is not a tier; did you mean 'host'"):
         zerostd.Placement(parameters="ram")
+    with pytest.raises(PrepareError, match="'nvme' is not a tier; did you mean 'disk'"):
+        zerostd.Placement(optimizer_states={"nvme": 1.0})
     with pytest.raises(PrepareError, match="sum to 1"):
         zerostd.Placement(parameters={"device": 0.5, "host": 0.1})
     with pytest.raises(PrepareError, match="24GiB"):
         zerostd.Budget(device="lots")
+
+
+def test_dicts_and_sizes_stand_for_placements_and_budgets():
+    model, optimizer = stepped()
+    prepared, _ = zerostd.prepare(model, optimizer, placement={"optimizer_states": "host"}, budget="1GiB")
+    assert zerostd.memory(prepared).now["host"]["optimizer_states"] > 0
+    zerostd.release(prepared)
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["the model", "a submodule"])
+def test_models_that_another_library_wraps(inner):
+    wrapped = nn.DataParallel(seeded(Net))
+    model = nn.Sequential(wrapped) if inner else wrapped
+    refused(model, None, "wrapped in DataParallel", "'0'" if inner else "the model is", "pass the plain module")
+
+
+def test_a_ddp_model_is_refused_with_the_line_to_change(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(seeded(Net))
+        refused(model, None, "wrapped in DistributedDataParallel", "delete the line", "pass the plain module")
+        prepared, _ = zerostd.prepare(model.module)
+        zerostd.release(prepared)
+        fully_shard(sharded := seeded(Net))
+        refused(sharded, None, "FSDPModule", "shards parameters")
+    finally:
+        dist.destroy_process_group()
 
 
 def test_things_that_are_no_model_or_no_optimizer():

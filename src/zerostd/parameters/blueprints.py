@@ -20,6 +20,13 @@ from zerostd.sharding import Node, find_groups
 ROOT = "(root)"
 MARK = "_zerostd"  # attribute of a prepared root: what zerostd keeps for it
 OWNER = "_zerostd_root"  # attribute of every module of a prepared model: a weak reference to the root
+WRAPPERS = {  # of other libraries, by the name of their class, and what they do
+    "DistributedDataParallel": "reduces gradients",
+    "DataParallel": "replicates the model",
+    "FullyShardedDataParallel": "shards parameters",
+    "FSDPModule": "shards parameters",
+    "DeepSpeedEngine": "shards model state",
+}
 GUARD = "__reduce_ex__"  # attribute of every module of a prepared model: refuses copies
 
 
@@ -100,6 +107,7 @@ def _compute_dtype(module: nn.Module, parameter: nn.Parameter, precision: Precis
 def check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise PrepareError(f"prepare needs a torch.nn.Module, got {type(model).__name__}")
+    _check_wrapper(model)
     for name, module in model.named_modules():
         if MARK in module.__dict__ or GUARD in module.__dict__:
             where = f"its submodule {name!r}" if name else "it"
@@ -119,6 +127,18 @@ def check_model(model: nn.Module) -> None:
             f"the model lies on two devices: {a!r} on {first} and {b!r} on {second}; move it with model.to(device)"
         )
     _check_shared_storage(parameters)
+
+
+def _check_wrapper(model: nn.Module) -> None:
+    """Refuse models inside a wrapper that reduces gradients or shards parameters itself."""
+    for name, module in model.named_modules():
+        wrapper = next((base.__name__ for base in type(module).__mro__ if base.__name__ in WRAPPERS), None)
+        if wrapper is not None:
+            where = f"submodule {name!r} of the model" if name else "the model"
+            raise PrepareError(
+                f"{where} is wrapped in {wrapper}, which {WRAPPERS[wrapper]} as zerostd does: delete the line that "
+                f"wraps it and pass the plain module. zerostd.prepare replaces {wrapper}"
+            )
 
 
 def _shares_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
