@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,6 +85,14 @@ def test_the_default_store_is_that_of_the_process_group():
         assert compat.default_store().get("key") == b"value"
     finally:
         dist.destroy_process_group()
+
+
+def test_fsspec_storage_reads_what_it_wrote():
+    reader, writer = compat.fsspec_storage()
+    dcp.save({"x": torch.arange(3)}, storage_writer=writer("memory://compat"), no_dist=True)
+    state = {"x": torch.zeros(3, dtype=torch.int64)}
+    dcp.load(state, storage_reader=reader("memory://compat"), no_dist=True)
+    assert state["x"].tolist() == [0, 1, 2]
 
 
 def test_a_running_profiler_is_seen():

@@ -9,12 +9,14 @@ from zerostd.api import (
     gathered,
     latest,
     load,
+    load_dcp,
     memory,
     no_sync,
     plan,
     prepare,
     release,
     save,
+    save_dcp,
 )
 from zerostd.checkpointing.storage.merging import merge
 from zerostd.errors import (
@@ -58,6 +60,7 @@ __all__ = [
     "gathered",
     "latest",
     "load",
+    "load_dcp",
     "measure_machine",
     "memory",
     "merge",
@@ -67,5 +70,6 @@ __all__ = [
     "record",
     "release",
     "save",
+    "save_dcp",
     "track",
 ]

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostd.checkpointing.dcp import load_dcp as load_from_dcp
+from zerostd.checkpointing.dcp import save_dcp as save_as_dcp
 from zerostd.checkpointing.importing import import_model, is_model
 from zerostd.checkpointing.loading import load_checkpoint
 from zerostd.checkpointing.model_parts import full_values
@@ -38,6 +40,7 @@ from zerostd.preparing.building import attach_optimizer, build
 from zerostd.preparing.options import check_budget, check_settings
 from zerostd.preparing.proposing import plan_for
 from zerostd.replanning.adapting import adapt
+from zerostd.tiers import Transfer
 
 
 def prepare(
@@ -295,6 +298,55 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
     if is_model(Path(path)):
         return import_model(runtime, prepared, Path(path))
     return load_checkpoint(runtime, prepared, Path(path))
+
+
+def save_dcp(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Any = None,
+    *,
+    wait: bool = True,
+) -> Transfer:
+    """Write a checkpoint in the format of torch.distributed.checkpoint, for FSDP2 programs and other readers.
+
+    Collective. Tensors have the names of torch's `get_state_dict`: model.NAME, optim.state.NAME.STATE,
+    optim.param_groups.N.OPTION. Parameters are the fp32 masters. Random states and the loss scale are not in it.
+
+    Args:
+        path: A directory, or a URL that fsspec knows, such as 's3://mine/step-1000'.
+        model: The module that prepare was called on.
+        optimizer: What prepare returned. None: parameters and buffers only.
+        extra: What else there is, under the name zerostd.extra.
+        wait: Return when it is written. False: this rank's part is copied to host memory, and training goes on while a
+            thread writes it.
+
+    Returns:
+        The checkpoint on its way, with `wait()`.
+
+    Raises:
+        CheckpointError: It could not be written.
+    """
+    runtime = runtime_of(model, "save_dcp")
+    return save_as_dcp(runtime, _prepared(optimizer, "save_dcp"), os.fspath(path), extra, wait=wait)
+
+
+def load_dcp(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    """Load a checkpoint of torch.distributed.checkpoint, such as FSDP2 programs write, and return its `extra`.
+
+    Collective. Any number of ranks, stage or placement loads it; each rank reads what it keeps. The format uses pickle,
+    so load only what you trust.
+
+    Args:
+        path: A directory, or a URL that fsspec knows.
+        model: The module that prepare was called on.
+        optimizer: What prepare returned. None: parameters and buffers only.
+
+    Raises:
+        CheckpointError: It is not a checkpoint, or of another model; nothing was changed, on no rank.
+    """
+    runtime = runtime_of(model, "load_dcp")
+    return load_from_dcp(runtime, _prepared(optimizer, "load_dcp"), os.fspath(path))
 
 
 def latest(parent: str | os.PathLike[str]) -> str | None:

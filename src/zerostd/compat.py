@@ -55,6 +55,13 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+def fsspec_storage() -> tuple[Any, Any]:
+    """Return the reader and the writer of torch.distributed.checkpoint for URLs that fsspec knows."""
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+    return FsspecReader, FsspecWriter
+
+
 def is_profiling() -> bool:
     """Return whether torch's profiler is running."""
     return bool(torch._C._autograd._profiler_enabled())

@@ -29,6 +29,7 @@ PUBLIC_NAMES = [
     "gathered",
     "latest",
     "load",
+    "load_dcp",
     "measure_machine",
     "memory",
     "merge",
@@ -38,6 +39,7 @@ PUBLIC_NAMES = [
     "record",
     "release",
     "save",
+    "save_dcp",
     "track",
 ]
 

@@ -52,6 +52,9 @@ ALLOWED: dict[str, str] = {
     "partition_activations": "an option of DeepSpeed's",
     "zero_hpz_partition_size": "an option of DeepSpeed's",
     "model.unshard()": "a call of FSDP2's",
+    "ChunkStorageMetadata": "torch.distributed.checkpoint's own",
+    "__create_chunk_list__": "torch.distributed.checkpoint's own",
+    "chunk=": "an argument of torch.distributed.checkpoint's",
     "--ground": "a colour of the report page",
     "--warn-ground": "a colour of the report page",
 }

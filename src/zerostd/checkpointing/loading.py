@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from zerostd.checkpointing import model_parts
 from zerostd.checkpointing.saving import check_call, describe_optimizer
 from zerostd.checkpointing.storage import Checkpoint, Manifest
+from zerostd.checkpointing.storage.dcp_files import DcpCheckpoint
 from zerostd.checkpointing.storage.directory import clear_leftovers
 from zerostd.checkpointing.storage.manifest import OptimizerGroup, TensorEntry, decode_value, refuse_tensor
 from zerostd.checkpointing.storage.writing import checkpoint_error
@@ -39,6 +40,7 @@ IN_PART = (
 )
 
 T = TypeVar("T")
+AnyCheckpoint = Checkpoint | DcpCheckpoint
 Wanted = tuple[TensorEntry, int, int]  # elements [low, high) of a tensor that this rank reads
 
 
@@ -85,15 +87,25 @@ def _on_all_ranks(runtime: Runtime, where: str, remark: str, work: Callable[[], 
     return result
 
 
-@torch.no_grad()
 def load_checkpoint(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) -> Any:
-    """Load, and return what `extra` was. All ranks call it. Nothing is changed unless all is in order on all ranks."""
-    restore_generators: list[Callable[[], object]] = []
+    """Load a checkpoint of ours, and return what `extra` was. All ranks call it."""
 
-    def check(files: ExitStack) -> Checkpoint:
+    def open_checkpoint() -> Checkpoint:
         if runtime.world.rank == 0:
             clear_leftovers(path.parent)
-        checkpoint = files.enter_context(closing(Checkpoint(path)))
+        return Checkpoint(path)
+
+    return load_from(runtime, optimizer, open_checkpoint)
+
+
+@torch.no_grad()
+def load_from(runtime: Runtime, optimizer: ZeroOptimizer | None, open_checkpoint: Callable[[], AnyCheckpoint]) -> Any:
+    """Load what `open_checkpoint` opens, and return what `extra` was. Nothing is changed unless all is in order on all
+    ranks."""
+    restore_generators: list[Callable[[], object]] = []
+
+    def check(files: ExitStack) -> AnyCheckpoint:
+        checkpoint = files.enter_context(closing(open_checkpoint()))
         manifest = checkpoint.manifest
         problems = [*_problems(runtime, optimizer, manifest)]
         if problems:
@@ -197,7 +209,7 @@ def _wanted(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifes
         yield entry, 0, entry.numel
 
 
-def _decoded(checkpoint: Checkpoint, optimizer: ZeroOptimizer | None) -> Manifest:
+def _decoded(checkpoint: AnyCheckpoint, optimizer: ZeroOptimizer | None) -> Manifest:
     """Return the manifest with users' values in place of their JSON: options, states of one value, extra states."""
     manifest = checkpoint.manifest
     tensors = {entry.of: entry for entry in manifest.of_kind("extra")}
@@ -228,7 +240,7 @@ def _decode_options(data: Any) -> dict[str, Any]:
 # Applying: this rank's part, as far as it needs no other rank
 
 
-def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: Checkpoint) -> None:
+def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: AnyCheckpoint) -> None:
     manifest = checkpoint.manifest
     entries = {entry.identity: entry for entry in manifest.tensors}
     targets = []

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from zerostd.checkpointing.storage import Checkpoint, Manifest
+from zerostd.checkpointing.storage.dcp_files import DcpCheckpoint
 from zerostd.checkpointing.storage.manifest import TensorEntry, decode_value, encode_value, refuse_tensor
 from zerostd.communication import World
 from zerostd.compat import persistent_buffers
@@ -113,7 +114,7 @@ def generator_entries(world: World, manifest: Manifest) -> list[TensorEntry]:
     return [entry for which in ("torch", "device") for entry in manifest.named("random", f"{world.rank}/{which}")]
 
 
-def restore_functions(world: World, checkpoint: Checkpoint) -> Iterator[Callable[[], object]]:
+def restore_functions(world: World, checkpoint: Checkpoint | DcpCheckpoint) -> Iterator[Callable[[], object]]:
     """Yield functions that restore the generators. Each state is tried here, on a generator made for that."""
     manifest = checkpoint.manifest
     if manifest.world_size != world.size:

@@ -107,7 +107,7 @@ def _describe(
             for name, states in scalar_states(optimizer.updater, rank).items()
         }
         optimizer_entry = replace(describe_optimizer(runtime, optimizer), singles=singles)
-    records = [*_records(runtime, optimizer, frozen=frozen)]
+    records = [*records_of(runtime, optimizer, frozen=frozen)]
     if rank == 0:
         buffers = model_parts.buffers_of(runtime.model)
         records += [tensor_interval("buffer", name, buffer) for name, buffer in buffers.items()]
@@ -131,7 +131,8 @@ def _describe(
     return manifest, records
 
 
-def _records(runtime: Runtime, optimizer: ZeroOptimizer | None, *, frozen: bool) -> Iterator[SavedInterval]:
+def records_of(runtime: Runtime, optimizer: ZeroOptimizer | None, *, frozen: bool) -> Iterator[SavedInterval]:
+    """Yield where this rank keeps what it saves, group by group, each when its update is done."""
     has_gradient = {i.name for _, parameter, i in model_parts.parameters_of(runtime) if parameter.grad is not None}
     for group in runtime.update_order():
         runtime.gatherer.wait_updates(group)

@@ -1,0 +1,136 @@
+"""Save a prepared model as a torch.distributed.checkpoint, and open one, such as FSDP2 programs write.
+
+A DCP checkpoint holds parameters, buffers, states and options under torch's own names. What torch has no name for stays
+out: random states, the loss scale and gradients of an incomplete step. `storage/dcp_files.py` has the format.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from zerostd.checkpointing import model_parts
+from zerostd.checkpointing.loading import load_from
+from zerostd.checkpointing.saving import check_call, records_of
+from zerostd.checkpointing.storage.dcp_files import (
+    MODEL,
+    OPTIMIZER,
+    OURS,
+    TENSORS_OF_OURS,
+    DcpCheckpoint,
+    OptimizerLike,
+    SavePlanner,
+    ShardedValue,
+    first_failure,
+    writer,
+)
+from zerostd.checkpointing.storage.manifest import encode_value
+from zerostd.engine.runtime import Runtime
+from zerostd.errors import CheckpointError, MisuseError
+from zerostd.optimizers.optimizer import ZeroOptimizer
+from zerostd.optimizers.states import scalar_states
+from zerostd.parameters.flat import SavedInterval
+from zerostd.tiers import Done, Transfer
+
+
+class DcpSaving(Transfer):
+    """A checkpoint that a thread of torch writes. The process waits for it at its end."""
+
+    def __init__(self, path: str, future: Future[Any]) -> None:
+        self._path = path
+        self._future = future
+
+    def wait(self) -> None:
+        try:
+            self._future.result()
+        except Exception as error:
+            raise CheckpointError(f"{self._path} cannot be written: {first_failure(error)}") from error
+
+    def is_done(self) -> bool:
+        return self._future.done()
+
+
+@torch.no_grad()
+def save_dcp(runtime: Runtime, optimizer: ZeroOptimizer | None, path: str, extra: Any, *, wait: bool) -> Transfer:
+    """Save. All ranks call it. Without `wait`, this rank's part is copied to host memory first."""
+    check_call(runtime, optimizer, "save_dcp")
+    if runtime.backward.passes.num_done:
+        raise MisuseError(
+            f"zerostd.save_dcp after {runtime.backward.passes.num_done} backward pass(es) of a step that is not "
+            "complete, which the format has no place for: call it after optimizer.step(), or use zerostd.save"
+        )
+    state: dict[str, Any] = {MODEL: {}, **_ours(runtime, extra)}
+    by_tensor: dict[tuple[str, str], list[SavedInterval]] = {}
+    for record in records_of(runtime, optimizer, frozen=True):
+        if record.kind in ("parameter", "state"):
+            by_tensor.setdefault((record.of, record.state), []).append(record)
+    values = {identity: ShardedValue(records) for identity, records in by_tensor.items()}
+    names: dict[object, str] = {p: interval.name for _, p, interval in model_parts.parameters_of(runtime)}
+    for name, tensor, owner in model_parts.named_tensors(runtime.model):
+        if owner is not tensor:
+            state[MODEL][name] = tensor.detach()
+        elif (names[tensor], "") in values:
+            state[MODEL][name] = values[names[tensor], ""]
+    if optimizer is not None:
+        state[OPTIMIZER] = _optimizer_state(runtime, optimizer, values)
+    target = writer(path)
+    try:
+        if wait:
+            save(state, storage_writer=target, planner=SavePlanner())
+            return Done()
+        writing = async_save(state, storage_writer=target, planner=SavePlanner())
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be written: {first_failure(error)}") from error
+    return DcpSaving(path, writing if isinstance(writing, Future) else writing.upload_completion)
+
+
+def _ours(runtime: Runtime, extra: Any) -> dict[str, Any]:
+    """Return what other programs do not have: `extra` and the extra states of modules, both rank 0's."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def store(tensor: torch.Tensor) -> int:
+        tensors[str(len(tensors))] = tensor
+        return len(tensors) - 1
+
+    modules = {
+        name: encode_value(module.get_extra_state(), store, f"get_extra_state() of module {name!r}")
+        for name, module in model_parts.modules_with_own(runtime.model, "get_extra_state").items()
+    }
+    step = runtime.backward.passes.num_steps
+    text = json.dumps({"extra": encode_value(extra, store, "extra"), "modules": modules, "step": step})
+    return {OURS: text, TENSORS_OF_OURS: tensors} if runtime.world.rank == 0 else {}
+
+
+def _optimizer_state(
+    runtime: Runtime, optimizer: ZeroOptimizer, values: dict[tuple[str, str], ShardedValue]
+) -> dict[str, Any]:
+    states: dict[str, dict[str, Any]] = {}
+    for (name, state), value in values.items():
+        if state:
+            states.setdefault(name, {})[state] = value
+    for name, scalars in scalar_states(optimizer.updater, runtime.world.rank).items():
+        states.setdefault(name, {}).update(scalars)
+    names = {parameter: interval.name for _, parameter, interval in model_parts.parameters_of(runtime)}
+    groups = [
+        {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
+    return {"state": states, "param_groups": groups}
+
+
+def load_dcp(runtime: Runtime, optimizer: ZeroOptimizer | None, path: str) -> Any:
+    """Load, and return what `extra` was. All ranks call it, and each reads what it keeps."""
+    names: dict[str, tuple[str, ...]] = {}
+    first: dict[object, str] = {}
+    for name, tensor, owner in model_parts.named_tensors(runtime.model):
+        if owner in first:
+            names[first[owner]] += (name,)
+        else:
+            first[owner] = name
+            names[name] = ("parameter" if owner is tensor else "buffer",)
+    long_states = frozenset() if optimizer is None else frozenset(optimizer.updater.states)
+    like = OptimizerLike("" if optimizer is None else type(optimizer.inner).__name__, long_states)
+    return load_from(runtime, optimizer, lambda: DcpCheckpoint(path, names, like))

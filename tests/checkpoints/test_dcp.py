@@ -1,0 +1,181 @@
+"""Checkpoints of torch.distributed.checkpoint: programs that use FSDP2 read ours, and we read theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import zerostd
+from support.compare import assert_bitwise
+from support.side_by_side import data, seeded
+from zerostd import CheckpointError, MisuseError
+from zerostd.sharding.boxes import boxes_of
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0]))
+        self.inlet = nn.Linear(7, 9)
+        self.blocks = nn.ModuleList(Block(9) for _ in range(3))
+        self.outlet = nn.Linear(9, 5)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        x = self.inlet(x) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.outlet(x)
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    split = len(list(model.parameters())) // 2
+    parameters = list(model.parameters())
+    return torch.optim.AdamW([{"params": parameters[:split]}, {"params": parameters[split:], "lr": 0.02}], lr=0.01)
+
+
+def steps(model: nn.Module, optimizer: Any, first: int, count: int) -> list[float]:
+    losses = []
+    for step in range(first, first + count):
+        torch.manual_seed(step)
+        loss = model(torch.randn(6, 7)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def save_with_fsdp2(path: str) -> list[float]:
+    model = sharded(seeded(Net))
+    optimizer = adamw(model)
+    steps(model, optimizer, 0, 3)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": of_model, "optim": of_optimizer}, checkpoint_id=path)
+    return steps(model, optimizer, 3, 3)
+
+
+def load_with_fsdp2(path: str) -> list[float]:
+    torch.manual_seed(99)
+    model = sharded(Net())
+    optimizer = adamw(model)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    dcp.load({"model": of_model, "optim": of_optimizer}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    return steps(model, optimizer, 3, 3)
+
+
+def prepared(**options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(7)
+    model = Net()
+    return zerostd.prepare(model, adamw(model), **options)
+
+
+def both_ways(rank: int, folder: str, disk: str) -> dict[str, Any]:
+    """FSDP2 to ours at stages 0 and 3, all tiers; ours to FSDP2; each goes on with the same losses."""
+    theirs = save_with_fsdp2(f"{folder}/theirs")
+    results: dict[str, Any] = {"fsdp2": theirs}
+    host = zerostd.Placement(optimizer_states="host", gradients="host", parameters="host")
+    disks = zerostd.Placement(optimizer_states="disk")
+    budget = zerostd.Budget(disk_path=disk)
+    for name, options in {
+        "0": {"stage": 0},
+        "3": {"stage": 3, "placement": host},
+        "disk": {"placement": disks},
+    }.items():
+        model, optimizer = prepared(**options, budget=budget)
+        assert zerostd.load_dcp(f"{folder}/theirs", model, optimizer) is None
+        assert int(model.count) == 3
+        results[name] = steps(model, optimizer, 3, 3)
+        zerostd.release(model)
+    model, optimizer = prepared(stage=3, placement=host)
+    zerostd.load_dcp(f"{folder}/theirs", model, optimizer)
+    zerostd.save_dcp(f"{folder}/ours", model, optimizer, extra={"epoch": rank})
+    saving = zerostd.save_dcp(f"{folder}/later", model, optimizer, wait=False)
+    results["after"] = steps(model, optimizer, 3, 3)  # while it is written
+    saving.wait()
+    assert zerostd.load_dcp(f"{folder}/ours", model, optimizer) == {"epoch": 0}
+    results["again"] = steps(model, optimizer, 3, 3)
+    zerostd.release(model)
+    results["ours in fsdp2"] = load_with_fsdp2(f"{folder}/ours")
+    results["later in fsdp2"] = load_with_fsdp2(f"{folder}/later")
+    return results
+
+
+def test_fsdp2_programs_read_ours_and_we_read_theirs(ranks: Any, tmp_path: Path) -> None:
+    for results in ranks(2, both_ways, str(tmp_path), str(tmp_path)):
+        for name, losses in results.items():
+            assert losses == pytest.approx(results["fsdp2"], rel=1e-5), name
+        assert results["again"] == results["after"]
+
+
+def test_another_number_of_ranks_and_a_url(tmp_path: Path) -> None:
+    model, optimizer = prepared(precision="bf16", placement=zerostd.Placement(optimizer_states="host"))
+    steps(model, optimizer, 0, 3)
+    zerostd.save_dcp("memory://bucket/step-3", model, optimizer, extra={"rng": torch.arange(3)}).wait()
+    after = steps(model, optimizer, 3, 3)
+    zerostd.release(model)
+    model, optimizer = prepared(precision="bf16")
+    extra = zerostd.load_dcp("memory://bucket/step-3", model, optimizer)
+    assert extra["rng"].tolist() == [0, 1, 2]
+    assert steps(model, optimizer, 3, 3) == after
+
+
+def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    model, optimizer = prepared()
+    steps(model, optimizer, 0, 1)
+    zerostd.save_dcp(tmp_path / "whole", model, optimizer)
+    zerostd.save_dcp(tmp_path / "model", model)
+    other = nn.Linear(3, 3)
+    other, _ = zerostd.prepare(other)
+    before = zerostd.full_state_dict(other)
+    with pytest.raises(CheckpointError, match=r"parameter 'weight' is not in the checkpoint"):
+        zerostd.load_dcp(tmp_path / "whole", other)
+    assert_bitwise(zerostd.full_state_dict(other), before)
+    with pytest.raises(CheckpointError, match="it has no optimizer"):
+        zerostd.load_dcp(tmp_path / "model", model, optimizer)
+    with pytest.raises(CheckpointError, match=r"nothing-here is not a torch\.distributed\.checkpoint"):
+        zerostd.load_dcp(tmp_path / "nothing-here", model, optimizer)
+    zerostd.load_dcp(tmp_path / "whole", model)
+    model(data(6, 7)).sum().backward()
+    with pytest.raises(MisuseError, match="a step that is not complete"):
+        zerostd.save_dcp(tmp_path / "middle", model, optimizer)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (1, 1, 5), (4, 1, 3)], ids=str)
+def test_boxes_cover_an_interval_once(shape: tuple[int, ...]) -> None:
+    numbers = torch.arange(int(torch.tensor(shape).prod()) if shape else 1).view(shape)
+    for start in range(numbers.numel() + 1):
+        for stop in range(start, numbers.numel() + 1):
+            covered = []
+            for box in boxes_of(shape, start, stop):
+                part = numbers
+                for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                    part = part.narrow(dim, offset, size)
+                covered += part.reshape(-1).tolist()
+            assert covered == list(range(start, stop))
