@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -83,6 +84,18 @@ def test_the_default_store_is_that_of_the_process_group():
     try:
         compat.default_store().set("key", "value")
         assert compat.default_store().get("key") == b"value"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_named_group_has_the_ranks_that_were_asked_for():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = compat.named_group([0], "gloo", timedelta(seconds=30), "mine/1")
+        value = torch.ones(1)
+        dist.all_reduce(value, group=group)
+        assert dist.get_process_group_ranks(group) == [0]
+        dist.destroy_process_group(group)
     finally:
         dist.destroy_process_group()
 

@@ -25,6 +25,7 @@ from zerostd.checkpointing.saving import save_checkpoint
 from zerostd.checkpointing.storage import Saving
 from zerostd.checkpointing.storage import latest as newest
 from zerostd.communication import World
+from zerostd.communication.world import Mesh
 from zerostd.engine.runtime import Runtime, owner_of, runtime_of
 from zerostd.engine.settings import Settings
 from zerostd.errors import CheckpointError, MisuseError, PrepareError
@@ -55,27 +56,28 @@ def prepare(
     budget: Budget | Mapping[str, Any] | int | str | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     groups: Sequence[str] | None = None,
+    mesh: Mesh = None,
 ) -> tuple[nn.Module, Any]:
     """Shard a model and its optimizer over the ranks, in place.
 
     Args:
         model: Any module, on the device it will train on, or built under `zerostd.empty_init()`.
-        optimizer: Any element-wise torch optimizer on the model's parameters. None: one made afterwards is taken over
-            at its first step.
-        stage: 0 data parallel, 1 shards optimizer states, 2 also gradients, 3 also parameters. None: the plan's; with
-            a placement 3.
-        placement: Where each kind of state rests: device, host or disk, or shares of them. None: planned, so that a
-            step is as short as can be inside the budget, or inside what is free less a margin.
+        optimizer: Any element-wise torch optimizer on the model's parameters. None: the optimizer that you make
+            afterwards is taken over at its first step.
+        stage: 0 data parallel, 1 shards optimizer states, 2 also gradients, 3 also parameters. None: planned, or 3 with
+            a placement.
+        placement: Where each kind of state is kept: device, host or disk, or shares of them. None: planned for the
+            shortest step inside the budget, or inside free memory less a margin.
         precision: 'fp32', 'bf16' or 'fp16'; 16-bit runs keep fp32 masters. None keeps each parameter's dtype.
-        accumulate: How many backward passes make a step, if known: with 1 gradients rest in the reduce dtype, with
-            more they are summed in fp32 from the first pass on. Updates off the device then begin inside the last
-            backward, if nothing is clipped. None: found out as it happens, and updates begin at step().
+        accumulate: Backward passes in a step, if known. With 1, gradients are kept in the reduce dtype; with more, they
+            are summed in fp32. Updates off the device then begin inside the last backward, unless gradients are
+            clipped. None: observed, and updates begin at step().
         max_grad_norm: Clip gradients to this global norm in every step.
-        budget: What may be used of each tier, and where the disk is; a size such as '24GiB' limits the device. A
-            placement that needs more is refused.
-        plan: From `zerostd.plan`, or the path of one that was saved: obeyed instead of stage and placement.
-        groups: Globs of module names whose parameters travel together, such as ['blocks.*']. None: found from the
-            model's structure.
+        budget: How much of each tier may be used, and where the disk is; a size such as '24GiB' limits the device.
+        plan: A plan from `zerostd.plan`, or the path of a saved one. It replaces stage and placement.
+        groups: Globs of module names whose parameters travel together, such as ['blocks.*'].
+        mesh: The ranks that train this model: a process group or a DeviceMesh. The ranks of a row shard the model;
+            with two dimensions (replicate, shard) every row holds a replica. None: all ranks, in one row.
 
     Returns:
         The same module, and a torch.optim.Optimizer to use instead of the one passed (None if none was).
@@ -91,6 +93,7 @@ def prepare(
         max_grad_norm=max_grad_norm,
         budget=Budget.parse(budget),
         globs=groups,
+        mesh=mesh,
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
     )
     settings = check_settings(settings, model, optimizer)

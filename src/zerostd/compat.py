@@ -9,6 +9,7 @@ import contextlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -53,6 +54,17 @@ def foreach_add_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> No
 def default_store() -> Any:
     """Return the key-value store of the default process group."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def named_group(ranks: Sequence[int], backend: str, limit: timedelta, name: str) -> Any:
+    """Make a process group of some of the ranks, all of which call it. A name must not be used twice with one store:
+    `new_group(use_local_synchronization=True)` does so once groups were destroyed, and the next group hangs."""
+    c10d = torch.distributed.distributed_c10d
+    rank = ranks.index(torch.distributed.get_rank())
+    make: Any = c10d._new_process_group_helper  # the type of `name` differs between releases
+    group, _ = make(len(ranks), rank, list(ranks), backend, default_store(), name, timeout=limit)
+    c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    return group
 
 
 def fsspec_storage() -> tuple[Any, Any]:

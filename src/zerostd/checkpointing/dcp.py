@@ -112,7 +112,7 @@ def _optimizer_state(
     for (name, state), value in values.items():
         if state:
             states.setdefault(name, {})[state] = value
-    for name, scalars in scalar_states(optimizer.updater, runtime.world.rank).items():
+    for name, scalars in scalar_states(optimizer.updater, runtime.world.shard_rank).items():
         states.setdefault(name, {}).update(scalars)
     names = {parameter: interval.name for _, parameter, interval in model_parts.parameters_of(runtime)}
     groups = [

@@ -197,7 +197,7 @@ def _flats_in(runtime: Runtime, manifest: Manifest) -> list[Flat]:
 
 def _wanted(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifest) -> Iterator[Wanted]:
     for flat in _flats_in(runtime, manifest):
-        for record in model_parts.kept_values(flat, runtime.world.rank):
+        for record in model_parts.kept_values(flat, runtime.world.shard_rank):
             (entry,) = manifest.named("parameter", record.of)
             yield entry, record.start, record.stop
         if optimizer is not None and flat.gradient is not None:
@@ -281,7 +281,7 @@ def _clear_states(flat: Flat, manifest: Manifest) -> None:
 def _records(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifest) -> Iterator[SavedInterval]:
     """Yield where this rank keeps what it loads, after making room for states and gradients of an incomplete step."""
     for flat in _flats_in(runtime, manifest):
-        yield from model_parts.kept_values(flat, runtime.world.rank)
+        yield from model_parts.kept_values(flat, runtime.world.shard_rank)
         if optimizer is None or flat.gradient is None:
             continue
         _clear_states(flat, manifest)

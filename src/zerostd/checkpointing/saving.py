@@ -104,7 +104,7 @@ def _describe(
     if optimizer is not None:
         singles = {
             name: encode_value(states, refuse_tensor, f"the states of {name!r}")
-            for name, states in scalar_states(optimizer.updater, rank).items()
+            for name, states in scalar_states(optimizer.updater, runtime.world.shard_rank).items()
         }
         optimizer_entry = replace(describe_optimizer(runtime, optimizer), singles=singles)
     records = [*records_of(runtime, optimizer, frozen=frozen)]
@@ -132,12 +132,13 @@ def _describe(
 
 
 def records_of(runtime: Runtime, optimizer: ZeroOptimizer | None, *, frozen: bool) -> Iterator[SavedInterval]:
-    """Yield where this rank keeps what it saves, group by group, each when its update is done."""
+    """Yield where this rank keeps what it saves, group by group, each when its update is done. Of several replicas
+    the first one saves."""
     has_gradient = {i.name for _, parameter, i in model_parts.parameters_of(runtime) if parameter.grad is not None}
-    for group in runtime.update_order():
+    for group in runtime.update_order() if runtime.world.replica == 0 else ():
         runtime.gatherer.wait_updates(group)
         for flat in group.flats if frozen else group.trainable:
-            mine = flat.layout.shard(runtime.world.rank)
+            mine = flat.layout.shard(runtime.world.shard_rank)
             yield from value_intervals(flat, mine, group.name)
             if optimizer is not None and flat in optimizer.updater.spans:
                 yield from state_records(optimizer.updater, flat, mine, group.name)

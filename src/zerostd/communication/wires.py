@@ -7,6 +7,9 @@ sends is entered in the ledger.
 [Note: gloo] gloo's own all-gather passes slices around a ring and its reduce-scatter is an all-reduce; a broadcast per
 slice and an all-to-all with a sum in rank order move the same bytes in a third of the time, and the sum has one
 order whatever the timing.
+
+[Note: replicas] Where the model state has several replicas, a gradient is reduced to slices among the ranks that share
+one replica, and each slice is then averaged over replicas. Only slices cross from replica to replica.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from zerostd.policy import Kind
 from zerostd.tiers import Done, StreamEvent, Transfer
 
 Start = Callable[[], Transfer]  # of a collective
+REPLICAS = "replicas"  # the ledger's entry for bytes from replica to replica
 
 
 class Collective(Transfer):
@@ -55,19 +59,25 @@ class Collective(Transfer):
         self._finish = None
         if finish is not None:
             self._next = finish()
+        if isinstance(self._next, Collective) and self._next._finish is not None:
+            self._next.land()
 
 
 class Wires:
     """The collectives of one prepared model. In a world of one they return at once."""
 
-    def __init__(self, world: World, ledger: Ledger) -> None:
+    def __init__(self, world: World, ledger: Ledger, entry: str = "reduce") -> None:
         self.world = world
         self.ledger = ledger
+        self._entry = entry  # of the ledger, for the bytes of gradients
         self._num_threads = thread_budget(world.local_size)
         self._receive = torch.empty(0, dtype=torch.uint8, device=world.device)
         self._receiving: Collective | None = None  # the last one that uses the receive buffer; without a stream
         has_stream = world.device.type != "cpu" and world.size > 1
         self._stream = torch.Stream(world.device) if has_stream else None
+        replicas = None if world.channels is None else world.channels.replicas
+        # See [Note: replicas].
+        self._across = None if replicas is None else Wires(world.inside(replicas), ledger, REPLICAS)
 
     @property
     def _channels(self) -> Channels:
@@ -75,26 +85,36 @@ class Wires:
         return self.world.channels
 
     @staticmethod
-    def buffer_bytes(largest: int, world_size: int, *, has_streams: bool) -> int:
-        """Return the bytes of the receive buffer; the largest flat buffer that will be reduced has `largest`."""
-        needed = largest // world_size if has_streams else largest
-        return needed if world_size > 1 else 0
+    def buffer_bytes(largest: int, num_shards: int, num_replicas: int = 1, *, has_streams: bool) -> int:
+        """Return the bytes of receive buffers; the largest flat buffer that will be reduced has `largest`."""
+        if num_shards * num_replicas == 1:
+            return 0
+        mine = largest // num_shards
+        if has_streams:
+            return mine
+        return largest + (2 * mine if num_replicas > 1 else 0)  # what replicas send, and the slice it is added to
 
     def reserve(self, largest: int) -> None:
-        """Allocate the receive buffer."""
-        num_bytes = self.buffer_bytes(largest, self.world.size, has_streams=self._stream is not None)
+        """Allocate receive buffers."""
+        world = self.world
+        mine = largest // world.num_shards
+        has_streams = self._stream is not None
+        num_bytes = self.buffer_bytes(largest, world.num_shards, world.num_replicas, has_streams=has_streams)
+        if self._across is not None and not has_streams:
+            self._across.reserve(mine)
+            num_bytes -= mine
         if num_bytes:
-            self._receive = torch.empty(num_bytes, dtype=torch.uint8, device=self.world.device)
+            self._receive = torch.empty(num_bytes, dtype=torch.uint8, device=world.device)
             self.ledger.enter(Kind.BUFFERS, num_bytes)
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor | None = None) -> Transfer:
-        """Start filling `full` with the slices of all ranks; `shard` is mine, by default my slice of `full`."""
-        if self.world.channels is None:
+        """Start filling `full` with the slices of all shards; `shard` is mine, by default my slice of `full`."""
+        if self.world.num_shards == 1:
             return Done()
         if shard is None:
-            shard = full.view(self.world.size, -1)[self.world.rank]
+            shard = self._mine(full)
         if self._stream is not None:
-            self.ledger.sent["gather"] += shard.nbytes * (self.world.size - 1)
+            self.ledger.sent["gather"] += shard.nbytes * (self.world.num_shards - 1)
             return self._on_stream(lambda: dist.all_gather_into_tensor(full, shard, group=self._channels.gather))
         return self._spread(full, shard, "gather")
 
@@ -103,12 +123,10 @@ class Wires:
         until the wait; one reduce is in flight at a time, the next waits for it."""
         if self._stream is None:
             return self._collect(full, land, accumulate=accumulate)
-        num_bytes = full.nbytes // self.world.size
-        self.ledger.sent["reduce"] += num_bytes * (self.world.size - 1)
-        received = self._receive[:num_bytes].view(full.dtype)
+        received = self._receive[: full.nbytes // self.world.num_shards].view(full.dtype)
 
         def run() -> None:
-            dist.reduce_scatter_tensor(received, full, op=dist.ReduceOp.AVG, group=self._channels.reduce)
+            self._reduce_slice(full, received)
             if accumulate:
                 land.add_(received)
             else:
@@ -118,38 +136,72 @@ class Wires:
 
     def reduce_everywhere(self, full: torch.Tensor) -> Transfer:
         """Start replacing `full` by its mean over ranks: reduce my slice, then send everyone's slices to everyone."""
-        mine = full.view(self.world.size, -1)[self.world.rank]
-        if self._stream is not None:
-            self.ledger.sent["reduce"] += 2 * mine.nbytes * (self.world.size - 1)
+        mine = self._mine(full)
+        if self._stream is None:
+            return self._collect(full, mine, then=lambda: self._spread(full, mine, self._entry))
+        self.ledger.sent[self._entry] += mine.nbytes * (self.world.num_shards - 1)
+        if self._across is None:
+            self.ledger.sent[self._entry] += mine.nbytes * (self.world.num_shards - 1)
             return self._on_stream(lambda: dist.all_reduce(full, dist.ReduceOp.AVG, group=self._channels.reduce))
-        return self._collect(full, mine, then=lambda: self._spread(full, mine, "reduce"))
+
+        def run() -> None:
+            self._reduce_slice(full, mine)
+            dist.all_gather_into_tensor(full, mine, group=self._channels.reduce)
+
+        return self._on_stream(run)
+
+    def _mine(self, full: torch.Tensor) -> torch.Tensor:
+        return full.view(self.world.num_shards, -1)[self.world.shard_rank]
+
+    def _reduce_slice(self, full: torch.Tensor, mine: torch.Tensor) -> None:
+        """Write the mean of my slice to `mine`, which may be that slice of `full`, on the current stream."""
+        self.ledger.sent[self._entry] += mine.nbytes * (self.world.num_shards - 1)
+        dist.reduce_scatter_tensor(mine, full, op=dist.ReduceOp.AVG, group=self._channels.reduce)
+        if self._across is not None:
+            num_replicas = self.world.num_replicas
+            self.ledger.sent[REPLICAS] += 2 * mine.nbytes * (num_replicas - 1) // num_replicas
+            dist.all_reduce(mine, dist.ReduceOp.AVG, group=self._channels.replicas)
 
     def _collect(
         self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False, then: Start | None = None
     ) -> Transfer:
         """Sum everyone's version of my slice, by gloo, and start what comes `then`; see [Note: gloo]."""
-        size = self.world.size
+        size = self.world.num_shards
         if self._receiving is not None:
             self._receiving.land()
-        self.ledger.sent["reduce"] += full.nbytes // size * (size - 1)
+        self.ledger.sent[self._entry] += full.nbytes // size * (size - 1)
         received = self._receive[: full.nbytes].view(full.dtype)
         sent = full.view(torch.uint8)  # gloo has no all-to-all for every dtype
         group = self._channels.reduce
         work = dist.all_to_all_single(received.view(torch.uint8), sent, group=group, async_op=True)
 
         def finish() -> Transfer | None:
-            sum_slices(received, size, 1.0 / size, land, accumulate=accumulate, num_threads=self._num_threads)
-            return None if then is None else then()
+            if self._across is None:
+                sum_slices(received, size, 1.0 / size, land, accumulate=accumulate, num_threads=self._num_threads)
+                return None if then is None else then()
+            mine = self._receive[full.nbytes :][: full.nbytes // size].view(full.dtype)
+            sum_slices(received, size, 1.0 / size, mine, num_threads=self._num_threads)
+            averaged = self._across.reduce_everywhere(mine)
+
+            def finish_average() -> Transfer | None:
+                averaged.wait()
+                if accumulate:
+                    land.add_(mine)
+                else:
+                    land.copy_(mine)
+                return None if then is None else then()
+
+            return Collective([], finish_average)
 
         self._receiving = Collective([work], finish)
         return self._receiving
 
     def _spread(self, full: torch.Tensor, shard: torch.Tensor, verb: str) -> Transfer:
         """Send everyone's slice to everyone, by gloo; see [Note: gloo]."""
-        self.ledger.sent[verb] += shard.nbytes * (self.world.size - 1)
+        self.ledger.sent[verb] += shard.nbytes * (self.world.num_shards - 1)
         group = self._channels.gather if verb == "gather" else self._channels.reduce
-        slices = full.view(self.world.size, -1)
-        mine = slices[self.world.rank]
+        slices = full.view(self.world.num_shards, -1)
+        mine = slices[self.world.shard_rank]
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
         works = [dist.broadcast(part, group_src=r, group=group, async_op=True) for r, part in enumerate(slices)]
@@ -170,9 +222,11 @@ class Wires:
         return value
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send rank 0's values to all, in place, one message per dtype."""
+        """Send rank 0's values to all, in place, one message per dtype: first to each replica, then inside it."""
         if self.world.channels is None:
             return
+        if self._across is not None and self.world.shard_rank == 0:
+            self._across.broadcast(tensors)
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])

@@ -3,6 +3,9 @@
 Three cases on one path: torchrun (or anything that sets its variables) with or without an initialised process group,
 and no launcher at all, which is a world of one without a process group. Each prepared model makes its own channels, so
 several of them in one process never mix their messages.
+
+A mesh of two dimensions (replicate, shard) is hybrid sharding: the ranks of a row share the model state, every row
+holds a replica of it, and the ranks of a column hold the same shard. Without it there is one row.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,9 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from zerostd.compat import default_store
+from zerostd.compat import default_store, named_group
 from zerostd.errors import PrepareError
+
+Mesh = DeviceMesh | dist.ProcessGroup | None  # the ranks that train a model; None: all of them
 
 TIMEOUT_VARIABLE = "ZEROSTD_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
@@ -33,38 +40,62 @@ class Channels:
     the order inside one may not.
     """
 
-    gather: dist.ProcessGroup
-    reduce: dist.ProcessGroup
-    control: dist.ProcessGroup  # gloo, on the CPU: reading its results costs no device synchronisation
+    gather: dist.ProcessGroup  # of the ranks that share the model state
+    reduce: dist.ProcessGroup  # of the same
+    control: dist.ProcessGroup  # of all, gloo, on the CPU: reading its results costs no device synchronisation
     store: Any  # the process group's own key-value store; None in a user's group
+    replicas: dist.ProcessGroup | None = None  # of the ranks that hold the same shard, if there are several
 
 
 @dataclass(frozen=True)
 class World:
     """This process among the others, and the channels to them."""
 
-    rank: int
+    rank: int  # of all ranks that train the model
     size: int
     local_size: int
     device: torch.device
     timeout_s: float
     channels: Channels | None  # None in a world of one
+    num_replicas: int = 1  # of the model state, one in each row of a mesh
+
+    @property
+    def num_shards(self) -> int:
+        """The ranks that share one replica of the model state."""
+        return self.size // self.num_replicas
+
+    @property
+    def shard_rank(self) -> int:
+        """This rank among those: it holds the shard of this number."""
+        return self.rank % self.num_shards
+
+    @property
+    def replica(self) -> int:
+        """The number of the replica that this rank holds a shard of."""
+        return self.rank // self.num_shards
 
     @classmethod
-    def discover(cls, device: torch.device) -> World:
-        """Join the ranks the launcher started, or be a world of one."""
+    def discover(cls, device: torch.device, mesh: Mesh = None) -> World:
+        """Join the ranks that the launcher started, or those of a mesh; or be a world of one."""
         timeout_s = _timeout_s()
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) != 1:
             dist.init_process_group(_backends(device))
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        rows = _rows(mesh, device)
+        ranks = [rank for row in rows for rank in row]
+        if len(ranks) == 1:
             return cls(0, 1, 1, device, timeout_s, None)
-        size = dist.get_world_size()
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        limit = timedelta(seconds=timeout_s)
-        backend = "gloo" if device.type == "cpu" else "nccl"
-        gather, reduce, control = (dist.new_group(backend=b, timeout=limit) for b in (backend, backend, "gloo"))
-        channels = Channels(gather, reduce, control, default_store())
-        return cls(dist.get_rank(), size, local_size, device, timeout_s, channels)
+        size = len(ranks)
+        local_size = min(size, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
+        rank = ranks.index(dist.get_rank())
+        row = rows[rank // len(rows[0])]
+        column = [other[rank % len(rows[0])] for other in rows]
+        backend = dist.get_default_backend_for_device(device)
+        control = _new_group(ranks, "gloo", timeout_s)
+        gather = _new_group(row, backend, timeout_s)
+        reduce = _new_group(row, backend, timeout_s)
+        replicas = _new_group(column, backend, timeout_s) if len(column) > 1 else None
+        channels = Channels(gather, reduce, control, default_store(), replicas)
+        return cls(rank, size, local_size, device, timeout_s, channels, len(rows))
 
     @classmethod
     def pretend(cls, device: torch.device, size: int | None, local_size: int | None) -> World:
@@ -86,7 +117,7 @@ class World:
     def close(self) -> None:
         """Close the channels, if they are still open; the user's own process group stays. They are dropped, for the
         model may stay after its release, and gloo ends its threads with the last reference to a group."""
-        for name in ("gather", "reduce", "control"):
+        for name in ("gather", "reduce", "control", "replicas"):
             group = vars(self.channels).pop(name, None) if self.channels is not None else None
             if group is not None and dist.is_initialized():
                 with contextlib.suppress(ValueError):  # gone with the user's process group
@@ -111,14 +142,53 @@ def try_group(device: torch.device, timeout_s: float) -> tuple[int, str, float]:
         begin = time.perf_counter()
         dist.all_reduce(value)
         num_ranks = round(value.item() ** 0.5)
-        return num_ranks, "gloo" if device.type == "cpu" else "nccl", time.perf_counter() - begin
+        return num_ranks, dist.get_default_backend_for_device(device), time.perf_counter() - begin
     finally:
         if not was_there:
             dist.destroy_process_group()
 
 
 def _backends(device: torch.device) -> str:
-    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+    backend = dist.get_default_backend_for_device(device)
+    return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
+
+
+def _rows(mesh: Mesh, device: torch.device) -> list[list[int]]:
+    """Return the ranks of a mesh, row by row. The ranks of a row share the model state."""
+    if mesh is None:
+        return [list(range(dist.get_world_size() if dist.is_initialized() else 1))]
+    here = dist.get_rank()
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim > 2:
+            raise PrepareError(
+                f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or tuple(mesh.shape)}: it must have one (shard) "
+                "or two (replicate, shard). Select them, as in mesh['replicate', 'shard']"
+            )
+        if mesh.device_type != device.type:
+            raise PrepareError(f"mesh is of {mesh.device_type} devices, and the model is on {device}: use one kind")
+        rows = [[int(rank) for rank in row] for row in mesh.mesh.reshape(-1, mesh.shape[-1]).tolist()]
+    elif isinstance(mesh, dist.ProcessGroup):
+        rows = [dist.get_process_group_ranks(mesh)]
+    else:
+        raise PrepareError(f"mesh={mesh!r} must be a torch DeviceMesh or a process group")
+    ranks = [rank for row in rows for rank in row]
+    if here not in ranks:
+        raise PrepareError(f"rank {here} is not in mesh, which has the ranks {ranks}: call prepare on those only")
+    if ranks != sorted(set(ranks)):
+        raise PrepareError(f"mesh has the ranks {ranks}: they must ascend row by row, as init_device_mesh orders them")
+    return rows
+
+
+def _new_group(ranks: Sequence[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """Make a process group of these ranks. All of them call it, and no others need to."""
+    limit = timedelta(seconds=timeout_s)
+    if len(ranks) == dist.get_world_size():
+        everyone: dist.ProcessGroup = dist.new_group(backend=backend, timeout=limit)
+        return everyone
+    name = f"zerostd/{'-'.join(map(str, ranks))}"
+    count = default_store().add(f"{name}/made-by-{dist.get_rank()}", 1)  # the same on all, which make them in one order
+    group: dist.ProcessGroup = named_group(ranks, backend, limit, f"{name}/{count}")
+    return group
 
 
 def _timeout_s() -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from zerostd.communication.world import Mesh
 from zerostd.planning import Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
 
@@ -23,6 +24,7 @@ class Settings:
     max_grad_norm: float | None = None
     globs: Sequence[str] | None = None  # of the names of modules whose parameters travel together
     plan: Plan | None = None  # obeyed instead of a placement
+    mesh: Mesh = None  # of the ranks that train the model
     states: Mapping[str, torch.dtype] = field(default_factory=dict)  # long states of the optimizer, by name
 
     def describe(self) -> list[str]:

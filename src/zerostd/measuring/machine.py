@@ -23,7 +23,7 @@ from typing import TypeVar, cast
 import torch
 
 from zerostd.communication import Control, World
-from zerostd.communication.world import thread_budget
+from zerostd.communication.world import Mesh, thread_budget
 from zerostd.errors import CommunicationError, PrepareError, ZerostdError
 from zerostd.measuring.identity import choose_device, free_bytes, machine_name, versions
 from zerostd.measuring.rates import (
@@ -96,18 +96,20 @@ def load_or_measure(
     on_progress: Progress | None = None,
     again: bool = False,
     sizes: TrialSizes = FULL,
+    mesh: Mesh = None,
 ) -> MachineProfile:
     """Return the profile that was kept of this machine, or else a new one, which is kept; `free` is that of now.
 
     A kept profile is used if machine, versions and number of ranks are those of now; a directory on a disk that was not
     measured is tried and added. A call that names no directory, or one in a world of one, does without what was
     measured of them. All ranks call it together, as they do `measure_machine`; `again` measures whatever was kept.
+    With a mesh, its ranks are all.
     """
     device = choose_device(device)
     disk_path = None if disk_path is None else os.path.abspath(disk_path)
-    with contextlib.closing(World.discover(device)) as world:
+    with contextlib.closing(World.discover(device, mesh)) as world:
         control = Control(world)
-        kept = from_first(control, lambda: None if again else _read_kept(device, disk_path, world.size))
+        kept = from_first(control, lambda: None if again else _read_kept(device, disk_path, world.num_shards))
         profile = kept or measure_together(control, disk_path, on_progress, sizes)
         if disk_path is not None and profile.disk is None:
             profile = replace(profile, disk=from_first(control, lambda: disk_rates(disk_path, sizes)))

@@ -304,29 +304,30 @@ def _requests_per_s(requests: Sequence[Callable[[int], Transfer]], most: int, si
 
 
 def wire_rates(world: World, sizes: TrialSizes) -> tuple[Wire, ...]:
-    """Return one wire among all ranks, which call this together; none in a world of one."""
-    if world.size == 1:
+    """Return one wire among the ranks that share a model, which call this together; none for one alone."""
+    num_ranks = world.num_shards
+    if num_ranks == 1:
         return ()
     wires = Wires(world, Ledger())
     least = ALIGNMENT * world.size
     full = torch.ones(max(least, sizes.wire // 2 // least * least), dtype=torch.bfloat16, device=world.device)
-    land = torch.empty(full.numel() // world.size, dtype=full.dtype, device=world.device)
+    land = torch.empty(full.numel() // num_ranks, dtype=full.dtype, device=world.device)
     wires.reserve(full.nbytes)
     points: list[Point] = []
     numel = min(full.numel(), max(1, SMALLEST_BYTES // 2 // least) * least)
     while True:
         part = full[:numel]
-        mine = part.view(world.size, -1)[world.rank]
+        mine = part.view(num_ranks, -1)[world.shard_rank]
         gather_s = _collective_s(wires, partial(wires.gather, part, mine), sizes)
         reduce_s = _collective_s(wires, partial(wires.reduce, part, land[: mine.numel()]), sizes)
-        sent = float(mine.nbytes * (world.size - 1))
+        sent = float(mine.nbytes * (num_ranks - 1))
         points += [(sent, gather_s), (sent, reduce_s)]
         spent = (gather_s + reduce_s) * (1 + sizes.turns)
         if numel == full.numel() or GROWTH * spent > MOST_SECONDS * sizes.seconds:
             break
         numel = min(full.numel(), GROWTH * numel)
     latency, bandwidth = fit(points)
-    return (Wire("world", world.size, bandwidth, latency),)
+    return (Wire("world", num_ranks, bandwidth, latency),)
 
 
 def _collective_s(wires: Wires, start: Callable[[], Transfer], sizes: TrialSizes) -> float:

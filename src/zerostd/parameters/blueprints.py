@@ -118,6 +118,11 @@ def check_model(model: nn.Module) -> None:
     for name, parameter in parameters:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise PrepareError(f"parameter {name!r} is lazy and has no shape yet: run one forward before prepare")
+        if any(base.__name__ == "DTensor" for base in type(parameter).__mro__):
+            raise PrepareError(
+                f"parameter {name!r} is a DTensor: zerostd shards plain tensors "
+                "only so far. Prepare the model before it is made parallel, or leave that out"
+            )
         if parameter.requires_grad and parameter.is_complex():
             raise PrepareError(f"parameter {name!r} is {parameter.dtype}: complex parameters cannot be sharded yet")
     places = {str(p.device): name for name, p in parameters if p.device.type != "meta"}

@@ -92,7 +92,7 @@ class Group:
         world = self._wires.world
         ledger = self._wires.ledger
         ledger.work_on(self.name)
-        if ledger.events.is_on and world.size > 1:
+        if ledger.events.is_on and world.num_shards > 1:
             self._span = ledger.events.begin("gather", "wire", self.name, self._full_bytes, device=world.device)
         for flat in self.flats:
             flat.allocate()
@@ -102,11 +102,11 @@ class Group:
     def _gather(self, flat: Flat, full: torch.Tensor) -> Transfer:
         """Bring this rank's part of a flat to the device, and from there to all ranks."""
         world = self._wires.world
-        if world.size == 1:
+        if world.num_shards == 1:
             return self._uploader.upload(flat.rest, full, self.name)
-        mine = flat.rest.tensor if flat.is_sharded else full[flat.layout.shard(world.rank)]
+        mine = flat.rest.tensor if flat.is_sharded else full[flat.layout.shard(world.shard_rank)]
         if mine is None or mine.device != full.device:
-            mine = full[flat.layout.shard(world.rank)] if flat.is_sharded else full
+            mine = full[flat.layout.shard(world.shard_rank)] if flat.is_sharded else full
             self._uploader.upload(flat.rest, mine, self.name).wait()
         return self._wires.gather(full, mine)
 

@@ -70,11 +70,11 @@ def _gathered(plans: Sequence[Sequence[FlatPlan]]) -> int:
 
 def _wires(trained: Sequence[FlatPlan], rules: Rules) -> int:
     """Return the bytes that gradients are received in, and staged in where they are not kept whole."""
-    if rules.size == 1:
+    if rules.size * rules.num_replicas == 1:
         return 0
     largest = max((plan.layout.numel * plan.gradient_dtype.itemsize for plan in trained), default=0)
-    receive = Wires.buffer_bytes(largest, rules.size, has_streams=rules.has_own_memory)
-    return receive + (NUM_STAGING * largest if rules.shards(Kind.GRADIENTS) else 0)
+    receive = Wires.buffer_bytes(largest, rules.size, rules.num_replicas, has_streams=rules.has_own_memory)
+    return receive + (0 if rules.keeps_whole_gradients else NUM_STAGING * largest)
 
 
 def _staging(trained: Sequence[FlatPlan], rules: Rules) -> int:

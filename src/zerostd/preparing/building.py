@@ -52,7 +52,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta" and not is_deferred(parameter):
             make_real(name, parameter, seed=0, device=device)  # raises: nobody knows its values
-    world = World.discover(device)
+    world = World.discover(device, settings.mesh)
     control = Control(world)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(world.close)

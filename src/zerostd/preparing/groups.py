@@ -78,7 +78,7 @@ def _make_shard(plan: FlatPlan, portion: Portion, allocator: TierAllocator) -> S
 
 def _make_gradient(plan: FlatPlan, resources: Resources) -> Gradient:
     basis = (plan.layout, plan.region, plan.gradient_dtype, resources.allocator)
-    keep_whole = plan.rules.size > 1 and not plan.rules.shards(Kind.GRADIENTS)
+    keep_whole = plan.rules.keeps_whole_gradients
     gradient: Gradient
     if plan.gradients is Tier.HOST:
         staging = resources.staging if plan.rules.has_own_memory else None

@@ -25,7 +25,7 @@ Demand = Counter[tuple[Tier, Kind]]  # bytes
 class Rules:
     """Decide how much of a model this rank holds, and where."""
 
-    rank: int
+    rank: int  # of the ranks that share the model state
     size: int
     stage: Stage
     placement: Placement
@@ -36,6 +36,12 @@ class Rules:
     sums_gradients: bool  # several passes make a step
     homes: Mapping[str, Homes] | None = None  # by name of group, instead of the placement's shares of the whole
     reduces_all: bool = False  # `reduce_dtype` is for gradients of fp32 parameters too
+    num_replicas: int = 1  # of the model state
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """Whether gradients have a buffer for all of them, to be reduced in place."""
+        return self.size > 1 and not self.shards(Kind.GRADIENTS)
 
     def shards(self, kind: Kind) -> bool:
         """Return whether this kind is spread over ranks here; in a world of one nothing is."""
@@ -118,7 +124,7 @@ class FlatPlan:
             return need
         dtype = self.gradient_dtype
         itemsize = max(4, dtype.itemsize) if rules.sums_gradients else dtype.itemsize
-        keeps_whole = rules.size > 1 and not rules.shards(Kind.GRADIENTS)
+        keeps_whole = rules.keeps_whole_gradients
         if not keeps_whole or rules.sums_gradients:
             need[self.gradients, Kind.GRADIENTS] += self.numel * itemsize
         if keeps_whole:  # for the wire; what this rank updates is a part of it, unless several passes are summed
@@ -179,7 +185,7 @@ def _lay_out(blueprint: Blueprint, rules: Rules) -> list[FlatPlan]:
         members.sort(key=lambda member: -1 if member.options is None else member.options)
         by_name = {member.name: member for member in members}
         shapes = [(name, tuple(member.parameter.shape)) for name, member in by_name.items()]
-        layout = make_layout(shapes, rules.size, dtype.itemsize)
+        layout = make_layout(shapes, rules.size, dtype.itemsize, num_replicas=rules.num_replicas)
         region = layout.shard(rules.rank) if rules.shards(Kind.OPTIMIZER_STATES) else slice(0, layout.numel)
         ordered = tuple(by_name[interval.name] for interval in layout.intervals)
         flats.append(FlatPlan(rules, ordered, layout, region))

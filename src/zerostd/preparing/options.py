@@ -78,10 +78,10 @@ def check_world(settings: Settings, world: World) -> None:
     """Refuse homes that need sharding where there is none."""
     stage, placement = settings.decided
     for kind, least in ((Kind.PARAMETERS, Stage.PARAMETERS), (Kind.GRADIENTS, Stage.GRADIENTS)):
-        if world.size > 1 and stage < least and set(placement.shares(kind)) != {Tier.DEVICE}:
+        if world.num_shards > 1 and stage < least and set(placement.shares(kind)) != {Tier.DEVICE}:
             share = getattr(placement, kind.value)
             raise PrepareError(
-                f"Placement({kind.value}={share!r}) with stage={stage.value} on {world.size} ranks: what "
+                f"Placement({kind.value}={share!r}) with stage={stage.value} on {world.num_shards} ranks: what "
                 f"rests off the device is this rank's shard, so use stage={least.value} or more"
             )
 
@@ -106,8 +106,8 @@ def rules_for(settings: Settings, world: World, blueprints: Sequence[Blueprint])
             gradients_off=1.0 - placement.shares(Kind.GRADIENTS).get(Tier.DEVICE, 0.0),
         )
     return Rules(
-        rank=world.rank,
-        size=world.size,
+        rank=world.shard_rank,
+        size=world.num_shards,
         stage=stage,
         placement=placement,
         cpu_share=share,
@@ -117,6 +117,7 @@ def rules_for(settings: Settings, world: World, blueprints: Sequence[Blueprint])
         sums_gradients=settings.accumulate is not None and settings.accumulate > 1,
         homes=None if settings.plan is None else homes_of(settings.plan, blueprints),
         reduces_all=settings.precision.compute is None,
+        num_replicas=world.num_replicas,
     )
 
 

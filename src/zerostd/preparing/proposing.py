@@ -49,9 +49,9 @@ def decide(settings: Settings, blueprints: Sequence[Blueprint], control: Control
     plan = settings.plan
     if plan is None:
         plan = _plan_together(settings, blueprints, control, has_optimizer=has_optimizer)
-    elif plan.world_size != world.size:
+    elif plan.world_size != world.num_shards:
         raise PrepareError(
-            f"the plan is for {plan.world_size} rank(s), and this is one of {world.size}: plan again for that"
+            f"the plan is for {plan.world_size} rank(s), and {world.num_shards} share this model: plan again for that"
         )
     obeying = settings.obeying(plan, sizes_of(blueprints))
     check_placement(obeying, obeying.decided[1], has_optimizer=has_optimizer)
@@ -73,7 +73,7 @@ def _plan_together(
     plan = search.all_on_device(least(replace(settings.budget, disk_path=None)))
     if plan is None:
         limits = least(settings.budget)
-        machine = load_or_measure(world.device, disk_path=settings.budget.disk_path)
+        machine = load_or_measure(world.device, disk_path=settings.budget.disk_path, mesh=settings.mesh)
         plan = search.propose(limits, None, machine)
     plan = Plan.from_json(control.collect(plan.to_json())[0])
     if world.rank == 0:
@@ -139,13 +139,13 @@ class PlanSearch:
 
     def all_on_device(self, limits: Mapping[Tier, int]) -> Plan | None:
         """Return the plan with everything on the device, at the first stage at which it fits; None if at none."""
-        for stage in stages_of(self.settings.stage, self.world.size):
+        for stage in stages_of(self.settings.stage, self.world.num_shards):
             counted = self._predict(replace(self.settings, stage=stage, placement=Placement()))
             if sum(counted.get(Tier.DEVICE, {}).values()) <= limits[Tier.DEVICE]:
                 homes = {group.name: Homes() for group in self.blueprints}
                 note = "Everything fits on the device, so nothing has to move."
                 prediction = Prediction(bytes=counted)
-                return Plan(homes, stage, self.world.size, predicted=prediction, limits=limits, notes=(note,))
+                return Plan(homes, stage, self.world.num_shards, predicted=prediction, limits=limits, notes=(note,))
         return None
 
     def propose(self, limits: Mapping[Tier, int], profile: ModelProfile | None, machine: MachineProfile) -> Plan:
@@ -153,7 +153,7 @@ class PlanSearch:
         nothing is known of the model's time and activations."""
         plans: list[Plan] = []
         refused: list[PrepareError] = []
-        for stage in stages_of(self.settings.stage, self.world.size):
+        for stage in stages_of(self.settings.stage, self.world.num_shards):
             request = self._request(limits, profile, machine, stage)
             try:
                 plan = self._best(request)
@@ -203,7 +203,7 @@ class PlanSearch:
             machine=machine,
             limits=limits,
             stage=stage,
-            world_size=self.world.size,
+            world_size=self.world.num_shards,
             accumulate=settings.accumulate or 1,
             waits_for_norm=settings.max_grad_norm is not None
             or settings.accumulate is None

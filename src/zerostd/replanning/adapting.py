@@ -225,7 +225,8 @@ class Adapter(StepObserver):
         seen = self._seen_or_rough(report)  # before anything is measured, which takes memory too
         proposal = ""
         try:
-            machine = load_or_measure(world.device, disk_path=self.runtime.settings.budget.disk_path)
+            settings = self.runtime.settings
+            machine = load_or_measure(world.device, disk_path=settings.budget.disk_path, mesh=settings.mesh)
             proposal = self._propose(reason, report.room, seen, machine) if world.rank == 0 else ""
         except (PrepareError, torch.OutOfMemoryError) as error:  # of measuring: training goes on as it did
             if world.size > 1:

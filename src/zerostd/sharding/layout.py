@@ -94,9 +94,12 @@ class Layout:
         return tuple(piece for index in range(len(self.intervals)) if (piece := self.piece_of(index, region)))
 
 
-def make_layout(parameters: Sequence[tuple[str, tuple[int, ...]]], num_shards: int, itemsize: int) -> Layout:
+def make_layout(
+    parameters: Sequence[tuple[str, tuple[int, ...]]], num_shards: int, itemsize: int, *, num_replicas: int = 1
+) -> Layout:
     """Lay parameters of `itemsize` bytes per element out, without padding between them. Those whose length keeps the
-    next one on a 16-byte boundary come first, in the order given, so that matrices start aligned."""
+    next one on a 16-byte boundary come first, in the order given, so that matrices start aligned. A slice is a multiple
+    of `num_replicas` long: replicas average it in equal parts."""
     per_boundary = max(1, 16 // itemsize)
     ordered = sorted(parameters, key=lambda item: math.prod(item[1]) % per_boundary != 0)
     intervals = []
@@ -104,5 +107,5 @@ def make_layout(parameters: Sequence[tuple[str, tuple[int, ...]]], num_shards: i
     for name, shape in ordered:
         intervals.append(Interval(name, offset, tuple(shape)))
         offset = intervals[-1].end
-    unit = ALIGNMENT * num_shards
+    unit = ALIGNMENT * num_shards * num_replicas
     return Layout(tuple(intervals), -(-offset // unit) * unit, num_shards)
