@@ -59,7 +59,7 @@ def disagreements(case: Case, recipe: Recipe, trained: Trained, reference: Train
     }
     if rank == 0:  # buffers are rank 0's in both
         expected = _in_the_precision_of(trained.state, reference)
-        start = dict(case.make(recipe.seed).named_parameters())
+        start = {name: parameter.cpu() for name, parameter in case.make(recipe.seed).named_parameters()}
         found["a tensor"] = (worst_error(trained.state, expected), bound.tensors)
         found["the way trained"] = (movement_error(trained.state, expected, start), bound.movement)
     return [

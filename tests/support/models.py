@@ -13,7 +13,7 @@ implementations would agree on it. Nor is any a single number, which may pass ze
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,18 @@ class Case:
     groups: tuple[str, ...]  # globs of module names, so that even a small model has several groups
     some_unused: bool = False  # some parameters get no gradient in some backward passes
     batch_norm: bool = False  # the joined batch is normalised together, so it differs from the ranks' batches
+
+
+def on_device(case: Case, device: str) -> Case:
+    """The same model and data, drawn on the CPU and moved to a device."""
+
+    def make(seed: int) -> nn.Module:
+        return case.make(seed).to(device)
+
+    def batch(index: int, rank: int, world_size: int, dtype: torch.dtype) -> Batch:
+        return tuple(tensor.to(device) for tensor in case.batch(index, rank, world_size, dtype))
+
+    return replace(case, make=make, batch=batch)
 
 
 def _generator(index: int, rank: int) -> torch.Generator:

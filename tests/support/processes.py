@@ -47,6 +47,7 @@ class Call(NamedTuple):
     environment: dict[str, str]
     group: tuple[int, str] | None  # port of its store and name of the process group to be in; None: in no group
     function: bytes  # pickled (function, arguments), opened once the path is set
+    device: str
 
 
 class Answer(NamedTuple):
@@ -85,11 +86,13 @@ class RankPool:
     """Processes that stay; `run` calls a function on all of them or on the first few."""
 
     world_size: int
-    grouped: bool  # the ranks are in a gloo process group when the function starts
+    grouped: bool  # the ranks are in a process group when the function starts
+    device: str  # "cpu"; or "cuda", where all ranks share one device and each pretends to be on a host of its own
 
-    def __init__(self, world_size: int, *, grouped: bool = True) -> None:
+    def __init__(self, world_size: int, *, grouped: bool = True, device: str = "cpu") -> None:
         self.world_size = world_size
         self.grouped = grouped
+        self.device = device
         self._workers: list[Worker] = []
         self._folder: Path | None = None
         self._group: tuple[int, str] | None = None  # ranks and name of the group that the workers are in
@@ -124,7 +127,9 @@ class RankPool:
             for rank, worker in enumerate(workers):
                 worker.progress.unlink(missing_ok=True)
                 mine = everyone | {"RANK": str(rank), "LOCAL_RANK": str(rank), PROGRESS: str(worker.progress)}
-                worker.connection.send(Call(path, mine, group, function))
+                if self.device != "cpu":
+                    mine |= {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+                worker.connection.send(Call(path, mine, group, function, self.device))
             answers = _collect(workers, timeout)
             done = True
         finally:
@@ -160,9 +165,10 @@ class RankPool:
             self._folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         context = mp.get_context("forkserver")  # one process loads torch, the ranks are copies of it
         context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "zerostd"])
-        with environment(
-            OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=os.pathsep.join(filter(None, sys.path))
-        ):
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        if self.device == "cpu":
+            variables["CUDA_VISIBLE_DEVICES"] = ""
+        with environment(**variables):
             for number in range(len(self._workers), world_size):
                 ours, theirs = context.Pipe()
                 stacks, progress = self._folder / f"stacks_{number}", self._folder / f"progress_{number}"
@@ -310,8 +316,9 @@ def _enter_group(call: Call, group: tuple[int, str] | None) -> tuple[int, str] |
             dist.destroy_process_group()
         if call.group is not None:
             port, name = call.group
+            backend = dist.get_default_backend_for_device(call.device)
             dist.init_process_group(
-                "gloo",
+                backend if call.device == "cpu" else f"cpu:gloo,{call.device}:{backend}",
                 store=dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, is_master=False)),
                 rank=int(call.environment["RANK"]),
                 world_size=int(call.environment["WORLD_SIZE"]),

@@ -124,7 +124,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def _snapshot(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
 
 
 # -- plain torch and DDP --
@@ -216,7 +216,8 @@ class _MeanGradients:
         _, world_size = rank_and_size()
         named = list(self.model.named_parameters())
         used = torch.tensor([float(name in self.sums) for name, _ in named])
-        flat = torch.cat([self.sums.get(name, torch.zeros(p.shape)).flatten() for name, p in named])
+        device = named[0][1].device
+        flat = torch.cat([self.sums.get(name, torch.zeros(p.shape, device=device)).flatten() for name, p in named])
         if self.reduce_dtype is not None:
             flat = flat.to(self.reduce_dtype)
         if world_size > 1:
@@ -268,7 +269,7 @@ def train_by_hand(
     trained.state = _snapshot(model)
     first_names = {parameter: name for name, parameter in model.named_parameters()}
     trained.masters = {
-        name: masters[first_names[parameter]].detach()
+        name: masters[first_names[parameter]].detach().cpu()
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
     return trained
