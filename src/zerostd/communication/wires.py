@@ -30,7 +30,10 @@ Start = Callable[[], Transfer]  # of a collective
 class Collective(Transfer):
     """Collectives of gloo in flight, and what this thread does when they have landed: sum, or start another one."""
 
-    def __init__(self, works: list[dist.Work], finish: Callable[[], Transfer | None] | None = None) -> None:
+    def __init__(
+        self, world: World, works: list[dist.Work], finish: Callable[[], Transfer | None] | None = None
+    ) -> None:
+        self._world = world
         self._works = works
         self._finish = finish
         self._next: Transfer | None = None
@@ -49,8 +52,9 @@ class Collective(Transfer):
         """Hold the host until the receive buffer is free: what came in has been used, and the next is on its way."""
         works = self._works
         self._works = []
-        for work in works:
-            work.wait()
+        with self._world.waiting():
+            for work in works:
+                work.wait()
         finish = self._finish
         self._finish = None
         if finish is not None:
@@ -135,13 +139,14 @@ class Wires:
         received = self._receive[: full.nbytes].view(full.dtype)
         sent = full.view(torch.uint8)  # gloo has no all-to-all for every dtype
         group = self._channels.reduce
-        work = dist.all_to_all_single(received.view(torch.uint8), sent, group=group, async_op=True)
+        with self.world.waiting():
+            work = dist.all_to_all_single(received.view(torch.uint8), sent, group=group, async_op=True)
 
         def finish() -> Transfer | None:
             sum_slices(received, size, 1.0 / size, land, accumulate=accumulate, num_threads=self._num_threads)
             return None if then is None else then()
 
-        self._receiving = Collective([work], finish)
+        self._receiving = Collective(self.world, [work], finish)
         return self._receiving
 
     def _spread(self, full: torch.Tensor, shard: torch.Tensor, verb: str) -> Transfer:
@@ -152,8 +157,9 @@ class Wires:
         mine = slices[self.world.rank]
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
-        works = [dist.broadcast(part, group_src=r, group=group, async_op=True) for r, part in enumerate(slices)]
-        return Collective([work for work in works if work is not None])
+        with self.world.waiting():
+            works = [dist.broadcast(part, group_src=r, group=group, async_op=True) for r, part in enumerate(slices)]
+        return Collective(self.world, [work for work in works if work is not None])
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum of a small tensor over ranks, in place, on the current stream."""
@@ -165,7 +171,8 @@ class Wires:
 
     def _reduce_scalars(self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if self.world.channels is not None:
-            dist.all_reduce(value, operation, group=self.world.channels.reduce)
+            with self.world.waiting():
+                dist.all_reduce(value, operation, group=self.world.channels.reduce)
             self.ledger.sent["scalars"] += value.nbytes
         return value
 
@@ -176,7 +183,8 @@ class Wires:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
-            dist.broadcast(flat.view(torch.uint8), group_src=0, group=self.world.channels.gather)
+            with self.world.waiting():
+                dist.broadcast(flat.view(torch.uint8), group_src=0, group=self.world.channels.gather)
             for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
                 tensor.detach().copy_(part.view(tensor.shape))
 
@@ -184,7 +192,7 @@ class Wires:
         """Run collectives of nccl in the stream of the wires, behind what is in the current one."""
         assert self._stream is not None
         self._stream.wait_stream(torch.accelerator.current_stream(self.world.device))
-        with self._stream:
+        with self._stream, self.world.waiting():
             run()
         return StreamEvent(self._stream, self.world.device)
 

@@ -10,19 +10,23 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zerostd.communication.peers import Peers
 from zerostd.compat import default_store
-from zerostd.errors import PrepareError
+from zerostd.errors import CommunicationError, PrepareError
 
 TIMEOUT_VARIABLE = "ZEROSTD_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
+# Torch's watchdog would end the process without a Python exception. It aborts the communicators instead, and the next
+# collective raises. See [Note: aborted communicators].
+WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
 @dataclass(eq=False)
@@ -36,7 +40,7 @@ class Channels:
     gather: dist.ProcessGroup
     reduce: dist.ProcessGroup
     control: dist.ProcessGroup  # gloo, on the CPU: reading its results costs no device synchronisation
-    store: Any  # the process group's own key-value store; None in a user's group
+    peers: Peers  # who and where the others are, beside these groups
 
 
 @dataclass(frozen=True)
@@ -54,17 +58,22 @@ class World:
     def discover(cls, device: torch.device) -> World:
         """Join the ranks the launcher started, or be a world of one."""
         timeout_s = _timeout_s()
+        limit = timedelta(seconds=timeout_s)
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) != 1:
-            dist.init_process_group(_backends(device))
+            _join(device, limit)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(0, 1, 1, device, timeout_s, None)
+        rank = dist.get_rank()
         size = dist.get_world_size()
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        limit = timedelta(seconds=timeout_s)
         backend = "gloo" if device.type == "cpu" else "nccl"
-        gather, reduce, control = (dist.new_group(backend=b, timeout=limit) for b in (backend, backend, "gloo"))
-        channels = Channels(gather, reduce, control, default_store())
-        return cls(dist.get_rank(), size, local_size, device, timeout_s, channels)
+        peers = Peers(default_store(), rank, size, timeout_s)
+        with contextlib.ExitStack() as on_failure, _environment(WATCHDOG):
+            on_failure.callback(peers.close)
+            with peers.at("the making of its process groups"), peers.waiting():
+                gather, reduce, control = (dist.new_group(backend=b, timeout=limit) for b in (backend, backend, "gloo"))
+            on_failure.pop_all()
+        return cls(rank, size, local_size, device, timeout_s, Channels(gather, reduce, control, peers))
 
     @classmethod
     def pretend(cls, device: torch.device, size: int | None, local_size: int | None) -> World:
@@ -79,13 +88,42 @@ class World:
 
     def inside(self, group: dist.ProcessGroup) -> World:
         """Return this process among those of a process group, which stays the user's."""
-        channels = Channels(gather=group, reduce=group, control=group, store=None)
+        assert self.channels is not None
+        channels = Channels(gather=group, reduce=group, control=group, peers=self.channels.peers)
         size = group.size()
         return World(group.rank(), size, min(size, self.local_size), self.device, self.timeout_s, channels)
+
+    def enter(self, call: str) -> None:
+        """Note the call that this rank makes now, for errors on other ranks. Backward passes and steps are counted."""
+        if self.channels is not None:
+            self.channels.peers.enter(call)
+
+    def at(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context for a collective; errors inside name it, and so do those of ranks that wait for this one."""
+        return contextlib.nullcontext() if self.channels is None else self.channels.peers.at(what)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Turn what torch.distributed raises inside the context into a CommunicationError that says who is to blame.
+
+        [Note: aborted communicators] A kernel of nccl whose peer is gone runs until its communicator is aborted, and
+        nothing behind it on the device, nor the end of the process, can come before. So a failure aborts all of them.
+        """
+        assert self.channels is not None
+        try:
+            with self.channels.peers.waiting():
+                yield
+        except CommunicationError:
+            for group in (self.channels.gather, self.channels.reduce):
+                with contextlib.suppress(RuntimeError):
+                    group.abort()
+            raise
 
     def close(self) -> None:
         """Close the channels, if they are still open; the user's own process group stays. They are dropped, for the
         model may stay after its release, and gloo ends its threads with the last reference to a group."""
+        if self.channels is not None:
+            self.channels.peers.close()
         for name in ("gather", "reduce", "control"):
             group = vars(self.channels).pop(name, None) if self.channels is not None else None
             if group is not None and dist.is_initialized():
@@ -115,6 +153,31 @@ def try_group(device: torch.device, timeout_s: float) -> tuple[int, str, float]:
     finally:
         if not was_there:
             dist.destroy_process_group()
+
+
+def _join(device: torch.device, limit: timedelta) -> None:
+    """Make the default process group of the ranks that a launcher started."""
+    try:
+        dist.init_process_group(_backends(device), timeout=limit)
+    except RuntimeError as error:
+        text = str(error).strip().splitlines()[0][:200]
+        raise CommunicationError(
+            f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} did not meet the others in "
+            f"zerostd.prepare() at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (time limit "
+            f"{limit.total_seconds():g} s): start all ranks, and let each call zerostd.prepare. Cause: {text}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables inside the context, where the user has not."""
+    names = [name for name in values if name not in os.environ]
+    os.environ.update({name: values[name] for name in names})
+    try:
+        yield
+    finally:
+        for name in names:
+            del os.environ[name]
 
 
 def _backends(device: torch.device) -> str:

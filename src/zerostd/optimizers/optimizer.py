@@ -229,6 +229,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "clips in step(): use one of the two"
             )
         self._gradients.check_unlocked("clip_grad_norm_()")
+        self._gradients.wires.world.enter("optimizer.clip_grad_norm_()")
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         self.grad_norm = self._gradients.clip(max_norm * scale, norm_type) / scale
         return self.grad_norm

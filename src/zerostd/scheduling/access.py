@@ -133,7 +133,8 @@ class ParameterAccess:
             if write:
                 for group in groups:
                     for flat, full in self._held.get(group, {flat: flat.full for flat in group.flats}).items():
-                        self.gatherer.wires.broadcast([full])
+                        with self.gatherer.wires.world.at(f"the broadcast of group {group.name!r}"):
+                            self.gatherer.wires.broadcast([full])
                         flat.keep_all(full)
                     group.commit_edits()
         finally:

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from zerostd.communication.peers import BACKWARD
 from zerostd.compat import at_end_of_backward, in_backward, no_torch_function
 from zerostd.errors import MisuseError
 from zerostd.monitoring.events import LoopPhase
@@ -124,6 +125,7 @@ class Backward:
         self.update_order = list(gatherer.groups)
         self.order_is_learnt = False  # to be learnt anew when groups move in another way
         self.passes = PassCounter(accumulate)
+        self.num_gradients = 0  # of parameters that have one, when ranks last agreed
         self.is_syncing = True  # False inside no_sync: gradients are summed locally
         self._pass: BackwardPass | None = None  # the one that runs now
         self._used: set[nn.Parameter] = set()  # since ranks last agreed
@@ -143,7 +145,7 @@ class Backward:
         self._pass = BackwardPass(self.order)
         self.gatherer.timer.mark(LoopPhase.BACKWARD)
         at_end_of_backward(self.end)
-        self.reducer.control.begin_backward()
+        self.gatherer.wires.world.enter(BACKWARD)
         self.gatherer.begin(LoopPhase.BACKWARD)
         self.reducer.begin()
         return self._pass
@@ -235,10 +237,13 @@ class Backward:
                 self.passes.num_done += bool(arrived)
                 return
             used = [self._is_used(trained) for trained in self.trained]
-            used_anywhere = self.reducer.control.agree(used, self.gatherer.sequence)
-            for trained, is_used in zip(self.trained, used_anywhere, strict=True):
-                if is_used and trained.parameter.grad is None:  # only other ranks had a gradient
-                    trained.parameter.grad = trained.handle
+            facts = [fact for observer in self.observers for fact in observer.facts()]
+            used_anywhere = self.reducer.control.agree(used, self.gatherer.sequence, facts)
+            with no_torch_function():
+                for trained, is_used in zip(self.trained, used_anywhere, strict=True):
+                    if is_used and trained.parameter.grad is None:  # only other ranks had a gradient
+                        trained.parameter.grad = trained.handle
+                self.num_gradients = sum(trained.parameter.grad is not None for trained in self.trained)
             self.passes.num_done += any(used_anywhere)
         else:
             self.passes.num_done += bool(arrived)
@@ -274,6 +279,7 @@ class Backward:
         for observer in self.observers:
             observer.before_backward()
         self.passes.num_done = num_passes
+        self.num_gradients = sum(trained.handle.of in names for trained in self.trained)
 
     @property
     def has_unsynced(self) -> bool:

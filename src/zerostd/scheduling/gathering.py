@@ -8,6 +8,8 @@ different branches would meet in different gathers, so all confirm a gather that
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from zerostd.communication import Control, Wires
@@ -34,8 +36,8 @@ class Gatherer:
 
     def need(self, group: Group, phase: LoopPhase) -> None:
         """Return when `group` and those it borrows are gathered; the groups expected next are on their way then."""
-        if not self._learn(group, phase) and group.state is GroupState.RELEASED and self.wires.world.size > 1:
-            self.control.confirm(group.name, self._num_trained)
+        if not self._learn(group, phase) and group.state is GroupState.RELEASED:
+            self.confirm(f"the gather of group {group.name!r}")
         self.timer.at(group.name)
         for needed in group.needed:
             self.gather(needed)
@@ -49,6 +51,11 @@ class Gatherer:
                 break
             self.start_gather(ahead)
 
+    def confirm(self, where: str, facts: Sequence[str] = ()) -> None:
+        """Raise on all ranks unless all are at `where`, with the same facts."""
+        if self.wires.world.size > 1:
+            self.control.confirm(where, self._num_trained, facts)
+
     def gather(self, group: Group) -> None:
         """Return when a group is gathered."""
         self.start_gather(group)
@@ -60,7 +67,7 @@ class Gatherer:
             return
         self.wait_updates(group)
         self.sequence.append(group.name)
-        with self.control.explain(f"the gather of group {group.name!r}"):
+        with self.wires.world.at(f"the gather of group {group.name!r}"):
             group.start_gather()
 
     def wait_gather(self, group: Group) -> None:
@@ -69,16 +76,15 @@ class Gatherer:
             return
         self.wait_updates(group)
         phase = self.timer.mark(LoopPhase.WAITING, "parameters")
-        with self.control.explain(f"the gather of group {group.name!r}"):
+        with self.wires.world.at(f"the gather of group {group.name!r}"):
             group.wait_gather()
         self.timer.mark(phase)
 
     def copy(self, group: Group) -> dict[Flat, torch.Tensor]:
         """Return a copy of a group's values. Every rank must call it, for the same group."""
         self.wait_updates(group)
-        if self.wires.world.size > 1:
-            self.control.confirm(group.name, self._num_trained)
-        with self.control.explain(f"the gather of group {group.name!r}"):
+        self.confirm(f"the gather of group {group.name!r}")
+        with self.wires.world.at(f"the gather of group {group.name!r}"):
             return group.copy()
 
     def wait_updates(self, group: Group) -> None:
