@@ -124,6 +124,7 @@ def load_from(runtime: Runtime, optimizer: ZeroOptimizer | None, open_checkpoint
 
     checkpoint = load_in_two_phases(runtime, optimizer, check, lambda checked: _apply(runtime, optimizer, checked))
     manifest = checkpoint.manifest
+    runtime.gatherer.control.note(f"zerostd.load() of the checkpoint saved at {manifest.saved}")
     if optimizer is not None and manifest.passes:
         runtime.backward.resume(manifest.passes, {entry.of for entry in manifest.of_kind("gradient")})
     for restore in restore_generators:

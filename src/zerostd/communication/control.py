@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from zerostd.communication.world import World
 from zerostd.errors import CommunicationError, MisuseError, PrepareError
+from zerostd.kernels import crc32
 
 END = "the end of backward"
 MOST_DIFFERENCES = 3  # that an error names
@@ -32,7 +33,7 @@ class Control:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.notes: list[str] = []  # what this rank did since ranks last agreed, a line each
+        self.notes: list[str] = []  # since ranks last agreed
 
     def agree(
         self, used: Sequence[bool], sequence: Sequence[str], facts: Sequence[str] = (), where: str = END
@@ -55,6 +56,16 @@ class Control:
         """Raise on all ranks unless all are at `where`, with the same facts. With the `num_flags` of `agree`, a rank
         that is already at the end of backward is noticed too."""
         self.agree([False] * num_flags, [], facts, where)
+
+    def note(self, line: str) -> None:
+        """Note something that all ranks must do alike; they compare it when they agree next."""
+        if self.world.channels is not None:
+            self.notes.append(line)
+
+    def note_values(self, name: str, values: torch.Tensor) -> None:
+        """Note values that all ranks must load alike."""
+        if self.world.channels is not None:
+            self.note(f"{name!r} loaded with checksum {crc32(values.detach().to('cpu').contiguous()):08x}")
 
     def check_equal(self, what: str, lines: Sequence[str]) -> None:
         """Raise PrepareError if the `lines` of the ranks differ, with the first difference."""

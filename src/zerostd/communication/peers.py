@@ -195,7 +195,7 @@ class Peers:
 
     def _ask(self, rank: int) -> Place | str:
         try:
-            with socket.create_connection(self._addresses[rank], ANSWER_S) as connection:
+            with socket.create_connection(self._addresses[rank], min(ANSWER_S, self.timeout_s)) as connection:
                 connection.sendall(self._message())
                 reply = _receive(connection)
         except TimeoutError:

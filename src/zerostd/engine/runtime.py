@@ -76,9 +76,9 @@ class Runtime:
         self.original_dtypes = original_dtypes
         self.optimizer = None
         self.late_optimizer = None
-        self.loss_scale = LossScale() if settings.precision.scales_loss else None
         reducer = Reducer(self.wires, gatherer.control)
-        self.gradients = Gradients(self.groups, self.wires, self.loss_scale, reducer.wait)
+        loss_scale = LossScale() if settings.precision.scales_loss else None
+        self.gradients = Gradients(self.groups, self.wires, loss_scale, reducer.wait)
         self.observers = [self.gradients]
         self.backward = Backward(
             self._trained(), gatherer, reducer, activations, self.observers, accumulate=settings.accumulate
@@ -112,6 +112,11 @@ class Runtime:
     def world(self) -> World:
         """This process among the others."""
         return self.wires.world
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """Of fp16; None: gradients are not scaled."""
+        return self.gradients.loss_scale
 
     @property
     def ledger(self) -> Ledger:

@@ -24,6 +24,7 @@ from zerostd.parameters.observing import StepObserver
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.reducing import GroupGradients, Reducer, TrainedParameter
+from zerostd.tiers.debug import DEBUG, trace_non_finite
 
 
 class GroupUpdates(Protocol):
@@ -173,6 +174,9 @@ class Backward:
             grad = grad.take_incoming()
         parameter.grad = None
         grad = (grad if grad.layout is torch.strided else grad.to_dense()).detach()
+        if DEBUG:
+            where = f"rank {self.gatherer.wires.world.rank}, step {self.passes.num_steps + 1}"
+            trace_non_finite(grad, f"{where}: the gradient of {trained.handle.of!r}")
         group = trained.group
         if group in running.reported:
             raise MisuseError(
