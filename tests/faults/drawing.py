@@ -21,7 +21,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "delay": HOOKS,
     "connection reset": HOOKS,
     "memory limit": ("forward", "loss", "backward"),
-    "call by one rank alone": ("full_state_dict", "clip", "gathered", "prepare", "save"),
+    "call by one rank alone": ("forward", "full_state_dict", "clip", "gathered", "prepare", "save", "load", "release"),
     "rank leaves the loop": ("loader",),
     "rank skips": ("backward", "step"),
     "rank steps twice": ("step",),

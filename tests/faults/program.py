@@ -231,6 +231,12 @@ class Training:
         """Make a call that the other ranks do not make, or make in another way."""
         if self.does("call by one rank alone", "prepare"):
             prepare(Net(), Job(0, "device", 0), self.folder)
+        if self.does("call by one rank alone", "forward"):
+            self.model(torch.ones(4, 8))
+        if self.does("call by one rank alone", "load") and Path(f"{self.folder}/saved").exists():
+            zerostd.load(f"{self.folder}/saved", self.model, self.optimizer)
+        if self.does("call by one rank alone", "release"):
+            zerostd.release(self.model)
         if self.does("call by one rank alone", "full_state_dict"):
             zerostd.full_state_dict(self.model)
         if self.does("call by one rank alone", "save"):

@@ -34,6 +34,7 @@ class Control:
     def __init__(self, world: World) -> None:
         self.world = world
         self.notes: list[str] = []  # since ranks last agreed
+        self.num_flags = 0  # parameters in `agree`: all messages that may meet have one size
 
     def agree(
         self, used: Sequence[bool], sequence: Sequence[str], facts: Sequence[str] = (), where: str = END
@@ -48,14 +49,15 @@ class Control:
         with self.world.at(where), self.world.waiting():
             dist.all_reduce(message, dist.ReduceOp.MAX, group=self.world.channels.control)
         if not torch.equal(message[-8:-4], 255 - message[-4:]):
-            raise CommunicationError(_explain(self.collect(ours)))  # all ranks are here
+            raise CommunicationError(_explain(self._exchange(ours, where)))  # all ranks are here
         self.notes.clear()
         return [bool(flag) for flag in message[:-8].tolist()]
 
-    def confirm(self, where: str, num_flags: int, facts: Sequence[str] = ()) -> None:
-        """Raise on all ranks unless all are at `where`, with the same facts. With the `num_flags` of `agree`, a rank
-        that is already at the end of backward is noticed too."""
-        self.agree([False] * num_flags, [], facts, where)
+    def confirm(self, where: str, facts: Sequence[str] = ()) -> None:
+        """Raise on all ranks unless all are at `where`, with the same facts. A rank that is at the end of backward is
+        noticed too."""
+        if self.world.channels is not None:
+            self.agree([False] * self.num_flags, [], facts, where)
 
     def note(self, line: str) -> None:
         """Note something that all ranks must do alike; they compare it when they agree next."""
@@ -76,6 +78,10 @@ class Control:
 
     def collect(self, value: Any, what: str = "an exchange between ranks") -> list[Any]:
         """Return everyone's value, by rank; `what` names the exchange in errors."""
+        self.confirm(what)
+        return self._exchange(value, what)
+
+    def _exchange(self, value: Any, what: str) -> list[Any]:
         if self.world.channels is None:
             return [value]
         out: list[Any] = [None] * self.world.size
@@ -87,6 +93,7 @@ class Control:
         """Return everyone's value on rank 0, nothing on the others."""
         if self.world.channels is None:
             return [value]
+        self.confirm(what)
         out: list[Any] | None = [None] * self.world.size if self.world.rank == 0 else None
         with self.world.at(what), self.world.waiting():
             dist.gather_object(value, out, group=self.world.channels.control, group_dst=0)

@@ -67,6 +67,7 @@ class Wires:
     def __init__(self, world: World, ledger: Ledger) -> None:
         self.world = world
         self.ledger = ledger
+        self.in_backward = False  # gathers are those of a backward pass
         self._num_threads = thread_budget(world.local_size)
         self._receive = torch.empty(0, dtype=torch.uint8, device=world.device)
         self._receiving: Collective | None = None  # the last one that uses the receive buffer; without a stream
@@ -77,6 +78,10 @@ class Wires:
     def _channels(self) -> Channels:
         assert self.world.channels is not None
         return self.world.channels
+
+    @property
+    def _gathering(self) -> dist.ProcessGroup:
+        return self._channels.regather if self.in_backward else self._channels.gather
 
     @staticmethod
     def buffer_bytes(largest: int, world_size: int, *, has_streams: bool) -> int:
@@ -99,7 +104,7 @@ class Wires:
             shard = full.view(self.world.size, -1)[self.world.rank]
         if self._stream is not None:
             self.ledger.sent["gather"] += shard.nbytes * (self.world.size - 1)
-            return self._on_stream(lambda: dist.all_gather_into_tensor(full, shard, group=self._channels.gather))
+            return self._on_stream(lambda: dist.all_gather_into_tensor(full, shard, group=self._gathering))
         return self._spread(full, shard, "gather")
 
     def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Transfer:
@@ -152,7 +157,7 @@ class Wires:
     def _spread(self, full: torch.Tensor, shard: torch.Tensor, verb: str) -> Transfer:
         """Send everyone's slice to everyone, by gloo; see [Note: gloo]."""
         self.ledger.sent[verb] += shard.nbytes * (self.world.size - 1)
-        group = self._channels.gather if verb == "gather" else self._channels.reduce
+        group = self._gathering if verb == "gather" else self._channels.reduce
         slices = full.view(self.world.size, -1)
         mine = slices[self.world.rank]
         if mine.data_ptr() != shard.data_ptr():
@@ -172,7 +177,7 @@ class Wires:
     def _reduce_scalars(self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if self.world.channels is not None:
             with self.world.waiting():
-                dist.all_reduce(value, operation, group=self.world.channels.reduce)
+                dist.all_reduce(value, operation, group=self.world.channels.scalars)
             self.ledger.sent["scalars"] += value.nbytes
         return value
 
@@ -184,7 +189,7 @@ class Wires:
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
             with self.world.waiting():
-                dist.broadcast(flat.view(torch.uint8), group_src=0, group=self.world.channels.gather)
+                dist.broadcast(flat.view(torch.uint8), group_src=0, group=self.world.channels.broadcast)
             for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
                 tensor.detach().copy_(part.view(tensor.shape))
 

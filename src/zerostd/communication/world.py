@@ -33,12 +33,17 @@ WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORIN
 class Channels:
     """Process groups of one prepared model.
 
-    Gathers, reduces and control messages have one each: their order relative to each other may differ between ranks,
-    the order inside one may not.
+    Each has messages of its own kind: their order relative to each other may differ between ranks, the order inside one
+    may not. [Note: gloo ends the process] gloo calls abort() when a message is longer than the one it expects. So two
+    kinds of messages share a group of gloo only if a rank that strays from its peers cannot send one where they wait
+    for the other. Communicators of nccl take memory of the device, and there some of the groups are the same.
     """
 
     gather: dist.ProcessGroup
+    regather: dist.ProcessGroup  # gathers in backward, while a rank that strays may be in a forward
     reduce: dist.ProcessGroup
+    broadcast: dist.ProcessGroup
+    scalars: dist.ProcessGroup
     control: dist.ProcessGroup  # gloo, on the CPU: reading its results costs no device synchronisation
     peers: Peers  # who and where the others are, beside these groups
 
@@ -71,9 +76,9 @@ class World:
         with contextlib.ExitStack() as on_failure, _environment(WATCHDOG):
             on_failure.callback(peers.close)
             with peers.at("the making of its process groups"), peers.waiting():
-                gather, reduce, control = (dist.new_group(backend=b, timeout=limit) for b in (backend, backend, "gloo"))
+                channels = _make_channels(backend, limit, peers)
             on_failure.pop_all()
-        return cls(rank, size, local_size, device, timeout_s, Channels(gather, reduce, control, peers))
+        return cls(rank, size, local_size, device, timeout_s, channels)
 
     @classmethod
     def pretend(cls, device: torch.device, size: int | None, local_size: int | None) -> World:
@@ -89,7 +94,7 @@ class World:
     def inside(self, group: dist.ProcessGroup) -> World:
         """Return this process among those of a process group, which stays the user's."""
         assert self.channels is not None
-        channels = Channels(gather=group, reduce=group, control=group, peers=self.channels.peers)
+        channels = Channels(group, group, group, group, group, group, peers=self.channels.peers)
         size = group.size()
         return World(group.rank(), size, min(size, self.local_size), self.device, self.timeout_s, channels)
 
@@ -114,7 +119,7 @@ class World:
             with self.channels.peers.waiting():
                 yield
         except CommunicationError:
-            for group in (self.channels.gather, self.channels.reduce):
+            for group in {self.channels.gather, self.channels.reduce}:
                 with contextlib.suppress(RuntimeError):
                     group.abort()
             raise
@@ -122,11 +127,12 @@ class World:
     def close(self) -> None:
         """Close the channels, if they are still open; the user's own process group stays. They are dropped, for the
         model may stay after its release, and gloo ends its threads with the last reference to a group."""
-        if self.channels is not None:
-            self.channels.peers.close()
-        for name in ("gather", "reduce", "control"):
-            group = vars(self.channels).pop(name, None) if self.channels is not None else None
-            if group is not None and dist.is_initialized():
+        if self.channels is None:
+            return
+        self.channels.peers.close()
+        names = [name for name in vars(self.channels) if name != "peers"]
+        for group in dict.fromkeys(vars(self.channels).pop(name) for name in names):
+            if dist.is_initialized():
                 with contextlib.suppress(ValueError):  # gone with the user's process group
                     dist.destroy_process_group(group)
 
@@ -153,6 +159,18 @@ def try_group(device: torch.device, timeout_s: float) -> tuple[int, str, float]:
     finally:
         if not was_there:
             dist.destroy_process_group()
+
+
+def _make_channels(backend: str, limit: timedelta, peers: Peers) -> Channels:
+    """Make the process groups of one prepared model; see [Note: gloo ends the process]."""
+    control = dist.new_group(backend="gloo", timeout=limit)
+    gather = dist.new_group(backend=backend, timeout=limit)
+    reduce = dist.new_group(backend=backend, timeout=limit)
+    if backend != "gloo":
+        return Channels(gather, gather, reduce, gather, reduce, control, peers)
+    regather = dist.new_group(backend=backend, timeout=limit)
+    broadcast = dist.new_group(backend=backend, timeout=limit)
+    return Channels(gather, regather, reduce, broadcast, control, control, peers)
 
 
 def _join(device: torch.device, limit: timedelta) -> None:

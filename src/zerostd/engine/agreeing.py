@@ -56,7 +56,7 @@ class StepAgreement(StepObserver):
         before = {*self._agreed, *self._last}
         changes = [fact for fact in (*options, *step) if fact not in before]
         self._last = step
-        backward.gatherer.confirm(f"{STEP} with {'; '.join(changes)}" if changes else STEP, changes)
+        backward.gatherer.control.confirm(f"{STEP} with {'; '.join(changes)}" if changes else STEP, changes)
 
     def _describe(self) -> Iterator[str]:
         yield f"steps taken: {self._backward.passes.num_steps}"

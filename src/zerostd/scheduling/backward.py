@@ -147,6 +147,7 @@ class Backward:
         self.gatherer.timer.mark(LoopPhase.BACKWARD)
         at_end_of_backward(self.end)
         self.gatherer.wires.world.enter(BACKWARD)
+        self.gatherer.wires.in_backward = True
         self.gatherer.begin(LoopPhase.BACKWARD)
         self.reducer.begin()
         return self._pass
@@ -160,6 +161,7 @@ class Backward:
             return
         self.reducer.wait()
         self.gatherer.release_all(is_backward=True)
+        self.gatherer.wires.in_backward = False
         self._pass = None
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)
 
@@ -233,6 +235,7 @@ class Backward:
             self.reducer.launch(late, sync=self.is_syncing)
         if not running.keeps_graph:  # else its backward, or the next forward, ends with that
             self.gatherer.release_all(is_backward=True)
+        self.gatherer.wires.in_backward = False
         self._used.update(trained.parameter for trained in arrived)
         self._pass = None
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)

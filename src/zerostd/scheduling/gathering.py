@@ -8,8 +8,6 @@ different branches would meet in different gathers, so all confirm a gather that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from zerostd.communication import Control, Wires
@@ -30,14 +28,14 @@ class Gatherer:
         self.timer = LoopTimer(wires.world.device, wires.ledger.events)
         self.prefetch_depth = PREFETCH_DEPTH  # groups started ahead; 0 gathers only on demand
         self.sequence: list[str] = []  # groups whose gather was started since ranks last compared notes
-        self._num_trained = sum(len(flat.parameters) for group in groups for flat in group.trainable)
+        self.control.num_flags = sum(len(flat.parameters) for group in groups for flat in group.trainable)
         self._next: dict[tuple[LoopPhase, Group | None], Group] = {}  # by phase and group; None: the first
         self._last: dict[LoopPhase, Group | None] = {}  # the group needed last, in forward and in backward
 
     def need(self, group: Group, phase: LoopPhase) -> None:
         """Return when `group` and those it borrows are gathered; the groups expected next are on their way then."""
         if not self._learn(group, phase) and group.state is GroupState.RELEASED:
-            self.confirm(f"the gather of group {group.name!r}")
+            self.control.confirm(f"the gather of group {group.name!r}")
         self.timer.at(group.name)
         for needed in group.needed:
             self.gather(needed)
@@ -50,11 +48,6 @@ class Gatherer:
             if self.wires.world.size == 1 and not all(update.is_done() for update in ahead.updates):
                 break
             self.start_gather(ahead)
-
-    def confirm(self, where: str, facts: Sequence[str] = ()) -> None:
-        """Raise on all ranks unless all are at `where`, with the same facts."""
-        if self.wires.world.size > 1:
-            self.control.confirm(where, self._num_trained, facts)
 
     def gather(self, group: Group) -> None:
         """Return when a group is gathered."""
@@ -83,7 +76,7 @@ class Gatherer:
     def copy(self, group: Group) -> dict[Flat, torch.Tensor]:
         """Return a copy of a group's values. Every rank must call it, for the same group."""
         self.wait_updates(group)
-        self.confirm(f"the gather of group {group.name!r}")
+        self.control.confirm(f"the gather of group {group.name!r}")
         with self.wires.world.at(f"the gather of group {group.name!r}"):
             return group.copy()
 
