@@ -30,7 +30,7 @@ def test_ranks_end_as_documented_whatever_happens_to_one_of_them() -> None:
     said = {outcome.fault.seed: outcome.ends for outcome in outcomes}
     assert "is gone: its process has ended" in said[0][0].text
     assert "rank 0 does not answer: its process is stopped" in said[1][1].text
-    assert "rank 2 is gone: its process has ended with Broken: broken on purpose" in said[2][0].text
+    assert "rank 2 is gone: its process has ended, after Broken: broken on purpose" in said[2][0].text
     assert "param_groups[0]['lr'] = 0.01 on rank 0 and param_groups[0]['lr'] = 0.5 on rank 1" in said[3][0].text
     assert "optimizer.step() with param_groups[0]['lr'] = 0.5" in said[4][0].text
     assert "steps taken: 2 on rank 0 and steps taken: 1 on rank 1" in said[5][0].text

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 import zerostd
 from zerostd.communication.peers import Peers
 from zerostd.communication.wires import Wires
-from zerostd.communication.world import World
+from zerostd.communication.world import Channels, World
+from zerostd.compat import default_store
 from zerostd.monitoring import Ledger
 
 pytestmark = pytest.mark.gpu

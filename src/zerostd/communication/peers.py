@@ -49,7 +49,7 @@ class Place:
     num_backwards: int = 0
     seconds: float = 0.0  # on the clock of its process, of the last change; in a message: since then
     verdict: str = ""  # who is to blame for a collective that failed, as this rank sees it
-    end: str = ""  # why it left, if it has
+    end: str = ""  # after what it left, if it has
 
     @property
     def counts(self) -> str:
@@ -85,6 +85,9 @@ class Peers:
             self._addresses = self._meet(store, host, size)
         except BaseException:
             self._socket.close()
+            with contextlib.suppress(RuntimeError):  # as if it had not called: the next time it counts as the first
+                store.add(f"zerostd/prepare/{rank}", -1)
+                store.delete_key(f"{self._key}/{rank}")
             raise
         _close_in_children()
         OPEN.add(self)
@@ -181,10 +184,10 @@ class Peers:
     def _last_seen(self, rank: int) -> str:
         """Return what is known of a rank that does not answer, to follow the word that says so."""
         if rank not in self._seen:
-            return ", and was not heard of since zerostd.prepare()"
+            return ". It was not heard of since zerostd.prepare()"
         heard, place = self._seen[rank]
         if place.end:
-            return f": {place.end}. Its last message says that it {place.describe()}"
+            return f", {place.end}. Its last message says that it {place.describe()}"
         return f". Its last message, {time.monotonic() - heard:.1f} s ago, says that it {place.describe()}"
 
     def _ask_all(self) -> dict[int, Place | str]:
@@ -207,7 +210,7 @@ class Peers:
         for line in reply["seen"]:
             self._note(line, is_relayed=True)
         place = self._note(reply["place"])
-        return f"is gone: {place.end}" if place.end else place
+        return "is gone" if place.end else place
 
     def _tell_all(self) -> None:
         """Let every rank that answers know the verdict, before this process ends."""
@@ -229,9 +232,9 @@ class Peers:
         if not self._is_open:
             return
         error = getattr(sys, "last_value", None)  # an exception that ends the interpreter
-        self.place.end = "it has released the model, or its process has ended"
+        self.place.end = "after it had let go of the model"
         if error is not None:
-            self.place.end = f"its process has ended with {type(error).__name__}: {str(error)[:200]}"
+            self.place.end = f"after {type(error).__name__}: {str(error)[:200]}"
         self._is_open = False
         size = len(self._addresses)
         any(self._tell((self.place.rank + step) % size) for step in range(1, min(size, 4)))
@@ -287,14 +290,17 @@ class Peers:
 
 
 def _receive(connection: socket.socket) -> dict[str, Any] | None:
-    """Return the object of one line; None if the other side has closed."""
+    """Return the object of one line; None if the other side has closed, or sent something else."""
     data = b""
     while not data.endswith(b"\n") and len(data) < MOST_BYTES:
         block = connection.recv(MOST_BYTES)
         if not block:
             return None
         data += block
-    message = json.loads(data)
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
     return message if isinstance(message, dict) else None
 
 
