@@ -7,6 +7,7 @@ import functools
 import json
 import multiprocessing as mp
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -48,6 +49,7 @@ class Outcome:
     problems: list[str]  # nothing here: as documented
     is_detected: bool  # every other rank raised, or the fault could do no harm
     is_named: bool | None  # the guilty rank, by every other rank; None: nothing had to be said
+    is_alone: bool = False  # and nobody blamed any other rank
 
 
 def run(fault: Fault) -> Outcome:
@@ -75,7 +77,8 @@ def judge(fault: Fault, ends: list[End], seconds: float) -> Outcome:
     if guilty.code == -signal.SIGABRT and fault.kind != "memory limit":
         problems.append(f"rank {fault.rank} was ended by SIGABRT")
     finished = [rank for rank, end in enumerate(ends) if end.code == 0 and end.losses]
-    wrong = [rank for rank in finished if ends[rank].losses != right[rank] and fault.kind != "rank leaves the loop"]
+    left = {fault.rank} if fault.kind == "rank leaves the loop" else set()  # it has seen a part of the run only
+    wrong = [rank for rank in finished if ends[rank].losses != right[rank] and rank not in left]
     problems += [f"rank {rank} finished with wrong values" for rank in wrong]
     if fault.kind in RECOVERED:
         problems += [f"rank {rank} did not finish: {end.text[:300]}" for rank, end in enumerate(ends) if end.code]
@@ -84,7 +87,13 @@ def judge(fault: Fault, ends: list[End], seconds: float) -> Outcome:
     is_detected = len(raised) == len(others) or not wrong
     unnamed = [rank for rank, end in raised.items() if not _names(end.text, fault, rank)]
     problems += [f"rank {rank} names others: {raised[rank].text[:700]}" for rank in unnamed]
-    return Outcome(fault, ends, seconds, problems, is_detected, not unnamed if raised else None)
+    is_alone = all(_blamed(end.text) <= {rank, fault.rank} for rank, end in raised.items())
+    return Outcome(fault, ends, seconds, problems, is_detected, not unnamed if raised else None, is_alone)
+
+
+def _blamed(text: str) -> set[int]:
+    """Return the ranks that a message speaks of; a rank whose verdict is quoted is not blamed."""
+    return {int(number) for number in re.findall(r"rank (\d+)(?! failed before)", text)}
 
 
 def _names(text: str, fault: Fault, rank: int) -> bool:

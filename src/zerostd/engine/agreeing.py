@@ -62,7 +62,7 @@ class StepAgreement(StepObserver):
         yield f"steps taken: {self._backward.passes.num_steps}"
         if self._gradients.loss_scale is not None:
             yield f"loss scale: {self._gradients.loss_scale.value}"
-        if self.optimizer is None:
+        if self.optimizer is None or not self.optimizer.compares_options:
             return
         yield f"max_grad_norm={self.optimizer.max_grad_norm}"
         for index, group in enumerate(self.optimizer.param_groups):

@@ -64,6 +64,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._gradients = gradients
         self._schedule = schedule
         self.max_grad_norm = max_grad_norm
+        self.compares_options = True  # with those of the other ranks, when a backward pass ends
         self.loss_scale = gradients.loss_scale
         self.grad_norm: torch.Tensor | None = None  # of the last step that clipped or scaled, before clipping
         super().__init__(self.inner.param_groups, self.inner.defaults)
