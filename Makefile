@@ -5,6 +5,7 @@
 #   make lint      ruff and mypy
 #   make docs      the documentation as a site, in build/site
 #   make kills     kill a training 60 times, and see that nothing is lost (minutes)
+#   make faults    kill, stop and confuse ranks 1,000 times, and see that all end as documented (an hour)
 #   make native    build the native library again, beside the sources
 #   make sanitize  run the native operations under the address, undefined behaviour and thread sanitizers
 #   make clean     remove what was built; .venv stays, and is brought up to date by the next target
@@ -17,7 +18,7 @@ INSTALLED := .venv/.installed
 DEVELOPING := .venv/.developing
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: demo test explore lint docs kills native sanitize clean
+.PHONY: demo test explore lint docs kills faults native sanitize clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m torch.distributed.run --nproc-per-node 2 examples/digits.py
@@ -41,6 +42,9 @@ docs: $(DEVELOPING)
 
 kills: $(DEVELOPING)
 	$(BIN)/python benchmarks/kills.py --write
+
+faults: $(DEVELOPING)
+	$(BIN)/python benchmarks/faults.py --write
 
 native: $(BIN)/python
 	$(PIP_INSTALL) --no-deps -e .

@@ -220,6 +220,7 @@ def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, A
     runtime = runtime_of(model, "full_state_dict")
     if runtime.optimizer is not None:
         runtime.optimizer.check_consistent("full_state_dict()")
+    runtime.gatherer.control.confirm("zerostd.full_state_dict()")
     keep = rank is None or rank == runtime.world.rank
     values: dict[torch.Tensor, torch.Tensor] = {}
     for group in runtime.groups:
@@ -370,6 +371,7 @@ def release(model: nn.Module) -> nn.Module:
     """Undo prepare: an ordinary module again, with full parameters in the dtypes they had. Collective."""
     runtime = runtime_of(model, "release")
     runtime.wait_gradients()
+    runtime.gatherer.control.confirm("zerostd.release()")
     runtime.hooks.remove()
     runtime.guards.remove()
     for group in runtime.groups:

@@ -14,8 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import zerostd
+from zerostd.communication.peers import Peers
 from zerostd.communication.wires import Wires
 from zerostd.communication.world import Channels, World
+from zerostd.compat import default_store
 from zerostd.monitoring import Ledger
 
 pytestmark = pytest.mark.gpu
@@ -164,7 +166,10 @@ def nccl_group():
 
 def test_wires_over_nccl_land_on_the_current_stream(nccl_group):
     """One rank, but every collective, stream and event of the path that several ranks take."""
-    channels = Channels(dist.new_group(), dist.new_group(), dist.new_group(backend="gloo"), None)
+    group = dist.new_group()
+    peers = Peers(default_store(), 0, 1, 60.0)
+    control = dist.new_group(backend="gloo")
+    channels = Channels(group, group, dist.new_group(), group, group, control, peers)
     wires = Wires(World(0, 2, 1, nccl_group, 60.0, channels), Ledger())
     wires.world = World(0, 1, 1, nccl_group, 60.0, channels)
     wires.reserve(4 << 20)

@@ -412,8 +412,8 @@ def test_a_rank_that_skips_a_backward_is_named_in_time(ranks, tmp_path):
     said = ranks(2, waiting, str(tmp_path))[0]
     assert [stage for stage, _, _ in said] == [0, 2, 3]
     for _, text, seconds in said:
-        assert "rank 1 has begun 1 backward passes, this rank 2" in text, text
-        assert "group '" in text, text
+        assert "rank 1 made its last call, forward" in text and "with 1 backward passes" in text, text
+        assert "group '" in text and "with 2 backward passes" in text, text
         assert LIMIT_S - 0.5 < seconds < LATEST_S, f"{seconds:.1f} s for a limit of {LIMIT_S} s"
 
 
@@ -438,7 +438,7 @@ def test_a_rank_that_dies_is_named(rank_pool, tmp_path):
     rank_pool.close()
     assert time.monotonic() - started < 45
     said = file.read_text()
-    assert "rank 1 has begun 1 backward passes" in said, said
+    assert "rank 1 is gone: its process has ended. Its last message" in said, said
 
 
 class Branching(Net):

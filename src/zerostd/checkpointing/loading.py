@@ -80,7 +80,7 @@ def _on_all_ranks(runtime: Runtime, where: str, remark: str, work: Callable[[], 
     except Exception as error:
         cause = error
     message = None if cause is None else str(checkpoint_error(cause))
-    for rank, said in enumerate(runtime.gatherer.control.meet(where, message)):
+    for rank, said in enumerate(runtime.gatherer.control.collect(message, where)):
         if said is not None:
             who = f"rank {rank}: " if runtime.world.size > 1 else ""
             raise CheckpointError(f"{who}{said}. {remark}") from cause
@@ -124,6 +124,7 @@ def load_from(runtime: Runtime, optimizer: ZeroOptimizer | None, open_checkpoint
 
     checkpoint = load_in_two_phases(runtime, optimizer, check, lambda checked: _apply(runtime, optimizer, checked))
     manifest = checkpoint.manifest
+    runtime.gatherer.control.note(f"zerostd.load() of the checkpoint saved at {manifest.saved}")
     if optimizer is not None and manifest.passes:
         runtime.backward.resume(manifest.passes, {entry.of for entry in manifest.of_kind("gradient")})
     for restore in restore_generators:

@@ -76,7 +76,8 @@ def full_values(runtime: Runtime, group: Group) -> Iterator[tuple[nn.Parameter, 
             full = flat.full
         else:
             full = torch.empty(flat.layout.numel, dtype=mine.dtype, device=mine.device)
-            runtime.wires.gather(full, mine).wait()
+            with runtime.world.at(f"the gather of group {group.name!r}"):
+                runtime.wires.gather(full, mine).wait()
         for parameter, interval in zip(flat.parameters, flat.layout.intervals, strict=True):
             values = full[interval.offset : interval.end].view(interval.shape)
             yield parameter, values.to(runtime.original_dtypes[parameter])

@@ -57,7 +57,7 @@ def save_checkpoint(
     try:
         manifest, records = _describe(runtime, optimizer, extra, frozen=frozen)
     except CheckpointError as error:
-        control.meet("zerostd.save()", error)  # so that the others do not wait
+        control.collect(error, "zerostd.save()")  # so that the others do not wait
         raise
     saving = Saving(path, records, manifest, control, keep)
     for group in runtime.groups:

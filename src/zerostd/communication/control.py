@@ -1,15 +1,14 @@
-"""Control messages: small, on the CPU, once or twice a step. Ranks agree, or learn who is missing.
+"""Control messages: small, on the CPU, once or twice a step. Ranks agree, or learn who differs.
 
 `check_equal` at prepare finds ranks with different models before they can hang. `agree` after each backward says
-which parameters were used on any rank, and that all ranks gathered the same groups in the same order. `explain`
-turns a time-out into an error that names the rank that is behind. Called by scheduling, preparing and checkpointing.
+which parameters were used on any rank, that all ranks gathered the same groups in the same order, and that they take
+the same options into the step. Called by scheduling, preparing and checkpointing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -18,6 +17,15 @@ import torch.distributed as dist
 
 from zerostd.communication.world import World
 from zerostd.errors import CommunicationError, MisuseError, PrepareError
+from zerostd.kernels import crc32
+
+END = "the end of backward"
+MOST_DIFFERENCES = 3  # that an error names
+SAME_CALLS = "Every rank must make the same calls in the same order"
+SAME_ORDER = (
+    "Modules that only some ranks call must share a group with one that all ranks call: pass groups=[...] with their "
+    "parent's name"
+)
 
 
 class Control:
@@ -25,100 +33,71 @@ class Control:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.num_backwards = 0
-        self.num_meetings = 0
-        self._key = "zerostd" if world.channels is None else f"zerostd/{world.channels.control.group_name}"
+        self.notes: list[str] = []  # since ranks last agreed
+        self.num_flags = 0  # parameters in `agree`: all messages that may meet have one size
 
-    def begin_backward(self) -> None:
-        """Publish that this rank is in its next backward, for `explain` on other ranks."""
-        self.num_backwards += 1
-        if self.world.channels is not None:
-            self.world.channels.store.set(f"{self._key}/{self.world.rank}", str(self.num_backwards))
-
-    def agree(self, used: Sequence[bool], sequence: Sequence[str]) -> list[bool]:
-        """Return for each parameter whether any rank used it; raise if ranks gathered groups in another `sequence`."""
+    def agree(
+        self, used: Sequence[bool], sequence: Sequence[str], facts: Sequence[str] = (), where: str = END
+    ) -> list[bool]:
+        """Return for each parameter whether any rank used it. Raise on all ranks if one of them is not at `where`,
+        gathered groups in another `sequence`, or has other `facts` or notes."""
         assert self.world.channels is not None
-        checksum = zlib.crc32("\n".join(sequence).encode()).to_bytes(4, "little")
+        ours = ([where], list(sequence), [*facts, *self.notes])
+        checksum = zlib.crc32(repr(ours).encode()).to_bytes(4, "little")
         tail = checksum + bytes(255 - byte for byte in checksum)
         message = torch.frombuffer(bytearray(bytes(used) + tail), dtype=torch.uint8)
-        with self.explain("the end of backward" if used else "an agreement"):
+        with self.world.at(where), self.world.waiting():
             dist.all_reduce(message, dist.ReduceOp.MAX, group=self.world.channels.control)
         if not torch.equal(message[-8:-4], 255 - message[-4:]):
-            everyone = self.collect(list(sequence))  # all ranks are here
-            raise CommunicationError(
-                "ranks gathered groups in different orders, so parameters may hold mixed values and this step was not "
-                f"applied: {_first_difference(everyone)}. Modules that only some ranks call "
-                "must share a group with one that all ranks call: pass groups=[...] with their parent's name"
-            )
+            raise CommunicationError(_explain(self._exchange(ours, where)))  # all ranks are here
+        self.notes.clear()
         return [bool(flag) for flag in message[:-8].tolist()]
 
-    def confirm(self, name: str, num_flags: int) -> None:
-        """Raise on all ranks unless all want to gather the group `name` now. With the `num_flags` of `agree`, a rank
-        that is already at the end of backward is noticed too."""
-        self.agree([False] * num_flags, ["now", name])
+    def confirm(self, where: str, facts: Sequence[str] = ()) -> None:
+        """Raise on all ranks unless all are at `where`, with the same facts. A rank that is at the end of backward is
+        noticed too."""
+        if self.world.channels is not None:
+            self.agree([False] * self.num_flags, [], facts, where)
+
+    def note(self, line: str) -> None:
+        """Note something that all ranks must do alike; they compare it when they agree next."""
+        if self.world.channels is not None:
+            self.notes.append(line)
+
+    def note_values(self, name: str, values: torch.Tensor) -> None:
+        """Note values that all ranks must load alike."""
+        if self.world.channels is not None:
+            self.note(f"{name!r} loaded with checksum {crc32(values.detach().to('cpu').contiguous()):08x}")
 
     def check_equal(self, what: str, lines: Sequence[str]) -> None:
         """Raise PrepareError if the `lines` of the ranks differ, with the first difference."""
-        digests = self.collect(f"{len(lines)}:{zlib.crc32(chr(10).join(lines).encode())}")
+        digests = self.collect(f"{len(lines)}:{zlib.crc32(chr(10).join(lines).encode())}", "zerostd.prepare()")
         if len(set(digests)) > 1:
-            everyone = self.collect(list(lines))
+            everyone = self.collect(list(lines), "zerostd.prepare()")
             raise PrepareError(f"ranks were given different {what}: {_first_difference(everyone)}")
 
     def collect(self, value: Any, what: str = "an exchange between ranks") -> list[Any]:
         """Return everyone's value, by rank; `what` names the exchange in errors."""
+        self.confirm(what)
+        return self._exchange(value, what)
+
+    def _exchange(self, value: Any, what: str) -> list[Any]:
         if self.world.channels is None:
             return [value]
         out: list[Any] = [None] * self.world.size
-        with self.explain(what):
+        with self.world.at(what), self.world.waiting():
             dist.all_gather_object(out, value, group=self.world.channels.control)
         return out
-
-    def meet(self, what: str, value: Any) -> list[Any]:
-        """Do the same for a call that all ranks must make, so that errors name a rank that did not."""
-        self.num_meetings += 1
-        if self.world.channels is not None:
-            self.world.channels.store.set(f"{self._key}/met/{self.world.rank}", str(self.num_meetings))
-        return self.collect(value, what)
 
     def collect_on_first(self, value: Any, what: str) -> list[Any]:
         """Return everyone's value on rank 0, nothing on the others."""
         if self.world.channels is None:
             return [value]
+        self.confirm(what)
         out: list[Any] | None = [None] * self.world.size if self.world.rank == 0 else None
-        with self.explain(what):
+        with self.world.at(what), self.world.waiting():
             dist.gather_object(value, out, group=self.world.channels.control, group_dst=0)
         return out or []
-
-    @contextlib.contextmanager
-    def explain(self, what: str) -> Iterator[None]:
-        """Turn a failed or late collective into a CommunicationError that names the rank and the place."""
-        try:
-            yield
-        except (RuntimeError, dist.DistError) as error:
-            if isinstance(error, CommunicationError) or self.world.channels is None:
-                raise
-            raise CommunicationError(self._explanation(what, error)) from error
-
-    def _explanation(self, what: str, error: BaseException) -> str:
-        behind = []
-        for rank in range(self.world.size):
-            with contextlib.suppress(Exception):
-                done = self._count(f"{rank}")
-                if done < self.num_backwards:
-                    behind.append(f"rank {rank} has begun {done} backward passes, this rank {self.num_backwards}")
-                elif self._count(f"met/{rank}") < self.num_meetings:
-                    behind.append(f"rank {rank} has not come to it")
-        who = "; ".join(behind) or "no rank is behind in its count of backward passes, so one of them has failed"
-        return (
-            f"rank {self.world.rank} gave up waiting in {what} (time limit {self.world.timeout_s:g} s): {who}. Every "
-            f"rank must run the same forwards, backwards and steps. Cause: {str(error).strip().splitlines()[0][:200]}"
-        )
-
-    def _count(self, name: str) -> int:
-        assert self.world.channels is not None
-        store = self.world.channels.store
-        key = f"{self._key}/{name}"
-        return int(store.get(key)) if store.check([key]) else 0
 
 
 def check_same_activations(world: World, name: str, sizes: Sequence[int]) -> None:
@@ -132,14 +111,50 @@ def check_same_activations(world: World, name: str, sizes: Sequence[int]) -> Non
         )
 
 
+def _explain(everyone: list[tuple[list[str], list[str], list[str]]]) -> str:
+    """Return how ranks differ, from the place, the sequence of gathers and the facts of each."""
+    places, sequences, facts = (list(lines) for lines in zip(*everyone, strict=True))
+    usual, rank = _odd(facts)
+    pairs = [(f"{ours} on rank {usual}", f"{theirs} on rank {rank}") for ours, theirs in _differing(facts, usual, rank)]
+    options = "; ".join(" and ".join(pair) for pair in pairs[:MOST_DIFFERENCES])
+    if any(place != places[0] for place in places):
+        usual, rank = _odd(places)
+        where = f"rank {usual} is at {places[usual][0]} and rank {rank} at {places[rank][0]}"
+        also = f"; they differ in {options}" if options else ""
+        is_order = all("the gather of group" in place[0] for place in (places[usual], places[rank]))
+        remedy = f"{SAME_CALLS}. {SAME_ORDER}" if is_order else SAME_CALLS
+        return f"ranks are not at the same call: {where}{also}. {remedy}"
+    if any(sequence != sequences[0] for sequence in sequences):
+        return (
+            "ranks gathered groups in different orders, so parameters may hold mixed values and this step was not "
+            f"applied: {_first_difference(sequences)}. {SAME_ORDER}"
+        )
+    return (
+        f"ranks differ in what they take into this step, which would mix their values: {options}. Give all ranks the "
+        "same options and calls; if a step was taken with others, load the last checkpoint"
+    )
+
+
+def _odd(everyone: list[list[str]]) -> tuple[int, int]:
+    """Return a rank that has what most ranks have, and the first that differs from it."""
+    usual = everyone.index(max(everyone, key=everyone.count))
+    return usual, next((rank for rank, lines in enumerate(everyone) if lines != everyone[usual]), usual)
+
+
+def _differing(everyone: list[list[str]], usual: int, rank: int) -> list[tuple[str, str]]:
+    """Return the lines in which two ranks differ, beside each other."""
+    both = zip_longest(everyone[usual], everyone[rank], fillvalue="nothing")
+    return [(ours, theirs) for ours, theirs in both if ours != theirs]
+
+
 def _first_difference(everyone: list[list[str]]) -> str:
-    """Return where the first rank that differs from rank 0 does so."""
-    rank = next((rank for rank, lines in enumerate(everyone) if lines != everyone[0]), 0)
-    for index, (ours, theirs) in enumerate(zip_longest(everyone[0], everyone[rank])):
+    """Return where the first rank that differs from most ranks does so."""
+    usual, rank = _odd(everyone)
+    for index, (ours, theirs) in enumerate(zip_longest(everyone[usual], everyone[rank])):
         if ours is None or theirs is None:
-            longer = 0 if theirs is None else rank
+            longer = usual if theirs is None else rank
             num_more = len(everyone[longer]) - index
             return f"rank {longer} has {num_more} more, the first is {everyone[longer][index]!r}"
         if ours != theirs:
-            return f"entry {index} is {ours!r} on rank 0 and {theirs!r} on rank {rank}"
+            return f"entry {index} is {ours!r} on rank {usual} and {theirs!r} on rank {rank}"
     return "none, when they were compared again"

@@ -34,7 +34,10 @@ REPLICAS = "replicas"  # the ledger's entry for bytes from replica to replica
 class Collective(Transfer):
     """Collectives of gloo in flight, and what this thread does when they have landed: sum, or start another one."""
 
-    def __init__(self, works: list[dist.Work], finish: Callable[[], Transfer | None] | None = None) -> None:
+    def __init__(
+        self, world: World, works: list[dist.Work], finish: Callable[[], Transfer | None] | None = None
+    ) -> None:
+        self._world = world
         self._works = works
         self._finish = finish
         self._next: Transfer | None = None
@@ -53,8 +56,9 @@ class Collective(Transfer):
         """Hold the host until the receive buffer is free: what came in has been used, and the next is on its way."""
         works = self._works
         self._works = []
-        for work in works:
-            work.wait()
+        with self._world.waiting():
+            for work in works:
+                work.wait()
         finish = self._finish
         self._finish = None
         if finish is not None:
@@ -70,6 +74,7 @@ class Wires:
         self.world = world
         self.ledger = ledger
         self._entry = entry  # of the ledger, for the bytes of gradients
+        self.in_backward = False  # gathers are those of a backward pass
         self._num_threads = thread_budget(world.local_size)
         self._receive = torch.empty(0, dtype=torch.uint8, device=world.device)
         self._receiving: Collective | None = None  # the last one that uses the receive buffer; without a stream
@@ -83,6 +88,10 @@ class Wires:
     def _channels(self) -> Channels:
         assert self.world.channels is not None
         return self.world.channels
+
+    @property
+    def _gathering(self) -> dist.ProcessGroup:
+        return self._channels.regather if self.in_backward else self._channels.gather
 
     @staticmethod
     def buffer_bytes(largest: int, num_shards: int, num_replicas: int = 1, *, has_streams: bool) -> int:
@@ -115,7 +124,7 @@ class Wires:
             shard = self._mine(full)
         if self._stream is not None:
             self.ledger.sent["gather"] += shard.nbytes * (self.world.num_shards - 1)
-            return self._on_stream(lambda: dist.all_gather_into_tensor(full, shard, group=self._channels.gather))
+            return self._on_stream(lambda: dist.all_gather_into_tensor(full, shard, group=self._gathering))
         return self._spread(full, shard, "gather")
 
     def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Transfer:
@@ -173,7 +182,8 @@ class Wires:
         received = self._receive[: full.nbytes].view(full.dtype)
         sent = full.view(torch.uint8)  # gloo has no all-to-all for every dtype
         group = self._channels.reduce
-        work = dist.all_to_all_single(received.view(torch.uint8), sent, group=group, async_op=True)
+        with self.world.waiting():
+            work = dist.all_to_all_single(received.view(torch.uint8), sent, group=group, async_op=True)
 
         def finish() -> Transfer | None:
             if self._across is None:
@@ -191,21 +201,22 @@ class Wires:
                     land.copy_(mine)
                 return None if then is None else then()
 
-            return Collective([], finish_average)
+            return Collective(self.world, [], finish_average)
 
-        self._receiving = Collective([work], finish)
+        self._receiving = Collective(self.world, [work], finish)
         return self._receiving
 
     def _spread(self, full: torch.Tensor, shard: torch.Tensor, verb: str) -> Transfer:
         """Send everyone's slice to everyone, by gloo; see [Note: gloo]."""
         self.ledger.sent[verb] += shard.nbytes * (self.world.num_shards - 1)
-        group = self._channels.gather if verb == "gather" else self._channels.reduce
+        group = self._gathering if verb == "gather" else self._channels.reduce
         slices = full.view(self.world.num_shards, -1)
         mine = slices[self.world.shard_rank]
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
-        works = [dist.broadcast(part, group_src=r, group=group, async_op=True) for r, part in enumerate(slices)]
-        return Collective([work for work in works if work is not None])
+        with self.world.waiting():
+            works = [dist.broadcast(part, group_src=r, group=group, async_op=True) for r, part in enumerate(slices)]
+        return Collective(self.world, [work for work in works if work is not None])
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum of a small tensor over ranks, in place, on the current stream."""
@@ -217,7 +228,8 @@ class Wires:
 
     def _reduce_scalars(self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if self.world.channels is not None:
-            dist.all_reduce(value, operation, group=self.world.channels.reduce)
+            with self.world.waiting():
+                dist.all_reduce(value, operation, group=self.world.channels.scalars)
             self.ledger.sent["scalars"] += value.nbytes
         return value
 
@@ -230,7 +242,8 @@ class Wires:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
-            dist.broadcast(flat.view(torch.uint8), group_src=0, group=self.world.channels.gather)
+            with self.world.waiting():
+                dist.broadcast(flat.view(torch.uint8), group_src=0, group=self.world.channels.broadcast)
             for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
                 tensor.detach().copy_(part.view(tensor.shape))
 
@@ -238,7 +251,7 @@ class Wires:
         """Run collectives of nccl in the stream of the wires, behind what is in the current one."""
         assert self._stream is not None
         self._stream.wait_stream(torch.accelerator.current_stream(self.world.device))
-        with self._stream:
+        with self._stream, self.world.waiting():
             run()
         return StreamEvent(self._stream, self.world.device)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,27 +23,36 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerostd.communication.peers import Peers
 from zerostd.compat import default_store, named_group
-from zerostd.errors import PrepareError
+from zerostd.errors import CommunicationError, PrepareError
 
 Mesh = DeviceMesh | dist.ProcessGroup | None  # the ranks that train a model; None: all of them
 
 TIMEOUT_VARIABLE = "ZEROSTD_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
+# Torch's watchdog would end the process without a Python exception. It aborts the communicators instead, and the next
+# collective raises. See [Note: aborted communicators].
+WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
 @dataclass(eq=False)
 class Channels:
     """Process groups of one prepared model.
 
-    Gathers, reduces and control messages have one each: their order relative to each other may differ between ranks,
-    the order inside one may not.
+    Each has messages of its own kind: their order relative to each other may differ between ranks, the order inside one
+    may not. [Note: gloo ends the process] gloo calls abort() when a message is longer than the one it expects. So two
+    kinds of messages share a group of gloo only if a rank that strays from its peers cannot send one where they wait
+    for the other. Communicators of nccl take memory of the device, and there some of the groups are the same.
     """
 
-    gather: dist.ProcessGroup  # of the ranks that share the model state
-    reduce: dist.ProcessGroup  # of the same
+    gather: dist.ProcessGroup  # of the ranks that share the model state, as the next four
+    regather: dist.ProcessGroup  # gathers in backward, while a rank that strays may be in a forward
+    reduce: dist.ProcessGroup
+    broadcast: dist.ProcessGroup
+    scalars: dist.ProcessGroup
     control: dist.ProcessGroup  # of all, gloo, on the CPU: reading its results costs no device synchronisation
-    store: Any  # the process group's own key-value store; None in a user's group
+    peers: Peers  # who and where the others are, beside these groups
     replicas: dist.ProcessGroup | None = None  # of the ranks that hold the same shard, if there are several
 
 
@@ -78,8 +87,9 @@ class World:
     def discover(cls, device: torch.device, mesh: Mesh = None) -> World:
         """Join the ranks that the launcher started, or those of a mesh; or be a world of one."""
         timeout_s = _timeout_s()
+        limit = timedelta(seconds=timeout_s)
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) != 1:
-            dist.init_process_group(_backends(device))
+            _join(device, limit)
         rows = _rows(mesh, device)
         ranks = [rank for row in rows for rank in row]
         if len(ranks) == 1:
@@ -87,14 +97,12 @@ class World:
         size = len(ranks)
         local_size = min(size, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
         rank = ranks.index(dist.get_rank())
-        row = rows[rank // len(rows[0])]
-        column = [other[rank % len(rows[0])] for other in rows]
-        backend = dist.get_default_backend_for_device(device)
-        control = _new_group(ranks, "gloo", timeout_s)
-        gather = _new_group(row, backend, timeout_s)
-        reduce = _new_group(row, backend, timeout_s)
-        replicas = _new_group(column, backend, timeout_s) if len(column) > 1 else None
-        channels = Channels(gather, reduce, control, default_store(), replicas)
+        peers = Peers(_store_of(ranks), rank, size, timeout_s)
+        with contextlib.ExitStack() as on_failure, _environment(WATCHDOG):
+            on_failure.callback(peers.close)
+            with peers.at("the making of its process groups"), peers.waiting():
+                channels = _make_channels(rows, dist.get_default_backend_for_device(device), limit, peers)
+            on_failure.pop_all()
         return cls(rank, size, local_size, device, timeout_s, channels, len(rows))
 
     @classmethod
@@ -110,15 +118,46 @@ class World:
 
     def inside(self, group: dist.ProcessGroup) -> World:
         """Return this process among those of a process group, which stays the user's."""
-        channels = Channels(gather=group, reduce=group, control=group, store=None)
+        assert self.channels is not None
+        channels = Channels(group, group, group, group, group, group, peers=self.channels.peers)
         size = group.size()
         return World(group.rank(), size, min(size, self.local_size), self.device, self.timeout_s, channels)
+
+    def enter(self, call: str) -> None:
+        """Note the call that this rank makes now, for errors on other ranks. Backward passes and steps are counted."""
+        if self.channels is not None:
+            self.channels.peers.enter(call)
+
+    def at(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context for a collective; errors inside name it, and so do those of ranks that wait for this one."""
+        return contextlib.nullcontext() if self.channels is None else self.channels.peers.at(what)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Turn what torch.distributed raises inside the context into a CommunicationError that says who is to blame.
+
+        [Note: aborted communicators] A kernel of nccl whose peer is gone runs until its communicator is aborted, and
+        nothing behind it on the device, nor the end of the process, can come before. So a failure aborts all of them.
+        """
+        assert self.channels is not None
+        try:
+            with self.channels.peers.waiting():
+                yield
+        except CommunicationError:
+            for group in {self.channels.gather, self.channels.reduce, self.channels.replicas}:
+                if group is not None:
+                    with contextlib.suppress(RuntimeError):
+                        group.abort()
+            raise
 
     def close(self) -> None:
         """Close the channels, if they are still open; the user's own process group stays. They are dropped, for the
         model may stay after its release, and gloo ends its threads with the last reference to a group."""
-        for name in ("gather", "reduce", "control", "replicas"):
-            group = vars(self.channels).pop(name, None) if self.channels is not None else None
+        if self.channels is None:
+            return
+        self.channels.peers.close()
+        names = [name for name in vars(self.channels) if name != "peers"]
+        for group in dict.fromkeys(vars(self.channels).pop(name) for name in names):
             if group is not None and dist.is_initialized():
                 with contextlib.suppress(ValueError):  # gone with the user's process group
                     dist.destroy_process_group(group)
@@ -146,6 +185,48 @@ def try_group(device: torch.device, timeout_s: float) -> tuple[int, str, float]:
     finally:
         if not was_there:
             dist.destroy_process_group()
+
+
+def _make_channels(rows: Sequence[Sequence[int]], backend: str, limit: timedelta, peers: Peers) -> Channels:
+    """Make the process groups of one prepared model; see [Note: gloo ends the process]."""
+    ranks = [rank for row in rows for rank in row]
+    row = next(row for row in rows if dist.get_rank() in row)
+    column = [other[row.index(dist.get_rank())] for other in rows]
+    control = _new_group(ranks, "gloo", limit)
+    gather = _new_group(row, backend, limit)
+    reduce = _new_group(row, backend, limit)
+    replicas = _new_group(column, backend, limit) if len(column) > 1 else None
+    if backend != "gloo":
+        return Channels(gather, gather, reduce, gather, reduce, control, peers, replicas)
+    regather = _new_group(row, backend, limit)
+    broadcast = _new_group(row, backend, limit)
+    scalars = control if replicas is None else _new_group(row, backend, limit)
+    return Channels(gather, regather, reduce, broadcast, scalars, control, peers, replicas)
+
+
+def _join(device: torch.device, limit: timedelta) -> None:
+    """Make the default process group of the ranks that a launcher started."""
+    try:
+        dist.init_process_group(_backends(device), timeout=limit)
+    except RuntimeError as error:
+        text = str(error).strip().splitlines()[0][:200]
+        raise CommunicationError(
+            f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} did not meet the others in "
+            f"zerostd.prepare() at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (time limit "
+            f"{limit.total_seconds():g} s): start all ranks, and let each call zerostd.prepare. Cause: {text}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables inside the context, where the user has not."""
+    names = [name for name in values if name not in os.environ]
+    os.environ.update({name: values[name] for name in names})
+    try:
+        yield
+    finally:
+        for name in names:
+            del os.environ[name]
 
 
 def _backends(device: torch.device) -> str:
@@ -179,16 +260,26 @@ def _rows(mesh: Mesh, device: torch.device) -> list[list[int]]:
     return rows
 
 
-def _new_group(ranks: Sequence[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
+def _store_of(ranks: Sequence[int]) -> Any:
+    """Return the store in which these ranks meet: the default group's, under a name of their own if they are some."""
+    store = default_store()
+    if len(ranks) == dist.get_world_size():
+        return store
+    return dist.PrefixStore(f"ranks {_listed(ranks)}", store)  # type: ignore[attr-defined]  # not among its exports
+
+
+def _new_group(ranks: Sequence[int], backend: str, limit: timedelta) -> dist.ProcessGroup:
     """Make a process group of these ranks. All of them call it, and no others need to."""
-    limit = timedelta(seconds=timeout_s)
     if len(ranks) == dist.get_world_size():
         everyone: dist.ProcessGroup = dist.new_group(backend=backend, timeout=limit)
         return everyone
-    name = f"zerostd/{'-'.join(map(str, ranks))}"
-    count = default_store().add(f"{name}/made-by-{dist.get_rank()}", 1)  # the same on all, which make them in one order
-    group: dist.ProcessGroup = named_group(ranks, backend, limit, f"{name}/{count}")
+    count = _store_of(ranks).add(f"groups of {dist.get_rank()}", 1)  # the same on all, which make them in one order
+    group: dist.ProcessGroup = named_group(ranks, backend, limit, f"zerostd/{_listed(ranks)}/{count}")
     return group
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return "-".join(map(str, ranks))
 
 
 def _timeout_s() -> float:

@@ -1,4 +1,5 @@
 """One prepared model while it trains.
 
-runtime.py  the parts of a prepared model, wired together    settings.py  its options, with everything decided
+runtime.py   the parts of a prepared model, wired together    settings.py  its options, with everything decided
+agreeing.py  what all ranks must take into a step alike
 """

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from zerostd.communication import Wires, World
+from zerostd.communication.peers import STEP
 from zerostd.compat import no_torch_function
+from zerostd.engine.agreeing import StepAgreement
 from zerostd.engine.settings import Settings
 from zerostd.errors import MisuseError
 from zerostd.monitoring import Ledger
@@ -74,13 +76,15 @@ class Runtime:
         self.original_dtypes = original_dtypes
         self.optimizer = None
         self.late_optimizer = None
-        self.loss_scale = LossScale() if settings.precision.scales_loss else None
         reducer = Reducer(self.wires, gatherer.control)
-        self.gradients = Gradients(self.groups, self.wires, self.loss_scale, reducer.wait)
+        loss_scale = LossScale() if settings.precision.scales_loss else None
+        self.gradients = Gradients(self.groups, self.wires, loss_scale, reducer.wait)
         self.observers = [self.gradients]
         self.backward = Backward(
             self._trained(), gatherer, reducer, activations, self.observers, accumulate=settings.accumulate
         )
+        self.agreement = StepAgreement(self.backward, self.gradients)
+        self.observers.append(self.agreement)
         casts = root_casts(settings.precision, original_dtypes.values())
         self.access = ParameterAccess(gatherer, self.gradients)
         self.hooks = Hooks(
@@ -108,6 +112,11 @@ class Runtime:
     def world(self) -> World:
         """This process among the others."""
         return self.wires.world
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """Of fp16; None: gradients are not scaled."""
+        return self.gradients.loss_scale
 
     @property
     def ledger(self) -> Ledger:
@@ -165,7 +174,8 @@ class Runtime:
             for observer in self.observers:
                 observer.before_forward()
         if self._buffers_moved and self.world.size > 1:
-            self.wires.broadcast(list(model.buffers()))
+            with self.world.at("the broadcast of buffers"):
+                self.wires.broadcast(list(model.buffers()))
         self._buffers_moved = model.training and torch.is_grad_enabled() and self.backward.is_syncing
 
     # Schedule, as the optimizer sees it
@@ -202,19 +212,24 @@ class Runtime:
     def check_step(self) -> None:
         """A step begins; raise if it would lose gradients."""
         self.gatherer.timer.mark(LoopPhase.STEP)
+        self.world.enter(STEP)
         if self.backward.has_unsynced:
             raise MisuseError(
                 "optimizer.step() after backward passes under zerostd.no_sync that no later pass has reduced: run "
                 "the last backward pass of a step outside no_sync"
             )
+        num_gradients = 0
         with no_torch_function():
             for trained in self.backward.trained:
+                num_gradients += trained.parameter.grad is not None
                 if trained.parameter.grad is not None and trained.parameter.grad is not trained.handle:
                     raise MisuseError(
                         f"the gradient of {trained.handle.of!r} was replaced by a tensor: a prepared model keeps "
                         "gradients sharded, so what is assigned to p.grad would be ignored. Change the loss instead"
                     )
         self.guards.check_frozen()
+        if self.world.size > 1:
+            self.agreement.check_step(num_gradients)
 
 
 def owner_of(module: nn.Module) -> Runtime:
@@ -230,4 +245,5 @@ def runtime_of(model: nn.Module, call: str) -> Runtime:
     runtime = model.__dict__.get(MARK)
     if not isinstance(runtime, Runtime):
         raise MisuseError(f"zerostd.{call} needs the module that zerostd.prepare was called on")
+    runtime.world.enter(f"zerostd.{call}()")
     return runtime

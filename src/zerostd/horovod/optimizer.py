@@ -65,6 +65,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     scale = functools.partial(torch.mul, other=size())
                     hooks.callback(parameter.register_hook(scale).remove)
             self.container, self._zero = _prepare(named, optimizer, stage, compression)
+            self._zero.compares_options = False  # a rank in join takes those of the others in each step; see _agree
             self._hooks = hooks.pop_all()
         # not __init__, which would add groups of parameters: these are the ones of the other optimizer
         self.__setstate__({name: getattr(self._zero, name) for name in ("defaults", "param_groups", "state")})

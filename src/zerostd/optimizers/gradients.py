@@ -70,6 +70,7 @@ class Gradients(StepObserver):
         self.wires = wires
         self.loss_scale = loss_scale
         self.factor: torch.Tensor | float = 1.0  # still to be multiplied in: clipping, unscaling
+        self.clip_norm: float | None = None  # of the step that comes; None: not clipped
         self.locked: str | None = None  # why gradients cannot be changed any more: an update is using them
         self._wait = wait  # until all gradients have landed, before they are read
         self._places = {
@@ -120,9 +121,10 @@ class Gradients(StepObserver):
         """Return norms over all ranks, from sums of powers (or from the maximum) on this one. Where each rank holds
         all gradients, nothing is exchanged."""
         is_sharded = any(flat.gradient is not None and flat.gradient.numel < flat.layout.numel for flat in self._flats)
-        if math.isinf(order):
-            return self.wires.largest(value) if is_sharded else value
-        return (self.wires.sum(value) if is_sharded else value).pow(1.0 / order)
+        with self.wires.world.at("the norm of gradients"):
+            if math.isinf(order):
+                return self.wires.largest(value) if is_sharded else value
+            return (self.wires.sum(value) if is_sharded else value).pow(1.0 / order)
 
     @property
     def _flats(self) -> list[Flat]:
@@ -131,6 +133,7 @@ class Gradients(StepObserver):
     def clip(self, max_norm: float, order: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm is at most `max_norm`, as torch does; returns the norm before."""
         norm = self.total_norm(order)
+        self.clip_norm = max_norm if isinstance(max_norm, float | int) else None
         self.factor = self.factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         return norm
 
@@ -139,6 +142,7 @@ class Gradients(StepObserver):
         so that it lifts 16-bit gradients to fp32 while it is multiplied in; None for one."""
         factor = self.factor
         self.factor = 1.0
+        self.clip_norm = None
         self._norms.clear()
         if isinstance(factor, torch.Tensor):
             return factor.reshape(1)
@@ -203,7 +207,8 @@ class Gradients(StepObserver):
             whole = mine
             if mine.numel() < flat.layout.numel:
                 whole = torch.empty(flat.layout.numel, dtype=mine.dtype, device=mine.device)
-                self.wires.gather(whole, mine).wait()
+                with self.wires.world.at(f"the gather of the gradient of {handle.of!r}"):
+                    self.wires.gather(whole, mine).wait()
             self._whole = (flat, whole)
         interval = flat.layout.intervals[index]
         values = self._whole[1][interval.offset : interval.end].view(interval.shape)

@@ -64,6 +64,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._gradients = gradients
         self._schedule = schedule
         self.max_grad_norm = max_grad_norm
+        self.compares_options = True  # with those of the other ranks, when a backward pass ends
         self.loss_scale = gradients.loss_scale
         self.grad_norm: torch.Tensor | None = None  # of the last step that clipped or scaled, before clipping
         super().__init__(self.inner.param_groups, self.inner.defaults)
@@ -229,6 +230,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "clips in step(): use one of the two"
             )
         self._gradients.check_unlocked("clip_grad_norm_()")
+        self._gradients.wires.world.enter("optimizer.clip_grad_norm_()")
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         self.grad_norm = self._gradients.clip(max_norm * scale, norm_type) / scale
         return self.grad_norm

@@ -13,5 +13,9 @@ class StepObserver:
     def before_backward(self) -> None:
         """A backward pass begins; gradients are about to change."""
 
+    def facts(self) -> list[str]:
+        """Return what must be alike on all ranks when a backward pass ends, a line each."""
+        return []
+
     def after_step(self) -> None:
         """`optimizer.step()` has started or skipped its updates."""

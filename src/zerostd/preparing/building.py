@@ -146,7 +146,8 @@ def _first_values(model: nn.Module, wires: Wires, seed: int) -> ValueOf:
         if member.parameter.device.type == "meta":
             return make_real(member.name, member.parameter, seed=seeds[member.name], device=device)
         value = member.parameter.data.to(device)
-        wires.broadcast([value])
+        with wires.world.at(f"the broadcast of {member.name!r}"):
+            wires.broadcast([value])
         return value
 
     return value_of
@@ -173,6 +174,7 @@ def attach_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOpti
     states = ParameterStates(updater, runtime.gradients, runtime.gatherer.control)
     optimizer = ZeroOptimizer(updater, states, runtime.gradients, runtime, max_grad_norm=settings.max_grad_norm)
     runtime.optimizer = optimizer
+    runtime.agreement.optimizer = optimizer
     begin_backward_updates(runtime, optimizer)
     return optimizer
 

@@ -131,9 +131,11 @@ class ParameterAccess:
             if edited and not write:
                 raise _not_writable(edited[0].layout.intervals[0].name)
             if write:
+                self.gatherer.control.confirm("the end of zerostd.gathered(write=True)")
                 for group in groups:
                     for flat, full in self._held.get(group, {flat: flat.full for flat in group.flats}).items():
-                        self.gatherer.wires.broadcast([full])
+                        with self.gatherer.wires.world.at(f"the broadcast of group {group.name!r}"):
+                            self.gatherer.wires.broadcast([full])
                         flat.keep_all(full)
                     group.commit_edits()
         finally:

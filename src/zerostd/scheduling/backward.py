@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from zerostd.communication.peers import BACKWARD
 from zerostd.compat import at_end_of_backward, in_backward, no_torch_function
 from zerostd.errors import MisuseError
 from zerostd.monitoring.events import LoopPhase
@@ -23,6 +24,7 @@ from zerostd.parameters.observing import StepObserver
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.reducing import GroupGradients, Reducer, TrainedParameter
+from zerostd.tiers.debug import DEBUG, trace_non_finite
 
 
 class GroupUpdates(Protocol):
@@ -124,6 +126,7 @@ class Backward:
         self.update_order = list(gatherer.groups)
         self.order_is_learnt = False  # to be learnt anew when groups move in another way
         self.passes = PassCounter(accumulate)
+        self.num_gradients = 0  # of parameters that have one, when ranks last agreed
         self.is_syncing = True  # False inside no_sync: gradients are summed locally
         self._pass: BackwardPass | None = None  # the one that runs now
         self._used: set[nn.Parameter] = set()  # since ranks last agreed
@@ -143,7 +146,8 @@ class Backward:
         self._pass = BackwardPass(self.order)
         self.gatherer.timer.mark(LoopPhase.BACKWARD)
         at_end_of_backward(self.end)
-        self.reducer.control.begin_backward()
+        self.gatherer.wires.world.enter(BACKWARD)
+        self.gatherer.wires.in_backward = True
         self.gatherer.begin(LoopPhase.BACKWARD)
         self.reducer.begin()
         return self._pass
@@ -157,6 +161,7 @@ class Backward:
             return
         self.reducer.wait()
         self.gatherer.release_all(is_backward=True)
+        self.gatherer.wires.in_backward = False
         self._pass = None
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)
 
@@ -171,6 +176,9 @@ class Backward:
             grad = grad.take_incoming()
         parameter.grad = None
         grad = (grad if grad.layout is torch.strided else grad.to_dense()).detach()
+        if DEBUG:
+            where = f"rank {self.gatherer.wires.world.rank}, step {self.passes.num_steps + 1}"
+            trace_non_finite(grad, f"{where}: the gradient of {trained.handle.of!r}")
         group = trained.group
         if group in running.reported:
             raise MisuseError(
@@ -227,6 +235,7 @@ class Backward:
             self.reducer.launch(late, sync=self.is_syncing)
         if not running.keeps_graph:  # else its backward, or the next forward, ends with that
             self.gatherer.release_all(is_backward=True)
+        self.gatherer.wires.in_backward = False
         self._used.update(trained.parameter for trained in arrived)
         self._pass = None
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)
@@ -235,10 +244,13 @@ class Backward:
                 self.passes.num_done += bool(arrived)
                 return
             used = [self._is_used(trained) for trained in self.trained]
-            used_anywhere = self.reducer.control.agree(used, self.gatherer.sequence)
-            for trained, is_used in zip(self.trained, used_anywhere, strict=True):
-                if is_used and trained.parameter.grad is None:  # only other ranks had a gradient
-                    trained.parameter.grad = trained.handle
+            facts = [fact for observer in self.observers for fact in observer.facts()]
+            used_anywhere = self.reducer.control.agree(used, self.gatherer.sequence, facts)
+            with no_torch_function():
+                for trained, is_used in zip(self.trained, used_anywhere, strict=True):
+                    if is_used and trained.parameter.grad is None:  # only other ranks had a gradient
+                        trained.parameter.grad = trained.handle
+                self.num_gradients = sum(trained.parameter.grad is not None for trained in self.trained)
             self.passes.num_done += any(used_anywhere)
         else:
             self.passes.num_done += bool(arrived)
@@ -274,6 +286,7 @@ class Backward:
         for observer in self.observers:
             observer.before_backward()
         self.passes.num_done = num_passes
+        self.num_gradients = sum(trained.handle.of in names for trained in self.trained)
 
     @property
     def has_unsynced(self) -> bool:

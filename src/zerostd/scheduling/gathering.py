@@ -28,14 +28,14 @@ class Gatherer:
         self.timer = LoopTimer(wires.world.device, wires.ledger.events)
         self.prefetch_depth = PREFETCH_DEPTH  # groups started ahead; 0 gathers only on demand
         self.sequence: list[str] = []  # groups whose gather was started since ranks last compared notes
-        self._num_trained = sum(len(flat.parameters) for group in groups for flat in group.trainable)
+        self.control.num_flags = sum(len(flat.parameters) for group in groups for flat in group.trainable)
         self._next: dict[tuple[LoopPhase, Group | None], Group] = {}  # by phase and group; None: the first
         self._last: dict[LoopPhase, Group | None] = {}  # the group needed last, in forward and in backward
 
     def need(self, group: Group, phase: LoopPhase) -> None:
         """Return when `group` and those it borrows are gathered; the groups expected next are on their way then."""
-        if not self._learn(group, phase) and group.state is GroupState.RELEASED and self.wires.world.size > 1:
-            self.control.confirm(group.name, self._num_trained)
+        if not self._learn(group, phase) and group.state is GroupState.RELEASED:
+            self.control.confirm(f"the gather of group {group.name!r}")
         self.timer.at(group.name)
         for needed in group.needed:
             self.gather(needed)
@@ -60,7 +60,7 @@ class Gatherer:
             return
         self.wait_updates(group)
         self.sequence.append(group.name)
-        with self.control.explain(f"the gather of group {group.name!r}"):
+        with self.wires.world.at(f"the gather of group {group.name!r}"):
             group.start_gather()
 
     def wait_gather(self, group: Group) -> None:
@@ -69,16 +69,15 @@ class Gatherer:
             return
         self.wait_updates(group)
         phase = self.timer.mark(LoopPhase.WAITING, "parameters")
-        with self.control.explain(f"the gather of group {group.name!r}"):
+        with self.wires.world.at(f"the gather of group {group.name!r}"):
             group.wait_gather()
         self.timer.mark(phase)
 
     def copy(self, group: Group) -> dict[Flat, torch.Tensor]:
         """Return a copy of a group's values. Every rank must call it, for the same group."""
         self.wait_updates(group)
-        if self.wires.world.size > 1:
-            self.control.confirm(group.name, self._num_trained)
-        with self.control.explain(f"the gather of group {group.name!r}"):
+        self.control.confirm(f"the gather of group {group.name!r}")
+        with self.wires.world.at(f"the gather of group {group.name!r}"):
             return group.copy()
 
     def wait_updates(self, group: Group) -> None:

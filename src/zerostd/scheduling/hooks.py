@@ -103,6 +103,7 @@ class Hooks:
         if self._depth == 1:  # else it calls itself: this is no new pass
             self.backward.abandon()
             if not self.backward.is_running:
+                self.gatherer.wires.world.enter("forward")
                 self._before_forward(module)
                 self.gatherer.timer.mark(LoopPhase.FORWARD if torch.is_grad_enabled() else LoopPhase.OUTSIDE)
                 self.activations.begin()

@@ -117,7 +117,7 @@ class Reducer:
             elif not sync:
                 gradient.add_unsynced(grads, wanted)
             else:
-                with self.control.explain(f"the reduce of group {group.name!r}"):
+                with self.wires.world.at(f"the reduce of group {group.name!r}"):
                     self._send(group.name, gradient, grads, wanted)
         arrivals.drop()
         return [group] if is_alone else landed
@@ -151,7 +151,7 @@ class Reducer:
     def wait(self) -> None:
         """Wait until every gradient sent has landed."""
         for name, reduce, finish, _ in self._in_flight:
-            with self.control.explain(f"the reduce of group {name!r}"):
+            with self.wires.world.at(f"the reduce of group {name!r}"):
                 reduce.wait()
             if finish is not None:
                 finish()

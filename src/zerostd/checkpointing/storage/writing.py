@@ -65,7 +65,7 @@ class Saving(StepObserver):
                     folder = self._directory.folder
             except CheckpointError as error:
                 folder = error
-            folder = _first_value(control.meet("zerostd.save()", folder))
+            folder = _first_value(control.collect(folder, "zerostd.save()"))
             self._cleanup = cleanup.pop_all()
         arguments = (folder, records, manifest, tensors)
         self._thread = threading.Thread(target=self._write, args=arguments, name="zerostd save")

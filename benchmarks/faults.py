@@ -1,0 +1,82 @@
+"""Faults on purpose: one rank is killed, stopped, cut off or led astray, and every rank must end as documented.
+
+    python benchmarks/faults.py --number 1000
+    python benchmarks/faults.py --seed 17 --number 1        # one fault again, with what every rank said
+
+The code is that of the tests (tests/faults). A seed decides kind, place, step, rank, stage, tier and number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from pathlib import Path
+
+from gpt import RESULTS, machine
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from faults.drawing import draw
+from faults.running import Outcome, run
+from faults.table import rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=1000, help="of faults")
+    parser.add_argument("--seed", type=int, default=0, help="of the first one")
+    parser.add_argument("--beside", type=int, default=2, help="faults at the same time")
+    parser.add_argument("--write", action="store_true", help="write results/faults-cpu.md")
+    options = parser.parse_args()
+    begun = time.monotonic()
+    outcomes = []
+    with ThreadPoolExecutor(options.beside) as threads:
+        for outcome in threads.map(lambda seed: run(draw(seed)), range(options.seed, options.seed + options.number)):
+            outcomes.append(outcome)
+            show(outcome, is_long=options.number == 1)
+    text = report(outcomes, options.seed, time.monotonic() - begun)
+    print(text, end="")
+    if options.write:
+        (RESULTS / "faults-cpu.md").write_text(text)
+    sys.exit(any(outcome.problems for outcome in outcomes))
+
+
+def show(outcome: Outcome, *, is_long: bool) -> None:
+    """Print an outcome that is not as documented, or any if it is the only one."""
+    if outcome.problems or is_long:
+        print(f"{outcome.fault} {outcome.seconds:.1f} s: {'; '.join(outcome.problems)}", flush=True)
+    if is_long:
+        for rank, end in enumerate(outcome.ends):
+            print(f"  rank {rank}: exit code {end.code} {end.error} {end.text}", flush=True)
+
+
+def report(outcomes: list[Outcome], seed: int, seconds: float) -> str:
+    """Return the page."""
+    longest = max(outcome.seconds for outcome in outcomes)
+    lines = [
+        "# Faults on gloo ranks",
+        "",
+        f"{date.today()}, {machine()}. `python benchmarks/faults.py --seed {seed} --number {len(outcomes)}`, "
+        f"{seconds / 60:.0f} minutes; the longest run took {longest:.1f} s, with a limit of 2.5 s for a collective.",
+        "",
+        "Stages 0 to 3, optimizer states on the device, the host or disk, 2 to 4 ranks. *Detected*: every other rank "
+        "raised, or the fault did no harm. *Recovered*: all ranks finished with the values of a run without the fault. "
+        "*Ended cleanly*: an exception and exit code 1, or 0. *Named*: of the runs in which ranks raised, those in "
+        "which each of them named the rank that the fault happened to.",
+        "",
+        *rows(outcomes),
+        "",
+    ]
+    failed = [outcome for outcome in outcomes if outcome.problems]
+    if failed:
+        lines += ["Not as documented:", ""]
+        lines += [f"- seed {outcome.fault.seed}: {'; '.join(outcome.problems)[:400]}" for outcome in failed]
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Errors say who is to blame, and only errors of communication do."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerostd
+from support.processes import environment
+from support.side_by_side import data, seeded
+from zerostd import CommunicationError
+from zerostd.engine.runtime import Runtime
+from zerostd.tiers import debug
+
+LIMIT_S = 3.0
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(8, 16)
+        self.outlet = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outlet(self.inlet(x).tanh())
+
+
+def prepared(stage: int = 3, lr: float = 0.1, **options: Any) -> tuple[Any, Any]:
+    model = seeded(Net)
+    with environment(ZEROSTD_TIMEOUT_S=str(LIMIT_S)):
+        return zerostd.prepare(model, torch.optim.AdamW(model.parameters(), lr=lr), stage=stage, **options)
+
+
+def step(model: Any, optimizer: Any, rank: int, number: int = 0) -> None:
+    model(data(3, 8, number=number, rank=rank)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    runtime = model.__dict__["_zerostd"]
+    assert isinstance(runtime, Runtime)
+    return runtime
+
+
+def alone_in_prepare(rank: int, folder: str) -> str:
+    sign = Path(folder, "noticed")
+    if rank == 1:
+        while not sign.exists():
+            time.sleep(0.02)
+        return ""
+    with pytest.raises(CommunicationError) as caught:
+        prepared()
+    sign.touch()
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_prepare_is_named(ranks: Any, tmp_path: Path) -> None:
+    text = ranks(2, alone_in_prepare, str(tmp_path))[0]
+    assert "rank 0 gave up waiting in zerostd.prepare() (time limit 3 s): rank 1 has not come to it" in text
+
+
+def other_errors(rank: int) -> str:
+    model, optimizer = prepared()
+    step(model, optimizer, rank)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(3, 7))  # a wrong shape, inside forward
+    assert not isinstance(caught.value, CommunicationError)
+    zerostd.release(model)
+    return str(caught.value)
+
+
+def test_an_error_of_the_users_code_keeps_its_own_words(ranks: Any) -> None:
+    for text in ranks(2, other_errors):
+        assert "gave up" not in text and "shapes" in text
+
+
+def strangers(rank: int) -> int:
+    """Whoever else connects to a rank's port is not answered, and does no harm."""
+    model, optimizer = prepared()
+    channels = runtime_of(model).world.channels
+    assert channels is not None
+    answers = 0
+    for noise in (b"", b"\n", b"GET / HTTP/1.0\r\n\r\n", b"{}\n", b'{"key": "zerostd/0", "place": {}}\n', b"[" * 70000):
+        with socket.create_connection(channels.peers._addresses[rank], 5.0) as connection:
+            connection.sendall(noise)
+            connection.shutdown(socket.SHUT_WR)
+            try:
+                answers += len(connection.recv(100))
+            except ConnectionError:
+                continue
+    step(model, optimizer, rank)
+    place = channels.peers._ask(1 - rank)
+    assert not isinstance(place, str) and place.rank == 1 - rank
+    zerostd.release(model)
+    return answers
+
+
+def test_strangers_at_the_port_of_a_rank_are_not_answered(ranks: Any) -> None:
+    assert ranks(2, strangers) == [0, 0]
+
+
+def sockets() -> int:
+    return sum("socket:" in os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if name != "0")
+
+
+def forked(rank: int) -> tuple[bool, bool]:
+    """A forked child does not keep the rank's port open, and leaves the rank reachable."""
+    model, optimizer = prepared()
+    step(model, optimizer, rank)
+    channels = runtime_of(model).world.channels
+    assert channels is not None
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if channels.peers._socket.fileno() == -1 else 1)
+    is_closed = os.waitpid(child, 0)[1] == 0
+    answer = channels.peers._ask(1 - rank)
+    step(model, optimizer, rank)
+    zerostd.release(model)
+    return is_closed, not isinstance(answer, str)
+
+
+def test_a_forked_child_drops_the_port(ranks: Any) -> None:
+    assert ranks(2, forked) == [(True, True)] * 2
+
+
+def with_overflow(rank: int, placement: str, stage: int) -> tuple[float, int, bool]:
+    model = seeded(Net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    homes = zerostd.Placement(optimizer_states=placement, cpu_share=1.0 if placement == "host" else None)
+    model, optimizer = zerostd.prepare(model, optimizer, stage=stage, precision="fp16", placement=homes)
+    optimizer.loss_scale.value = 256.0
+    before = zerostd.full_state_dict(model)
+    (model(data(3, 8, rank=rank)).square().mean() * (1e30 if rank else 1.0)).backward()
+    optimizer.step()
+    after = zerostd.full_state_dict(model)
+    is_same = all(torch.equal(after[name], before[name]) for name in before)
+    scale = optimizer.loss_scale
+    zerostd.release(model)
+    return scale.value, scale.num_skipped, is_same
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "disk"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all_by_every_route(ranks: Any, placement: str) -> None:
+    for stage in (0, 2):
+        assert ranks(2, with_overflow, placement, stage) == [(128.0, 1, True)] * 2
+
+
+def with_nan(rank: int) -> list[str]:
+    model, optimizer = prepared()
+    step(model, optimizer, rank)
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    log = logging.getLogger("zerostd")
+    handler = Keep()
+    log.addHandler(handler)
+    debug.DEBUG.add("nan")
+    try:
+        if rank == 1:
+            model.outlet.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * float("nan"),))
+        model(data(3, 8, rank=rank)).square().mean().backward()
+    finally:
+        debug.DEBUG.discard("nan")
+        log.removeHandler(handler)
+    zerostd.release(model)
+    return lines
+
+
+def test_a_nan_is_traced_to_parameter_rank_and_step(ranks: Any) -> None:
+    lines = ranks(2, with_nan)
+    assert lines[0] == []
+    assert any(line.startswith("rank 1, step 2: the gradient of 'inlet.weight': 128 NaN") for line in lines[1]), lines
+    assert not any("'outlet." in line for line in lines[1])  # it came in behind it

@@ -1,0 +1,74 @@
+"""A fault from one number: the same seed always gives the same fault, in the same place, on the same rank."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+# Where a fault may happen, in the order of the program.
+CALLS = ("prepare", "save", "load", "full_state_dict", "gathered", "release")  # struck by a timer inside the call
+HOOKS = ("loader", "forward", "loss", "backward", "clip", "step")  # struck at a point of the loop
+PHASES = (*CALLS, *HOOKS)
+
+# Kind of fault: where it may happen.
+KINDS: dict[str, tuple[str, ...]] = {
+    "SIGKILL": PHASES,
+    "SIGTERM": PHASES,
+    "SIGSTOP": PHASES,
+    "SIGSTOP and SIGCONT": HOOKS,
+    "exception": HOOKS,
+    "exception on all ranks, caught": ("loader", "forward", "loss"),
+    "delay": HOOKS,
+    "connection reset": HOOKS,
+    "memory limit": ("forward", "loss", "backward"),
+    "call by one rank alone": ("forward", "full_state_dict", "clip", "gathered", "prepare", "save", "load", "release"),
+    "rank leaves the loop": ("loader",),
+    "rank skips": ("backward", "step"),
+    "rank steps twice": ("step",),
+    "gradients dropped": ("step",),
+    "other option": ("lr before the forward", "lr before the step", "betas", "clip norm"),
+    "other values loaded": ("load_state_dict",),
+}
+RECOVERED = {
+    "SIGSTOP and SIGCONT",
+    "exception on all ranks, caught",
+    "delay",
+}  # all ranks must finish, with right values
+FREQUENT = ("SIGKILL", "SIGSTOP", "exception", "SIGTERM")  # drawn more often
+
+STAGES = (0, 1, 2, 3)
+TIERS = ("device", "host", "disk")
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how."""
+
+    stage: int
+    tier: str  # of the optimizer states; parameters and gradients follow at stage 3
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault."""
+
+    seed: int
+    job: Job
+    kind: str
+    phase: str
+    rank: int  # that it happens to, or that does it
+    step: int
+    delay_s: float  # inside a call; or how long a rank is late
+
+
+def draw(seed: int) -> Fault:
+    """Return the fault of a seed."""
+    choice = random.Random(seed)
+    kind = choice.choice([*KINDS, *FREQUENT])
+    job = Job(choice.choice(STAGES), choice.choice(TIERS), choice.choice((2, 2, 3, 4)))
+    phase = choice.choice(KINDS[kind])
+    rank = choice.randrange(job.world_size)
+    step = choice.randrange(1, STEPS - 1)
+    return Fault(seed, job, kind, phase, rank, step, choice.uniform(0.0, 0.03))

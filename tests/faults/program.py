@@ -1,0 +1,277 @@
+"""What each rank runs: a training with every collective call, and the fault in its place."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerostd
+from faults.drawing import STEPS, Fault, Job
+
+LIMIT_S = 2.5
+LATE_S = 0.5  # of a rank that is late, well inside the limit
+SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")  # that can strike inside any call
+
+
+class Broken(Exception):
+    """An exception of the user's own code."""
+
+
+class Net(nn.Module):
+    """Buffers, a group for each block, and places where a fault can strike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.outlet = nn.Linear(16, 4)
+        self.strikes: dict[str, Strike] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.inlet(x))
+        x = torch.tanh(self.blocks[0](x))
+        self._strike("forward")
+        if x.requires_grad:
+            x.register_hook(lambda grad: self._strike("backward"))
+        return self.outlet(torch.tanh(self.blocks[1](x)))
+
+    def _strike(self, phase: str) -> None:
+        if phase in self.strikes:
+            self.strikes[phase].strike()
+
+
+class Strike:
+    """Does the fault, once, if this is the rank, the step and the place."""
+
+    def __init__(self, fault: Fault, rank: int, ranks: set[int]) -> None:
+        self.fault = fault
+        self.is_mine = rank in ranks
+        self.step = 0
+        self.is_done = False
+
+    def strike(self) -> None:
+        if not self.is_mine or self.is_done or self.step != self.fault.step:
+            return
+        self.is_done = True
+        self._do()
+
+    @contextlib.contextmanager
+    def inside(self, call: str) -> Iterator[None]:
+        """Strike while a call is running, after a random time."""
+        if self.is_mine and not self.is_done and self.fault.phase == call:
+            self.is_done = True
+            timer = threading.Timer(self.fault.delay_s, self._do)
+            timer.daemon = True
+            timer.start()
+        yield
+
+    def _do(self) -> None:
+        kind = self.fault.kind
+        if kind.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, kind.split()[0]))
+        elif kind.startswith("exception"):
+            raise Broken("broken on purpose")
+        elif kind == "delay":
+            time.sleep(LATE_S)
+        elif kind == "connection reset":
+            _reset_connections()
+        elif kind == "memory limit":
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            torch.zeros(1 << 28)
+
+
+def _reset_connections() -> None:
+    """Shut down every TCP connection between this process and others, as a broken network does."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    if connection.family == socket.AF_INET and connection.getpeername():
+                        connection.shutdown(socket.SHUT_RDWR)
+
+
+def live(rank: int, fault: Fault | None, job: Job, folder: str) -> None:
+    """Be one rank, from its start to its end, as a script would; what happened is in a file afterwards."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    os.environ |= {"ZEROSTD_TIMEOUT_S": str(LIMIT_S), "LOCAL_WORLD_SIZE": str(job.world_size)}
+    log = os.open(f"{folder}/log-{rank}", os.O_WRONLY | os.O_CREAT, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    outcome: dict[str, Any] = {"error": "", "text": "", "losses": []}
+    code = 0
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(f"{folder}/store", job.world_size),
+            rank=rank,
+            world_size=job.world_size,
+            timeout=timedelta(seconds=60),
+        )
+        outcome["losses"] = Training(rank, fault, job, folder).run()
+    except BaseException as error:
+        traceback.print_exc()
+        outcome |= {"error": type(error).__name__, "text": str(error)}
+        sys.last_value = error  # as Python does before it ends by an exception
+        code = 1
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    Path(f"{folder}/outcome-{rank}").write_text(json.dumps(outcome))
+    atexit._run_exitfuncs()  # the rest of Python's own way out
+    os._exit(code)
+
+
+class Training:
+    """One rank's program."""
+
+    def __init__(self, rank: int, fault: Fault | None, job: Job, folder: str) -> None:
+        self.rank = rank
+        self.fault = fault
+        self.job = job
+        self.folder = folder
+        self.step = 0
+        self.is_for_all = fault is not None and fault.kind == "exception on all ranks, caught"
+        self.strike: Strike | None = None
+        if fault is not None:
+            self.strike = Strike(fault, rank, set(range(job.world_size)) if self.is_for_all else {fault.rank})
+        self.model: Any = Net()
+        self.optimizer: Any = None
+
+    def run(self) -> list[float]:
+        if self.strike is not None and self.fault is not None:
+            self.model.strikes = {self.fault.phase: self.strike}
+        with self.during("prepare"):
+            self.model, self.optimizer = prepare(self.model, self.job, self.folder)
+        losses: list[float] = []
+        for self.step in range(STEPS):
+            if self.strike is not None:
+                self.strike.step = self.step
+            if self.does("rank leaves the loop", "loader"):
+                return losses
+            losses.append(self.take_step())
+            if self.step == 1:
+                losses.append(self.look())
+            if self.step == 2:
+                with self.during("load"):
+                    zerostd.load(f"{self.folder}/saved", self.model, self.optimizer)
+        with self.during("release"):
+            zerostd.release(self.model)
+        return [*losses, float(self.model.inlet.weight.detach().double().sum())]
+
+    def look(self) -> float:
+        """Make the calls around training."""
+        with self.during("save"):
+            zerostd.save(f"{self.folder}/saved", self.model, self.optimizer)
+        with self.during("full_state_dict"):
+            zerostd.full_state_dict(self.model)
+        with self.during("gathered"), zerostd.gathered(self.model):
+            return float(self.model.outlet.weight.detach().sum())
+
+    def take_step(self) -> float:
+        """Take one step; an exception that all ranks have is caught, and the step is taken again."""
+        while True:
+            try:
+                return self._take_step()
+            except Broken:
+                if not self.is_for_all:
+                    raise
+                self.optimizer.zero_grad()
+
+    def _take_step(self) -> float:
+        self.at("loader")
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * self.step + self.rank))
+        self.stray()
+        group = self.optimizer.param_groups[0]
+        if self.does("other option", "lr before the forward"):
+            group["lr"] = 0.5
+        if self.does("other option", "betas"):
+            group["betas"] = (0.8, 0.999)
+        loss = self.model(batch).square().mean()
+        self.at("loss")
+        value = float(loss)
+        if self.does("rank skips", "backward"):
+            return value
+        loss.backward()
+        self.at("clip")
+        self.optimizer.clip_grad_norm_(0.5 if self.does("other option", "clip norm") else 1.0)
+        if self.does("call by one rank alone", "clip"):
+            self.optimizer.clip_grad_norm_(1.0)
+        if self.does("other option", "lr before the step"):
+            group["lr"] = 0.5
+        if self.does("gradients dropped", "step"):
+            self.optimizer.zero_grad()
+        self.at("step")
+        if not self.does("rank skips", "step"):
+            self.optimizer.step()
+        if self.does("rank steps twice", "step"):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return value
+
+    def stray(self) -> None:
+        """Make a call that the other ranks do not make, or make in another way."""
+        if self.does("call by one rank alone", "prepare"):
+            prepare(Net(), Job(0, "device", 0), self.folder)
+        if self.does("call by one rank alone", "forward"):
+            self.model(torch.ones(4, 8))
+        if self.does("call by one rank alone", "load") and Path(f"{self.folder}/saved").exists():
+            zerostd.load(f"{self.folder}/saved", self.model, self.optimizer)
+        if self.does("call by one rank alone", "release"):
+            zerostd.release(self.model)
+        if self.does("call by one rank alone", "full_state_dict"):
+            zerostd.full_state_dict(self.model)
+        if self.does("call by one rank alone", "save"):
+            zerostd.save(f"{self.folder}/alone", self.model, self.optimizer)
+        if self.does("call by one rank alone", "gathered"):
+            with zerostd.gathered(self.model, write=True):
+                pass
+        if self.fault is not None and self.fault.kind == "other values loaded" and self.step == self.fault.step:
+            values = torch.ones if self.rank == self.fault.rank else torch.zeros
+            state = {name: values(tensor.shape) for name, tensor in Net().state_dict().items()}
+            self.model.load_state_dict(state)
+
+    def does(self, kind: str, phase: str) -> bool:
+        """Whether this rank does something else than the others now."""
+        if self.fault is None:
+            return False
+        now = (self.fault.kind, self.fault.phase, self.fault.rank, self.fault.step)
+        return now == (kind, phase, self.rank, self.step)
+
+    def at(self, phase: str) -> None:
+        if self.strike is not None and self.strike.fault.phase == phase:
+            self.strike.strike()
+
+    def during(self, call: str) -> contextlib.AbstractContextManager[None]:
+        if self.strike is None or self.fault is None or self.fault.kind not in SIGNALS:
+            return contextlib.nullcontext()
+        return self.strike.inside(call)
+
+
+def prepare(model: nn.Module, job: Job, folder: str) -> tuple[Any, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    placement = zerostd.Placement(optimizer_states=job.tier)
+    if job.stage == 3 and job.tier != "device":
+        placement = zerostd.Placement(parameters=job.tier, gradients="host", optimizer_states=job.tier)
+    budget = zerostd.Budget(disk_path=folder)
+    return zerostd.prepare(
+        model, optimizer, stage=job.stage, placement=placement, budget=budget, groups=["blocks.*", "outlet"]
+    )
