@@ -60,9 +60,7 @@ def named_group(ranks: Sequence[int], backend: str, limit: timedelta, name: str)
     """Make a process group of some of the ranks, all of which call it. A name must not be used twice with one store:
     `new_group(use_local_synchronization=True)` does so once groups were destroyed, and the next group hangs."""
     rank = ranks.index(torch.distributed.get_rank())
-    make: Any = (
-        torch.distributed.distributed_c10d._new_process_group_helper
-    )  # the type of `name` differs between releases
+    make: Any = torch.distributed.distributed_c10d._new_process_group_helper  # its types differ between releases
     group, _ = make(len(ranks), rank, list(ranks), backend, default_store(), name, timeout=limit)
     mapping = {rank: number for number, rank in enumerate(ranks)}
     torch.distributed.distributed_c10d._world.pg_group_ranks[group] = mapping

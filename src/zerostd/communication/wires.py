@@ -37,7 +37,7 @@ class Collective(Transfer):
     def __init__(
         self, world: World, works: list[dist.Work], finish: Callable[[], Transfer | None] | None = None
     ) -> None:
-        self._world = world
+        self.world = world
         self._works = works
         self._finish = finish
         self._next: Transfer | None = None
@@ -56,7 +56,7 @@ class Collective(Transfer):
         """Hold the host until the receive buffer is free: what came in has been used, and the next is on its way."""
         works = self._works
         self._works = []
-        with self._world.waiting():
+        with self.world.waiting():
             for work in works:
                 work.wait()
         finish = self._finish
