@@ -43,7 +43,7 @@ class Channels:
     regather: dist.ProcessGroup  # gathers in backward, while a rank that strays may be in a forward
     reduce: dist.ProcessGroup
     broadcast: dist.ProcessGroup
-    scalars: dist.ProcessGroup
+    scalars: dist.ProcessGroup  # between backward and step: ranks that go on gather for a forward before they regather
     control: dist.ProcessGroup  # gloo, on the CPU: reading its results costs no device synchronisation
     peers: Peers  # who and where the others are, beside these groups
 
@@ -170,7 +170,7 @@ def _make_channels(backend: str, limit: timedelta, peers: Peers) -> Channels:
         return Channels(gather, gather, reduce, gather, reduce, control, peers)
     regather = dist.new_group(backend=backend, timeout=limit)
     broadcast = dist.new_group(backend=backend, timeout=limit)
-    return Channels(gather, regather, reduce, broadcast, control, control, peers)
+    return Channels(gather, regather, reduce, broadcast, regather, control, peers)
 
 
 def _join(device: torch.device, limit: timedelta) -> None:
