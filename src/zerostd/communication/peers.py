@@ -20,11 +20,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from zerostd.errors import CommunicationError
 
@@ -32,6 +32,7 @@ HEARTBEAT_S = 1.0  # between two messages to the next rank
 ANSWER_S = 3.0  # a rank that has not answered by then is stopped, or cannot be reached
 MOST_BYTES = 1 << 16  # in one message
 MOST_ASKED = 32  # ranks, at the same time
+T = TypeVar("T")
 BACKWARD = "backward"  # calls that are counted
 STEP = "optimizer.step()"
 OPEN: weakref.WeakSet[Peers] = weakref.WeakSet()  # those with a socket
@@ -49,7 +50,7 @@ class Place:
     num_backwards: int = 0
     seconds: float = 0.0  # on the clock of its process, of the last change; in a message: since then
     verdict: str = ""  # who is to blame for a collective that failed, as this rank sees it
-    end: str = ""  # after what it left, if it has
+    end: str = ""  # why it left, if it has
 
     @property
     def counts(self) -> str:
@@ -101,17 +102,26 @@ class Peers:
             store.wait(keys, timedelta(seconds=self.timeout_s))
             texts = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
         except RuntimeError as error:
-            missing = []
-            with contextlib.suppress(RuntimeError):
-                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            who = f"rank {', '.join(map(str, missing))} has not come to it" if missing else "the store does not answer"
             raise CommunicationError(
                 f"rank {self.place.rank} gave up waiting in zerostd.prepare() (time limit {self.timeout_s:g} s): "
-                f"{who}. Every rank must prepare the same models, in the same order"
+                f"{self._missing(store, keys)}. Every rank must prepare the same models, in the same order"
             ) from error
+        if self.place.rank == 0:
+            store.delete_key(f"{self._key}/missing")
         addresses = [tuple(json.loads(text)) for text in texts]
         here = _is_loopback(address[0])
         return [(host if _is_loopback(name) and not here else name, port) for name, port in addresses]
+
+    def _missing(self, store: Any, keys: list[str]) -> str:
+        """Return who did not come, in words. The first rank that gives up says so to all: others see it missing too."""
+        verdict = f"{self._key}/missing"
+        try:
+            if not store.check([verdict]):
+                missing = [f"rank {rank}" for rank, key in enumerate(keys) if not store.check([key])]
+                store.set(verdict, f"{', '.join(missing)} did not come to it" if missing else "all came too late")
+            return str(store.get(verdict).decode())
+        except RuntimeError:
+            return "the store does not answer, so the process that keeps it, often rank 0, has ended"
 
     # The loop's side
 
@@ -161,7 +171,7 @@ class Peers:
     def _blame(self, answers: dict[int, Place | str]) -> str:
         """Return who is to blame. Ranks that raised because of others are not; their verdict counts if nobody is."""
         heard = sorted(self._seen.items(), key=lambda item: item[1][0])  # the first verdict is nearest to the cause
-        verdicts = {rank: place.verdict for rank, (_, place) in heard if place.verdict}
+        verdicts = {rank: place for rank, (_, place) in heard if place.verdict}
         missing: list[str] = []
         running: list[str] = []
         elsewhere: list[str] = []
@@ -169,7 +179,8 @@ class Peers:
             if rank in verdicts:
                 continue
             if isinstance(answer, str):
-                missing.append(f"rank {rank} {answer}{self._last_seen(rank)}")
+                end = self._seen[rank][1].end if rank in self._seen else ""
+                missing.append(f"rank {rank} {f'is gone: {end}' if end else answer}. {self._last_seen(rank)}")
             elif not answer.is_waiting:
                 running.append(f"rank {rank} {answer.describe()}")
             elif not answer.is_beside(self.place):
@@ -177,24 +188,24 @@ class Peers:
         culprits = missing or running or elsewhere
         if culprits:
             return "; ".join(culprits)
-        for rank, verdict in verdicts.items():
-            return f"rank {rank} failed before, and said: {verdict}"
+        for rank, place in verdicts.items():
+            return f"rank {rank} failed before, when it {place.describe()}, and said: {place.verdict}"
         return "all ranks wait in it, so the network between them has failed"
 
     def _last_seen(self, rank: int) -> str:
-        """Return what is known of a rank that does not answer, to follow the word that says so."""
+        """Return where a rank that does not answer was, as far as somebody knows."""
         if rank not in self._seen:
-            return ". It was not heard of since zerostd.prepare()"
+            return "It was not heard of since zerostd.prepare()"
         heard, place = self._seen[rank]
-        if place.end:
-            return f", {place.end}. Its last message says that it {place.describe()}"
-        return f". Its last message, {time.monotonic() - heard:.1f} s ago, says that it {place.describe()}"
+        return f"Its last message, {time.monotonic() - heard:.1f} s ago, says that it {place.describe()}"
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(len(self._addresses)) if rank != self.place.rank]
 
     def _ask_all(self) -> dict[int, Place | str]:
         """Return the places of all other ranks; of those that do not answer, in words, why."""
-        others = [rank for rank in range(len(self._addresses)) if rank != self.place.rank]
-        with ThreadPoolExecutor(max(1, min(MOST_ASKED, len(others)))) as threads:
-            return dict(zip(others, threads.map(self._ask, others), strict=True))
+        return dict(zip(self._others, _map_at_once(self._ask, self._others), strict=True))
 
     def _ask(self, rank: int) -> Place | str:
         try:
@@ -210,13 +221,11 @@ class Peers:
         for line in reply["seen"]:
             self._note(line, is_relayed=True)
         place = self._note(reply["place"])
-        return "is gone" if place.end else place
+        return f"is gone: {place.end}" if place.end else place
 
     def _tell_all(self) -> None:
         """Let every rank that answers know the verdict, before this process ends."""
-        others = [rank for rank in range(len(self._addresses)) if rank != self.place.rank]
-        with ThreadPoolExecutor(max(1, min(MOST_ASKED, len(others)))) as threads:
-            list(threads.map(self._tell, others))
+        _map_at_once(self._tell, self._others)
 
     def _tell(self, rank: int) -> bool:
         """Send this rank's place without waiting for an answer; returns whether somebody took it."""
@@ -232,9 +241,9 @@ class Peers:
         if not self._is_open:
             return
         error = getattr(sys, "last_value", None)  # an exception that ends the interpreter
-        self.place.end = "after it had let go of the model"
+        self.place.end = "it has released the model, or its process has ended"
         if error is not None:
-            self.place.end = f"after {type(error).__name__}: {str(error)[:200]}"
+            self.place.end = f"its process has ended, after {type(error).__name__}: {str(error)[:200]}"
         self._is_open = False
         size = len(self._addresses)
         any(self._tell((self.place.rank + step) % size) for step in range(1, min(size, 4)))
@@ -287,6 +296,16 @@ class Peers:
         if place.rank != self.place.rank and is_news:
             self._seen[place.rank] = (time.monotonic(), place)
         return place
+
+
+def _map_at_once(function: Callable[[int], T], ranks: list[int]) -> list[T]:
+    """Return what a function returns for each rank, asked at the same time; one by one where Python is about to end and
+    starts no threads."""
+    try:
+        with ThreadPoolExecutor(max(1, min(MOST_ASKED, len(ranks)))) as threads:
+            return list(threads.map(function, ranks))
+    except RuntimeError:
+        return [function(rank) for rank in ranks]
 
 
 def _receive(connection: socket.socket) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ Mesh = DeviceMesh | dist.ProcessGroup | None  # the ranks that train a model; No
 
 TIMEOUT_VARIABLE = "ZEROSTD_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
+ABORT_S = 5.0  # that a failure waits for the abort of communicators; it goes on behind
 # Torch's watchdog would end the process without a Python exception. It aborts the communicators instead, and the next
 # collective raises. See [Note: aborted communicators].
 WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -50,7 +52,7 @@ class Channels:
     regather: dist.ProcessGroup  # gathers in backward, while a rank that strays may be in a forward
     reduce: dist.ProcessGroup
     broadcast: dist.ProcessGroup
-    scalars: dist.ProcessGroup
+    scalars: dist.ProcessGroup  # between backward and step: ranks that go on gather for a forward before they regather
     control: dist.ProcessGroup  # of all, gloo, on the CPU: reading its results costs no device synchronisation
     peers: Peers  # who and where the others are, beside these groups
     replicas: dist.ProcessGroup | None = None  # of the ranks that hold the same shard, if there are several
@@ -137,17 +139,23 @@ class World:
         """Turn what torch.distributed raises inside the context into a CommunicationError that says who is to blame.
 
         [Note: aborted communicators] A kernel of nccl whose peer is gone runs until its communicator is aborted, and
-        nothing behind it on the device, nor the end of the process, can come before. So a failure aborts all of them.
+        nothing behind it on the device, nor the end of the process, can come before. So a failure aborts all of them,
+        at the same time: an abort waits for the device, and so for kernels of the other communicator.
         """
         assert self.channels is not None
         try:
             with self.channels.peers.waiting():
                 yield
         except CommunicationError:
-            for group in {self.channels.gather, self.channels.reduce, self.channels.replicas}:
-                if group is not None:
-                    with contextlib.suppress(RuntimeError):
-                        group.abort()
+            groups = {self.channels.gather, self.channels.reduce}
+            if self.channels.replicas is not None:
+                groups.add(self.channels.replicas)
+            aborts = [threading.Thread(target=group.abort, name="zerostd abort", daemon=True) for group in groups]
+            with contextlib.suppress(RuntimeError):  # Python is about to end and starts no threads
+                for abort in aborts:
+                    abort.start()
+                for abort in aborts:
+                    abort.join(ABORT_S)
             raise
 
     def close(self) -> None:
@@ -200,8 +208,7 @@ def _make_channels(rows: Sequence[Sequence[int]], backend: str, limit: timedelta
         return Channels(gather, gather, reduce, gather, reduce, control, peers, replicas)
     regather = _new_group(row, backend, limit)
     broadcast = _new_group(row, backend, limit)
-    scalars = control if replicas is None else _new_group(row, backend, limit)
-    return Channels(gather, regather, reduce, broadcast, scalars, control, peers, replicas)
+    return Channels(gather, regather, reduce, broadcast, regather, control, peers, replicas)
 
 
 def _join(device: torch.device, limit: timedelta) -> None:
