@@ -366,6 +366,12 @@ def _prepared(optimizer: torch.optim.Optimizer | None, call: str) -> ZeroOptimiz
 def release(model: nn.Module) -> nn.Module:
     """Undo prepare: an ordinary module again, with full parameters in the dtypes they had. Collective."""
     runtime = runtime_of(model, "release")
+    with runtime.turn:
+        _release(model, runtime)
+    return model
+
+
+def _release(model: nn.Module, runtime: Runtime) -> None:
     runtime.wait_gradients()
     runtime.hooks.remove()
     runtime.guards.remove()
@@ -382,4 +388,3 @@ def release(model: nn.Module) -> nn.Module:
     runtime.world.close()
     runtime.resources.allocator.close()
     object.__delattr__(model, MARK)
-    return model

@@ -30,6 +30,7 @@ from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.guards import Guards
 from zerostd.scheduling.hooks import Hooks
 from zerostd.scheduling.reducing import Reducer, TrainedParameter
+from zerostd.scheduling.turns import Turn
 from zerostd.tiers import Streams, TierAllocator, Uploader
 
 Casts = tuple[torch.dtype, torch.dtype] | None
@@ -169,6 +170,11 @@ class Runtime:
         self._buffers_moved = model.training and torch.is_grad_enabled() and self.backward.is_syncing
 
     # Schedule, as the optimizer sees it
+
+    @property
+    def turn(self) -> Turn:
+        """The right to use the model: one thread has it, and no signal interrupts it."""
+        return self.gatherer.turn
 
     def wait_gradients(self) -> None:
         """Return when all gradients have landed. A pass that failed is given up, and its memory with it."""

@@ -14,6 +14,7 @@ from zerostd.communication import Control, Wires
 from zerostd.errors import MisuseError
 from zerostd.monitoring.events import LoopPhase, LoopTimer
 from zerostd.parameters import Flat, Group, GroupState
+from zerostd.scheduling.turns import Turn
 
 PREFETCH_DEPTH = 1  # groups gathered ahead
 
@@ -26,6 +27,7 @@ class Gatherer:
         self.wires = wires
         self.control = control
         self.timer = LoopTimer(wires.world.device, wires.ledger.events)
+        self.turn = Turn()  # to use the model
         self.prefetch_depth = PREFETCH_DEPTH  # groups started ahead; 0 gathers only on demand
         self.sequence: list[str] = []  # groups whose gather was started since ranks last compared notes
         self._num_trained = sum(len(flat.parameters) for group in groups for flat in group.trainable)
