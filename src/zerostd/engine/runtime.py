@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -127,8 +128,8 @@ class Runtime:
     def install(self) -> None:
         """Enter the model's forward and backward."""
         self.backward.reducer.reserve(self.groups)
-        weakref.finalize(self.model, self.world.close)
-        weakref.finalize(self.model, self.resources.allocator.close_aside)
+        for close in (self.world.close, self.resources.allocator.close_aside):
+            weakref.finalize(self.model, _close_in, os.getpid(), close)
         self.access.install()
         self.hooks.install()
         self.guards.install()
@@ -236,4 +237,11 @@ def runtime_of(model: nn.Module, call: str) -> Runtime:
     runtime = model.__dict__.get(MARK)
     if not isinstance(runtime, Runtime):
         raise MisuseError(f"zerostd.{call} needs the module that zerostd.prepare was called on")
+    runtime.turn.check_process()
     return runtime
+
+
+def _close_in(process: int, close: Callable[[], None]) -> None:
+    """Close in the process that prepared the model. A forked child has no threads to end, and its copies go with it."""
+    if process == os.getpid():
+        close()

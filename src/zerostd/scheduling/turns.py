@@ -12,6 +12,7 @@ hooks of, such as KeyboardInterrupt, never gives its turn back: whoever waits lo
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -23,6 +24,7 @@ from torch import nn
 
 from zerostd.compat import calls_of, in_backward
 from zerostd.errors import MisuseError
+from zerostd.tiers.worker import check_process
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
 LOOK_S = 0.1  # how often a waiting thread looks whether the forward that it waits for still runs
@@ -88,6 +90,7 @@ class Turn:
     """The right to use one prepared model."""
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         self._condition = threading.Condition()
         self._holder: int | None = None  # the thread that has the turn
         self._depth = 0  # how often it has taken it
@@ -108,6 +111,7 @@ class Turn:
             return
         if in_backward():
             return
+        self.check_process()
         with self._condition:
             self._wait_for_others(refuses=module is None)
             if self._trainer not in (None, threading.current_thread()):
@@ -115,6 +119,10 @@ class Turn:
             self._module = module
             self._depth = 1
             self._holder = threading.get_ident()
+
+    def check_process(self) -> None:
+        """Refuse the use of the model in a forked child."""
+        check_process(self._process, "a prepared model")
 
     def _wait_for_others(self, *, refuses: bool) -> None:
         """Wait until nobody has the turn. A forward may itself wait for this thread: a part of it is refused."""
