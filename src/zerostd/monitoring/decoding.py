@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
+import os
 import re
 import reprlib
+import stat
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -19,6 +21,8 @@ import msgspec
 from zerostd.errors import ZerostdError
 
 T = TypeVar("T")
+
+LONGEST = 256 * 2**20  # bytes of a document: a manifest of 100,000 tensors has 50 MB
 
 JSON_NAMES = {dict: "object", list: "array", str: "str", bool: "bool", int: "int", float: "float", type(None): "null"}
 WORDS = {
@@ -32,6 +36,22 @@ WORDS = {
 COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 
+def read_document(path: str | os.PathLike[str], *, what: str, error: type[ZerostdError], remedy: str = "") -> bytes:
+    """Return the bytes of a file that holds a JSON document; raise `error` if it cannot be one. Reading a pipe or a
+    device might never end, and no document is longer than LONGEST."""
+    ending = f"; {remedy}" if remedy else ""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise error(f"{what} is not a regular file{ending}")
+        with open(path, "rb") as file:
+            content = file.read(LONGEST + 1)
+    except (OSError, ValueError) as problem:  # ValueError: a path with a null character
+        raise error(f"{what} cannot be read: {getattr(problem, 'strerror', None) or problem}{ending}") from problem
+    if len(content) > LONGEST:
+        raise error(f"{what} has more than {LONGEST:,} bytes, which no document of ours has{ending}")
+    return content
+
+
 def decode(data: str | bytes, kind: type[T], *, what: str, error: type[ZerostdError], remedy: str = "") -> T:
     """Return JSON text as an object of type `kind`; raise `error` if it is none.
 
@@ -40,9 +60,10 @@ def decode(data: str | bytes, kind: type[T], *, what: str, error: type[ZerostdEr
     """
     try:
         value = json.loads(data)
-    except (ValueError, RecursionError) as problem:
+    except (ValueError, RecursionError) as problem:  # UnicodeDecodeError is a ValueError
         ending = f"; {remedy}" if remedy else ""
-        raise error(f"{what} is not JSON ({problem}){ending}") from problem
+        reason = "nested too deeply" if isinstance(problem, RecursionError) else problem
+        raise error(f"{what} is not JSON ({reason}){ending}") from problem
     return convert(value, kind, what=what, error=error, remedy=remedy)
 
 
@@ -56,6 +77,8 @@ def convert(
         converted = msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as problem:
         raise error(f"{what}: {_explain(problem, value)}{ending}") from problem
+    except RecursionError as problem:
+        raise error(f"{what} is nested too deeply{ending}") from problem
     unknown = next(_unknown_fields(value, kind), None) if refuse_unknown else None
     if unknown is not None:
         raise error(f"{what}: {unknown}{ending}")

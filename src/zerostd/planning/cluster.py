@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -34,6 +35,7 @@ NUM_GATHERED = 3  # groups that are whole at once: the one at work, the next, an
 NUM_STAGING = 2  # groups whose gradients are on their way
 NO_WIRES = "The machine profile has no wires, so time of collectives is not in the plan."
 NOWHERE = MachineProfile("nowhere", "none", {"any": 1.0}, 0.0, {}, Processor(1, {1: 1.0}, 1.0), None)  # counts bytes
+MOST_RANKS = 10**7  # also passes of a step, and samples
 MOST_TRIED = 8  # divisions of a batch into passes
 ALMOST = 0.01  # of a step
 MISSING = re.compile(r"[^:.]*(?:[.]\d[^:.]*)* is missing")  # what of a refusal goes into the table
@@ -56,8 +58,8 @@ class TrainingOptions:
 
     def __post_init__(self) -> None:
         for name, value in (("world", self.world_size), ("accumulate", self.accumulate), ("batch", self.batch)):
-            if value is not None and value < 1:
-                raise PrepareError(f"{name}={value!r} must be a whole number, 1 or more")
+            if value is not None and not 1 <= value <= MOST_RANKS:
+                raise PrepareError(f"{name}={reprlib.repr(value)} must be a whole number from 1 to {MOST_RANKS:,}")
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def _divided(model: ModelProfile, use: TrainingOptions) -> list[tuple[int | None
 
 def divisions(batch: int, most: int = MOST_TRIED) -> list[tuple[int, int]]:
     """Return samples in a pass and passes: all that make the batch, or some, even on a scale of powers."""
-    sizes = [size for size in range(1, batch + 1) if batch % size == 0]
+    small = [size for size in range(1, math.isqrt(batch) + 1) if batch % size == 0]
+    sizes = sorted({*small, *(batch // size for size in small)})
     if len(sizes) > most:
         wanted = [math.log(batch) * place / (most - 1) for place in range(most)]
         sizes = sorted({min(sizes, key=lambda size: abs(math.log(size) - power)) for power in wanted})
