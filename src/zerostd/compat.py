@@ -10,6 +10,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,14 +31,15 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def calls_of(module: torch.nn.Module) -> int:
-    """Return how many calls of a module are going on in this thread, one inside the other. Walks the stack."""
+def calls_of(module: torch.nn.Module, frame: FrameType | None = None) -> int:
+    """Return how many calls of a module are going on, one inside the other: in this thread, or in that of a frame.
+    Walks the stack."""
     code = torch.nn.Module._call_impl.__code__
     count = 0
-    frame = sys._getframe()
-    while (caller := frame.f_back) is not None:
-        frame = caller
+    frame = frame or sys._getframe()
+    while frame is not None:
         count += frame.f_code is code and frame.f_locals.get("self") is module
+        frame = frame.f_back
     return count
 
 

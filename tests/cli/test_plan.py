@@ -300,7 +300,7 @@ def test_module_that_fails_shows_its_own_traceback(plan: Plan_, tmp_path: Path, 
         (("--params", "1B", "--step-samples", 8), "goes with --scaling"),
         (("--params", "1B", "--output", "/no/such/folder/plan.json"), "cannot be written"),
         (("--params", "1B", "--meta"), "--meta goes with"),
-        (("--config", "no/such/config.json"), "cannot be read as a config.json"),
+        (("--config", "no/such/config.json"), "config.json cannot be read: No such file"),
         (("--config", "config.json", "--hidden", 8), "go with --params"),
         (("factories:alone", "--samples", 2), "a function says it itself"),
         (("factories:alone", "--scaling", "1"), "scaling needs to know the samples"),
@@ -355,6 +355,7 @@ def test_bad_profile_is_one_line(plan: Plan_, tmp_path: Path, text: str, said: s
 
 
 def test_missing_and_binary_profiles_are_one_line(plan: Plan_, tmp_path: Path) -> None:
-    assert "no machine profile in" in refused(plan("--params", "1B", "--cluster", tmp_path / "nowhere.json"))
+    missing = tmp_path / "nowhere.json"
+    assert "nowhere.json cannot be read: No such file" in refused(plan("--params", "1B", "--cluster", missing))
     (tmp_path / "machine.json").write_bytes(b"\xff\xfe\x00\x01")
-    assert "is not text" in refused(plan("--params", "1B", "--cluster", tmp_path / "machine.json"))
+    assert "is not JSON" in refused(plan("--params", "1B", "--cluster", tmp_path / "machine.json"))

@@ -91,11 +91,11 @@ def strangers(rank: int) -> int:
     answers = 0
     for noise in (b"", b"\n", b"GET / HTTP/1.0\r\n\r\n", b"{}\n", b'{"key": "zerostd/0", "place": {}}\n', b"[" * 70000):
         with socket.create_connection(channels.peers._addresses[rank], 5.0) as connection:
-            connection.sendall(noise)
-            connection.shutdown(socket.SHUT_WR)
             try:
+                connection.sendall(noise)
+                connection.shutdown(socket.SHUT_WR)
                 answers += len(connection.recv(100))
-            except ConnectionError:
+            except OSError:  # the rank has hung up already
                 continue
     step(model, optimizer, rank)
     place = channels.peers._ask(1 - rank)

@@ -189,7 +189,7 @@ def test_profile_by_hand_is_loaded_or_refused_with_its_reason(measured, tmp_path
     change(path, lambda data: data["processor"].update(cache=5))
     with pytest.raises(PrepareError, match=r"elsewhere.json.*'cache'"):
         load_profile(path)
-    with pytest.raises(PrepareError, match=r"no machine profile in .*missing.json"):
+    with pytest.raises(PrepareError, match=r"machine profile .*missing.json cannot be read"):
         load_profile(tmp_path / "missing.json")
 
 

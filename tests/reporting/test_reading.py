@@ -93,7 +93,7 @@ def test_field_that_is_wrong_is_named(tmp_path: Path, field: str, value: object,
 def test_rank_file_that_cannot_be_read(tmp_path: Path) -> None:
     write_run(tmp_path, {0: []})
     (tmp_path / "rank-1.jsonl").mkdir()
-    assert "rank-1.jsonl cannot be read" in refused(tmp_path)
+    assert "rank-1.jsonl is not a regular file" in refused(tmp_path)
 
 
 # -- told --

@@ -34,6 +34,10 @@ def _in_one_line(command: Callable[..., None]) -> Callable[..., None]:
         except ZerostdError as error:
             typer.echo(f"zerostd: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(2) from None
+        except (OSError, MemoryError, UnicodeEncodeError) as error:  # of the system; or a name that cannot be printed
+            reason = str(error) or "not enough memory"
+            typer.echo(f"zerostd: {type(error).__name__}: {' '.join(reason.split())}", err=True)
+            raise typer.Exit(2) from None
 
     return run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.guards import Guards
 from zerostd.scheduling.hooks import Hooks
 from zerostd.scheduling.reducing import Reducer, TrainedParameter
+from zerostd.scheduling.turns import Turn
 from zerostd.tiers import Streams, TierAllocator, Uploader
 
 Casts = tuple[torch.dtype, torch.dtype] | None
@@ -135,8 +137,8 @@ class Runtime:
     def install(self) -> None:
         """Enter the model's forward and backward."""
         self.backward.reducer.reserve(self.groups)
-        weakref.finalize(self.model, self.world.close)
-        weakref.finalize(self.model, self.resources.allocator.close_aside)
+        for close in (self.world.close, self.resources.allocator.close_aside):
+            weakref.finalize(self.model, _close_in, os.getpid(), close)
         self.access.install()
         self.hooks.install()
         self.guards.install()
@@ -180,6 +182,11 @@ class Runtime:
 
     # Schedule, as the optimizer sees it
 
+    @property
+    def turn(self) -> Turn:
+        """The right to use the model: one thread has it, and no signal interrupts it."""
+        return self.gatherer.turn
+
     def wait_gradients(self) -> None:
         """Return when all gradients have landed. A pass that failed is given up, and its memory with it."""
         self.backward.abandon()
@@ -210,7 +217,8 @@ class Runtime:
             group.commit_edits()
 
     def check_step(self) -> None:
-        """A step begins; raise if it would lose gradients."""
+        """A step begins; raise if it would lose gradients, or change what somebody holds."""
+        self.gatherer.check_unpinned(self.groups)
         self.gatherer.timer.mark(LoopPhase.STEP)
         self.world.enter(STEP)
         if self.backward.has_unsynced:
@@ -234,7 +242,7 @@ class Runtime:
 
 def owner_of(module: nn.Module) -> Runtime:
     """Return the runtime of a prepared model or of a module inside one."""
-    root = module.__dict__.get(OWNER, lambda: None)()
+    root = vars(module).get(OWNER, lambda: None)() if isinstance(module, nn.Module) else None
     if root is None:
         raise MisuseError("zerostd.gathered needs a prepared model or a module inside one")
     return runtime_of(root, "gathered")
@@ -242,8 +250,15 @@ def owner_of(module: nn.Module) -> Runtime:
 
 def runtime_of(model: nn.Module, call: str) -> Runtime:
     """Return the runtime that prepare left on a model; `call` is what the user asked for."""
-    runtime = model.__dict__.get(MARK)
+    runtime = vars(model).get(MARK) if isinstance(model, nn.Module) else None
     if not isinstance(runtime, Runtime):
         raise MisuseError(f"zerostd.{call} needs the module that zerostd.prepare was called on")
+    runtime.turn.check_process()
     runtime.world.enter(f"zerostd.{call}()")
     return runtime
+
+
+def _close_in(process: int, close: Callable[[], None]) -> None:
+    """Close in the process that prepared the model. A forked child has no threads to end, and its copies go with it."""
+    if process == os.getpid():
+        close()

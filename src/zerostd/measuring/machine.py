@@ -40,6 +40,7 @@ from zerostd.measuring.rates import (
     resident_ns,
     wire_rates,
 )
+from zerostd.monitoring.decoding import read_document
 from zerostd.monitoring.ledger import Ledger
 from zerostd.planning.profiles import Link, MachineProfile, Processor
 from zerostd.planning.request import NUM_BUSY_THREADS
@@ -249,12 +250,9 @@ def _teller(on_progress: Progress | None, world: World, *, has_disk: bool) -> Ca
 
 def load_profile(path: str | os.PathLike[str]) -> MachineProfile:
     """Read the profile in a file, kept or written by hand; PrepareError says what is wrong with it."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise PrepareError(f"no machine profile in {path} ({error.strerror}); {AGAIN}, or name another file") from error
-    except UnicodeDecodeError as error:
-        raise PrepareError(f"{path} is not text, so no machine profile ({error}); {AGAIN}") from error
+    text = read_document(
+        path, what=f"the machine profile {path}", error=PrepareError, remedy=f"{AGAIN}, or name another file"
+    )
     return MachineProfile.from_json(text, str(path))
 
 

@@ -38,6 +38,8 @@ THREADED_FROM = 1_000_000  # elements: below, waking threads costs more than the
 class Schedule(Protocol):
     """Names what a step asks of the schedule, in this order; the optimizer never learns how groups move."""
 
+    @property
+    def turn(self) -> contextlib.AbstractContextManager[None]: ...  # one thread, which no signal interrupts
     def check_step(self) -> None: ...  # raises if a step now would lose gradients
     def wait_gradients(self) -> None: ...  # returns when all have landed
     def update_order(self) -> list[Group]: ...  # those that the next forward needs first in front
@@ -116,6 +118,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._is_retired:
             _refuse_step()
+        with self._schedule.turn:
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         if self.inner.state is not self._states:  # the user's own optimizer, taken over late, was given other states
             self.state = self.inner.state
             self.inner.state = self._states  # type: ignore[assignment]
@@ -126,7 +133,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.updater.offload.check()
         if self._is_skipped():
             self._schedule.stepped()
-            return loss
+            return
         factor = self._gradients.take_factor()
         with self._threads(), explain_out_of_memory(self.updater.ledger):
             self.updater.check_memory()
@@ -136,7 +143,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if options is not None:
             self.updater.keep_counters(options)
         self._schedule.stepped()
-        return loss
 
     def begin_backward_updates(self, *, knows_last_pass: bool, may_speculate: bool) -> BackwardUpdates | None:
         """Let updates begin inside backward from now on, if it is known which is the last pass of a step and nothing
@@ -237,6 +243,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. With set_to_none=False they become zeros, as in torch."""
+        with self._schedule.turn:
+            self._zero_grad(set_to_none=set_to_none)
+
+    def _zero_grad(self, *, set_to_none: bool) -> None:
         self._schedule.wait_gradients()
         self._gradients.check_unlocked("zero_grad()")
         self._gradients.take_factor()
@@ -257,10 +267,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict returned; everything is checked before anything changes."""
         self.check_consistent("load_state_dict()")
-        self.synchronize()
-        load_states(self.updater, self._gradients, state_dict)
-        for group in self._schedule.update_order():
-            self._schedule.renew(group)
+        with self._schedule.turn:
+            self.synchronize()
+            load_states(self.updater, self._gradients, state_dict)
+            for group in self._schedule.update_order():
+                self._schedule.renew(group)
 
     def retire(self) -> None:
         """Refuse further steps, also of the user's own optimizer: the model is an ordinary one again, and the states
@@ -313,6 +324,7 @@ class LateOptimizer:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if self._is_stepping or isinstance(optimizer, ZeroOptimizer):
             return None
+        self._after_step(optimizer, args, kwargs)  # an interrupt may have kept it from being called
         if not any(p in self._ours for group in optimizer.param_groups for p in group["params"]):
             return None
         if self._prepared is None:

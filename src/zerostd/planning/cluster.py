@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -28,7 +29,7 @@ from zerostd.planning.request import (
     threads_of,
 )
 from zerostd.planning.solution import Solution, model_state
-from zerostd.policy import Budget, Kind, Stage, Tier, shards
+from zerostd.policy import MOST_RANKS, Budget, Kind, Stage, Tier, shards
 
 NUM_GATHERED = 3  # groups that are whole at once: the one at work, the next, and in backward the one before
 NUM_STAGING = 2  # groups whose gradients are on their way
@@ -56,8 +57,8 @@ class TrainingOptions:
 
     def __post_init__(self) -> None:
         for name, value in (("world", self.world_size), ("accumulate", self.accumulate), ("batch", self.batch)):
-            if value is not None and value < 1:
-                raise PrepareError(f"{name}={value!r} must be a whole number, 1 or more")
+            if value is not None and not 1 <= value <= MOST_RANKS:
+                raise PrepareError(f"{name}={reprlib.repr(value)} must be a whole number from 1 to {MOST_RANKS:,}")
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def _divided(model: ModelProfile, use: TrainingOptions) -> list[tuple[int | None
 
 def divisions(batch: int, most: int = MOST_TRIED) -> list[tuple[int, int]]:
     """Return samples in a pass and passes: all that make the batch, or some, even on a scale of powers."""
-    sizes = [size for size in range(1, batch + 1) if batch % size == 0]
+    small = [size for size in range(1, math.isqrt(batch) + 1) if batch % size == 0]
+    sizes = sorted({*small, *(batch // size for size in small)})
     if len(sizes) > most:
         wanted = [math.log(batch) * place / (most - 1) for place in range(most)]
         sizes = sorted({min(sizes, key=lambda size: abs(math.log(size) - power)) for power in wanted})

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -24,12 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from zerostd.errors import PrepareError
-from zerostd.monitoring.decoding import decode
+from zerostd.monitoring.decoding import decode, read_document
 from zerostd.planning.profiles import GroupProfile, ModelProfile
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 VOCABULARY = 50257  # of GPT-2 and GPT-3
 LEAST_UNTIED = 64000  # rows in embedding and head together, from which on they are taken for two matrices
+MOST_LAYERS = 10_000
+LARGEST = 10**15  # any number that describes a model
 LONGEST = 4096  # tokens of a sample, if nobody says
 LAYERS = {1e4: 1, 1e5: 2, 1e6: 4, 1e7: 6}  # depths by number of parameters: below 100M our own,
 LAYERS |= {125e6: 12, 350e6: 24, 1.3e9: 24, 2.7e9: 32, 6.7e9: 32, 13e9: 40, 175e9: 96}  # those of GPT-2 and GPT-3,
@@ -71,9 +74,10 @@ def parse_count(value: int | str) -> int:
     count = 0
     if match is not None and not isinstance(value, float) and match.group(2).upper() in UNITS:
         count = int(Decimal(re.sub("[_,]", "", match.group(1))) * UNITS[match.group(2).upper()])
-    if count < 1:
+    if not 1 <= count <= LARGEST:
         raise PrepareError(
-            f"{value!r} is not a number of parameters; write it like '350M', '7.5B', '1T' or as an integer above 0"
+            f"{reprlib.repr(value)} is not a number of parameters; write it like '350M', '7.5B', '1T' or as an integer "
+            f"from 1 to {LARGEST:.0e}"
         )
     return count
 
@@ -108,11 +112,18 @@ def from_numbers(
 
 def _check(**given: int | None) -> None:
     for what, value in given.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise PrepareError(f"{what}={value!r} must be a whole number, 1 or more")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST):
+            raise PrepareError(f"{what}={reprlib.repr(value)} must be a whole number from 1 to {LARGEST:.0e}")
+
+
+def _check_layers(layers: int) -> int:
+    if layers > MOST_LAYERS:
+        raise PrepareError(f"{layers:,} layers are more than {MOST_LAYERS:,}: correct layers=, hidden= or the size")
+    return layers
 
 
 def _exact(total: int, hidden: int, layers: int, vocabulary: int | None) -> tuple[int, _Ends, list[int]]:
+    _check_layers(layers)
     size = 12 * hidden**2 + 13 * hidden
     rest = total - layers * size
     if rest < 0:
@@ -133,6 +144,7 @@ def _scaled(total: int, hidden: int | None, layers: int | None, vocabulary: int 
         layers = max(1, round((total - vocabulary * hidden) / (12 * hidden**2)))
     elif layers is None:
         layers = LAYERS[min(LAYERS, key=lambda known: abs(math.log(known / total)))]
+    _check_layers(layers)
     if hidden is None:  # 12 layers hidden^2 + vocabulary hidden = total
         root = (math.sqrt(vocabulary**2 + 48 * layers * total) - vocabulary) / (24 * layers)
         hidden = round(root / 64) * 64 if root >= 64 else max(1, int(root))
@@ -170,22 +182,19 @@ def from_config(path: str | Path, *, sequence: int | None = None, samples: int |
     """
     _check(sequence=sequence, samples=samples)
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    try:
-        text = file.read_bytes()
-    except OSError as error:
-        raise PrepareError(f"{file} cannot be read as a config.json: {error}") from error
+    text = read_document(file, what=str(file), error=PrepareError, remedy="name a config.json")
     data = decode(text, dict[str, Any], what=str(file), error=PrepareError, remedy="name a config.json")
     kind = data.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise PrepareError(
-            f"{file}: model_type {kind!r} is not known here ({known} are); give a function that builds the model as "
-            "`module:function` instead, or its size in numbers such as '7.5B'"
+            f"{file}: model_type {reprlib.repr(kind)} is not known here ({known} are); give a function that builds the "
+            "model as `module:function` instead, or its size in numbers such as '7.5B'"
         )
     try:
         block, ends = FAMILIES[kind](data)
         longest = _number(data, "max_position_embeddings", "n_positions", otherwise=LONGEST)
-        layers = _number(data, "num_hidden_layers", "n_layer")
+        layers = _check_layers(_number(data, "num_hidden_layers", "n_layer"))
     except PrepareError as error:
         raise PrepareError(f"{file}: {error}") from None
     learns_positions = FAMILIES[kind] is not _llama
@@ -203,8 +212,8 @@ def _number(config: Mapping[str, Any], *names: str, otherwise: int | None = None
         value = config.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PrepareError(f"{name} is {value!r}, and must be a whole number above 0")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
+            raise PrepareError(f"{name} is {reprlib.repr(value)}, and must be a whole number from 1 to {LARGEST:.0e}")
         return value
     if otherwise is None:
         raise PrepareError(f"{' or '.join(names)} is missing; complete the file")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from zerostd.errors import PrepareError
-from zerostd.monitoring.decoding import convert, decode
+from zerostd.monitoring.decoding import convert, decode, read_document
 from zerostd.monitoring.texts import size_text
 from zerostd.planning.profiles import WAYS
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, Way
@@ -127,7 +127,7 @@ class Plan:
         return json.dumps({"version": VERSION, **{name: data[name] for name in FIELDS}}, indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, source: str = "plan") -> Self:
+    def from_json(cls, text: str | bytes, source: str = "plan") -> Self:
         """Read what to_json wrote. Of a plan written by hand only `homes` must be there."""
         data = decode(text, dict[str, Any], what=source, error=PrepareError, remedy=REMEDY)
         version = data.pop("version", VERSION)
@@ -144,10 +144,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read it from a file."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise PrepareError(f"the plan {path} cannot be read: {error.strerror}") from error
+        text = read_document(path, what=f"the plan {path}", error=PrepareError, remedy=REMEDY)
         return cls.from_json(text, f"the plan {path}")
 
     def explain(self) -> str:

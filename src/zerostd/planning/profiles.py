@@ -120,7 +120,7 @@ class MachineProfile:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, source: str = "machine profile") -> Self:
+    def from_json(cls, text: str | bytes, source: str = "machine profile") -> Self:
         """Read what to_json wrote; an error names the field that is missing, unknown or not what it must be."""
         data = decode(text, dict[str, Any], what=source, error=PrepareError, remedy=REMEDY)
         return convert(_whole(data), cls, what=source, error=PrepareError, remedy=REMEDY, refuse_unknown=True)

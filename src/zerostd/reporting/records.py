@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from msgspec import Meta, Struct
 
 from zerostd.errors import StorageError
-from zerostd.monitoring.decoding import convert
+from zerostd.monitoring.decoding import convert, read_document
 from zerostd.policy import Kind, Tier
 
 FORMAT = 1  # of run directories; docs/run-directory.md
@@ -26,6 +26,7 @@ RANK_FILE = re.compile(r"rank-(0|[1-9][0-9]{0,6})\.jsonl")
 MOST_NAMED = 5  # lines, ranks or kinds in a notice
 LONGEST_TEXT = 2000  # characters; longer texts are cut
 LONGEST_REASON = 200  # characters
+LONGEST_LINE = 16 * 2**20  # bytes; the rest of a longer one is a line of its own, which cannot be read
 
 AnyLine = TypeVar("AnyLine", bound=Struct)
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -199,7 +200,7 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
     try:
         if not file.exists():
             raise StorageError(f"{directory} holds no run.json, so it is no run directory; name one that does")
-        info = parse_run_info(file.read_bytes(), str(file))
+        info = parse_run_info(read_document(file, what=str(file), error=StorageError), str(file))
         matches = [(RANK_FILE.fullmatch(file.name), file) for file in directory.iterdir()]
         files = sorted((int(match[1]), file) for match, file in matches if match)
         logs = tuple(_read_rank(rank, file) for rank, file in files)
@@ -215,8 +216,10 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
 
 def _read_rank(rank: int, file: Path) -> RankLog:
     log = RankLog(rank)
+    if not file.is_file():  # a pipe or a device may never end
+        raise StorageError(f"{file} is not a regular file; put the file that the rank wrote there")
     with file.open("rb") as lines:
-        for number, text in enumerate(lines, start=1):
+        for number, text in enumerate(iter(lambda: lines.readline(LONGEST_LINE), b""), start=1):
             if not text.strip():
                 continue
             log.num_lines += 1

@@ -88,41 +88,41 @@ class ParameterAccess:
         interval = flat.layout.intervals[index]
         if group in self._held:
             return self._held[group][flat][interval.offset : interval.end].view(interval.shape)
-        if group.state is not GroupState.GATHERED:
-            self._gradients.check_unlocked(f"a use of {interval.name!r}")
-            with outside_transforms():
-                if group.gives_back and self.active:
-                    self.active[-1].borrowed[group.name] = group
-                if not group.gives_back or self.active or group.state is GroupState.GATHERING:
-                    self.gatherer.gather(group)
+        has_copy = self._copied is not None and self._copied[0] is group and not self.active
+        if group.state is not GroupState.GATHERED and not has_copy:
+            with self.gatherer.turn, outside_transforms():
+                self._bring(group, interval.name)
         if group.state is GroupState.GATHERED:
             return parameter
-        if self._copied is None or self._copied[0] is not group:
-            with outside_transforms():
-                self._copied = (group, self.gatherer.copy(group))
+        assert self._copied is not None
         return self._copied[1][flat][interval.offset : interval.end].view(interval.shape)
+
+    def _bring(self, group: Group, name: str) -> None:
+        """Gather a group, or make a copy of its values."""
+        self._gradients.check_unlocked(f"a use of {name!r}")
+        if group.gives_back and self.active:
+            self.active[-1].borrowed[group.name] = group
+        if not group.gives_back or self.active or group.state is GroupState.GATHERING:
+            self.gatherer.gather(group)
+        else:
+            self._copied = (group, self.gatherer.copy(group))
 
     def write(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
         """Keep what was written to the tensor that `read` returned."""
         _, flat, index = self.places[parameter]
         if not self._may_write:
             raise _not_writable(flat.layout.intervals[index].name)
-        flat.keep_values(index, values)
+        with self.gatherer.turn:
+            flat.keep_values(index, values)
 
     @contextlib.contextmanager
     def held(self, groups: Sequence[Group], *, write: bool) -> Iterator[None]:
         """Hold the values of groups inside the context. With `write`, rank 0's changes are kept, on all ranks."""
-        for group in (group for group in groups if not group.gives_back):
-            self.gatherer.gather(group)
-            for flat in group.flats:
-                flat.keep_edits()  # from before the context
         outer = (self._held, self._may_write)
-        self._held = {
-            group: self.gatherer.copy(group) for group in groups if group.gives_back and group not in outer[0]
-        }
-        self._held |= outer[0]
-        self._may_write = write
+        with self.gatherer.turn:
+            self._hold(groups)
         try:
+            self._may_write = write
             with contextlib.ExitStack() as pins:
                 for group in groups:
                     pins.enter_context(group.pinned())
@@ -132,14 +132,28 @@ class ParameterAccess:
                 raise _not_writable(edited[0].layout.intervals[0].name)
             if write:
                 self.gatherer.control.confirm("the end of zerostd.gathered(write=True)")
-                for group in groups:
-                    for flat, full in self._held.get(group, {flat: flat.full for flat in group.flats}).items():
-                        with self.gatherer.wires.world.at(f"the broadcast of group {group.name!r}"):
-                            self.gatherer.wires.broadcast([full])
-                        flat.keep_all(full)
-                    group.commit_edits()
+                with self.gatherer.turn:
+                    self._keep_held(groups)
         finally:
             self._held, self._may_write = outer
+
+    def _hold(self, groups: Sequence[Group]) -> None:
+        """Gather groups that rest on the device, and copy the others."""
+        for group in (group for group in groups if not group.gives_back):
+            self.gatherer.gather(group)
+            for flat in group.flats:
+                flat.keep_edits()  # from before the context
+        copies = {group: self.gatherer.copy(group) for group in groups if group.gives_back and group not in self._held}
+        self._held = copies | self._held
+
+    def _keep_held(self, groups: Sequence[Group]) -> None:
+        """Keep what rank 0 has changed."""
+        for group in groups:
+            for flat, full in self._held.get(group, {flat: flat.full for flat in group.flats}).items():
+                with self.gatherer.wires.world.at(f"the broadcast of group {group.name!r}"):
+                    self.gatherer.wires.broadcast([full])
+                flat.keep_all(full)
+            group.commit_edits()
 
     def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Let this be the gradient of a parameter."""

@@ -205,9 +205,10 @@ class Activations:
     def _bring_back(self, activations: GroupActivations, saved: SavedStorage, layout: TensorLayout) -> torch.Tensor:
         """Return a saved tensor that left."""
         timer = self._gatherer.timer
-        phase = timer.mark(LoopPhase.WAITING, "activations")
-        self.offloader.want(activations)
-        timer.mark(phase)
+        with self._gatherer.turn:
+            phase = timer.mark(LoopPhase.WAITING, "activations")
+            self.offloader.want(activations)
+            timer.mark(phase)
         if saved.is_spoilt():
             raise _changed(layout[1])
         return saved.tensor(layout)

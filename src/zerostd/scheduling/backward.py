@@ -9,6 +9,7 @@ gradient has landed and whose parameters backward needs no more may be updated, 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
@@ -135,35 +136,42 @@ class Backward:
     def is_running(self) -> bool:
         return self._pass is not None
 
-    def begin(self) -> BackwardPass:
-        """Begin a pass, if none is running. Its first sign may be any hook."""
+    def begin(self, trainer: threading.Thread | None = None) -> BackwardPass:
+        """Begin a pass, if none is running: by the thread `trainer`, or by this one. Its first sign may be any hook."""
+        turn = self.gatherer.turn
+        if trainer is not None:
+            turn.check_trainer(trainer)
         if self._pass is not None:
             return self._pass
-        self.reducer.wait()
-        self.passes.check(updates_began=self.group_updates is not None and self.group_updates.has_begun)
-        for observer in self.observers:
-            observer.before_backward()
-        self._pass = BackwardPass(self.order)
-        self.gatherer.timer.mark(LoopPhase.BACKWARD)
-        at_end_of_backward(self.end)
-        self.gatherer.wires.world.enter(BACKWARD)
-        self.gatherer.wires.in_backward = True
-        self.gatherer.begin(LoopPhase.BACKWARD)
-        self.reducer.begin()
-        return self._pass
+        with turn:
+            self.reducer.wait()
+            self.passes.check(updates_began=self.group_updates is not None and self.group_updates.has_begun)
+            for observer in self.observers:
+                observer.before_backward()
+            turn.begin_pass(trainer)
+            self._pass = BackwardPass(self.order)
+            self.gatherer.timer.mark(LoopPhase.BACKWARD)
+            at_end_of_backward(self.end)
+            self.gatherer.wires.world.enter(BACKWARD)
+            self.gatherer.wires.in_backward = True
+            self.gatherer.begin(LoopPhase.BACKWARD)
+            self.reducer.begin()
+            return self._pass
 
     def abandon(self) -> None:
         """Forget a pass that ended with an exception, so that autograd never called `end`; keep what had landed."""
         if in_backward():
             return
-        self.activations.offloader.end_backward()
-        if self._pass is None:
-            return
-        self.reducer.wait()
-        self.gatherer.release_all(is_backward=True)
-        self.gatherer.wires.in_backward = False
-        self._pass = None
-        self.gatherer.timer.mark(LoopPhase.OUTSIDE)
+        with self.gatherer.turn:
+            self.activations.offloader.end_backward()
+            if self._pass is None:
+                return
+            self.reducer.wait()
+            self.gatherer.release_all(is_backward=True)
+            self.gatherer.wires.in_backward = False
+            self._pass = None
+            self.gatherer.turn.end_pass()
+            self.gatherer.timer.mark(LoopPhase.OUTSIDE)
 
     def arrived(self, trained: TrainedParameter, parameter: nn.Parameter) -> None:
         """Take the gradient that autograd has put into `parameter.grad`, or added to its handle."""
@@ -190,9 +198,10 @@ class Backward:
             return
         running.gradients[group].take(trained, grad, adds=adds)
         if running.is_complete(group):
-            running.completed.append(group)
-            self.done_with(group)
-            self._send(running, only_complete=True)
+            with self.gatherer.turn:
+                running.completed.append(group)
+                self.done_with(group)
+                self._send(running, only_complete=True)
 
     def done_with(self, group: Group) -> None:
         """Release a group that backward needs no more: all its gradients are here, and those of its modules' inputs.
@@ -223,6 +232,10 @@ class Backward:
 
     def end(self) -> None:
         """End the pass: send what is left, show handles, ask who used what."""
+        with self.gatherer.turn:
+            self._end()
+
+    def _end(self) -> None:
         running = self._pass
         assert running is not None
         self.activations.offloader.end_backward()
@@ -238,6 +251,7 @@ class Backward:
         self.gatherer.wires.in_backward = False
         self._used.update(trained.parameter for trained in arrived)
         self._pass = None
+        self.gatherer.turn.end_pass()
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)
         if self.gatherer.wires.world.size > 1:
             if not self.is_syncing:

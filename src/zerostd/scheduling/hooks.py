@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,6 +55,7 @@ class Hooks:
         self._of_root = [group for group in self.gatherer.groups if root in group.blueprint.modules]
         self._active = access.active
         self._recomputed: Group | None = None  # by activation checkpointing, in the backward that runs now
+        self._turn = self.gatherer.turn
         self._depth = 0  # calls of the root, one inside the other
 
     def install(self) -> None:
@@ -96,23 +98,30 @@ class Hooks:
     def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if in_transform():  # its parameters bring their values by themselves
             return self._cast_inputs(args, kwargs)
-        if self._depth and calls_of(module) < 2:  # an earlier call was interrupted: no hook saw its end
-            self._depth = 0
-        self._depth += 1
-        changed = None
-        if self._depth == 1:  # else it calls itself: this is no new pass
-            self.backward.abandon()
-            if not self.backward.is_running:
-                self.gatherer.wires.world.enter("forward")
-                self._before_forward(module)
-                self.gatherer.timer.mark(LoopPhase.FORWARD if torch.is_grad_enabled() else LoopPhase.OUTSIDE)
-                self.activations.begin()
-                self.gatherer.begin(LoopPhase.FORWARD)
-            changed = self._cast_inputs(args, kwargs)
-        if self._knows_groups:
-            for group in self._of_root:
-                self._before_group(group, module, *(changed or (args, kwargs)))
+        self._turn.take(module)
+        with self._turn:
+            if self._depth and calls_of(module) < 2:  # an earlier call was interrupted: no hook saw its end
+                self._depth = 0
+                self._active.clear()
+                self._turn.restart(module)
+            self._depth += 1
+            changed = None
+            if self._depth == 1:  # else it calls itself: this is no new pass
+                self._begin_forward(module)
+                changed = self._cast_inputs(args, kwargs)
+            if self._knows_groups:
+                for group in self._of_root:
+                    self._before_group(group, module, *(changed or (args, kwargs)))
         return changed
+
+    def _begin_forward(self, module: nn.Module) -> None:
+        self.backward.abandon()
+        if not self.backward.is_running:
+            self.gatherer.wires.world.enter("forward")
+            self._before_forward(module)
+            self.gatherer.timer.mark(LoopPhase.FORWARD if torch.is_grad_enabled() else LoopPhase.OUTSIDE)
+            self.activations.begin()
+            self.gatherer.begin(LoopPhase.FORWARD)
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self._on_input is None:
@@ -122,12 +131,17 @@ class Hooks:
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> Any:
         if in_transform():
             return None if self._on_output is None else map_tensors(output, self._on_output)
-        self._depth = max(0, self._depth - 1)
-        if self._knows_groups:
-            for group in self._of_root:
-                self._after_group(group, module, args, output)
-        if self._depth:
+        if not self._turn.is_mine:  # it was refused
             return None
+        with self._turn:
+            self._turn.give()
+            self._depth = max(0, self._depth - 1)
+            if self._knows_groups:
+                for group in self._of_root:
+                    self._after_group(group, module, args, output)
+            return None if self._depth else self._end_forward(output)
+
+    def _end_forward(self, output: Any) -> Any:
         self._active.clear()
         if not self.backward.is_running:
             self.gatherer.release_all(is_backward=False)
@@ -137,38 +151,47 @@ class Hooks:
         if self._on_output is not None:
             output = map_tensors(output, self._on_output)
         if torch.is_grad_enabled():
+            hook = functools.partial(self._backward_begins, threading.current_thread())
             for tensor in tensors_in(output):
                 if tensor.requires_grad and tensor.grad_fn is not None:
-                    tensor.register_hook(self._backward_begins)
+                    tensor.register_hook(hook)
         return output
 
-    def _backward_begins(self, grad: torch.Tensor) -> None:
-        self.backward.begin()
+    def _backward_begins(self, trainer: threading.Thread, grad: torch.Tensor) -> None:
+        self.backward.begin(trainer)
 
     def _before_group(self, group: Group, module: nn.Module, args: Any, kwargs: Any) -> None:
         if in_transform():
             return
-        phase = LoopPhase.FORWARD
-        if self.backward.is_running:
-            phase = LoopPhase.BACKWARD
-            self._let_go(group)
-        self._active.append(group)
-        self.gatherer.need(group, phase)
-        if (group.gives_back or group.is_updated_later) and torch.is_grad_enabled():
-            inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-            if inputs:
-                group.await_inputs(_InputsHook(inputs, self, group))
-        self.activations.enter(group, module)
+        with self._turn:
+            self._turn.take(module)
+            phase = LoopPhase.FORWARD
+            if self.backward.is_running:
+                phase = LoopPhase.BACKWARD
+                self._let_go(group)
+            self._active.append(group)
+            self.gatherer.need(group, phase)
+            if (group.gives_back or group.is_updated_later) and torch.is_grad_enabled():
+                inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+                if inputs:
+                    group.await_inputs(_InputsHook(inputs, self, group))
+            self.activations.enter(group, module)
 
     def inputs_done(self, group: Group, forward: object) -> None:
         """Take note that the gradients of all inputs of one forward are known: backward has passed it."""
-        group.inputs_arrived(forward)
-        if self.backward.is_running:
-            self.backward.done_with(group)
+        with self._turn:
+            group.inputs_arrived(forward)
+            if self.backward.is_running:
+                self.backward.done_with(group)
 
     def _after_group(self, group: Group, module: nn.Module, args: Any, output: Any) -> None:
-        if in_transform():
+        if in_transform() or not self._turn.is_mine:
             return
+        with self._turn:
+            self._turn.give()
+            self._end_group(group, module, output)
+
+    def _end_group(self, group: Group, module: nn.Module, output: Any) -> None:
         passed = self.activations.leave(group, module, output)
         if passed is not None:
             outputs = (tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.grad_fn is not None)
@@ -200,10 +223,11 @@ class Hooks:
 
     def before_backward(self, group: Group, grad: torch.Tensor) -> None:
         """Gather a group whose backward comes next."""
-        self.backward.begin()
-        for needed in group.needed:
-            needed.begin_backward()
-        self.gatherer.need(group, LoopPhase.BACKWARD)
+        with self._turn:
+            self.backward.begin()
+            for needed in group.needed:
+                needed.begin_backward()
+            self.gatherer.need(group, LoopPhase.BACKWARD)
 
 
 def _arrived(backward: weakref.ref[Backward], index: int, parameter: nn.Parameter) -> None:

@@ -11,6 +11,7 @@ error, and so does everything asked of the worker from then on.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import traceback
 import warnings
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerostd.errors import StorageError, ZerostdError
+from zerostd.errors import MisuseError, StorageError, ZerostdError
 from zerostd.tiers.transfer import Done, Transfer
 
 
@@ -37,6 +38,7 @@ class Work(Transfer):
         self._error: BaseException | None = None
         self._is_reported = False  # whether anybody saw the error
         self._parts_left = num_parts
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._done = threading.Event()
 
@@ -50,7 +52,9 @@ class Work(Transfer):
 
     def wait(self) -> None:
         """Hold the host until all parts have ended; raise the first error, with its cause, every time."""
-        self._done.wait()
+        if not self._done.is_set():
+            check_process(self._process, "a transfer")
+            self._done.wait()
         error = self._error
         if error is None:
             self.event.wait()
@@ -68,6 +72,16 @@ class Work(Transfer):
             warnings.warn(f"a transfer failed and nobody waited for it: {self._error}", RuntimeWarning, stacklevel=2)
 
 
+def check_process(process: int, what: str) -> None:
+    """Refuse what needs threads of `process` in a forked child: it has none of them, and would wait for ever."""
+    if process != os.getpid():
+        raise MisuseError(
+            f"{what} of process {process} is used in a forked child, {os.getpid()}, which has none of its threads: use "
+            "the model in the process that prepared it, give the child zerostd.full_state_dict(model), or start it by "
+            "spawn"
+        )
+
+
 @dataclass(eq=False)
 class _WorkerJob:
     parts: deque[Callable[[], None]]  # still to do
@@ -81,6 +95,7 @@ class _Queue:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.process = os.getpid()
         self.jobs: list[_WorkerJob] = []  # in the order in which they were submitted
         self.condition = threading.Condition()
         self.is_busy = False
@@ -105,12 +120,16 @@ class _Queue:
             del job
 
     def close(self) -> None:
+        if self.process != os.getpid():  # a forked child has no thread to end, and the lock may be held for ever
+            return
         with self.condition:
             self.is_closed = True
             self.condition.notify_all()
 
     def stop(self) -> None:
         """Close, drop the jobs that wait, and return when the one that runs is done."""
+        if self.process != os.getpid():
+            return
         self.close()
         with self.condition:
             self.jobs.clear()
@@ -168,7 +187,8 @@ class Worker:
         return job.work
 
     def check(self) -> None:
-        """Raise if a job has failed."""
+        """Raise if a job has failed, or in a forked child."""
+        check_process(self._queue.process, self._queue.name)
         error = self._queue.error
         if error is not None:
             raise StorageError(
@@ -178,6 +198,7 @@ class Worker:
 
     def drain(self) -> None:
         """Return when all jobs so far are done; raise if one failed."""
+        check_process(self._queue.process, self._queue.name)
         with self._queue.condition:
             self._queue.condition.wait_for(lambda: not self._queue.jobs and not self._queue.is_busy)
         self.check()
