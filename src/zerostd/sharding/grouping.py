@@ -58,8 +58,8 @@ def find_groups(
                 f"module that comes first); modules are {', '.join(names[:8])}, ..."
             )
     matched: list[tuple[str]] = []
-    for name in names:
-        is_inside = any(name.startswith(f"{above}.") for (above,) in matched)
+    for name in names:  # what is inside a module follows it
+        is_inside = bool(matched) and name.startswith(f"{matched[-1][0]}.")
         if not is_inside and any(fnmatch.fnmatchcase(name, glob) for glob in globs):
             matched.append((name,))
     return [*matched]
