@@ -218,6 +218,7 @@ def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, A
     if runtime.optimizer is not None:
         runtime.optimizer.check_consistent("full_state_dict()")
     keep = rank is None or rank == runtime.world.rank
+    runtime.finish_updates()
     values: dict[torch.Tensor, torch.Tensor] = {}
     for group in runtime.groups:
         for parameter, value in full_values(runtime, group):
@@ -369,6 +370,7 @@ def release(model: nn.Module) -> nn.Module:
     runtime.wait_gradients()
     runtime.hooks.remove()
     runtime.guards.remove()
+    runtime.finish_updates()
     for group in runtime.groups:
         for parameter, value in full_values(runtime, group):
             set_data(parameter, value.clone())
