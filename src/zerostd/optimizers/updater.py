@@ -295,7 +295,8 @@ class Updater:
                     self.user_groups[index][key] = value
 
     def count_states(self) -> None:
-        """After all groups: enter the memory of states that the inner optimizer made into the ledger; cut spans share theirs."""
+        """After all groups: enter the memory of states that the inner optimizer made into the ledger. Cut spans share
+        theirs."""
         if len(self.state) == self._num_counted:
             return
         self._num_counted = len(self.state)
