@@ -228,6 +228,7 @@ def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, A
         raise MisuseError(f"full_state_dict(rank={rank!r}) must be from 0 to {runtime.world.size - 1}, or None for all")
     runtime.gatherer.control.confirm("zerostd.full_state_dict()")
     keep = rank is None or rank == runtime.world.rank
+    runtime.finish_updates()
     values: dict[torch.Tensor, torch.Tensor] = {}
     for group in runtime.groups:
         for parameter, value in full_values(runtime, group):
@@ -389,6 +390,7 @@ def _release(model: nn.Module, runtime: Runtime) -> nn.Module:
     runtime.gatherer.control.confirm("zerostd.release()")
     runtime.hooks.remove()
     runtime.guards.remove()
+    runtime.finish_updates()
     for group in runtime.groups:
         for parameter, value in full_values(runtime, group):
             set_data(parameter, value.clone())

@@ -109,6 +109,18 @@ def test_one_rank_is_bitwise_plain_without_clipping() -> None:
     assert small.farthest(plain.state, small.gpt2().state_dict()) > 1e-2
 
 
+def test_a_loop_that_clips_speculates_if_prepare_knows_the_norm() -> None:
+    """As many steps as there are batches, so that the number of passes does not vary."""
+    placement = zerostd.Placement(optimizer_states="host", cpu_share=1.0, speculate=True)
+    zero = {"placement": placement, "groups": ["transformer.h.*"], "accumulate": 1, "max_grad_norm": 1e6}
+    plain = run(make(gradient_accumulation_steps=1), clip=1e6)
+    parts = make(zero, gradient_accumulation_steps=1)
+    ours = run(parts, clip=1e6)
+    assert ours.losses == plain.losses and small.farthest(ours.state, plain.state) == 0.0
+    assert ours.norms == pytest.approx(plain.norms, rel=1e-5)
+    assert parts.optimizer.optimizer.backward_updates.num_committed == len(ours.norms) - 2
+
+
 @pytest.mark.parametrize("zero", ZEROS.values(), ids=ZEROS)
 def test_clipping_is_the_accelerators_own_call(zero: Any) -> None:
     plain = run(make())

@@ -116,10 +116,10 @@ def make(folder: Path, zero: Any = None, **options: Any) -> Any:
     return lightning.Trainer(**{**defaults, **options})
 
 
-def fit(trainer: Any, seed: int = 0, path: Any = None) -> Outcome:
+def fit(trainer: Any, seed: int = 0, path: Any = None, kind: type[Classifier] = Classifier) -> Outcome:
     lightning.seed_everything(0, verbose=False)  # the order of samples
     torch.manual_seed(seed)
-    module = Classifier()
+    module = kind()
     trainer.fit(module, DataLoader(items(), BATCH, shuffle=True), DataLoader(items(16), BATCH), ckpt_path=path)
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return Outcome(list(module.losses), list(module.rates), logged, whole(trainer), trainer, module)
@@ -174,6 +174,49 @@ def plain(folder: Path) -> Outcome:
 def ours(folder: Path) -> Outcome:
     """Stage 3, with a checkpoint of every epoch."""
     return fit(make(folder, {"stage": 3}, callbacks=[keep_all(folder / "ours", save_last=True)]))
+
+
+class Watched(Classifier):
+    """Notes before each step whether its update has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[bool] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        updates = self.trainer.strategy.model.optimizer.backward_updates
+        self.begun.append(updates is not None and updates.has_begun)
+
+
+def watch(folder: Path, **options: Any) -> tuple[list[bool], Outcome]:
+    zero = {"placement": zerostd.Placement(optimizer_states="host", cpu_share=1.0, speculate=True), "groups": ["*"]}
+    if not options.get("gradient_clip_val", CLIP):
+        zero["placement"] = zerostd.Placement(optimizer_states="host", cpu_share=1.0)
+    outcome = fit(make(folder, {**zero, **options.pop("zero", {})}, **options), kind=Watched)
+    assert isinstance(outcome.module, Watched)
+    return outcome.module.begun, outcome
+
+
+@pytest.mark.parametrize("clip, waits", [(0.0, 1), (1e6, 2)], ids=["no clipping", "speculating"])
+def test_updates_begin_inside_backward(clip: float, waits: int, folder: Path) -> None:
+    """Lightning clips between backward and step. The first steps show how many passes make one, and whether clipping
+    changes anything."""
+    plain = fit(make(folder, gradient_clip_val=clip))
+    begun, ours = watch(folder, gradient_clip_val=clip)
+    assert ours.losses == plain.losses and farthest(ours.state, plain.state) == 0.0
+    assert begun == [False] * waits + [True] * (EPOCHS * 5 - waits)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"zero": {"accumulate": None}}, {"callbacks": [callbacks.GradientAccumulationScheduler({0: 2, 1: 1})]}],
+    ids=["as was asked for", "steps of different lengths"],
+)
+def test_updates_wait_for_the_step(options: Any, folder: Path) -> None:
+    if "callbacks" in options:
+        options = {**options, "accumulate_grad_batches": 1}
+    begun, _ = watch(folder, gradient_clip_val=0.0, **options)
+    assert begun and not any(begun)
 
 
 # -- one rank --

@@ -92,6 +92,37 @@ def test_one_rank_is_bitwise_plain_without_clipping(make_model: Any, data: Any, 
     assert small.farthest(plain.state, make_model().state_dict()) > 1e-2
 
 
+class Watch(transformers.TrainerCallback):
+    """Notes before each step whether its update has begun."""
+
+    def __init__(self) -> None:
+        self.begun: list[bool] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        self.begun.append(parts["optimizer"].optimizer.backward_updates.has_begun)
+
+
+@pytest.mark.parametrize("most, waits", [(0.0, 1), (1e6, 2)], ids=["no clipping", "speculating"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_updates_begin_inside_backward(most: float, waits: int, passes: int, tmp_path: Path) -> None:
+    """Trainer asks for the norm before each step and logs it. The first steps show how many passes make one, and
+    whether clipping changes anything."""
+    options = {"max_grad_norm": most, "gradient_accumulation_steps": passes}
+    plain = train(tmp_path, small.gpt2(), small.texts(48), **options)
+    placement = zerostd.Placement(optimizer_states="host", cpu_share=1.0, speculate=most > 0)
+    zero = {"placement": placement, "groups": ["transformer.h.*"]}
+    trainer = make(tmp_path, small.gpt2(), small.texts(48), zero, **options)
+    watch = Watch()
+    trainer.add_callback(watch)
+    trainer.train()
+    ours = outcome(trainer)
+    assert_bitwise(ours, plain)
+    assert ours.norms == pytest.approx(plain.norms, rel=1e-5)
+    assert watch.begun == [False] * waits + [True] * (small.STEPS - waits)
+    updates = trainer.optimizer.optimizer.backward_updates
+    assert updates.num_committed == updates.num_speculated == (small.STEPS - waits if most else 0)
+
+
 def test_clipping_is_trainers_own_setting(tmp_path: Path) -> None:
     plain, unclipped = (train(tmp_path, small.llama(), small.texts(), max_grad_norm=most) for most in (small.CLIP, 0.0))
     assert small.farthest(unclipped.state, plain.state) > 1e-3 and min(plain.norms) > small.CLIP

@@ -181,3 +181,39 @@ def test_an_uncommitted_speculation_leaves_masters_and_step_counts():
     optimizer.step()
     assert not torch.equal(master_of(optimizer, "2"), before)
     assert {states["step"].item() for states in optimizer.state_dict()["state"].values()} == {3.0}
+
+
+def test_a_loop_that_asks_for_the_norm_of_max_grad_norm_speculates_all_the_same():
+    model, optimizer = prepared(placement=SPECULATING, max_grad_norm=1.0)
+    reference, plain = prepared(placement=None, accumulate=None)
+    for size in (1.0, 1.0, 1.0, 1.0, 100.0, 1.0):  # the fifth is clipped
+        norms = []
+        for trained, own, most in ((model, optimizer, 1.0), (reference, plain, 1.0)):
+            loss(trained, size).backward()
+            norms += [own.clip_grad_norm_(most) for _ in range(1 if own is plain else 2)]  # the second clips no more
+            own.step()
+            own.zero_grad()
+        assert norms[0] == norms[1] == norms[2]
+    assert optimizer.backward_updates.num_speculated == 3
+    assert optimizer.backward_updates.num_committed == 2
+    ours = zerostd.full_state_dict(model)
+    assert all(torch.equal(ours[name], value) for name, value in zerostd.full_state_dict(reference).items())
+
+
+def test_another_norm_than_max_grad_norm_is_refused():
+    model, optimizer = prepared(placement=SPECULATING, max_grad_norm=1.0)
+    loss(model).backward()
+    for call in ((0.5,), (1.0, 1.0)):
+        with pytest.raises(MisuseError, match=r"clip_grad_norm_\(.* prepared with max_grad_norm=1\.0"):
+            optimizer.clip_grad_norm_(*call)
+
+
+def test_the_norm_can_be_read_when_updates_have_begun():
+    model, optimizer = begun()
+    reference, plain = prepared(placement=None, accumulate=None)
+    step(reference, plain)
+    for trained in (model, reference):
+        loss(trained).backward()
+    assert optimizer.backward_updates.has_begun
+    assert optimizer.clip_grad_norm_(float("inf")) == plain.clip_grad_norm_(float("inf"))
+    optimizer.step()

@@ -54,3 +54,19 @@ def test_a_glob_that_matches_nothing_is_refused_with_what_there_is():
 def test_a_text_instead_of_a_list_is_refused():
     with pytest.raises(PrepareError, match="must be a list"):
         find_groups(gpt(2, 200), globs="blocks.*")
+
+
+def stack(name: str, num_blocks: int, size: int) -> Node:
+    blocks = tuple(block(f"{name}.block.{i}", size) for i in range(num_blocks))
+    return Node(name, 0, "stack", (Node(f"{name}.block", 0, "list", blocks),))
+
+
+def test_an_encoder_and_a_decoder_of_one_class_are_stacks_of_blocks_and_no_groups():
+    root = Node("", 0, "t5", (stack("encoder", 3, 200), stack("decoder", 3, 200)))
+    names = [f"{side}.block.{i}" for side in ("encoder", "decoder") for i in range(3)]
+    assert find_groups(root, **BOUNDS) == [(name,) for name in names]
+
+
+def test_a_block_of_experts_stays_whole_as_long_as_it_is_a_small_part_of_the_model():
+    root = Node("", 0, "moe", (Node("blocks", 0, "list", tuple(stack(f"blocks.{i}", 3, 200) for i in range(4))),))
+    assert find_groups(root, **BOUNDS) == [(f"blocks.{i}",) for i in range(4)]

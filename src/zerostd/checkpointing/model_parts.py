@@ -64,8 +64,7 @@ def modules_with_own(model: nn.Module, method: str) -> dict[str, nn.Module]:
 
 
 def full_values(runtime: Runtime, group: Group) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Yield every parameter of a group in its original dtype. All ranks call it."""
-    runtime.finish_updates()
+    """Yield every parameter of a group in its original dtype, when updates are finished. All ranks call it."""
     runtime.gatherer.wait_updates(group)
     runtime.gatherer.wait_gather(group)
     for flat in group.flats:

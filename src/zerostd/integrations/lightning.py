@@ -19,9 +19,15 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from safetensors import safe_open
 
 import zerostd
@@ -89,7 +95,8 @@ class ZeroStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
             optimizer = common.only_one(self._optimizers, module)
         has_parameters = optimizer is not None and bool(optimizer.param_groups)  # configure_optimizers may give None
-        root = Root(module, optimizer if has_parameters else None, self.zero)
+        zero = {**_known_of_steps(trainer, module), **self.zero} if has_parameters else self.zero
+        root = Root(module, optimizer if has_parameters else None, zero)
         module.__dict__[ROOT] = root
         if has_parameters:
             self.optimizers = [root.optimizer]
@@ -196,6 +203,16 @@ def merge(checkpoint: str | os.PathLike[str], file: str | os.PathLike[str]) -> N
             tied = tensors.metadata()  # further names of tied weights
     whole["state_dict"] = state | {name: state[first] for name, first in tied.items() if first in state}
     torch.save(whole, file)
+
+
+def _known_of_steps(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """Return the options of zerostd.prepare that the Trainer has settings for. They hold for all steps only where
+    Lightning makes the steps itself, and clips and accumulates as the Trainer was told."""
+    clips = is_overridden("configure_gradient_clipping", module)
+    varies = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
+    if not module.automatic_optimization or clips or varies:
+        return {}
+    return {"accumulate": trainer.accumulate_grad_batches, "max_grad_norm": trainer.gradient_clip_val or None}
 
 
 def _clip_norm(optimizer: Any, clip_val: float) -> None:

@@ -45,6 +45,10 @@ class Trainer(transformers.Trainer):
 
     `bf16=True` is autocast over weights as they are, as without zerostd. Weights of 16 bits with fp32 masters are
     `zero={"precision": "bf16"}`, or "fp16".
+
+    `gradient_accumulation_steps` and `max_grad_norm` are passed on to zerostd.prepare, so updates of states off the
+    device may begin inside backward. Callbacks cannot change gradients then; `zero={"accumulate": None}` lets updates
+    wait for the step.
     """
 
     def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **options: Any) -> None:
@@ -64,6 +68,11 @@ class Trainer(transformers.Trainer):
                 "TrainingArguments(ddp_broadcast_buffers=False) with zerostd: buffers of rank 0 go to all; leave it out"
             )
         common.check_options(self.zero, CALL, SETTINGS)
+        self.zero = {
+            "accumulate": args.gradient_accumulation_steps,
+            "max_grad_norm": args.max_grad_norm or None,
+            **self.zero,  # None: not said, so updates wait for step()
+        }
         if args.n_gpu > 1:
             raise zerostd.NotSupportedError(
                 f"one process sees {args.n_gpu} devices, and Trainer would copy the model to each: start it with "

@@ -73,6 +73,7 @@ class Gradients(StepObserver):
         self.clip_norm: float | None = None  # of the step that comes; None: not clipped
         self.locked: str | None = None  # why gradients cannot be changed any more: an update is using them
         self._wait = wait  # until all gradients have landed, before they are read
+        self._groups = {flat: group for group in groups for flat in group.flats}
         self._places = {
             interval.name: (flat, index) for flat in self._flats for index, interval in enumerate(flat.layout.intervals)
         }
@@ -248,7 +249,7 @@ class Gradients(StepObserver):
 
     def _wait_updates(self, flat: Flat) -> torch.Tensor:
         """Return the gradient of a flat's region when no update reads it any more, also after step() has returned."""
-        for update in (update for group in self.groups if flat in group.flats for update in group.updates):
+        for update in self._groups[flat].updates:
             update.wait()
         assert flat.gradient is not None
         return flat.gradient.wait_landed()

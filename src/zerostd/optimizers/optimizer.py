@@ -11,6 +11,7 @@ the last backward pass (backward_updates.py).
 """
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -69,6 +70,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.compares_options = True  # with those of the other ranks, when a backward pass ends
         self.loss_scale = gradients.loss_scale
         self.grad_norm: torch.Tensor | None = None  # of the last step that clipped or scaled, before clipping
+        self._is_clipped = False  # to max_grad_norm, before the step that would do it
         super().__init__(self.inner.param_groups, self.inner.defaults)
         world = gradients.wires.world
         num_elements = sum(flat.region.stop - flat.region.start for flat in updater.spans)
@@ -138,6 +140,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with self._threads(), explain_out_of_memory(self.updater.ledger):
             self.updater.check_memory()
             options = self._update(factor)
+            self.updater.count_states()
         if "serial" in DEBUG or self.updater.counts_in_groups:
             self.synchronize()
         if options is not None:
@@ -218,9 +221,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             gradients.factor = gradients.factor / self.loss_scale.value
         elif self.max_grad_norm is None:
             return False
-        self.grad_norm = gradients.total_norm() if self.max_grad_norm is None else gradients.clip(self.max_grad_norm)
+        if self.max_grad_norm is None:
+            self.grad_norm = gradients.total_norm()
+        elif not self._is_clipped:
+            self.grad_norm = gradients.clip(self.max_grad_norm)
+        self._is_clipped = False
         if self.loss_scale is None:
             return False
+        assert self.grad_norm is not None
         overflowed = not bool(torch.isfinite(self.grad_norm))
         self.loss_scale.update(overflowed=overflowed)
         if overflowed:
@@ -229,16 +237,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip all gradients to a global norm, exactly; returns the norm before clipping. Every rank must call it."""
-        if self.max_grad_norm is not None:
-            raise MisuseError(
-                f"clip_grad_norm_({max_norm}) on an optimizer prepared with max_grad_norm={self.max_grad_norm}, which "
-                "clips in step(): use one of the two"
-            )
-        self._gradients.check_unlocked("clip_grad_norm_()")
+        """Clip all gradients to a global norm, exactly; returns the norm before clipping. Every rank must call it.
+
+        With prepare(max_grad_norm=...) it may be called with that norm, by loops that log what it returns: updates that
+        have begun inside backward go on, and step() does not clip again. With an infinite norm nothing is clipped. The
+        norm is a tensor on the device, which nobody waits for until it is read.
+        """
         self._gradients.wires.world.enter("optimizer.clip_grad_norm_()")
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        self.grad_norm = self._gradients.clip(max_norm * scale, norm_type) / scale
+        if math.isinf(max_norm):
+            return self._gradients.total_norm(norm_type) / scale
+        if self.max_grad_norm is None:
+            self._gradients.check_unlocked("clip_grad_norm_()")
+        elif (max_norm, norm_type) != (self.max_grad_norm, 2.0):
+            raise MisuseError(
+                f"clip_grad_norm_({max_norm}, norm_type={norm_type}) on an optimizer prepared with "
+                f"max_grad_norm={self.max_grad_norm}: use the same norm of order 2, or leave it out of prepare"
+            )
+        if not self._is_clipped:
+            self.grad_norm = self._gradients.clip(max_norm * scale, norm_type) / scale
+            self._is_clipped = self.max_grad_norm is not None
+        assert self.grad_norm is not None
         return self.grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -250,6 +269,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._schedule.wait_gradients()
         self._gradients.check_unlocked("zero_grad()")
         self._gradients.take_factor()
+        self._is_clipped = False
         with no_torch_function():
             for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
                 if set_to_none or parameter.grad is None:

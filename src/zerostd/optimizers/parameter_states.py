@@ -16,7 +16,7 @@ from torch import nn
 from zerostd.communication import Control
 from zerostd.errors import MisuseError
 from zerostd.optimizers.gradients import Gradients
-from zerostd.optimizers.states import States, parameters_with_states, read_states, write_states
+from zerostd.optimizers.states import States, has_states, parameters_with_states, read_states, write_states
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters.lending import lend
 
@@ -28,7 +28,7 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
         self._updater = updater
         self._gradients = gradients
         self._control = control
-        self._flats = {p: flat for flat in updater.spans for p in flat.parameters}
+        self._places = {p: (flat, index) for flat in updater.spans for index, p in enumerate(flat.parameters)}
 
     def __getitem__(self, parameter: nn.Parameter) -> ParameterState:
         return ParameterState(self, parameter)
@@ -44,14 +44,18 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
     def __iter__(self) -> Iterator[nn.Parameter]:
         self._synchronize()
         here = set().union(*(parameters_with_states(spans) for spans in self._updater.spans.values()))
-        everyone = self._control.collect([parameter in here for parameter in self._flats])
-        return iter([p for p, *flags in zip(self._flats, *everyone, strict=True) if any(flags)])
+        everyone = self._control.collect([parameter in here for parameter in self._places])
+        return iter([p for p, *flags in zip(self._places, *everyone, strict=True) if any(flags)])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, parameter: object) -> bool:
-        return any(parameter is known for known in self)
+        if not isinstance(parameter, nn.Parameter) or parameter not in self._places:
+            return False
+        self._synchronize()
+        flat, index = self._places[parameter]
+        return any(self._control.collect(has_states(self._updater.spans[flat], index)))
 
     def clear(self) -> None:
         self._synchronize()
@@ -74,11 +78,11 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
 
     def read(self, parameter: nn.Parameter) -> States:
         """Return the states of one parameter, whole, as copies. Every rank must call it."""
-        if parameter not in self._flats:
+        if parameter not in self._places:
             return {}
         self._synchronize()
-        flat = self._flats[parameter]
-        interval, states = read_states(self._updater, flat, parameter)
+        flat, index = self._places[parameter]
+        interval, states = read_states(self._updater.spans[flat], index)
         if flat.region.stop - flat.region.start < flat.layout.numel:
             parts = sorted(self._control.collect((interval, states)), key=lambda part: part[0])
             states = _join([part for _, part in parts if part])
@@ -90,7 +94,7 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
 
     def write(self, parameter: nn.Parameter, states: States) -> None:
         """Let these be the states of one parameter."""
-        if parameter not in self._flats:
+        if parameter not in self._places:
             raise MisuseError(
                 f"optimizer.state of a parameter of shape {tuple(parameter.shape)} that this optimizer does not "
                 "update: put all parameters into the optimizer before zerostd.prepare"
@@ -105,7 +109,8 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
                 )
         self._synchronize()
         states |= {name: value.to(dtypes[name]) for name, value in states.items() if name in dtypes}
-        write_states(self._updater, self._flats[parameter], parameter, states)
+        flat, index = self._places[parameter]
+        write_states(self._updater, self._updater.spans[flat], index, states)
 
 
 def _join(parts: list[States]) -> States:

@@ -11,6 +11,7 @@ tensors of a shard: a task fixes both when the update is asked for. `Updater` ma
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -112,8 +113,19 @@ class UpdateSpans:
         """Cut spans so that all parameters of a span have one label; their states are cut with them."""
         self._spans = [part for span in self for part in self._cut(span, labels)]
 
+    def isolate(self, index: int) -> list[tuple[UpdateSpan, Piece]]:
+        """Cut spans so that one parameter shares none, and return its places."""
+        for span, piece in self.places_of(index):
+            at = bisect_left(span.pieces, piece.offset, key=_offset)
+            cuts = [cut for cut in (span.pieces[:at], (piece,), span.pieces[at + 1 :]) if cut]
+            number = bisect_left(self._spans, span.region.start, key=_start)
+            self._spans[number : number + 1] = self._split(span, cuts)
+        return self.places_of(index)
+
     def _cut(self, span: UpdateSpan, labels: Sequence[Hashable]) -> list[UpdateSpan]:
-        cuts = [tuple(pieces) for _, pieces in groupby(span.pieces, lambda piece: labels[piece.index])]
+        return self._split(span, [tuple(cut) for _, cut in groupby(span.pieces, lambda piece: labels[piece.index])])
+
+    def _split(self, span: UpdateSpan, cuts: Sequence[tuple[Piece, ...]]) -> list[UpdateSpan]:
         if len(cuts) == 1:
             return [span]
         span.finish_commit()
@@ -135,6 +147,20 @@ class UpdateSpans:
         for span in self:
             for piece in span.pieces:
                 places.setdefault(self.flat.parameters[piece.index], []).append((span, piece))
+        return places
+
+    def places_of(self, index: int) -> list[tuple[UpdateSpan, Piece]]:
+        """Return where the states of one parameter are, in the order of its elements: one place for each shard."""
+        whole = self.flat.layout.piece_of(index, self.flat.region)
+        if whole is None:
+            return []
+        places = []
+        first = max(0, bisect_right(self._spans, whole.offset, key=_start) - 1)
+        for number in range(first, bisect_left(self._spans, whole.place.stop, key=_start)):
+            span = self._spans[number]
+            piece = span.pieces[bisect_right(span.pieces, max(whole.offset, _start(span)), key=_offset) - 1]
+            if piece.index == index:
+                places.append((span, piece))
         return places
 
     def long_states(self, span: UpdateSpan) -> dict[str, tuple[TierTensor, int]]:
@@ -192,6 +218,14 @@ class UpdateSpans:
         for name, (tensor, origin) in tensors.items():
             states[name] = tensor.read(piece.place_from(origin))
         return states
+
+
+def _start(span: UpdateSpan) -> int:
+    return span.pieces[0].offset
+
+
+def _offset(piece: Piece) -> int:
+    return piece.offset
 
 
 def _on_device(state: torch.Tensor, span: UpdateSpan) -> tuple[TierTensor, int]:

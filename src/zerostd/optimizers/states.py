@@ -207,10 +207,14 @@ def parameters_with_states(spans: UpdateSpans) -> set[nn.Parameter]:
     return {spans.flat.parameters[piece.index] for span in kept for piece in span.pieces}
 
 
-def read_states(updater: Updater, flat: Flat, parameter: nn.Parameter) -> tuple[tuple[int, int], States]:
+def has_states(spans: UpdateSpans, index: int) -> bool:
+    """Return whether this rank keeps states of one parameter, or a part of them."""
+    return any(spans.long_states(span) or spans.scalar_states(span) for span, _ in spans.places_of(index))
+
+
+def read_states(spans: UpdateSpans, index: int) -> tuple[tuple[int, int], States]:
     """Return the elements of a parameter that this rank updates, and copies of their states on the host."""
-    spans = updater.spans[flat]
-    places = spans.by_parameter().get(parameter, [])
+    places = spans.places_of(index)
     if not places:
         return (0, 0), {}
     states = _read(spans, places)
@@ -222,16 +226,14 @@ def read_states(updater: Updater, flat: Flat, parameter: nn.Parameter) -> tuple[
 
 
 @torch.no_grad()
-def write_states(updater: Updater, flat: Flat, parameter: nn.Parameter, states: States) -> None:
+def write_states(updater: Updater, spans: UpdateSpans, index: int, states: States) -> None:
     """Let these, which are whole, be the states of one parameter."""
-    spans = updater.spans[flat]
-    spans.cut([other is parameter for other in flat.parameters])
-    places = spans.by_parameter().get(parameter, [])
+    places = spans.isolate(index)
     for span, _ in places:
         spans.forget(span)
     if places:
         named = {key: value.reshape(-1) if key in updater.states else value for key, value in states.items()}
-        _fill_parameter(updater, spans, places, named, parameter.numel())
+        _fill_parameter(updater, spans, places, named, spans.flat.layout.intervals[index].numel)
 
 
 def _put_scalar(updater: Updater, span: UpdateSpan, key: str, value: Any) -> None:

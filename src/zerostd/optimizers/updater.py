@@ -167,7 +167,7 @@ class Updater:
         """Go on with states that are kept elsewhere now."""
         self._set_offload(offload)
         self._num_counted = -1
-        self._count()
+        self.count_states()
 
     def _set_offload(self, offload: OffloadUpdater | None) -> None:
         self.offload = offload
@@ -273,7 +273,6 @@ class Updater:
             span.tensor.grad = None
         for flat in group.trainable:
             flat.round_masters(only_resident=True)
-        self._count()
 
     def _give_gradient(self, flat: Flat, span: UpdateSpan, factor: torch.Tensor | None, used: int) -> int:
         """Set a resident span's gradient, in the master's dtype and with the factor; returns the scratch used."""
@@ -295,8 +294,9 @@ class Updater:
                 if key != "params" and not isinstance(value, torch.Tensor):
                     self.user_groups[index][key] = value
 
-    def _count(self) -> None:
-        """Enter the memory of states that the inner optimizer made into the ledger; cut spans share theirs."""
+    def count_states(self) -> None:
+        """After all groups: enter the memory of states that the inner optimizer made into the ledger. Cut spans share
+        theirs."""
         if len(self.state) == self._num_counted:
             return
         self._num_counted = len(self.state)

@@ -58,10 +58,11 @@ def find_blueprints(
     options = {p: index for index, group in enumerate(param_groups) for p in group["params"] if p.requires_grad}
     named = dict(model.named_modules())
     tops = find_groups(_describe("", model, set()), globs=globs)
+    homes = {name: index for index, top in enumerate(tops) for name in top}  # of each module: -1 is the root
     uses: dict[nn.Parameter, list[tuple[int, str, torch.dtype]]] = {}  # group, name and dtype, module by module
     for module_name, module in model.named_modules(remove_duplicate=False):
-        within = (i for i, top in enumerate(tops) if any(f"{module_name}.".startswith(f"{name}.") for name in top))
-        home = next(within, -1)
+        parent, _, _ = module_name.rpartition(".")
+        home = homes.setdefault(module_name, homes.get(parent, -1))  # parents come first
         for short, parameter in module._parameters.items():
             if parameter is not None:
                 use = (home, f"{module_name}.{short}".lstrip("."), _compute_dtype(module, parameter, precision))

@@ -283,7 +283,7 @@ class Backward:
         index = {group: position for position, group in enumerate(groups)}
         seen = ([index[group] for group in completed], [index[group] for group in self.gatherer.in_forward_order()])
         complete, needed = self.reducer.control.collect(seen)[0]
-        first = [groups[position] for position in complete]
+        first = dict.fromkeys(groups[position] for position in complete)
         self.order = [*first, *(group for group in self.order if group not in first)]
         self.update_order = [groups[position] for position in needed]
         for place, group in enumerate(self.update_order):

@@ -37,7 +37,8 @@ class Guards:
         self._places = access.places
         self._frozen = [(name, p) for name, p in root.named_parameters() if not p.requires_grad]
         self._hooks = contextlib.ExitStack()  # takes them off again
-        self._loading: list[Group] = []
+        self._loading: dict[Group, None] = {}  # stay gathered while their values are loaded,
+        self._loaded: dict[Group, None] = {}  # and rest on the device, so that they wait for the end
         self._depth = 0
 
     def install(self) -> None:
@@ -114,10 +115,10 @@ class Guards:
             self._finish_updates()
         self._depth += 1
         wanted = dict.fromkeys(self._places[parameter][0] for parameter in module.parameters(recurse=False))
-        self._commit([group for group in self._loading if group not in wanted and group.gives_back])
+        self._commit([group for group in self._loading if group not in wanted])
         for group in wanted:
             self.gatherer.gather(group)
-        self._loading += [group for group in wanted if group not in self._loading]
+            (self._loading if group.gives_back else self._loaded)[group] = None
         for short, parameter in module._parameters.items():
             value = state_dict.get(prefix + short)
             if parameter is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
@@ -128,11 +129,12 @@ class Guards:
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._commit(self._loading.copy())
+            self._commit([*self._loading, *self._loaded])
 
     def _commit(self, groups: list[Group]) -> None:
         for group in groups:
-            self._loading.remove(group)
+            self._loading.pop(group, None)
+            self._loaded.pop(group, None)
             for flat in group.flats:
                 flat.keep_all(flat.full)
                 flat.commit_edits()

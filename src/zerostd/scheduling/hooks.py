@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -73,7 +72,8 @@ class Hooks:
         """Call functions before and after a module's forward, the latter also where it failed."""
         before_hook = module.register_forward_pre_hook(no_dynamo(before), prepend=True, with_kwargs=True)
         self._hooks.enter_context(before_hook)
-        self._hooks.enter_context(module.register_forward_hook(no_dynamo(after), always_call=True))
+        after_hook = module.register_forward_hook(no_dynamo(after), with_kwargs=True, always_call=True)
+        self._hooks.enter_context(after_hook)
 
     def renew(self) -> None:
         """Give hooks to groups, if they have none and something moves now. May be called inside the root's own hook,
@@ -128,7 +128,7 @@ class Hooks:
             return None
         return map_tensors(args, self._on_input), map_tensors(kwargs, self._on_input)
 
-    def _after_root(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _after_root(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if in_transform():
             return None if self._on_output is None else map_tensors(output, self._on_output)
         if not self._turn.is_mine:  # it was refused
@@ -138,7 +138,7 @@ class Hooks:
             self._depth = max(0, self._depth - 1)
             if self._knows_groups:
                 for group in self._of_root:
-                    self._after_group(group, module, args, output)
+                    self._after_group(group, module, args, kwargs, output)
             return None if self._depth else self._end_forward(output)
 
     def _end_forward(self, output: Any) -> Any:
@@ -172,41 +172,39 @@ class Hooks:
             self._active.append(group)
             self.gatherer.need(group, phase)
             if (group.gives_back or group.is_updated_later) and torch.is_grad_enabled():
-                inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+                inputs = _signs_of_passing(args, kwargs)
                 if inputs:
                     group.await_inputs(_InputsHook(inputs, self, group))
             self.activations.enter(group, module)
 
     def inputs_done(self, group: Group, forward: object) -> None:
-        """Take note that the gradients of all inputs of one forward are known: backward has passed it."""
+        """Take note that backward has passed one forward."""
         with self._turn:
             group.inputs_arrived(forward)
             if self.backward.is_running:
                 self.backward.done_with(group)
 
-    def _after_group(self, group: Group, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_group(self, group: Group, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if in_transform() or not self._turn.is_mine:
             return
         with self._turn:
             self._turn.give()
-            self._end_group(group, module, output)
+            self._end_group(group, module, (args, kwargs), output)
 
-    def _end_group(self, group: Group, module: nn.Module, output: Any) -> None:
+    def _end_group(self, group: Group, module: nn.Module, inputs: Any, output: Any) -> None:
         passed = self.activations.leave(group, module, output)
+        made = list(_made_by(module, inputs, output)) if torch.is_grad_enabled() else []
         if passed is not None:
-            outputs = (tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.grad_fn is not None)
-            for tensor in itertools.islice(outputs, 1):
+            for tensor in made[:1]:
                 tensor.register_hook(functools.partial(_passed_back, weakref.ref(self), passed))
         if group in self._active:
             del self._active[len(self._active) - 1 - self._active[::-1].index(group)]
         moving = [needed for needed in group.needed if needed.gives_back]
         if not moving:
             return
-        if torch.is_grad_enabled():
-            hook = functools.partial(self.before_backward, group)
-            for tensor in (*tensors_in(output), *_left_on(module)):
-                if tensor.requires_grad and tensor.grad_fn is not None:
-                    tensor.register_hook(hook)
+        hook = functools.partial(self.before_backward, group)
+        for tensor in made:
+            tensor.register_hook(hook)
         if self.backward.is_running:
             self._recomputed = group  # its backward comes next, unless another one is recomputed first
         elif module is group.blueprint.modules[-1]:
@@ -245,15 +243,31 @@ def _passed_back(hooks: weakref.ref[Hooks], passed: Passed, grad: torch.Tensor) 
         alive.activations.offloader.pass_back(activations(), size)
 
 
+def _signs_of_passing(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Return the inputs of a forward that tell when backward has passed it. Those of an object, such as the keys and
+    values that other blocks have left in a cache, tell only where there are no others."""
+    direct = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.requires_grad]
+    return direct or [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+
+
 class _InputsHook:
-    """A hook on the inputs of one forward of a group, until all have their gradients. torch's own
-    register_multi_grad_hook would do, but it holds the graph that it waits for, which then is never freed if its
-    backward does not run."""
+    """A hook on the inputs of one forward of a group, until backward has passed it.
+
+    [Note: passed] Of the nodes of a graph that are ready, autograd runs the one that was made last. When it comes to
+    the node that made an input, it has run all nodes of the forward that took this input. So the first input will do:
+    others may be shared with earlier blocks, as a position bias or the output of an encoder is, and get their gradients
+    much later. Leaves say less, since their nodes run as soon as they can: all of them must have their gradients.
+
+    torch's own register_multi_grad_hook would hold the graph that it waits for, which then is never freed if its
+    backward does not run.
+    """
 
     def __init__(self, inputs: list[torch.Tensor], hooks: Hooks, group: Group) -> None:
         self._hooks = hooks
         self._group = group
-        self._num_missing = len(inputs)
+        made = [tensor for tensor in inputs if tensor.grad_fn is not None]
+        self._num_missing = 1 if made else len(inputs)
+        inputs = made or inputs
         self._removables = [tensor.register_hook(self) for tensor in inputs]
 
     def __call__(self, grad: torch.Tensor) -> None:
@@ -262,6 +276,15 @@ class _InputsHook:
             for removable in self._removables:
                 removable.remove()
             self._hooks.inputs_done(self._group, self)
+
+
+def _made_by(module: nn.Module, inputs: Any, output: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a forward made and backward comes back through. One that it took and hands along, as a
+    position bias is from block to block, was made by another one."""
+    taken = {id(tensor) for tensor in tensors_in(inputs)}
+    for tensor in (*tensors_in(output), *_left_on(module)):
+        if tensor.requires_grad and tensor.grad_fn is not None and id(tensor) not in taken:
+            yield tensor
 
 
 def _left_on(module: nn.Module) -> Iterator[torch.Tensor]:

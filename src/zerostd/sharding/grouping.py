@@ -2,8 +2,9 @@
 
 In: a tree of modules with their own bytes and an opaque key that is equal for modules of one sort. Out: for each
 group the names of its modules, in registration order; what is left belongs to the root. Repeated siblings are
-blocks, one group each; blocks that are too small are packed with their neighbours, ones that are too large are opened;
-a large lone layer is a group of its own. No class names.
+blocks, one group each; blocks that are too small are packed with their neighbours, ones that are too large are opened,
+and so are stacks of blocks: an encoder and a decoder of one class are siblings too, and each is half of the model. A
+large lone layer is a group of its own. No class names.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from zerostd.errors import PrepareError
 
 SMALLEST = 4 << 20  # bytes of a group: a smaller transfer is all latency
 LARGEST = 2 << 30  # bytes of a group: two larger ones gathered would take more memory than sharding saves
+LARGEST_STACK = 0.25  # of the model: a group that has blocks inside; two larger ones would be most of the model
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,12 @@ class Node:
     def num_bytes(self) -> int:
         return self.own_bytes + sum(child.num_bytes for child in self.children)
 
+    @cached_property
+    def is_stack(self) -> bool:
+        """Whether it holds blocks: three or more modules of one sort, with parts of their own, side by side."""
+        kinds = Counter(child.key for child in self.children if child.children and child.num_bytes)
+        return any(count > 2 for count in kinds.values()) or any(child.is_stack for child in self.children)
+
     def walk(self) -> Iterator[Node]:
         """Yield this node and all below it, in registration order."""
         yield self
@@ -47,7 +55,7 @@ def find_groups(
     """Return the names of the modules of each group. With `globs`, each module that one of them matches is a group;
     otherwise groups are of `smallest` to `largest` bytes, as far as the structure allows."""
     if globs is None:
-        return list(_descend(root, smallest, largest))
+        return list(_descend(root, smallest, largest, min(largest, int(root.num_bytes * LARGEST_STACK))))
     if not isinstance(globs, list | tuple) or not all(isinstance(glob, str) for glob in globs):
         raise PrepareError(f"groups={globs!r} must be a list of globs of module names, such as ['blocks.*']")
     names = [node.name for node in root.walk() if node.name and node.num_bytes]
@@ -58,26 +66,27 @@ def find_groups(
                 f"module that comes first); modules are {', '.join(names[:8])}, ..."
             )
     matched: list[tuple[str]] = []
-    for name in names:
-        is_inside = any(name.startswith(f"{above}.") for (above,) in matched)
+    for name in names:  # what is inside a module follows it
+        is_inside = bool(matched) and name.startswith(f"{matched[-1][0]}.")
         if not is_inside and any(fnmatch.fnmatchcase(name, glob) for glob in globs):
             matched.append((name,))
     return [*matched]
 
 
-def _descend(node: Node, smallest: int, largest: int) -> Iterator[tuple[str, ...]]:
+def _descend(node: Node, smallest: int, largest: int, largest_stack: int) -> Iterator[tuple[str, ...]]:
     children = [child for child in node.children if child.num_bytes]
     repeats = Counter(child.key for child in children)
 
     def is_block(child: Node) -> bool:
-        return not child.children or (repeats[child.key] > 1 and child.num_bytes <= largest)
+        limit = largest_stack if child.is_stack else largest
+        return not child.children or (repeats[child.key] > 1 and child.num_bytes <= limit)
 
     for (are_blocks, _), run in groupby(children, lambda child: (is_block(child), child.key)):
         if are_blocks:
             yield from _pack(run, smallest, largest)
             continue
         for child in run:
-            yield from _descend(child, smallest, largest)
+            yield from _descend(child, smallest, largest, largest_stack)
 
 
 def _pack(run: Iterable[Node], smallest: int, largest: int) -> list[tuple[str, ...]]:

@@ -10,6 +10,7 @@ error, and so does everything asked of the worker from then on.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 import threading
@@ -86,6 +87,7 @@ def check_process(process: int, what: str) -> None:
 class _WorkerJob:
     parts: deque[Callable[[], None]]  # still to do
     place: int  # in the order in which jobs are needed
+    number: int  # in the order in which jobs were submitted
     ready: Transfer  # its input
     work: Work
 
@@ -96,7 +98,8 @@ class _Queue:
     def __init__(self, name: str) -> None:
         self.name = name
         self.process = os.getpid()
-        self.jobs: list[_WorkerJob] = []  # in the order in which they were submitted
+        self.jobs: list[_WorkerJob] = []  # in the order in which they are needed
+        self.num_submitted = 0
         self.condition = threading.Condition()
         self.is_busy = False
         self.is_closed = False
@@ -137,8 +140,9 @@ class _Queue:
 
     def _next(self) -> _WorkerJob:
         """Return the job whose next part is done now; the lock is held, and there is one."""
-        arrived = [job for job in self.jobs if job.ready.has_arrived()]
-        job = min(arrived, key=lambda job: job.place) if arrived else self.jobs[0]
+        job = next((job for job in self.jobs if job.ready.has_arrived()), None)
+        if job is None:
+            job = min(self.jobs, key=lambda job: job.number)
         if len(job.parts) == 1 or self.error is not None:
             self.jobs.remove(job)
         return job
@@ -178,11 +182,12 @@ class Worker:
         self.check()
         if self._queue.is_closed:
             raise StorageError(f"{self._queue.name} has ended: its model was released")
-        job = _WorkerJob(deque(parts), place, ready or Done(), work or Work())
         with self._queue.condition:
+            self._queue.num_submitted += 1
+            job = _WorkerJob(deque(parts), place, self._queue.num_submitted, ready or Done(), work or Work())
             if self._thread.ident is None:
                 self._thread.start()
-            self._queue.jobs.append(job)
+            bisect.insort(self._queue.jobs, job, key=lambda job: job.place)
             self._queue.condition.notify_all()
         return job.work
 

@@ -99,15 +99,15 @@ class Saving(StepObserver):
         world = self._control.world
         name = f"rank-{world.rank:05d}-of-{world.size:05d}.safetensors"
         total = sum(tensor.num_bytes for tensor in tensors.values())
-        last_tensors = {record.group: tensor for record, tensor in tensors.items()}
+        last_keys = {record.group: tensor.key for record, tensor in tensors.items()}
+        groups = {key: group for group, key in last_keys.items()}  # that are written with these tensors
         try:
             with ByteProgress("saving", total, is_shown=world.rank == 0) as progress:
 
                 def on_written(tensor: OutputTensor) -> None:
                     progress.add(tensor.num_bytes)
-                    for group, last in last_tensors.items():
-                        if last is tensor:
-                            self._group_writes[group].finish()
+                    if tensor.key in groups:
+                        self._group_writes[groups[tensor.key]].finish()
 
                 num_bytes, checksums = write_file(folder / name, [*tensors.values()], on_written, {})
             entries = []
