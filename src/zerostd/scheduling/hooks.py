@@ -193,13 +193,15 @@ class Hooks:
 
     def _end_group(self, group: Group, module: nn.Module, inputs: Any, output: Any) -> None:
         passed = self.activations.leave(group, module, output)
+        if group in self._active:
+            del self._active[len(self._active) - 1 - self._active[::-1].index(group)]
+        moving = [needed for needed in group.needed if needed.gives_back]
+        if not moving and passed is None:
+            return
         made = list(_made_by(module, inputs, output)) if torch.is_grad_enabled() else []
         if passed is not None:
             for tensor in made[:1]:
                 tensor.register_hook(functools.partial(_passed_back, weakref.ref(self), passed))
-        if group in self._active:
-            del self._active[len(self._active) - 1 - self._active[::-1].index(group)]
-        moving = [needed for needed in group.needed if needed.gives_back]
         if not moving:
             return
         hook = functools.partial(self.before_backward, group)
