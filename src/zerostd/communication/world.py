@@ -37,6 +37,7 @@ class Channels:
     reduce: dist.ProcessGroup
     control: dist.ProcessGroup  # gloo, on the CPU: reading its results costs no device synchronisation
     store: Any  # the process group's own key-value store; None in a user's group
+    checkpoints: dist.ProcessGroup | None = None  # gloo; made when it is first needed
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,19 @@ class World:
         size = group.size()
         return World(group.rank(), size, min(size, self.local_size), self.device, self.timeout_s, channels)
 
+    def checkpoint_group(self) -> dist.ProcessGroup | None:
+        """Return a group for checkpoints that threads write beside training and the user's own collectives; None in a
+        world of one. The first call makes it, and every rank must make that call."""
+        if self.channels is None:
+            return None
+        if self.channels.checkpoints is None:
+            self.channels.checkpoints = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+        return self.channels.checkpoints
+
     def close(self) -> None:
         """Close the channels, if they are still open; the user's own process group stays. They are dropped, for the
         model may stay after its release, and gloo ends its threads with the last reference to a group."""
-        for name in ("gather", "reduce", "control"):
+        for name in ("gather", "reduce", "control", "checkpoints"):
             group = vars(self.channels).pop(name, None) if self.channels is not None else None
             if group is not None and dist.is_initialized():
                 with contextlib.suppress(ValueError):  # gone with the user's process group

@@ -43,7 +43,7 @@ class Retries:
         with self._lock:
             return dict(self._counts)
 
-    def call(self, verb: str, where: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def attempt(self, verb: str, where: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function of the system. `verb` and `where` say what it does to which file. Raises its OSError if that
         is not transient, or if it is still there at the last try."""
         for pause_s in PAUSES_S:

@@ -224,6 +224,7 @@ def read_states(updater: Updater, flat: Flat, parameter: nn.Parameter) -> tuple[
 @torch.no_grad()
 def write_states(updater: Updater, flat: Flat, parameter: nn.Parameter, states: States) -> None:
     """Let these, which are whole, be the states of one parameter."""
+    flat.pending_save.wait()
     spans = updater.spans[flat]
     spans.cut([other is parameter for other in flat.parameters])
     places = spans.by_parameter().get(parameter, [])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -91,6 +91,7 @@ class Flat:
     state_shards: Sequence[StateShard]  # portion by portion of the region; none if frozen
     is_sharded: bool = field(init=False, default=False)  # parameters rest as this rank's slice only
     gradient: Gradient | None = field(init=False, default=None)  # None if frozen
+    pending_save: Transfer = field(init=False, default_factory=Done)  # until then a checkpoint reads what it keeps
 
     def __post_init__(self) -> None:
         # On the device. Its storage is empty while released, if parameters rest elsewhere.
@@ -226,6 +227,7 @@ class Flat:
 
     def keep_values(self, index: int, values: torch.Tensor) -> None:
         """Keep what the user wrote to one parameter, all of whose values these are."""
+        self.pending_save.wait()
         if self.gives_back:
             piece = self.layout.piece_of(index, self.region if self.is_sharded else slice(0, self.layout.numel))
             if piece is not None:
@@ -248,6 +250,7 @@ class Flat:
 
     def keep_all(self, full: torch.Tensor) -> None:
         """Keep all values of a gathered buffer: the user may have written to any."""
+        self.pending_save.wait()
         if self.gives_back:
             self.rest.write(slice(0, self.rest.numel), full[self.region] if self.is_sharded else full)
         self._versions = self._read_versions()
@@ -261,6 +264,7 @@ class Flat:
         if not self._is_edited:
             return
         self._is_edited = False
+        self.pending_save.wait()
         for shard in self.state_shards:
             if not shard.holds_parameters:
                 master = shard.read_master()
@@ -316,6 +320,14 @@ class SavedInterval:
     @property
     def place(self) -> slice:
         return slice(self.offset, self.offset + self.stop - self.start)  # of the tier tensor
+
+    def copied(self) -> SavedInterval:
+        """Return the same with the values of now, in host memory of its own: they are there when the work that is
+        queued on their device is done, and later work does not change them."""
+        values = self.read(0, self.stop - self.start)
+        copy = torch.empty_like(values, device="cpu", pin_memory=values.device.type != "cpu")
+        copy.copy_(values, non_blocking=True)
+        return replace(self, column=TierTensor(copy.numel(), copy.dtype, Tier.HOST, copy), offset=0)
 
     def read(self, low: int, high: int, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Return elements [low, high) of the interval; those on disk are read into `memory`, if it is given."""

@@ -154,6 +154,10 @@ class TierAllocator:
         """Call `stop` before anything is given back: it ends a thread that uses the memory."""
         self._stops.append(stop)
 
+    def forget_stop(self, stop: Callable[[], None]) -> None:
+        """Do not call it: its thread has ended."""
+        self._stops.remove(stop)
+
     def close(self) -> None:
         """Give back everything off the device."""
         for stop in self._stops:

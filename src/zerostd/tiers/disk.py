@@ -80,7 +80,7 @@ class Disk:
 
     def allocate(self, num_bytes: int, kind: Kind, owner: str = "") -> Extent:
         """Return an extent of `num_bytes` zeros whose space is reserved; raise PrepareError if there is none. Errors
-        name the `owner`, a group."""
+        name its `owner`."""
         self._check_open()
         if num_bytes < 0:
             raise StorageError(f"cannot allocate {num_bytes} bytes on disk; ask for 0 or more")

@@ -79,7 +79,7 @@ class Extent:
     file: str
     num_bytes: int
     kind: Kind
-    owner: str  # the group whose bytes they are
+    owner: str  # the first parameter of the group whose bytes they are
     fd: int
     ledger: Ledger = field(repr=False)
     fallback: Fallback | None = field(repr=False)
@@ -97,7 +97,7 @@ class Extent:
 
     @property
     def label(self) -> str:
-        return f"{self.kind.value} of group {self.owner!r}" if self.owner else self.kind.value
+        return f"{self.kind.value} of the group of {self.owner!r}" if self.owner else self.kind.value
 
     @staticmethod
     def checksum_bytes(num_bytes: int) -> int:
@@ -198,7 +198,7 @@ class Extent:
         done = 0
         while done < len(view):
             where = f"{len(view) - done} bytes at offset {offset + done} of {self.file}"
-            count = self.ledger.retries.call(verb, where, move, self.fd, [view[done:]], offset + done)
+            count = self.ledger.retries.attempt(verb, where, move, self.fd, [view[done:]], offset + done)
             start = (done + count) // PAGE * PAGE
             if start <= done:
                 raise StorageError(
