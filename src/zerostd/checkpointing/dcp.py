@@ -58,7 +58,7 @@ class DcpSaving(PendingSave):
         try:
             self._future.result()
         except Exception as error:
-            self.settle()
+            self.forget_exit()
             raise CheckpointError(f"{self._path} cannot be written: {first_failure(error)}") from error
 
     def is_done(self) -> bool:
@@ -68,7 +68,7 @@ class DcpSaving(PendingSave):
     def _on_done(self, future: Future[Any]) -> None:
         error = future.exception()
         if error is None:
-            self.settle()
+            self.forget_exit()
         else:
             log.error("the checkpoint %s was not saved: %s", self._path, first_failure(error))
 
@@ -87,7 +87,7 @@ def save_dcp(runtime: Runtime, optimizer: ZeroOptimizer | None, path: str, extra
             "complete, which the format has no place for: call it after optimizer.step(), or use zerostd.save"
         )
     for earlier in finish_saves(runtime):  # one at a time: they share a process group
-        earlier.settle()
+        earlier.forget_exit()
     cause: CheckpointError | None = None
     state: dict[str, Any] = {}
     try:

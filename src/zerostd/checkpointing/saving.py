@@ -60,7 +60,7 @@ def save_checkpoint(
         raise MisuseError("zerostd.save(frozen=False) of a model in which nothing trains: there is nothing to save")
     control = runtime.gatherer.control
     for earlier in finish_saves(runtime):  # one at a time
-        earlier.settle()
+        earlier.forget_exit()
     try:
         manifest, records = _describe(runtime, optimizer, extra, frozen=frozen)
     except CheckpointError as error:

@@ -98,11 +98,12 @@ class Flat:
         self.full = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.allocator.device)
         # Where parameters rest: a view into `full` unless sharded or off the device.
         self.rest = TierTensor(self.layout.numel, self.dtype, Tier.DEVICE, self.full)
-        self._views = [self.full[i.offset : i.end].view(i.shape) for i in self.layout.intervals]
         loud = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
         blank = torch.full((), loud, dtype=self.dtype, device=self.full.device)
-        self._blanks = [blank.expand(interval.shape) for interval in self.layout.intervals]
-        self._classes = [classes_for(type(parameter)) for parameter in self.parameters]
+        self._faces = [  # of each parameter: its view of `full`, its NaN, and its classes
+            (self.full[i.offset : i.end].view(i.shape), blank.expand(i.shape), classes_for(type(parameter)))
+            for parameter, i in zip(self.parameters, self.layout.intervals, strict=True)
+        ]
         self._versions = self._read_versions()  # when edits were kept last
         self._is_edited = False  # the user has written to parameters, and masters do not know
 
@@ -123,13 +124,14 @@ class Flat:
     @torch.no_grad()
     def adopt(self, index: int, value: torch.Tensor) -> None:
         """Take a parameter's values, before rounding, and let the parameter's own memory go."""
-        self._views[index].copy_(value)
+        view = self._faces[index][0]
+        view.copy_(value)
         self.set_master(index, value)
         parameter = self.parameters[index]
         if parameter.device.type == "meta":  # torch lets no tensor change between meta and a real device in place
             real = torch.empty(0, dtype=self.full.dtype, device=self.full.device)  # own version: [Note: storage]
             torch.utils.swap_tensors(parameter, nn.Parameter(real, requires_grad=parameter.requires_grad))
-        set_data(parameter, self._views[index])
+        set_data(parameter, view)
 
     @torch.no_grad()
     def set_master(self, index: int, value: torch.Tensor) -> None:
@@ -175,7 +177,7 @@ class Flat:
     def show_values(self) -> None:
         """Let parameters be views of the gathered buffer."""
         with no_torch_function():
-            for parameter, view, (_, prepared, _) in zip(self.parameters, self._views, self._classes, strict=True):
+            for parameter, (view, _, (_, prepared, _)) in zip(self.parameters, self._faces, strict=True):
                 DATA.__set__(parameter, view)
                 parameter.__class__ = prepared
 
@@ -183,7 +185,7 @@ class Flat:
         """Let parameters ask for their values when they are touched, and take no memory. What cannot ask, since it
         goes around torch's functions, sees NaN."""
         with no_torch_function():
-            for parameter, blank, (_, _, released) in zip(self.parameters, self._blanks, self._classes, strict=True):
+            for parameter, (_, blank, (_, _, released)) in zip(self.parameters, self._faces, strict=True):
                 DATA.__set__(parameter, blank)
                 parameter.__class__ = released
 
@@ -206,7 +208,7 @@ class Flat:
 
     def restore_classes(self) -> None:
         """Let parameters be ordinary ones again."""
-        for parameter, (original, _, _) in zip(self.parameters, self._classes, strict=True):
+        for parameter, (_, _, (original, _, _)) in zip(self.parameters, self._faces, strict=True):
             parameter.__class__ = original
 
     # Masters and parameters

@@ -62,7 +62,7 @@ class PendingSave(StepObserver):
     def __init__(self) -> None:
         atexit.register(self._at_exit)
 
-    def settle(self) -> None:
+    def forget_exit(self) -> None:
         """Leave nothing to be done when the process ends: it is complete, its failure was raised, or another one takes
         its place."""
         atexit.unregister(self._at_exit)
@@ -161,7 +161,7 @@ class Saving(PendingSave):
         """Return when the checkpoint is there. All ranks call it. Raises CheckpointError if it could not be written."""
         self.finish()
         if self.error is not None:
-            self.settle()
+            self.forget_exit()
             raise CheckpointError(str(self.error)) from self.error
 
     def _write(
@@ -211,7 +211,7 @@ class Saving(PendingSave):
         self.is_finished = True
         self._outcome = None
         if self.error is None:
-            self.settle()
+            self.forget_exit()
 
     def _commit(self, outcomes: Sequence[Manifest | CheckpointError]) -> CheckpointError | None:
         """Commit the directory on rank 0 if all ranks have written; return what went wrong."""
