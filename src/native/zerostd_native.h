@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define ZS_ABI_VERSION 4
+#define ZS_ABI_VERSION 5
 
 #if defined(__GNUC__)
 #define ZS_EXPORT __attribute__((visibility("default")))
@@ -96,6 +96,9 @@ ZS_EXPORT int32_t zs_limit_instructions(int32_t most);
 // zlib's crc32 of num_bytes at data, going on from that of what comes before them (0 of nothing). is_plain != 0: without
 // the processor's own instructions for it, for tests.
 ZS_EXPORT int32_t zs_crc32(const void* data, int64_t num_bytes, uint32_t before, int32_t is_plain, uint32_t* crc);
+
+// The same of each page of page_bytes, by itself: one number of crcs for each. The last page may be shorter.
+ZS_EXPORT int32_t zs_crc32_pages(const void* data, int64_t num_bytes, int64_t page_bytes, uint32_t* crcs);
 
 #ifdef __cplusplus
 }

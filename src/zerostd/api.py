@@ -19,8 +19,8 @@ from zerostd.checkpointing import dcp
 from zerostd.checkpointing.importing import import_model, is_model
 from zerostd.checkpointing.loading import load_checkpoint
 from zerostd.checkpointing.model_parts import full_values
-from zerostd.checkpointing.saving import save_checkpoint
-from zerostd.checkpointing.storage import Saving
+from zerostd.checkpointing.saving import finish_saves, save_checkpoint
+from zerostd.checkpointing.storage import PendingSave, Saving
 from zerostd.checkpointing.storage import latest as newest
 from zerostd.communication import World
 from zerostd.communication.world import Mesh
@@ -40,7 +40,6 @@ from zerostd.preparing.building import attach_optimizer, build
 from zerostd.preparing.options import check_budget, check_settings
 from zerostd.preparing.proposing import plan_for
 from zerostd.replanning.adapting import adapt
-from zerostd.tiers import Transfer
 
 
 def prepare(
@@ -269,8 +268,10 @@ def save(
         extra: What else there is: numbers, text, lists, dicts, tensors, such as {'scheduler': scheduler.state_dict()}.
             Rank 0's is kept, as are its buffers and what modules give in `get_extra_state`.
         keep: Afterwards remove older checkpoints beside this one, but not the so many newest.
-        wait: Return when it is there. False: training goes on while it is written, and the next update of a group waits
-            until that group is; it is complete when `wait()` of what is returned has returned, or some step later.
+        wait: Return when it is there. False: training goes on while it is written. It has the values of this moment:
+            whatever would change a group waits until that group is written, and parameters that stay on the device in
+            fp32 are copied to the host first. It is complete when `wait()` of what is returned has returned, some step
+            later, or when the process ends; a process that cannot complete it ends with exit code 1.
         frozen: False leaves out parameters that do not train, such as the base of LoRA: a model to load it has them.
 
     Returns:
@@ -282,12 +283,8 @@ def save(
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise CheckpointError(f"keep={keep!r} must be a whole number of checkpoints, 1 or more")
     runtime = runtime_of(model, "save")
-    saving = save_checkpoint(
-        runtime, _prepared(optimizer, "save"), path_of(path, "path", CheckpointError), extra, keep, frozen=frozen
-    )
-    if wait:
-        saving.wait()
-    return saving
+    folder = path_of(path, "path", CheckpointError)
+    return save_checkpoint(runtime, _prepared(optimizer, "save"), folder, extra, keep, frozen=frozen, wait=wait)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -321,19 +318,19 @@ def save_dcp(
     extra: Any = None,
     *,
     wait: bool = True,
-) -> Transfer:
+) -> PendingSave:
     """Write a checkpoint in the format of torch.distributed.checkpoint, for FSDP2 programs and other readers.
 
     Collective. Tensors have the names of torch's `get_state_dict`: model.NAME, optim.state.NAME.STATE,
     optim.param_groups.N.OPTION. Parameters are the fp32 masters. Random states and the loss scale are not in it.
 
     Args:
-        path: A directory, or a URL that fsspec knows, such as 's3://mine/step-1000'.
+        path: A directory, or a URL that fsspec knows, such as 's3://mine/step-1000'. It holds no checkpoint yet.
         model: The module that prepare was called on.
         optimizer: What prepare returned. None: parameters and buffers only.
         extra: What else there is, under the name zerostd.extra.
         wait: Return when it is written. False: this rank's part is copied to host memory, and training goes on while a
-            thread writes it.
+            thread writes it. A process that ends completes it first, or ends with exit code 1.
 
     Returns:
         The checkpoint on its way, with `wait()`.
@@ -342,9 +339,8 @@ def save_dcp(
         CheckpointError: It could not be written.
     """
     path_of(path, "path", CheckpointError)
-    return dcp.save_dcp(
-        runtime_of(model, "save_dcp"), _prepared(optimizer, "save_dcp"), os.fspath(path), extra, wait=wait
-    )
+    runtime = runtime_of(model, "save_dcp")
+    return dcp.save_dcp(runtime, _prepared(optimizer, "save_dcp"), os.fspath(path), extra, is_async=not wait)
 
 
 def load_dcp(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -388,6 +384,7 @@ def release(model: nn.Module) -> nn.Module:
 def _release(model: nn.Module, runtime: Runtime) -> nn.Module:
     runtime.wait_gradients()
     runtime.gatherer.control.confirm("zerostd.release()")
+    finish_saves(runtime)
     runtime.hooks.remove()
     runtime.guards.remove()
     runtime.finish_updates()
@@ -401,7 +398,6 @@ def _release(model: nn.Module, runtime: Runtime) -> nn.Module:
         runtime.late_optimizer.end()
     if runtime.optimizer is not None:
         runtime.optimizer.retire()
-    runtime.world.close()
-    runtime.resources.allocator.close()
+    runtime.disown()
     object.__delattr__(model, MARK)
     return model

@@ -81,6 +81,8 @@ class Target:
         zerostd.save(self.good, model, optimizer, {"x": torch.arange(5), "y": (1, {"z": [2.5]})})
         shutil.copytree(self.good, self.folder)
         self.manifest = json.loads((self.good / "manifest.json").read_text())
+        del self.manifest["crc32"]
+        self.manifest["version"] = 1  # which has no checksum: the rules behind it are what is tried
         self.shard = (self.good / FILE).read_bytes()
         self.model, self.optimizer = self.prepared()
         self.before = self.tensors()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -165,6 +166,37 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path: Path) -> Non
     model(data(6, 7)).sum().backward()
     with pytest.raises(MisuseError, match="a step that is not complete"):
         zerostd.save_dcp(tmp_path / "middle", model, optimizer)
+
+
+def failing_and_beside_others(rank: int, folder: str) -> list[str]:
+    """What only rank 0 cannot save is an error on both; a thread's messages do not mix with the user's."""
+    model, optimizer = prepared(stage=1)
+    steps(model, optimizer, 0, 1)
+    errors = []
+    try:
+        zerostd.save_dcp(f"{folder}/bad", model, optimizer, extra=object() if rank == 0 else None)
+    except CheckpointError as error:
+        errors.append(str(error))
+    saving = zerostd.save_dcp(f"{folder}/good", model, optimizer, wait=False)
+    for number in range(50):
+        total = torch.tensor([float(rank + number)])
+        dist.all_reduce(total)
+        assert total.item() == 1 + 2 * number
+    later = zerostd.save_dcp(f"{folder}/later", model, optimizer, wait=False)
+    assert saving.is_done()  # one at a time
+    later.wait()
+    try:
+        zerostd.save_dcp(f"{folder}/good", model, optimizer)
+    except CheckpointError as error:
+        errors.append(str(error))
+    zerostd.load_dcp(f"{folder}/good", model, optimizer)
+    return errors
+
+
+def test_failures_are_raised_on_all_ranks_and_messages_do_not_mix(ranks: Any, tmp_path: Path) -> None:
+    for refused, exists in ranks(2, failing_and_beside_others, str(tmp_path)):
+        assert refused.startswith("rank 0: extra is a object") and refused.endswith("nothing was saved")
+        assert "already exists" in exists
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (1, 1, 5), (4, 1, 3)], ids=str)

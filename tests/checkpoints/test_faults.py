@@ -28,7 +28,7 @@ from support.agreement import agree
 from support.processes import TESTS, doing
 from zerostd import CheckpointError
 from zerostd.checkpointing.storage import safetensors_files
-from zerostd.checkpointing.storage.manifest import BLOCK
+from zerostd.checkpointing.storage.manifest import BLOCK, seal
 
 pytestmark = pytest.mark.timeout(90)  # some of these could hang
 
@@ -343,8 +343,9 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     data = manifest_of(folder)
+    del data["crc32"]
     change(data)
-    (folder / "manifest.json").write_text(json.dumps(data))
+    (folder / "manifest.json").write_text(seal(data))
 
 
 def begin_of(folder: Path) -> int:
@@ -508,7 +509,7 @@ def without(kind: str) -> Callable[[dict[str, Any]], None]:
 
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "newer": (lambda d: d.update(version=99), "version 99, and this zerostd reads 1; use a newer zerostd"),
+    "newer": (lambda d: d.update(version=99), "version 99, and this zerostd reads 2; use a newer zerostd"),
     "path up": (rename_file("../other.safetensors"), r"'\.\./other\.safetensors' is not a plain file name"),
     "absolute path": (rename_file("/etc/passwd.safetensors"), "'/etc/passwd.safetensors' is not a plain file name"),
     "huge length": (lambda d: d["files"].update({SHARD: {"bytes": 1 << 61}}), "should have 2305843009213693952"),
@@ -564,9 +565,9 @@ def test_a_manifest_that_lies(name: str, trained: Run, saved: Path) -> None:
 
 @pytest.mark.parametrize("depth", [300, 600, 900, 100_000])
 def test_a_manifest_that_is_deep(depth: int, trained: Run, saved: Path) -> None:
-    edit(saved, lambda data: data.update(extra="here"))
-    text = (saved / "manifest.json").read_text()
-    (saved / "manifest.json").write_text(text.replace('"here"', "[" * depth + "]" * depth))
+    data = {**manifest_of(saved), "version": 1, "extra": "here"}
+    del data["crc32"]
+    (saved / "manifest.json").write_text(json.dumps(data).replace('"here"', "[" * depth + "]" * depth))
     before = trained.tensors()
     try:
         zerostd.load(saved, trained.model, trained.optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ MANIFEST = Manifest(
     passes=2,
     extra=[None, {"$tensor": 0}],
 )
-DATA = json.loads(MANIFEST.to_json())
+DATA = {**json.loads(MANIFEST.to_json()), "version": 1}  # which has no checksum: the rules behind it are tested
+del DATA["crc32"]
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -83,10 +85,10 @@ def double(data: dict[str, Any], number: int, **fields: Any) -> None:
 BROKEN: dict[str, tuple[Change, str]] = {
     "format": (lambda d: d.update(format="other"), "format is not 'zerostd checkpoint'"),
     "no format": (lambda d: d.pop("format"), "format is not 'zerostd checkpoint'"),
-    "newer": (lambda d: d.update(version=2), "version 2, and this zerostd reads 1; use a newer zerostd"),
-    "no version": (lambda d: d.pop("version"), "version None, and this zerostd reads 1"),
-    "version 0": (lambda d: d.update(version=0), "version 0, and this zerostd reads 1"),
-    "version of text": (lambda d: d.update(version="1"), "version '1', and this zerostd reads 1"),
+    "newer": (lambda d: d.update(version=3), "version 3, and this zerostd reads 2; use a newer zerostd"),
+    "no version": (lambda d: d.pop("version"), "version None, and this zerostd reads 2"),
+    "version 0": (lambda d: d.update(version=0), "version 0, and this zerostd reads 2"),
+    "version of text": (lambda d: d.update(version="1"), "version '1', and this zerostd reads 2"),
     "unknown": (lambda d: d.update(more=1), "Object contains unknown field `more`"),
     "library": (lambda d: d.update(zerostd=1), "zerostd is 1, and must be a text"),
     "saved": (lambda d: d.update(saved="now"), "saved is 'now', and must be a number"),
@@ -232,6 +234,25 @@ def test_every_rule(name: str) -> None:
 def test_what_is_not_json(text: bytes) -> None:
     with pytest.raises(CheckpointError, match="here is not a checkpoint's manifest"):
         Manifest.from_json(text, "here")
+
+
+def test_no_changed_byte_of_it_is_overlooked() -> None:
+    text = MANIFEST.to_json().encode()
+    draw = random.Random(4)
+    places = [*range(len(text) - 30, len(text)), *(draw.randrange(len(text)) for _ in range(400))]
+    for place in places:
+        for byte in {draw.randrange(256), text[place] ^ 1, text[place] ^ 0x20} - {text[place]}:
+            changed = text[:place] + bytes([byte]) + text[place + 1 :]
+            with pytest.raises(CheckpointError, match="here is not a checkpoint's manifest"):
+                Manifest.from_json(changed, "here")
+    for changed in (text[:-1], text + b" ", text.replace(b'"version":2', b'"version":1')):
+        with pytest.raises(CheckpointError, match="here is not a checkpoint's manifest"):
+            Manifest.from_json(changed, "here")
+
+
+def test_a_changed_byte_is_called_that() -> None:
+    with pytest.raises(CheckpointError, match=r"its checksum is .* it was changed after it was saved"):
+        Manifest.from_json(MANIFEST.to_json().replace('"value":1024.0', '"value":1025.0'), "here")
 
 
 # -- fuzz --

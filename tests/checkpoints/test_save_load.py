@@ -26,6 +26,7 @@ from support.agreement import agree
 from support.processes import doing
 from support.side_by_side import seeded
 from zerostd import CheckpointError, CommunicationError, MisuseError
+from zerostd.checkpointing.storage.manifest import seal
 
 STEPS = 4  # before and after; some use a parameter that others do not
 
@@ -420,8 +421,9 @@ def test_a_neighbour_that_cannot_be_read_stops_neither_keep_nor_latest(
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path = folder / "manifest.json"
     data = json.loads(path.read_text())
+    del data["crc32"]
     change(data)
-    path.write_text(json.dumps(data))
+    path.write_text(seal(data))
 
 
 def test_latest_takes_the_newest_that_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -434,7 +436,7 @@ def test_latest_takes_the_newest_that_is_whole(tmp_path: Path, caplog: pytest.Lo
     with open(tmp_path / "step-6" / file, "r+b") as shard:
         shard.truncate(1000)
     (tmp_path / "step-5" / file).unlink()
-    edit(tmp_path / "step-4", lambda data: data.update(version=2))
+    edit(tmp_path / "step-4", lambda data: data.update(version=3))
     (tmp_path / "step-3" / "manifest.json").write_text('{"mine": 1}')
     (tmp_path / "step-2" / "manifest.json").unlink()
     (tmp_path / "logs").mkdir()
@@ -538,3 +540,40 @@ def _groups(run: Run) -> list[dict[str, Any]]:
     entry = describe_optimizer(run.model.__dict__["_zerostd"], run.optimizer)
     groups: list[dict[str, Any]] = msgspec.to_builtins(entry.groups)
     return groups
+
+
+def test_a_clock_that_is_set_back_changes_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small(tmp_path)
+    now = time.time()
+    for number in range(4):
+        monkeypatch.setattr(time, "time", lambda number=number: now - 3600 * number)
+        run.save(tmp_path / f"save-{number}", keep=2)
+        assert zerostd.latest(tmp_path) == str(tmp_path / f"save-{number}")
+    monkeypatch.undo()
+    assert sorted(os.listdir(tmp_path)) == ["save-2", "save-3"]
+
+
+def test_keep_leaves_links_of_the_user_alone(tmp_path: Path) -> None:
+    run = small(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    folder = tmp_path / "checkpoints"
+    run.save(elsewhere / "best")
+    run.save(folder / "step-0")
+    (folder / "best").symlink_to(elsewhere / "best")
+    (folder / "last").symlink_to("step-0")
+    for step in range(1, 4):
+        run.save(folder / f"step-{step}", keep=2)
+    assert sorted(os.listdir(folder)) == ["best", "last", "step-2", "step-3"]
+    assert (folder / "best").is_symlink() and (elsewhere / "best" / "manifest.json").exists()
+
+
+def test_checkpoints_of_the_first_version_load_and_are_older(tmp_path: Path) -> None:
+    run = small(tmp_path)
+    run.save(tmp_path / "new")
+    run.save(tmp_path / "old")
+    data = json.loads((tmp_path / "old" / "manifest.json").read_text())
+    del data["crc32"], data["sequence"]
+    (tmp_path / "old" / "manifest.json").write_text(json.dumps({**data, "version": 1}))
+    assert zerostd.latest(tmp_path) == str(tmp_path / "new")
+    zerostd.load(tmp_path / "old", run.model, run.optimizer)

@@ -22,7 +22,7 @@ ROOMS: dict[str, set[str]] = {
     "monitoring": GROUND,
     "sharding": GROUND,
     "kernels": set(),
-    "tiers": GROUND | {"monitoring"},
+    "tiers": GROUND | {"kernels", "monitoring"},
     "communication": GROUND | {"sharding", "kernels", "monitoring", "tiers"},
     "parameters": GROUND | {"sharding", "tiers", "communication", "monitoring"},
     "scheduling": GROUND | {"parameters", "tiers", "communication", "monitoring"},

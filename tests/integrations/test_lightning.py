@@ -532,3 +532,26 @@ def test_what_two_ranks_saved_is_an_ordinary_module(of_two: Any) -> None:
     for name in ("weights.ckpt", "merged.ckpt"):
         loaded = Classifier.load_from_checkpoint(place / name, weights_only=False)
         assert farthest(loaded.state_dict(), results[0]["stage 3"].state) == 0.0
+
+
+class Planted:
+    """Makes a file when it is unpickled, as code in a pickle can."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "w")
+
+
+def test_merge_runs_no_code_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "ours.ckpt"
+    model, _ = zerostd.prepare(torch.nn.Linear(2, 2))
+    zerostd.save(folder / "zerostd" / "1", model)
+    torch.save({"callbacks": Planted(str(tmp_path / "ran"))}, folder / "rest-1")
+    with pytest.raises(zerostd.CheckpointError, match=r"rest-1 holds more than tensors.*merge\(\.\.\., weights_only=F"):
+        zl.merge(folder, tmp_path / "merged.ckpt")
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "merged.ckpt").exists()
+    torch.save({"callbacks": {"best": torch.ones(1)}}, folder / "rest-1")
+    zl.merge(folder, tmp_path / "merged.ckpt")
+    assert set(torch.load(tmp_path / "merged.ckpt")["state_dict"]) == {"weight", "bias"}

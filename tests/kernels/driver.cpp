@@ -113,6 +113,13 @@ void checksums(int64_t count) {
     expect(plain == crc32_of(data, length, 7, 0), "zs_crc32 depends on the instructions");
     expect(plain == crc32_of(data + half, length - half, crc32_of(data, half, 7, 0), 0), "zs_crc32 in two parts");
   }
+  const int64_t page = 64;
+  std::vector<uint32_t> crcs(static_cast<size_t>((count + page - 1) / page));
+  expect(zs_crc32_pages(bytes.data(), count, page, crcs.data()) == ZS_OK, "zs_crc32_pages");
+  for (int64_t start = 0; start < count; start += page) {
+    const uint32_t alone = crc32_of(bytes.data() + start, std::min(page, count - start), 0, 1);
+    expect(crcs[static_cast<size_t>(start / page)] == alone, "zs_crc32_pages is not zs_crc32 of each page");
+  }
 }
 
 void all_operations(int64_t count) {

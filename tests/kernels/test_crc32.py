@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerostd.kernels import crc32, native, reference
+from zerostd.kernels import crc32, crc32_pages, native, reference
 
 Checksum = Callable[[Tensor, int], int]
 WAYS: dict[str, Checksum] = {
@@ -111,3 +111,20 @@ def test_what_is_refused() -> None:
 def test_a_negative_length_is_refused() -> None:
     library = native.load()
     assert library is not None and library.zs_crc32(None, -1, 0, 0, None) == 1
+
+
+@pytest.mark.parametrize(
+    "pages", [crc32_pages, reference.crc32_pages, pytest.param(native.crc32_pages, marks=needs_native)]
+)
+@pytest.mark.parametrize("count", [0, 1, 4095, 4096, 4097, 40_961])
+def test_each_page_by_itself(pages: Callable[[Tensor, int, Tensor], None], count: int) -> None:
+    numbers = random_bytes(count + 1, 3)[:count]
+    sums = torch.full((-(-count // 4096),), 7, dtype=torch.int32)
+    pages(numbers, 4096, sums)
+    expected = [zlib.crc32(page.numpy()) for page in numbers.split(4096)] if count else []
+    assert sums.view(torch.uint32).tolist() == expected
+
+
+def test_pages_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"take \(2,\) of torch.int32"):
+        crc32_pages(torch.zeros(8192, dtype=torch.uint8), 4096, torch.zeros(3, dtype=torch.int32))

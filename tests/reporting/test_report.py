@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from reporting.browser import Document
-from reporting.runs import end, event, real_run, step, write_run
+from reporting.runs import end, event, held, real_run, step, write_run
 from zerostd.cli.main import app
 
 
@@ -108,3 +108,17 @@ def test_a_trace_is_of_one_run(tmp_path: Path) -> None:
         write_run(tmp_path / name, {0: [step(1, 0, 1), end(1)]})
     assert "--trace t.json is of one run" in refused(report("one", "two", "--trace", "t.json"))
     assert not list(tmp_path.glob("*.html"))
+
+
+def test_retries_of_all_ranks_are_a_notice(tmp_path: Path) -> None:
+    ranks = {
+        rank: [
+            step(1, 0.0, 1.0),
+            *(held(number, 1.0, {}, retries={"reading: EIO": number}) for number in counts),
+            end(2.0),
+        ]
+        for rank, counts in {0: [1, 2], 1: [1]}.items()
+    }
+    write_run(tmp_path / "run", ranks)
+    run = json.loads(report("run", "--json").stdout)["runs"][0]
+    assert "Files were read or written again after errors: reading: EIO 3. Check the drives." in run["notices"]

@@ -63,7 +63,7 @@ class Bench:
             flat.keep(None, is_sharded=False)
         if trains:
             flat.gradient = Gradient(layout, region, torch.float32, self.allocator, keep_whole=keeps_whole)
-        return Group(Blueprint(name, (nn.Linear(1, 1),), ()), 0, [flat], self.wires, self.uploader)
+        return Group(Blueprint(name, (), ()), 0, [flat], self.wires, self.uploader)
 
 
 def parameter_of(group: Group) -> nn.Parameter:

@@ -11,7 +11,8 @@ import torch
 from zerostd.monitoring import Ledger
 from zerostd.policy import Kind, Tier
 from zerostd.tiers import TierTensor, Transfer
-from zerostd.tiers.disk import Disk, Extent
+from zerostd.tiers.disk import Disk
+from zerostd.tiers.extents import Extent
 from zerostd.tiers.host import padded
 
 NUMEL = 50_003

@@ -7,7 +7,9 @@ out: random states, the loss scale and gradients of an incomplete step. `storage
 from __future__ import annotations
 
 import json
-from concurrent.futures import Future
+import logging
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from zerostd.checkpointing import model_parts
 from zerostd.checkpointing.loading import load_from
-from zerostd.checkpointing.saving import check_call, records_of
+from zerostd.checkpointing.saving import add_save, check_call, finish_saves, records_of
+from zerostd.checkpointing.storage import PendingSave
 from zerostd.checkpointing.storage.dcp_files import (
     MODEL,
     OPTIMIZER,
@@ -29,40 +32,89 @@ from zerostd.checkpointing.storage.dcp_files import (
     writer,
 )
 from zerostd.checkpointing.storage.manifest import encode_value
+from zerostd.checkpointing.storage.writing import end_process
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import scalar_states
 from zerostd.parameters.flat import SavedInterval
-from zerostd.tiers import Done, Transfer
+
+log = logging.getLogger("zerostd")
 
 
-class DcpSaving(Transfer):
-    """A checkpoint that a thread of torch writes. The process waits for it at its end."""
+class DcpSaving(PendingSave):
+    """A checkpoint that a thread of torch writes from copies. The process waits for it at its end."""
 
     def __init__(self, path: str, future: Future[Any]) -> None:
         self._path = path
         self._future = future
+        super().__init__()
+        future.add_done_callback(self._on_done)
+
+    def finish(self) -> None:
+        wait([self._future])
 
     def wait(self) -> None:
         try:
             self._future.result()
         except Exception as error:
+            self.forget_exit()
             raise CheckpointError(f"{self._path} cannot be written: {first_failure(error)}") from error
 
     def is_done(self) -> bool:
+        """Return whether `wait` would return, or raise, at once."""
         return self._future.done()
+
+    def _on_done(self, future: Future[Any]) -> None:
+        error = future.exception()
+        if error is None:
+            self.forget_exit()
+        else:
+            log.error("the checkpoint %s was not saved: %s", self._path, first_failure(error))
+
+    def _at_exit(self) -> None:
+        if self._future.exception() is not None:
+            end_process()
 
 
 @torch.no_grad()
-def save_dcp(runtime: Runtime, optimizer: ZeroOptimizer | None, path: str, extra: Any, *, wait: bool) -> Transfer:
-    """Save. All ranks call it. Without `wait`, this rank's part is copied to host memory first."""
+def save_dcp(runtime: Runtime, optimizer: ZeroOptimizer | None, path: str, extra: Any, *, is_async: bool) -> DcpSaving:
+    """Save. All ranks call it. If `is_async`, this rank's part is copied to host memory first, and a thread writes."""
     check_call(runtime, optimizer, "save_dcp")
     if runtime.backward.passes.num_done:
         raise MisuseError(
             f"zerostd.save_dcp after {runtime.backward.passes.num_done} backward pass(es) of a step that is not "
             "complete, which the format has no place for: call it after optimizer.step(), or use zerostd.save"
         )
+    for earlier in finish_saves(runtime):  # one at a time: they share a process group
+        earlier.forget_exit()
+    cause: CheckpointError | None = None
+    state: dict[str, Any] = {}
+    try:
+        state = _describe(runtime, optimizer, extra)
+    except CheckpointError as error:
+        cause = error
+    for rank, problem in enumerate(runtime.gatherer.control.collect(cause, "zerostd.save_dcp()")):
+        if problem is not None:
+            raise CheckpointError(f"rank {rank}: {problem}; nothing was saved") from cause
+    group = runtime.world.checkpoint_group()
+    call = partial(async_save if is_async else save, state, planner=SavePlanner(), no_dist=group is None)
+    future: Future[Any] = Future()
+    try:
+        result = call(storage_writer=writer(path), process_group=group)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be written: {first_failure(error)}") from error
+    if is_async:
+        future = result if isinstance(result, Future) else result.upload_completion
+    else:
+        future.set_result(result)
+    saving = DcpSaving(path, future)
+    add_save(runtime, saving)
+    return saving
+
+
+def _describe(runtime: Runtime, optimizer: ZeroOptimizer | None, extra: Any) -> dict[str, Any]:
+    """Return what this rank saves, under torch's names."""
     state: dict[str, Any] = {MODEL: {}, **_ours(runtime, extra)}
     by_tensor: dict[tuple[str, str], list[SavedInterval]] = {}
     for record in records_of(runtime, optimizer, frozen=True):
@@ -77,15 +129,7 @@ def save_dcp(runtime: Runtime, optimizer: ZeroOptimizer | None, path: str, extra
             state[MODEL][name] = values[names[tensor], ""]
     if optimizer is not None:
         state[OPTIMIZER] = _optimizer_state(runtime, optimizer, values)
-    target = writer(path)
-    try:
-        if wait:
-            save(state, storage_writer=target, planner=SavePlanner())
-            return Done()
-        writing = async_save(state, storage_writer=target, planner=SavePlanner())
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be written: {first_failure(error)}") from error
-    return DcpSaving(path, writing if isinstance(writing, Future) else writing.upload_completion)
+    return state
 
 
 def _ours(runtime: Runtime, extra: Any) -> dict[str, Any]:
@@ -96,13 +140,12 @@ def _ours(runtime: Runtime, extra: Any) -> dict[str, Any]:
         tensors[str(len(tensors))] = tensor
         return len(tensors) - 1
 
-    modules = {
-        name: encode_value(module.get_extra_state(), store, f"get_extra_state() of module {name!r}")
-        for name, module in model_parts.modules_with_own(runtime.model, "get_extra_state").items()
-    }
+    if runtime.world.rank != 0:
+        return {}
+    modules = model_parts.extra_states(runtime.model, store)
     step = runtime.backward.passes.num_steps
     text = json.dumps({"extra": encode_value(extra, store, "extra"), "modules": modules, "step": step})
-    return {OURS: text, TENSORS_OF_OURS: tensors} if runtime.world.rank == 0 else {}
+    return {OURS: text, TENSORS_OF_OURS: tensors}
 
 
 def _optimizer_state(

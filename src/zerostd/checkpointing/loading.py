@@ -93,7 +93,7 @@ def load_checkpoint(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Pat
     def open_checkpoint() -> Checkpoint:
         if runtime.world.rank == 0:
             clear_leftovers(path.parent)
-        return Checkpoint(path)
+        return Checkpoint(path, runtime.ledger.retries)
 
     return load_from(runtime, optimizer, open_checkpoint)
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from zerostd.checkpointing.storage import Checkpoint, Manifest
 from zerostd.checkpointing.storage.dcp_files import DcpCheckpoint
-from zerostd.checkpointing.storage.manifest import TensorEntry, decode_value, encode_value, refuse_tensor
+from zerostd.checkpointing.storage.manifest import StoreTensor, TensorEntry, decode_value, encode_value, refuse_tensor
 from zerostd.communication import World
 from zerostd.compat import persistent_buffers
 from zerostd.engine.runtime import Runtime
@@ -55,6 +55,19 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, object]
     for prefix, module in model.named_modules(remove_duplicate=False):
         for short, buffer in persistent_buffers(module).items():
             yield f"{prefix}.{short}".lstrip("."), buffer, (module, short)
+
+
+def extra_states(model: nn.Module, store: StoreTensor) -> dict[str, Any]:
+    """Return what modules give in `get_extra_state`, by name, as JSON; `store` takes the tensors in it."""
+    states: dict[str, Any] = {}
+    for name, module in modules_with_own(model, "get_extra_state").items():
+        where = f"get_extra_state() of module {name!r} ({type(module).__name__})"
+        try:
+            state = module.get_extra_state()
+        except Exception as error:  # whatever the user's code raises
+            raise CheckpointError(f"{where} failed: {type(error).__name__}: {error}") from error
+        states[name] = encode_value(state, store, where)
+    return states
 
 
 def modules_with_own(model: nn.Module, method: str) -> dict[str, nn.Module]:

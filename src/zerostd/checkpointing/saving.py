@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from zerostd.checkpointing import model_parts
-from zerostd.checkpointing.storage import Manifest, Saving
+from zerostd.checkpointing.storage import Manifest, PendingSave, Saving
 from zerostd.checkpointing.storage.manifest import (
     OptimizerEntry,
     OptimizerGroup,
@@ -34,9 +34,17 @@ from zerostd.parameters.flat import SavedInterval, tensor_interval, value_interv
 
 @torch.no_grad()
 def save_checkpoint(
-    runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path, extra: Any, keep: int | None, *, frozen: bool
+    runtime: Runtime,
+    optimizer: ZeroOptimizer | None,
+    path: Path,
+    extra: Any,
+    keep: int | None,
+    *,
+    frozen: bool,
+    wait: bool,
 ) -> Saving:
-    """Start to save. All ranks call it. In the middle of a step, wait: the next pass would add to the gradients."""
+    """Save; without `wait`, start to save. All ranks call it. In the middle of a step it always waits: the next pass
+    would add to the gradients."""
     check_call(runtime, optimizer, "save")
     if runtime.backward.passes.num_done and runtime.backward.has_unsynced:
         raise MisuseError(
@@ -51,21 +59,54 @@ def save_checkpoint(
     if not frozen and all(flat.gradient is None for flat in model_parts.flats_of(runtime)):
         raise MisuseError("zerostd.save(frozen=False) of a model in which nothing trains: there is nothing to save")
     control = runtime.gatherer.control
-    for earlier in [observer for observer in runtime.observers if isinstance(observer, Saving)]:
-        earlier.finish()  # one at a time
-        runtime.observers.remove(earlier)
+    for earlier in finish_saves(runtime):  # one at a time
+        earlier.forget_exit()
     try:
         manifest, records = _describe(runtime, optimizer, extra, frozen=frozen)
     except CheckpointError as error:
         control.collect(error, "zerostd.save()")  # so that the others do not wait
         raise
-    saving = Saving(path, records, manifest, control, keep)
+    if not wait:
+        records = _out_of_reach(runtime, records)
+    saving = Saving(path, records, manifest, control, keep, runtime.ledger.retries)
     for group in runtime.groups:
         group.hold_for_save(saving.group_write(group.name))
-    runtime.observers.append(saving)
-    if manifest.passes:
+    add_save(runtime, saving)
+    if wait:
+        saving.wait()
+    elif manifest.passes:
         saving.finish()
     return saving
+
+
+def add_save(runtime: Runtime, saving: PendingSave) -> None:
+    """Note a checkpoint on its way: steps go on with it, and nothing is given back that it reads."""
+    runtime.observers.append(saving)
+    runtime.resources.allocator.before_close(saving.join)
+
+
+def finish_saves(runtime: Runtime) -> list[PendingSave]:
+    """Return the checkpoints that were on their way, when they are complete or have failed. All ranks call it."""
+    savings = [observer for observer in runtime.observers if isinstance(observer, PendingSave)]
+    for saving in savings:
+        saving.finish()
+        runtime.observers.remove(saving)
+        runtime.resources.allocator.forget_stop(saving.join)
+    return savings
+
+
+def _out_of_reach(runtime: Runtime, records: Sequence[SavedInterval]) -> list[SavedInterval]:
+    """Return the records with copies of what users can write to without asking: parameters that stay on the device and
+    are their own masters. All else is asked for, and waits until the checkpoint has it."""
+    within_reach = {
+        flat.full.untyped_storage().data_ptr() for flat in model_parts.flats_of(runtime) if not flat.gives_back
+    }
+
+    def is_within_reach(record: SavedInterval) -> bool:
+        tensor = record.column.tensor
+        return tensor is not None and tensor.untyped_storage().data_ptr() in within_reach
+
+    return [record.copied() if is_within_reach(record) else record for record in records]
 
 
 def check_call(runtime: Runtime, optimizer: ZeroOptimizer | None, call: str) -> None:
@@ -93,13 +134,7 @@ def _describe(
     modules: dict[str, Any] = {}
     if rank == 0:
         encoded = encode_value(extra, store, "extra")
-        for name, module in model_parts.modules_with_own(runtime.model, "get_extra_state").items():
-            where = f"get_extra_state() of module {name!r} ({type(module).__name__})"
-            try:
-                state = module.get_extra_state()
-            except Exception as error:  # whatever the user's code raises
-                raise CheckpointError(f"{where} failed: {type(error).__name__}: {error}") from error
-            modules[name] = encode_value(state, store, where)
+        modules = model_parts.extra_states(runtime.model, store)
     optimizer_entry = None
     if optimizer is not None:
         singles = {

@@ -57,6 +57,7 @@ class Channels:
     control: dist.ProcessGroup  # of all, gloo, on the CPU: reading its results costs no device synchronisation
     peers: Peers  # who and where the others are, beside these groups
     replicas: dist.ProcessGroup | None = None  # of the ranks that hold the same shard, if there are several
+    checkpoints: dist.ProcessGroup | None = None  # of all, gloo; made when it is first needed
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,16 @@ class World:
                 for abort in aborts:
                     abort.join(ABORT_S)
             raise
+
+    def checkpoint_group(self) -> dist.ProcessGroup | None:
+        """Return a group for checkpoints that threads write beside training and the user's own collectives; None in a
+        world of one. The first call makes it, and every rank must make that call."""
+        if self.channels is None:
+            return None
+        if self.channels.checkpoints is None:
+            ranks = dist.get_process_group_ranks(self.channels.control)
+            self.channels.checkpoints = _new_group(ranks, "gloo", timedelta(seconds=self.timeout_s))
+        return self.channels.checkpoints
 
     def close(self) -> None:
         """Close the channels, if they are still open; the user's own process group stays. They are dropped, for the

@@ -51,10 +51,17 @@ class Resources:
     num_threads: int  # for updates on the CPU
 
 
+@dataclass(frozen=True)
+class Owner:
+    """What every module of a prepared model holds, and nobody else: with the last of them, channels, threads, files and
+    host memory go, and the garbage collector need not run."""
+
+    runtime: weakref.ref[Runtime]
+
+
 class Runtime:
     """One prepared model. Also the `Schedule` its optimizer sees."""
 
-    model: nn.Module
     settings: Settings  # with everything that was left open decided
     original_dtypes: dict[nn.Parameter, torch.dtype]  # what release and full_state_dict give back
     optimizer: ZeroOptimizer | None
@@ -71,7 +78,7 @@ class Runtime:
         settings: Settings,
         original_dtypes: dict[nn.Parameter, torch.dtype],
     ) -> None:
-        self.model = model
+        self._model = weakref.ref(model)
         self.gatherer = gatherer
         self.resources = resources
         self.settings = settings
@@ -94,6 +101,14 @@ class Runtime:
         )
         self.guards = Guards(model, self.access, self.finish_updates)
         self._buffers_moved = True  # rank 0's buffers have to go to all before the next forward
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's module. Nothing here keeps it alive: what it has off the device goes with it."""
+        model = self._model()
+        if model is None:
+            raise MisuseError("the model of this optimizer is not there any more: keep what zerostd.prepare returned")
+        return model
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -137,11 +152,21 @@ class Runtime:
     def install(self) -> None:
         """Enter the model's forward and backward."""
         self.backward.reducer.reserve(self.groups)
+        owner = Owner(weakref.ref(self))
         for close in (self.world.close, self.resources.allocator.close_aside):
-            weakref.finalize(self.model, _close_in, os.getpid(), close)
+            weakref.finalize(owner, _close_in, os.getpid(), close)
+        for module in self.model.modules():
+            module.__dict__[OWNER] = owner
         self.access.install()
         self.hooks.install()
         self.guards.install()
+
+    def disown(self) -> None:
+        """Leave the modules to themselves, and give back what they have off the device."""
+        for module in self.model.modules():
+            module.__dict__.pop(OWNER, None)
+        self.world.close()
+        self.resources.allocator.close()
 
     def _on_input(self, casts: Casts) -> OnTensor | None:
         if casts is None and self.loss_scale is None:
@@ -242,10 +267,11 @@ class Runtime:
 
 def owner_of(module: nn.Module) -> Runtime:
     """Return the runtime of a prepared model or of a module inside one."""
-    root = vars(module).get(OWNER, lambda: None)() if isinstance(module, nn.Module) else None
-    if root is None:
+    owner = vars(module).get(OWNER) if isinstance(module, nn.Module) else None
+    runtime = owner.runtime() if isinstance(owner, Owner) else None
+    if runtime is None:
         raise MisuseError("zerostd.gathered needs a prepared model or a module inside one")
-    return runtime_of(root, "gathered")
+    return _entered(runtime, "gathered")
 
 
 def runtime_of(model: nn.Module, call: str) -> Runtime:
@@ -253,6 +279,11 @@ def runtime_of(model: nn.Module, call: str) -> Runtime:
     runtime = vars(model).get(MARK) if isinstance(model, nn.Module) else None
     if not isinstance(runtime, Runtime):
         raise MisuseError(f"zerostd.{call} needs the module that zerostd.prepare was called on")
+    return _entered(runtime, call)
+
+
+def _entered(runtime: Runtime, call: str) -> Runtime:
+    """Return the runtime, which the user calls in the process that made it."""
     runtime.turn.check_process()
     runtime.world.enter(f"zerostd.{call}()")
     return runtime

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -189,13 +190,25 @@ class ZeroStrategy(DDPStrategy):
             zerostd.load(self._loading, root, root.optimizer if self.optimizers else None)
 
 
-def merge(checkpoint: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
+def merge(checkpoint: str | os.PathLike[str], file: str | os.PathLike[str], *, weights_only: bool = True) -> None:
     """Turn a directory that training wrote into an ordinary checkpoint of Lightning, for `load_from_checkpoint`.
 
     Call it in one process, which needs host memory for the whole weights. Optimizer states are left out.
+
+    Args:
+        checkpoint: The directory.
+        file: Where the ordinary checkpoint goes.
+        weights_only: As in torch.load. False runs code that the checkpoint names, which hyperparameters and callbacks
+            of your own classes may need: only for checkpoints that you trust.
     """
     shards, rest_path = fabric.newest_shards(Path(checkpoint))
-    whole = torch.load(rest_path, map_location="cpu", weights_only=False)
+    try:
+        whole = torch.load(rest_path, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise zerostd.CheckpointError(
+            f"{rest_path} holds more than tensors and plain values ({str(error).strip().splitlines()[0]:.200}). If you "
+            "trust it, call merge(..., weights_only=False), which lets it run code"
+        ) from error
     with tempfile.TemporaryDirectory(dir=Path(file).parent) as folder:
         (weights,) = zerostd.merge(shards, f"{folder}/model", max_shard_size=sys.maxsize)
         with safe_open(weights, framework="pt") as tensors:

@@ -15,7 +15,7 @@ from torch import Tensor
 from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, UpdateArguments
 
 LIBRARY = Path(__file__).with_name("libzerostd_native.so")
-ABI_VERSION = 4
+ABI_VERSION = 5
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ADAM, SGD, ADAGRAD = range(3)
 NO_DECAY, COUPLED, DECOUPLED = range(3)
@@ -56,6 +56,7 @@ SIGNATURES = {
         *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_int32),  # data, bytes, before, is_plain
         ctypes.POINTER(ctypes.c_uint32),  # crc
     ),
+    "zs_crc32_pages": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p),
 }
 
 
@@ -207,6 +208,11 @@ def crc32(tensor: Tensor, before: int, *, is_plain: bool = False) -> int:
     checksum = ctypes.c_uint32()
     _call("zs_crc32", tensor.data_ptr(), tensor.nbytes, before, is_plain, ctypes.byref(checksum))
     return checksum.value
+
+
+def crc32_pages(tensor: Tensor, page_bytes: int, out: Tensor) -> None:
+    """See `zerostd.kernels.crc32_pages`."""
+    _call("zs_crc32_pages", tensor.data_ptr(), tensor.nbytes, page_bytes, out.data_ptr())
 
 
 def _call(name: str, *arguments: object) -> None:

@@ -91,10 +91,32 @@ def _check_memory(step: UpdateArguments) -> None:
 
 def crc32(tensor: Tensor, before: int = 0) -> int:
     """Return zlib's crc32 of a contiguous tensor on the host, going on from that of what comes `before`."""
+    _check_summed(tensor)
+    return reference.crc32(tensor, before) if native.load() is None else native.crc32(tensor, before)
+
+
+def crc32_pages(tensor: Tensor, page_bytes: int, out: Tensor) -> None:
+    """Write zlib's crc32 of each `page_bytes` of a contiguous tensor on the host to `out`, a row of int32.
+
+    The last page may be shorter. `out` holds the 32 bits of each checksum, which torch shows as a signed number.
+    """
+    _check_summed(tensor)
+    num_pages = -(-tensor.nbytes // page_bytes)
+    if out.dtype != torch.int32 or out.shape != (num_pages,) or not out.is_contiguous() or out.device.type != "cpu":
+        raise ValueError(
+            f"out is {tuple(out.shape)} of {out.dtype} on {out.device}; {tensor.nbytes} bytes in pages of {page_bytes} "
+            f"take ({num_pages},) of torch.int32, contiguous and on the host"
+        )
+    if native.load() is None:
+        reference.crc32_pages(tensor, page_bytes, out)
+    else:
+        native.crc32_pages(tensor, page_bytes, out)
+
+
+def _check_summed(tensor: Tensor) -> None:
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
         place = f"on {tensor.device} with strides {tensor.stride()}"
         raise ValueError(f"the checksum of a tensor {place}; it must be contiguous and on the host")
-    return reference.crc32(tensor, before) if native.load() is None else native.crc32(tensor, before)
 
 
 def sum_slices(

@@ -104,3 +104,9 @@ def crc32(tensor: Tensor, before: int) -> int:
     """See `zerostd.kernels.crc32`."""
     data: Any = tensor.detach().view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
     return zlib.crc32(data, before)
+
+
+def crc32_pages(tensor: Tensor, page_bytes: int, out: Tensor) -> None:
+    """See `zerostd.kernels.crc32_pages`."""
+    pages = tensor.view(-1).view(torch.uint8).split(page_bytes)
+    out.view(torch.uint32).copy_(torch.tensor([crc32(page, 0) for page in pages], dtype=torch.uint32))

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from zerostd.monitoring.events import Events
+from zerostd.monitoring.retrying import Retries
 from zerostd.policy import Kind, Tier
 
 OURS = str(Path(__file__).parents[1])
@@ -32,6 +33,7 @@ class Memory:
     peak: dict[str, dict[str, int]]
     sent: dict[str, int]
     gradients: str
+    retries: dict[str, int] = field(default_factory=dict)  # reads and writes of files that were made again
 
     def total(self, tier: str = "device") -> int:
         """Return the model-state bytes now in a tier: parameters, gradients and optimizer states, without buffers."""
@@ -44,6 +46,7 @@ class Memory:
                 now = self.now.get(tier, {}).get(kind, 0)
                 rows.append(f"{tier:<8}{kind:<18}{now / 2**20:>8.1f} MiB{peak / 2**20:>8.1f} MiB")
         rows.append(f"gradients rest as {self.gradients}")
+        rows += [f"tried again {count} times: {what}" for what, count in self.retries.items()]
         return "\n".join(rows)
 
 
@@ -118,7 +121,7 @@ class Leaks:
 
 @dataclass
 class Ledger:
-    """The books of one prepared model. Single-threaded: hooks and steps run on one thread at a time."""
+    """The books of one prepared model. Threads of a disk enter what they move; all else comes from one at a time."""
 
     now: Counter[tuple[Tier, Kind]] = field(default_factory=Counter)
     peak: Counter[tuple[Tier, Kind]] = field(default_factory=Counter)
@@ -126,23 +129,30 @@ class Ledger:
     gradient_form: str = "none yet"
     events: Events = field(default_factory=Events)
     leaks: Leaks = field(default_factory=Leaks)
+    retries: Retries = field(default_factory=Retries)
     _group: str = ""  # at work
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def work_on(self, group: str) -> None:
         """Attribute what is entered from now on to a group."""
         self._group = group
 
     def enter(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
-        self.now[tier, kind] += num_bytes
+        with self._lock:
+            self.now[tier, kind] += num_bytes
+            self.peak[tier, kind] = max(self.peak[tier, kind], self.now[tier, kind])
         self.leaks.enter(tier, kind, num_bytes, self._group)
-        self.peak[tier, kind] = max(self.peak[tier, kind], self.now[tier, kind])
 
     def leave(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
-        self.now[tier, kind] -= num_bytes
+        with self._lock:
+            self.now[tier, kind] -= num_bytes
         self.leaks.leave(tier, kind, num_bytes, self._group)
 
     def memory(self) -> Memory:
-        return Memory(_nested(self.now), _nested(self.peak), dict(self.sent), self.gradient_form)
+        with self._lock:
+            now = _nested(self.now)
+            peak = _nested(self.peak)
+        return Memory(now, peak, dict(self.sent), self.gradient_form, self.retries.counts)
 
 
 @contextlib.contextmanager

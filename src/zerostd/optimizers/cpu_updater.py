@@ -54,6 +54,7 @@ class CpuUpdater:
     def __post_init__(self) -> None:
         self.clone = clone_optimizer(self.inner)
         self.worker = Worker(self.name, self.allocator.device)
+        self.allocator.before_close(self.worker.stop)
         self._weights: dict[StateShard, torch.Tensor] = {}  # on the host: new parameters on their way
         if self.allocator.device.type == "cpu":
             return
@@ -65,6 +66,7 @@ class CpuUpdater:
     def close(self) -> None:
         """End the thread and give its memory back."""
         self.worker.stop()
+        self.allocator.forget_stop(self.worker.stop)
         for memory in self._weights.values():
             self.allocator.host.free(memory)
         self._weights.clear()

@@ -96,6 +96,7 @@ class StreamedUpdater:
         self.device = self.allocator.device
         self.ledger = self.allocator.ledger
         self.worker = Worker("the update on the device of states in host memory", self.device)
+        self.allocator.before_close(self.worker.stop)
         self.clone = clone_optimizer(self.inner)
         self._turn = 0
         dtypes = widest_dtypes(self.shards)
@@ -112,6 +113,7 @@ class StreamedUpdater:
     def close(self) -> None:
         """End the thread and give the slots back."""
         self.worker.stop()
+        self.allocator.forget_stop(self.worker.stop)
         self.ledger.leave(Kind.BUFFERS, sum(memory.nbytes for slot in self._slots for memory in slot.memory.values()))
         self._slots = []
 

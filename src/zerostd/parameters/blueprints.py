@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from zerostd.sharding import Node, find_groups
 
 ROOT = "(root)"
 MARK = "_zerostd"  # attribute of a prepared root: what zerostd keeps for it
-OWNER = "_zerostd_root"  # attribute of every module of a prepared model: a weak reference to the root
+OWNER = "_zerostd_owner"  # attribute of every module of a prepared model: it gives what zerostd keeps for the root
 WRAPPERS = {  # of other libraries, by the name of their class, and what they do
     "DistributedDataParallel": "reduces gradients",
     "DataParallel": "replicates the model",
@@ -45,8 +46,13 @@ class Blueprint:
     """A group to be."""
 
     name: str
-    modules: tuple[nn.Module, ...]  # whose forward needs it, in registration order; the last one ends its use
+    references: tuple[weakref.ref[nn.Module], ...]  # to `modules`: a model must be able to go while groups are there
     members: tuple[Member, ...]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules whose forward needs it, in registration order; the last one ends its use."""
+        return [module for reference in self.references if (module := reference()) is not None]
 
 
 def find_blueprints(
@@ -73,10 +79,11 @@ def find_blueprints(
             home = -1
         members.setdefault(home, []).append(Member(name, parameter, dtype, options.get(parameter)))
     # The root may be empty: it still borrows what forward reads.
-    blueprints = [Blueprint(ROOT, (model,), tuple(members.get(-1, ())))]
+    blueprints = [Blueprint(ROOT, (weakref.ref(model),), tuple(members.get(-1, ())))]
     for index, top in enumerate(tops):
         if index in members:
-            blueprints.append(Blueprint(top[0], tuple(named[name] for name in top), tuple(members[index])))
+            references = tuple(weakref.ref(named[name]) for name in top)
+            blueprints.append(Blueprint(top[0], references, tuple(members[index])))
     return blueprints
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -91,17 +91,19 @@ class Flat:
     state_shards: Sequence[StateShard]  # portion by portion of the region; none if frozen
     is_sharded: bool = field(init=False, default=False)  # parameters rest as this rank's slice only
     gradient: Gradient | None = field(init=False, default=None)  # None if frozen
+    pending_save: Transfer = field(init=False, default_factory=Done)  # until then a checkpoint reads what it keeps
 
     def __post_init__(self) -> None:
         # On the device. Its storage is empty while released, if parameters rest elsewhere.
         self.full = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.allocator.device)
         # Where parameters rest: a view into `full` unless sharded or off the device.
         self.rest = TierTensor(self.layout.numel, self.dtype, Tier.DEVICE, self.full)
-        self._views = [self.full[i.offset : i.end].view(i.shape) for i in self.layout.intervals]
         loud = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
         blank = torch.full((), loud, dtype=self.dtype, device=self.full.device)
-        self._blanks = [blank.expand(interval.shape) for interval in self.layout.intervals]
-        self._classes = [classes_for(type(parameter)) for parameter in self.parameters]
+        self._faces = [  # of each parameter: its view of `full`, its NaN, and its classes
+            (self.full[i.offset : i.end].view(i.shape), blank.expand(i.shape), classes_for(type(parameter)))
+            for parameter, i in zip(self.parameters, self.layout.intervals, strict=True)
+        ]
         self._versions = self._read_versions()  # when edits were kept last
         self._is_edited = False  # the user has written to parameters, and masters do not know
 
@@ -122,13 +124,14 @@ class Flat:
     @torch.no_grad()
     def adopt(self, index: int, value: torch.Tensor) -> None:
         """Take a parameter's values, before rounding, and let the parameter's own memory go."""
-        self._views[index].copy_(value)
+        view = self._faces[index][0]
+        view.copy_(value)
         self.set_master(index, value)
         parameter = self.parameters[index]
         if parameter.device.type == "meta":  # torch lets no tensor change between meta and a real device in place
             real = torch.empty(0, dtype=self.full.dtype, device=self.full.device)  # own version: [Note: storage]
             torch.utils.swap_tensors(parameter, nn.Parameter(real, requires_grad=parameter.requires_grad))
-        set_data(parameter, self._views[index])
+        set_data(parameter, view)
 
     @torch.no_grad()
     def set_master(self, index: int, value: torch.Tensor) -> None:
@@ -174,7 +177,7 @@ class Flat:
     def show_values(self) -> None:
         """Let parameters be views of the gathered buffer."""
         with no_torch_function():
-            for parameter, view, (_, prepared, _) in zip(self.parameters, self._views, self._classes, strict=True):
+            for parameter, (view, _, (_, prepared, _)) in zip(self.parameters, self._faces, strict=True):
                 DATA.__set__(parameter, view)
                 parameter.__class__ = prepared
 
@@ -182,7 +185,7 @@ class Flat:
         """Let parameters ask for their values when they are touched, and take no memory. What cannot ask, since it
         goes around torch's functions, sees NaN."""
         with no_torch_function():
-            for parameter, blank, (_, _, released) in zip(self.parameters, self._blanks, self._classes, strict=True):
+            for parameter, (_, blank, (_, _, released)) in zip(self.parameters, self._faces, strict=True):
                 DATA.__set__(parameter, blank)
                 parameter.__class__ = released
 
@@ -205,7 +208,7 @@ class Flat:
 
     def restore_classes(self) -> None:
         """Let parameters be ordinary ones again."""
-        for parameter, (original, _, _) in zip(self.parameters, self._classes, strict=True):
+        for parameter, (_, _, (original, _, _)) in zip(self.parameters, self._faces, strict=True):
             parameter.__class__ = original
 
     # Masters and parameters
@@ -226,6 +229,7 @@ class Flat:
 
     def keep_values(self, index: int, values: torch.Tensor) -> None:
         """Keep what the user wrote to one parameter, all of whose values these are."""
+        self.pending_save.wait()
         if self.gives_back:
             piece = self.layout.piece_of(index, self.region if self.is_sharded else slice(0, self.layout.numel))
             if piece is not None:
@@ -248,6 +252,7 @@ class Flat:
 
     def keep_all(self, full: torch.Tensor) -> None:
         """Keep all values of a gathered buffer: the user may have written to any."""
+        self.pending_save.wait()
         if self.gives_back:
             self.rest.write(slice(0, self.rest.numel), full[self.region] if self.is_sharded else full)
         self._versions = self._read_versions()
@@ -261,6 +266,7 @@ class Flat:
         if not self._is_edited:
             return
         self._is_edited = False
+        self.pending_save.wait()
         for shard in self.state_shards:
             if not shard.holds_parameters:
                 master = shard.read_master()
@@ -316,6 +322,14 @@ class SavedInterval:
     @property
     def place(self) -> slice:
         return slice(self.offset, self.offset + self.stop - self.start)  # of the tier tensor
+
+    def copied(self) -> SavedInterval:
+        """Return the same with the values of now, in host memory of its own: they are there when the work that is
+        queued on their device is done, and later work does not change them."""
+        values = self.read(0, self.stop - self.start)
+        copy = torch.empty_like(values, device="cpu", pin_memory=values.device.type != "cpu")
+        copy.copy_(values, non_blocking=True)
+        return replace(self, column=TierTensor(copy.numel(), copy.dtype, Tier.HOST, copy), offset=0)
 
     def read(self, low: int, high: int, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Return elements [low, high) of the interval; those on disk are read into `memory`, if it is given."""

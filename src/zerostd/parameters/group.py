@@ -20,7 +20,7 @@ from zerostd.communication import Wires
 from zerostd.monitoring.events import Span
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.flat import Flat
-from zerostd.tiers import Done, Transfer, Uploader
+from zerostd.tiers import Transfer, Uploader
 
 
 class GroupState(enum.Enum):
@@ -43,7 +43,6 @@ class Group:
         self.state = GroupState.GATHERED
         self.gathers: list[Transfer] = []  # in flight, one for each flat
         self.updates: list[Transfer] = []  # that were started; the next gather waits for them
-        self._pending_save: Transfer = Done()  # until then a checkpoint reads masters and states, and updates wait
         self.num_pins = 0  # users that hold its values
         self.borrowed: dict[str, Group] = {}  # other groups whose parameters its modules read, learnt as they do
         self.in_backward = False  # its backward has begun and still needs it, whatever forward ends in between
@@ -189,12 +188,14 @@ class Group:
         self.updates.clear()
 
     def hold_for_save(self, save: Transfer) -> None:
-        """Keep masters and states as they are until a checkpoint has read them."""
-        self._pending_save = save
+        """Keep values and states as they are until a checkpoint has read them."""
+        for flat in self.flats:
+            flat.pending_save = save
 
     def wait_save(self) -> None:
-        """Wait until no checkpoint reads masters and states any more."""
-        self._pending_save.wait()
+        """Wait until no checkpoint reads values and states any more."""
+        for flat in self.flats:
+            flat.pending_save.wait()
 
     @property
     def _full_bytes(self) -> int:

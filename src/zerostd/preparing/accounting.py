@@ -18,6 +18,7 @@ from zerostd.policy import Kind, Tier
 from zerostd.preparing.homes import FlatPlan, Rules, demand
 from zerostd.scheduling.gathering import PREFETCH_DEPTH
 from zerostd.tiers import Uploader
+from zerostd.tiers.extents import Extent
 
 
 def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, dict[Kind, int]]:
@@ -41,8 +42,17 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, dic
 
 
 def host_buffers(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
-    """Return the bytes of host memory that what rests on disk passes through."""
-    return _slots(plans, rules)[Tier.HOST] + Uploader.buffer_bytes(largest_on_disk(plans))
+    """Return the bytes of host memory that what rests on disk passes through, and those of its checksums."""
+    slots = _slots(plans, rules)[Tier.HOST]
+    extents = [
+        num_bytes
+        for group in plans
+        for plan in group
+        for (tier, _), num_bytes in plan.demand().items()
+        if tier is Tier.DISK and num_bytes
+    ]
+    checksums = sum(map(Extent.checksum_bytes, extents))
+    return slots + Uploader.buffer_bytes(largest_on_disk(plans)) + checksums
 
 
 def largest_on_disk(plans: Sequence[Sequence[FlatPlan]]) -> int:

@@ -41,6 +41,7 @@ from zerostd.scheduling.offloading import ActivationOffloader
 from zerostd.scheduling.saved_storage import ActivationCopies
 from zerostd.tiers import Streams, TierAllocator, Uploader
 from zerostd.tiers.disk import Disk
+from zerostd.tiers.extents import Fallback
 from zerostd.tiers.host import Host
 from zerostd.tiers.limits import check_disk, check_host
 
@@ -108,7 +109,7 @@ def _make_allocator(need: Demand, budget: Budget, world: World, ledger: Ledger, 
         what = f"the host share of {world.local_size} rank(s) on this machine ({_parts(need, Tier.HOST)} each)"
         check_host(on_host, what, limit_of(budget.host))
     host = Host(world.device, ledger, num_threads(world))
-    disk = open_disk(budget, ledger) if needs_disk or _total(need, Tier.DISK) else None
+    disk = open_disk(budget, host, world, ledger) if needs_disk or _total(need, Tier.DISK) else None
     return TierAllocator(world.device, host, disk, ledger)
 
 
@@ -198,6 +199,8 @@ def begin_backward_updates(runtime: Runtime, optimizer: ZeroOptimizer) -> None:
     )
 
 
-def open_disk(budget: Budget, ledger: Ledger) -> Disk:
-    """Open the disk that a budget names."""
-    return Disk(budget.disk_path, ledger, limit=limit_of(budget.disk))
+def open_disk(budget: Budget, host: Host, world: World, ledger: Ledger) -> Disk:
+    """Open the disk that a budget names. What it cannot hold any more goes to host memory, inside the budget."""
+    limit = limit_of(budget.host)
+    fallback = Fallback(host, ledger, None if limit is None else limit // world.local_size)
+    return Disk(budget.disk_path, ledger, limit=limit_of(budget.disk), fallback=fallback)

@@ -59,7 +59,8 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
     resources = runtime.resources
     goes_to_disk = any(portion.tier is Tier.DISK for _, _, wanted in changed for portion in wanted.portions)
     if goes_to_disk and resources.allocator.disk is None:
-        resources.allocator.disk = open_disk(settings.budget, runtime.ledger)
+        host = resources.allocator.host
+        resources.allocator.disk = open_disk(settings.budget, host, runtime.world, runtime.ledger)
     changed.sort(key=lambda change: _on_device(change[2].portions) - _on_device(change[1].state_shards))
     for _, flat, wanted in changed:  # what leaves the device comes first
         states = take_states(updater, flat)

@@ -243,6 +243,7 @@ class Recording(StepObserver):
     def _write_memory(self, step: int) -> None:
         memory = self._runtime.ledger.memory()
         line = records.MemoryLine(step, self._moment(Timestamp(HOST)), memory.now, memory.peak)
+        line.retries = memory.retries
         if self._device.type != "cpu":
             line.allocated = torch.accelerator.memory_allocated(self._device)
             line.most_allocated = torch.accelerator.max_memory_allocated(self._device)

@@ -65,6 +65,7 @@ class MemoryLine(Struct, tag_field="kind", tag="memory"):
     allocated: Count | None = None  # by the device's allocator
     most_allocated: Count | None = None  # until then
     reserved: Count | None = None
+    retries: dict[str, Count] = {}  # reads and writes of files that were made again so far, by verb and reason
 
 
 class EventLine(Struct, tag_field="kind", tag="event"):

@@ -6,6 +6,7 @@ In: runs, as `read_run` returns them. Out: a dict for `report_json` and `page_of
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -62,7 +63,7 @@ def _run(run: Run) -> dict[str, Any]:
         "plans": planned,
         "leaks": leaks[:MOST_LEAKS],
     }
-    report["notices"] = [*run.notices, *plan_notices, *_thinned(run, report, len(leaks))]
+    report["notices"] = [*run.notices, *plan_notices, *_retried(run), *_thinned(run, report, len(leaks))]
     return report
 
 
@@ -71,6 +72,17 @@ def _setting(value: Any) -> str | int | bool | None:
     if value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) < 2**53):
         return value
     return tidy_text(value if isinstance(value, str) else repr(value))
+
+
+def _retried(run: Run) -> Iterator[str]:
+    """Yield a notice for reads and writes of files that were made again."""
+    counts: Counter[str] = Counter()
+    for log in run.ranks:
+        for line in log.of(MemoryLine)[-1:]:
+            counts.update(line.retries)
+    if counts:
+        kinds = ", ".join(f"{tidy_text(kind)} {count:,}" for kind, count in sorted(counts.items())[:8])
+        yield f"Files were read or written again after errors: {kinds}. Check the drives."
 
 
 def _thinned(run: Run, report: dict[str, Any], num_leaks: int) -> Iterator[str]:

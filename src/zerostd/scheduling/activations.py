@@ -47,14 +47,16 @@ class Activations:
     def __init__(
         self, root: nn.Module, gatherer: Gatherer, ways: Mapping[str, Way], offloader: ActivationOffloader
     ) -> None:
-        self._root = root
+        self._root = weakref.ref(root)
         self._gatherer = gatherer
         self.offloader = offloader
         self._ways = {group: ways.get(group.name, Way.DEVICE) for group in gatherer.groups}
         self._sends = offloader.peers is None and any(way.tier is not Tier.DEVICE for way in self._ways.values())
         # By module: a key that is the same for modules that do the same, as far as one can see.
         modules = [module for group in gatherer.groups for module in group.blueprint.modules]
-        self._kinds = {module: (type(module), *(p.shape for p in module.parameters())) for module in modules}
+        self._kinds = weakref.WeakKeyDictionary(
+            {module: (type(module), *(p.shape for p in module.parameters())) for module in modules}
+        )
         self._left: dict[tuple[Any, int], int] = {}  # bytes, by kind of a module that sent them and bytes of its output
         self._running: tuple[nn.Module, GroupActivations, torch.autograd.graph.saved_tensors_hooks] | None = None
         self._undo = contextlib.ExitStack()  # puts back forwards that are recomputed
@@ -93,13 +95,15 @@ class Activations:
         self._known.clear()
         self._inputs.clear()
         flats = [flat.full for group in self._gatherer.groups for flat in group.flats]
-        self._ours = {id(tensor.untyped_storage()) for tensor in (*flats, *self._root.buffers())}
+        root = self._root()
+        buffers = [] if root is None else root.buffers()
+        self._ours = {id(tensor.untyped_storage()) for tensor in (*flats, *buffers)}
 
     def enter(self, group: Group, module: nn.Module) -> None:
         """Begin a group's forward."""
         way = self._ways[group]
         stays = way.tier is Tier.DEVICE and (self.offloader.peers is None or way.recomputes)
-        if stays or module is self._root or self._running or not torch.is_grad_enabled() or in_backward():
+        if stays or module is self._root() or self._running or not torch.is_grad_enabled() or in_backward():
             return
         if has_saved_tensor_hooks():
             raise MisuseError(
@@ -126,7 +130,7 @@ class Activations:
                     self._send(group, activations, self._like(module, output))
             return None
         is_training = torch.is_grad_enabled() and not in_backward()
-        if output is None or module is self._root or not self._sends or not is_training:
+        if output is None or module is self._root() or not self._sends or not is_training:
             return None
         size = self._left.get(self._like(module, output), 0)
         if self._ways[group].recomputes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 
 from zerostd.errors import MisuseError
 from zerostd.parameters import Group
-from zerostd.parameters.blueprints import GUARD, OWNER
+from zerostd.parameters.blueprints import GUARD
 from zerostd.scheduling.access import ParameterAccess
 
 
@@ -29,7 +29,7 @@ class Guards:
     """Installs and removes the guards of one prepared model."""
 
     def __init__(self, root: nn.Module, access: ParameterAccess, finish_updates: Callable[[], None]) -> None:
-        self.root = root
+        self._root = weakref.ref(root)
         self.gatherer = access.gatherer
         self._access = access
         self.is_open = False  # state_dict is being called by zerostd itself
@@ -43,18 +43,21 @@ class Guards:
 
     def install(self) -> None:
         """Put guards on every module of the model."""
-        for module in self.root.modules():
-            module.__dict__["_apply"] = functools.partial(self._apply, module)
+        for module in self._modules():
+            module.__dict__["_apply"] = functools.partial(self._apply, weakref.ref(module))
             module.__dict__[GUARD] = self._refuse_copy
-            module.__dict__[OWNER] = weakref.ref(self.root)
             self._hooks.enter_context(module.register_state_dict_pre_hook(self._before_state_dict))
             self._hooks.enter_context(module.register_load_state_dict_pre_hook(self._before_load))
             self._hooks.enter_context(module.register_load_state_dict_post_hook(self._after_load))
 
+    def _modules(self) -> Iterator[nn.Module]:
+        root = self._root()
+        return iter(()) if root is None else root.modules()
+
     def remove(self) -> None:
         """Take all guards off."""
-        for module in self.root.modules():
-            for name in ("_apply", GUARD, OWNER):
+        for module in self._modules():
+            for name in ("_apply", GUARD):
                 module.__dict__.pop(name, None)
         self._hooks.close()
 
@@ -68,8 +71,13 @@ class Guards:
                 )
 
     def _apply(
-        self, module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+        self,
+        reference: weakref.ref[nn.Module],
+        function: Callable[[torch.Tensor], torch.Tensor],
+        recurse: bool = True,
     ) -> nn.Module:
+        module = reference()
+        assert module is not None, "it is being called"
         for parameter in module.parameters():
             probe = torch.empty((2,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
             changed = function(probe)

@@ -42,7 +42,7 @@ class Hooks:
         on_input: OnTensor | None,
         on_output: OnTensor | None,
     ) -> None:
-        self.root = root
+        self._root = weakref.ref(root)
         self.backward = backward
         self.gatherer = backward.gatherer
         self.activations = backward.activations
@@ -61,7 +61,9 @@ class Hooks:
         """Register everything."""
         self.activations.install()
         self.renew()
-        self._add(self.root, self._before_root, self._after_root)
+        root = self._root()
+        assert root is not None, "hooks of a model that has gone"
+        self._add(root, self._before_root, self._after_root)
         for index, trained in enumerate(self.backward.trained):
             hook = functools.partial(_arrived, weakref.ref(self.backward), index)
             handle = trained.parameter.register_post_accumulate_grad_hook(hook)
@@ -86,7 +88,7 @@ class Hooks:
         for group in groups:
             before = functools.partial(self._before_group, group)
             after = functools.partial(self._after_group, group)
-            for module in [module for module in group.blueprint.modules if module is not self.root]:
+            for module in [module for module in group.blueprint.modules if module is not self._root()]:
                 self._add(module, before, after)
 
     def remove(self) -> None:

@@ -4,7 +4,8 @@ transfer.py     work in flight, how to wait for it, and the streams of the devic
 worker.py       a thread that does jobs, the most needed first
 limits.py       what is free, and the refusal of what does not fit
 host.py         pinned memory of exact size, and pages
-disk.py         extents of scratch files, past the page cache
+extents.py      space in scratch files, in pages that have checksums
+disk.py         threads that move bytes between extents and host memory
 allocator.py    tier tensors: their allocator, pools of blocks, and the way to the device
 debug.py        modes that make mistakes visible
 """

@@ -19,7 +19,8 @@ import torch
 from zerostd.monitoring import Ledger
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.debug import poison
-from zerostd.tiers.disk import Disk, Extent
+from zerostd.tiers.disk import Disk
+from zerostd.tiers.extents import Extent
 from zerostd.tiers.host import PAGE, Host, aligned, padded
 from zerostd.tiers.limits import check_host
 from zerostd.tiers.transfer import Done, Streams, Transfer, record_event
@@ -112,7 +113,7 @@ class TierAllocator:
     def reserve(self, owner: str, tier: Tier, kind: Kind, num_bytes: int) -> None:
         """Allocate the arena that an owner's tensors of one kind will be cut from; the device needs none."""
         if num_bytes > 0 and tier is not Tier.DEVICE:
-            self._arenas[owner, tier, kind] = self.allocate_bytes(tier, kind, num_bytes)
+            self._arenas[owner, tier, kind] = self.allocate_bytes(tier, kind, num_bytes, owner)
 
     def allocate(self, owner: str, tier: Tier, kind: Kind, numel: int, dtype: torch.dtype) -> TierTensor:
         """Return zeros in a tier. On host and disk they come from the arena reserved for owner and kind."""
@@ -136,10 +137,11 @@ class TierAllocator:
             if memory is not None:
                 self.free_bytes(memory)
 
-    def allocate_bytes(self, tier: Tier, kind: Kind, num_bytes: int) -> torch.Tensor | Extent:
-        home = self.host if tier is Tier.HOST else self.disk
-        assert home is not None
-        return home.allocate(num_bytes, kind)
+    def allocate_bytes(self, tier: Tier, kind: Kind, num_bytes: int, owner: str = "") -> torch.Tensor | Extent:
+        if tier is Tier.HOST:
+            return self.host.allocate(num_bytes, kind)
+        assert self.disk is not None
+        return self.disk.allocate(num_bytes, kind, owner)
 
     def free_bytes(self, memory: torch.Tensor | Extent) -> None:
         if isinstance(memory, Extent):
@@ -152,14 +154,18 @@ class TierAllocator:
         """Call `stop` before anything is given back: it ends a thread that uses the memory."""
         self._stops.append(stop)
 
+    def forget_stop(self, stop: Callable[[], None]) -> None:
+        """Do not call it: its thread has ended."""
+        self._stops.remove(stop)
+
     def close(self) -> None:
         """Give back everything off the device."""
         for stop in self._stops:
             stop()
         self._arenas.clear()
-        self.host.free_all()
         if self.disk is not None:
             self.disk.close()
+        self.host.free_all()
 
     def close_aside(self) -> None:
         """Do the same from any thread, also from one that `close` waits for: the garbage collector runs anywhere."""

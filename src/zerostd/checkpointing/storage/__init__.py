@@ -9,6 +9,6 @@ dcp_files.py  torch.distributed.checkpoint's format
 from zerostd.checkpointing.storage.directory import latest
 from zerostd.checkpointing.storage.manifest import Manifest
 from zerostd.checkpointing.storage.reading import Checkpoint
-from zerostd.checkpointing.storage.writing import Saving
+from zerostd.checkpointing.storage.writing import PendingSave, Saving
 
-__all__ = ["Checkpoint", "Manifest", "Saving", "latest"]
+__all__ = ["Checkpoint", "Manifest", "PendingSave", "Saving", "latest"]

@@ -313,7 +313,7 @@ def _is_small(stored: Any) -> bool:
     return not isinstance(stored, TensorStorageMetadata) or not stored.size
 
 
-def first_failure(error: Exception) -> str:
+def first_failure(error: BaseException) -> str:
     """Return what went wrong, on the first rank of those that torch's CheckpointException names."""
     failures = getattr(error, "failures", None)
     if failures:
@@ -326,5 +326,6 @@ def _reader(path: str) -> Any:
 
 
 def writer(path: str) -> Any:
-    """Return torch's writer for a directory or a URL that fsspec knows."""
-    return fsspec_storage()[1](path) if "://" in path else FileSystemWriter(path)
+    """Return torch's writer for a directory or a URL that fsspec knows. It refuses to write over a checkpoint: killed
+    half-way, it would leave a mixture of both."""
+    return fsspec_storage()[1](path, overwrite=False) if "://" in path else FileSystemWriter(path, overwrite=False)

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from zerostd.checkpointing.storage.manifest import Manifest
 from zerostd.checkpointing.storage.safetensors_files import reason, system_errors
 from zerostd.errors import CheckpointError
@@ -27,6 +29,8 @@ MARK = ".incomplete-"
 PENDING = re.compile(rf".+{re.escape(MARK)}[0-9a-f]{{12}}", re.DOTALL)
 JUST_NOW_S = 1.0
 MOST_BYTES = 1 << 30  # of a manifest
+SEQUENCE = re.compile(rb'"sequence":(\d{1,18})')
+HEAD_BYTES = 256  # of a manifest, in which its sequence is
 REMEDY = "name checkpoints by their step, and say keep= to keep the newest only"
 
 log = logging.getLogger("zerostd")
@@ -66,7 +70,8 @@ class PendingDirectory:
         """Write the manifest, if there is one, and give the directory its name."""
         with self._lock, system_errors(f"{self.target} cannot be completed"):
             if manifest is not None:
-                self.write(MANIFEST, manifest.to_json())
+                sequence = max(_sequences_in(self.target.parent), default=0) + 1
+                self.write(MANIFEST, replace(manifest, sequence=sequence).to_json())
             _sync(self.folder)
             if self.target.exists():
                 raise CheckpointError(f"{self.target} was made by somebody else meanwhile: this one is dropped")
@@ -110,11 +115,25 @@ def clear_leftovers(parent: Path) -> None:
             if not PENDING.fullmatch(folder.name) or not folder.is_dir() or folder.is_symlink():
                 continue
             with suppress(OSError):
-                if time.time() - folder.stat().st_mtime < JUST_NOW_S:
+                if abs(time.time() - folder.stat().st_mtime) < JUST_NOW_S:
                     continue  # it may not be locked yet
                 _lock(folder).close()  # raises if somebody holds the lock
                 log.info("%s was left by a run that was killed; it is removed", folder)
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sequences_in(parent: Path) -> Iterator[int]:
+    """Yield the sequence of each checkpoint in `parent`; manifests that cannot be read have none."""
+    with suppress(OSError):
+        for path in parent.glob(f"*/{MANIFEST}"):
+            with suppress(OSError), open(path, "rb", opener=_open_now) as file:
+                match = SEQUENCE.search(file.read(HEAD_BYTES))
+                if match is not None:
+                    yield int(match[1])
+
+
+def _open_now(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -145,8 +164,9 @@ def _size_of(path: Path) -> int:
 
 
 def _checkpoints_in(parent: Path) -> tuple[list[Path], dict[Path, CheckpointError]]:
-    """Return the complete checkpoints, the oldest first, and why the others cannot be loaded."""
-    complete: list[tuple[float, int, Path]] = []
+    """Return the complete checkpoints, the oldest first, and why the others cannot be loaded. Their order is that in
+    which they were saved, whatever the clock said; those of version 1 have no sequence, and go by their steps."""
+    complete: list[tuple[int, int, float, Path]] = []
     unusable: dict[Path, CheckpointError] = {}
     for folder in sorted(parent.iterdir()):
         try:
@@ -158,10 +178,10 @@ def _checkpoints_in(parent: Path) -> tuple[list[Path], dict[Path, CheckpointErro
                 if not (folder / MANIFEST).exists():
                     continue
             manifest = read_manifest(folder)
-            complete.append((manifest.saved, manifest.step, folder))
+            complete.append((manifest.sequence, manifest.step, manifest.saved, folder))
         except CheckpointError as error:
             unusable[folder] = error
-    return [folder for _, _, folder in sorted(complete)], unusable
+    return [folder for *_, folder in sorted(complete)], unusable
 
 
 def latest(parent: Path) -> Path | None:
@@ -174,13 +194,14 @@ def latest(parent: Path) -> Path | None:
 
 
 def keep_newest(target: Path, keep: int) -> None:
-    """Remove complete checkpoints beside `target`, the oldest first, until `keep` are left with it."""
+    """Remove complete checkpoints beside `target`, the oldest first, until `keep` are left with it. Links are the
+    user's: they do not count, and stay."""
     try:
         complete, _ = _checkpoints_in(target.parent)
     except OSError as error:  # the new checkpoint is whole all the same
         log.warning("%s cannot be listed, so old checkpoints stay: %s", target.parent, reason(error))
         return
-    older = [folder for folder in complete if folder.name != target.name]
+    older = [folder for folder in complete if folder.name != target.name and not folder.is_symlink()]
     for folder in older[: max(0, len(older) - (keep - 1))]:
         doomed = _with_token(folder)
         try:

@@ -13,6 +13,7 @@ import json
 import math
 import re
 import reprlib
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Annotated, Any, NoReturn, Self
@@ -25,12 +26,15 @@ from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import convert
 
 FORMAT = "zerostd checkpoint"
-VERSION = 1
+VERSION = 2
+SEALED_FROM = 2  # the first version whose manifests have a checksum
+SEAL = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n')
+SEAL_BYTES = len(',"crc32":"01234567"}\n')
 BLOCK = 4 << 20  # bytes of a part that share a checksum
 KINDS = ("parameter", "buffer", "state", "gradient", "random", "extra")
 MOST_ELEMENTS = 1 << 60
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-ABSENT_IF_DEFAULT = {"modules": {}, "passes": 0, "frozen": True}  # fields that are not written then
+ABSENT_IF_DEFAULT = {"sequence": 0, "modules": {}, "passes": 0, "frozen": True}  # fields that are not written then
 SAFETENSORS_CODES = {  # of the dtypes that checkpoints hold
     torch.float64: "F64",
     torch.float32: "F32",
@@ -130,6 +134,7 @@ class OptimizerEntry(Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """Everything a checkpoint says about itself."""
 
+    sequence: Count = 0  # larger than that of every checkpoint that was beside it when it was saved
     zerostd: str
     saved: Finite  # seconds since 1970
     step: Count
@@ -164,7 +169,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, di
         for name, default in ABSENT_IF_DEFAULT.items():
             if data[name] == default:
                 del data[name]
-        return json.dumps(data, separators=(",", ":"), allow_nan=False) + "\n"
+        return seal(data)
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str) -> Self:
@@ -178,12 +183,34 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, di
             version = data.pop("version", None)
             if type(version) is not int or not 1 <= version <= VERSION:
                 raise ValueError(f"version {version!r}, and this zerostd reads {VERSION}; use a newer zerostd")
+            if version >= SEALED_FROM:
+                _check_seal(text.encode() if isinstance(text, str) else text)
+                del data["crc32"]
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{what}: {error}") from error
         manifest = convert(data, cls, what=what, error=CheckpointError)
         for problem in _problems(manifest):
             raise CheckpointError(f"{what}: {problem}")
         return manifest
+
+
+def seal(data: Mapping[str, Any]) -> str:
+    """Return a manifest's fields as JSON, with the checksum of all that comes before it as the last field."""
+    body = json.dumps(data, separators=(",", ":"), allow_nan=False).removesuffix("}")
+    return f'{body},"crc32":"{zlib.crc32(body.encode()):08x}"}}\n'
+
+
+def _check_seal(text: bytes) -> None:
+    """Raise ValueError unless a manifest ends with the checksum of what comes before it."""
+    begin = max(0, len(text) - SEAL_BYTES)
+    match = SEAL.fullmatch(text, begin)
+    if match is None:
+        raise ValueError("it does not end with its checksum: it was changed after it was saved")
+    actual = zlib.crc32(text[:begin])
+    if actual != int(match[1], 16):
+        raise ValueError(
+            f"its checksum is {match[1].decode()}, and what it says has {actual:08x}: it was changed after it was saved"
+        )
 
 
 def _refuse_constant(text: str) -> NoReturn:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -18,9 +17,10 @@ import torch
 
 from zerostd.checkpointing.storage.directory import read_manifest
 from zerostd.checkpointing.storage.manifest import BLOCK, TensorEntry, TensorPart
-from zerostd.checkpointing.storage.safetensors_files import NUM_THREADS, SafetensorsReader, ordered_results
+from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader, Threads, ordered_results
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
+from zerostd.monitoring.retrying import Retries
 from zerostd.parameters.flat import SavedInterval
 from zerostd.tiers import Done, TierTensor, Transfer
 from zerostd.tiers.host import PAGE, aligned
@@ -45,14 +45,14 @@ class BlockOfPart(NamedTuple):
 class Checkpoint:
     """An open checkpoint. Manifest and headers are checked; the numbers are when they are read."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, retries: Retries | None = None) -> None:
         self.manifest = read_manifest(folder)
         self._readers: dict[str, SafetensorsReader] = {}
         self._scratch = threading.local()  # a block of memory for each thread
-        self._pool = ThreadPoolExecutor(NUM_THREADS, "zerostd checkpoint")
+        self._threads = Threads()
         try:
             for name in self.manifest.files:
-                self._readers[name] = SafetensorsReader(folder / name)
+                self._readers[name] = SafetensorsReader(folder / name, retries)
             self._check_headers()
         except BaseException:
             self.close()
@@ -79,14 +79,14 @@ class Checkpoint:
             raise CheckpointError(f"{self._readers[name].path}: the manifest does not say what {key!r} is")
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._threads.close()
         for reader in self._readers.values():
             reader.close()
 
     def verify(self, wanted: Iterable[tuple[TensorEntry, int, int]], on_bytes: OnBytes) -> None:
         """Read the blocks of these intervals and check them. Raises CheckpointError for the first damaged one."""
         blocks = (block for entry, low, high in wanted for block in blocks_of(entry, low, high))
-        for numbers in ordered_results(self._pool, self._read_block, blocks):
+        for numbers in ordered_results(self._threads, self._read_block, blocks):
             on_bytes(numbers.nbytes)
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
@@ -116,7 +116,7 @@ class Checkpoint:
             target.copy_(numbers)
             return numbers.nbytes
 
-        for num_bytes in ordered_results(self._pool, fill, jobs):
+        for num_bytes in ordered_results(self._threads, fill, jobs):
             on_bytes(num_bytes)
 
     def fill_tiers(self, targets: Sequence[Target], on_bytes: OnBytes) -> None:

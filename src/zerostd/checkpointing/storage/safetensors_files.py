@@ -13,13 +13,14 @@ import errno
 import json
 import math
 import os
+import queue
 import stat
 import struct
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from msgspec import Struct
 from zerostd.checkpointing.storage.manifest import DTYPE_BY_CODE, SAFETENSORS_CODES, Count, Shape
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import convert, decode
+from zerostd.monitoring.retrying import Retries
 from zerostd.tiers.host import PAGE, aligned
 
 NUM_THREADS = 4
@@ -63,8 +65,47 @@ def system_errors(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {reason(error)}") from error
 
 
-def ordered_results(pool: ThreadPoolExecutor, work: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
-    """Run `work` on jobs in the pool, a few at a time, and yield the results in the order of the jobs.
+class Threads:
+    """A few threads that work on jobs. Those of concurrent.futures take none once the interpreter has begun to end,
+    when a checkpoint may still be on its way."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threads = [threading.Thread(target=self._serve, name="zerostd checkpoint") for _ in range(NUM_THREADS)]
+        self._threads: list[threading.Thread] = []
+        for thread in threads:
+            thread.start()
+            self._threads.append(thread)
+
+    def submit(self, work: Callable[[Job], Result], job: Job) -> Future[Result]:
+        """Do `work` on a job in one of the threads."""
+        future: Future[Result] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(work(job))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._calls.put(call)
+        return future
+
+    def close(self) -> None:
+        """Finish what was submitted, and end."""
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call
+
+
+def ordered_results(threads: Threads, work: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
+    """Run `work` on jobs in threads, a few at a time, and yield the results in the order of the jobs.
 
     After an error no further job begins.
     """
@@ -81,7 +122,7 @@ def ordered_results(pool: ThreadPoolExecutor, work: Callable[[Job], Result], job
             raise
 
     for job in jobs:
-        waiting.append(pool.submit(work_unless_failed, job))
+        waiting.append(threads.submit(work_unless_failed, job))
         if len(waiting) > 2 * NUM_THREADS:
             yield waiting.popleft().result()
     while waiting:
@@ -89,9 +130,11 @@ def ordered_results(pool: ThreadPoolExecutor, work: Callable[[Job], Result], job
 
 
 class DirectFileWriter:
-    """A file of `num_bytes` at `path`, which must not exist yet. Raises the system's OSErrors."""
+    """A file of `num_bytes` at `path`, which must not exist yet. Raises the system's OSErrors, after retries."""
 
-    def __init__(self, path: Path, num_bytes: int) -> None:
+    def __init__(self, path: Path, num_bytes: int, retries: Retries) -> None:
+        self._path = path
+        self._retries = retries
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._direct_fd = -1  # where the file system has no O_DIRECT
         self._scratch = threading.local()  # aligned memory of each thread
@@ -129,6 +172,10 @@ class DirectFileWriter:
             if fd >= 0:
                 os.close(fd)
 
+    def _write(self, fd: int, values: Bytes, offset: int) -> int:
+        where = f"{len(values)} bytes at offset {offset} of {self._path}"
+        return self._retries.attempt("writing", where, os.pwrite, fd, values, offset)
+
     def _write_direct(self, pages: Bytes, offset: int) -> None:
         """Write whole pages past the cache, from memory that starts on a page."""
         if pages.ctypes.data % PAGE:
@@ -139,14 +186,14 @@ class DirectFileWriter:
             pages = memory
         done = 0
         while done < len(pages) and done % PAGE == 0:
-            done += os.pwrite(self._direct_fd, pages[done:], offset + done)
+            done += self._write(self._direct_fd, pages[done:], offset + done)
         self._write_cached(pages[done:], offset + done)  # after a short write the rest does not start on a page
 
     def _write_cached(self, values: Bytes, offset: int) -> None:
         done = 0
         with self._lock:
             while done < len(values):
-                done += os.pwrite(self._fd, values[done : done + CACHED_SLICE], offset + done)
+                done += self._write(self._fd, values[done : done + CACHED_SLICE], offset + done)
             self._bytes_since_start += len(values)
             if self._bytes_since_start < START_EVERY:
                 return
@@ -195,6 +242,7 @@ def write_file(
     tensors: Sequence[OutputTensor],
     on_written: Callable[[OutputTensor], None],
     metadata: Mapping[str, str],
+    retries: Retries | None = None,
 ) -> tuple[int, dict[str, tuple[int, ...]]]:
     """Write a new file and sync it to disk; return its length and, by key, the checksums of each tensor's blocks.
 
@@ -207,10 +255,13 @@ def write_file(
         for tensor, offset in zip(tensors, offsets, strict=True)
         for first, write in tensor.blocks
     )
-    with system_errors(f"{path} cannot be written"), closing(DirectFileWriter(path, num_bytes)) as writer:
+    with (
+        system_errors(f"{path} cannot be written"),
+        closing(DirectFileWriter(path, num_bytes, retries or Retries())) as writer,
+    ):
         writer.write(torch.frombuffer(header, dtype=torch.uint8), 0)
-        with ThreadPoolExecutor(NUM_THREADS, "zerostd checkpoint") as pool:
-            for tensor, crc in ordered_results(pool, lambda block: (block[0], block[1](writer, block[2])), blocks):
+        with closing(Threads()) as threads:
+            for tensor, crc in ordered_results(threads, lambda block: (block[0], block[1](writer, block[2])), blocks):
                 checksums[tensor.key].append(crc)
                 if len(checksums[tensor.key]) == len(tensor.blocks):
                     on_written(tensor)
@@ -249,8 +300,9 @@ class StoredTensor(Struct, frozen=True):
 class SafetensorsReader:
     """An open file. Its header is checked before anything is read."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, retries: Retries | None = None) -> None:
         self.path = path
+        self._retries = retries or Retries()
         with system_errors(f"{path} cannot be read"):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
         try:
@@ -275,7 +327,8 @@ class SafetensorsReader:
         view = memoryview(memory)
         while done < len(view):
             with system_errors(f"{self.path} cannot be read at {offset + done}"):
-                count = os.preadv(self._fd, [view[done:]], offset + done)
+                where = f"{self.path} at {offset + done}"
+                count = self._retries.attempt("reading", where, os.preadv, self._fd, [view[done:]], offset + done)
             if not count:
                 raise CheckpointError(f"{self.path} ends at {offset + done}: it is not complete")
             done += count

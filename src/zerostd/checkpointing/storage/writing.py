@@ -3,18 +3,23 @@
 begin    rank 0 makes the directory, and all ranks learn its name
 thread   each rank writes its file, group by group; the next update of a group waits until that group is written
 finish   when all ranks have written, rank 0 merges their manifests and commits the directory
+
+A process that ends before that completes the checkpoint first.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from msgspec.structs import replace
@@ -26,6 +31,7 @@ from zerostd.communication import Control
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
 from zerostd.monitoring.progress import ByteProgress
+from zerostd.monitoring.retrying import Retries
 from zerostd.parameters.flat import SavedInterval
 from zerostd.parameters.observing import StepObserver
 from zerostd.policy import Tier
@@ -34,20 +40,64 @@ from zerostd.tiers.host import PAGE, aligned
 
 OutputTensors = Mapping[SavedInterval, OutputTensor]
 
+LOST = (
+    "the checkpoint %s was not saved: the process has ended, and %s. Call wait() of what zerostd.save returned while "
+    "the model and the process group are there"
+)
+
 log = logging.getLogger("zerostd")
 
 
-class Saving(StepObserver):
-    """A checkpoint that is being written. It is complete when all ranks have seen it finished: in `wait`, or in one of
-    the steps that training takes meanwhile.
+def end_process() -> NoReturn:
+    """End with exit code 1: an error that is raised while the process ends does not change its code."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+class PendingSave(StepObserver):
+    """A checkpoint on its way. A process that ends completes it first. If it fails and nobody was told, the exit code
+    is 1, unless another one was saved after it."""
+
+    def __init__(self) -> None:
+        atexit.register(self._at_exit)
+
+    def forget_exit(self) -> None:
+        """Leave nothing to be done when the process ends: it is complete, its failure was raised, or another one takes
+        its place."""
+        atexit.unregister(self._at_exit)
+
+    def _at_exit(self) -> None:
+        """Complete it, or end the process with exit code 1."""
+
+    def join(self) -> None:
+        """Return when this rank's threads read no state any more, whatever came of it."""
+
+    def finish(self) -> None:
+        """Return when the checkpoint is complete or has failed, which is logged. All ranks call it."""
+
+    def wait(self) -> None:
+        """Return when the checkpoint is there. All ranks call it. Raises CheckpointError if it could not be written."""
+
+
+class Saving(PendingSave):
+    """A checkpoint that is being written. It is complete when all ranks have seen it finished: in `wait`, in one of the
+    steps that training takes meanwhile, or when the processes end.
 
     All ranks make it together. `manifest` is this rank's: its tensors describe `records` one by one, without parts.
     """
 
     def __init__(
-        self, target: Path, records: Sequence[SavedInterval], manifest: Manifest, control: Control, keep: int | None
+        self,
+        target: Path,
+        records: Sequence[SavedInterval],
+        manifest: Manifest,
+        control: Control,
+        keep: int | None,
+        retries: Retries,
     ) -> None:
         self.target = target
+        self._retries = retries
         self.error: CheckpointError | None = None  # why it failed, if it did
         self.is_finished = False
         self._control = control
@@ -70,6 +120,7 @@ class Saving(StepObserver):
         arguments = (folder, records, manifest, tensors)
         self._thread = threading.Thread(target=self._write, args=arguments, name="zerostd save")
         self._thread.start()
+        super().__init__()
 
     def group_write(self, group: str) -> Transfer:
         """Return the transfer that is done when a group is written and may change."""
@@ -77,20 +128,40 @@ class Saving(StepObserver):
 
     def after_step(self) -> None:
         """Finish the checkpoint if all ranks have written. All ranks call it at the same points."""
-        what = "a step after zerostd.save()"
-        if not self.is_finished and all(self._control.collect(not self._thread.is_alive(), what)):
-            self._finish()
+        if not self.is_finished:
+            self._meet("a step after zerostd.save()")
+
+    def join(self) -> None:
+        self._thread.join()
 
     def finish(self) -> None:
-        """Return when the checkpoint is complete or has failed, which is logged. All ranks call it."""
+        """Return when the checkpoint is complete or has failed, which is logged. All ranks call it, or take steps."""
         self._thread.join()
-        if not self.is_finished:
+        while not self.is_finished:
+            self._meet("the end of zerostd.save()")
+
+    def _meet(self, what: str) -> None:
+        if all(self._control.collect(not self._thread.is_alive(), what)):
             self._finish()
+
+    def _at_exit(self) -> None:
+        """Complete it, or end the process with exit code 1. Ranks do not wait for one that an exception has ended."""
+        try:
+            if hasattr(sys, "last_value") and self._control.world.size > 1:
+                raise CheckpointError("an exception has ended this rank before all ranks had written")
+            self.finish()
+        except Exception as error:
+            self._cleanup.close()
+            self.error = checkpoint_error(error)
+            log.error(LOST, self.target, self.error)
+        if self.error is not None:
+            end_process()
 
     def wait(self) -> None:
         """Return when the checkpoint is there. All ranks call it. Raises CheckpointError if it could not be written."""
         self.finish()
         if self.error is not None:
+            self.forget_exit()
             raise CheckpointError(str(self.error)) from self.error
 
     def _write(
@@ -109,7 +180,7 @@ class Saving(StepObserver):
                     if tensor.key in groups:
                         self._group_writes[groups[tensor.key]].finish()
 
-                num_bytes, checksums = write_file(folder / name, [*tensors.values()], on_written, {})
+                num_bytes, checksums = write_file(folder / name, [*tensors.values()], on_written, {}, self._retries)
             entries = []
             for entry, record in zip(manifest.tensors, records, strict=True):
                 if record in tensors:
@@ -139,6 +210,8 @@ class Saving(StepObserver):
             log.error("the checkpoint %s was not saved: %s", self.target, error)
         self.is_finished = True
         self._outcome = None
+        if self.error is None:
+            self.forget_exit()
 
     def _commit(self, outcomes: Sequence[Manifest | CheckpointError]) -> CheckpointError | None:
         """Commit the directory on rank 0 if all ranks have written; return what went wrong."""
@@ -171,6 +244,8 @@ def _output_tensors(records: Sequence[SavedInterval], device: torch.device) -> O
         if tier is Tier.DISK and not hasattr(scratch, "memory"):
             scratch.memory = aligned(BLOCK + PAGE)
         memory = scratch.memory if tier is Tier.DISK else None
+        if tier is Tier.HOST:
+            ready.synchronize()  # it may be a copy of what was on the device
         with stream.after(ready) if tier is Tier.DEVICE else nullcontext():
             values = record.read(low, high, memory).detach().to("cpu").contiguous()  # a copy only if it was elsewhere
         writer.write(values, offset)

@@ -1,0 +1,66 @@
+"""Retries: calls of the system that failed for a moment are made again, a few times, and counted.
+
+`tiers` and `checkpointing` make their reads and writes of files through it. The ledger owns it, users see the counts in
+`zerostd.memory(model).retries`, and the page of a recorded run has a notice.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+PAUSES_S = (0.01, 0.1, 0.5)  # before the second try, the third and the fourth, which is the last
+TRANSIENT = {  # errors that a later try may not see
+    errno.EINTR,
+    errno.EAGAIN,
+    errno.EIO,  # a cable, a path of a fabric, a sector that the drive then moves
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.ETIMEDOUT,
+}
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+log = logging.getLogger("zerostd")
+
+
+class Retries:
+    """Makes calls again, and counts how often by what was done and why. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many calls were made again, by verb and reason, such as 'reading: EIO'."""
+        with self._lock:
+            return dict(self._counts)
+
+    def attempt(self, verb: str, where: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function of the system. `verb` and `where` say what it does to which file. Raises its OSError if that
+        is not transient, or if it is still there at the last try."""
+        for pause_s in PAUSES_S:
+            try:
+                return function(*args, **kwargs)
+            except OSError as error:
+                if error.errno not in TRANSIENT:
+                    raise
+                self.count(verb, errno.errorcode[error.errno], where)
+            time.sleep(pause_s)
+        return function(*args, **kwargs)
+
+    def count(self, verb: str, reason: str, where: str) -> None:
+        """Count a call that is made again. The first of its kind is logged."""
+        kind = f"{verb}: {reason}"
+        with self._lock:
+            self._counts[kind] += 1
+            is_first = self._counts[kind] == 1
+        if is_first:
+            log.warning("%s %s failed (%s) and is tried again; further retries are counted only", verb, where, reason)

@@ -1,0 +1,295 @@
+"""Extents: space in scratch files, moved in whole pages, each of which has a checksum in host memory.
+
+A page's checksum is kept when the page is written and compared when it is read, so bytes that changed on the drive are
+an error and never a wrong number. An extent is one preallocated file, unlinked before it has a byte: nothing is left
+when the process ends, however it ends. O_DIRECT, where the file system takes it, keeps the page cache from using up
+the host memory that the disk is there to save.
+
+[Note: fail-over] When a write fails for good, the extent moves to host memory: what can be read of the file is
+copied, the file is given up, and the extent goes on from memory. Pages that could not be read, or were half written, do
+not have their checksum: reading them raises, unless they are written first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from zerostd.errors import PrepareError, StorageError
+from zerostd.kernels import crc32, crc32_pages
+from zerostd.monitoring.ledger import Ledger
+from zerostd.policy import Kind, Tier
+from zerostd.tiers.host import PAGE, Host, aligned, padded
+from zerostd.tiers.limits import check_host
+from zerostd.tiers.worker import Work
+
+BLOCK_BYTES = 8 * 2**20  # what one thread moves at a time
+DIRECT = getattr(os, "O_DIRECT", 0)  # 0: a system without it
+REMEDY = "load the last checkpoint into a new model"
+
+Move = Callable[[int, Sequence[Any], int], int]  # os.preadv or os.pwritev
+
+log = logging.getLogger("zerostd")
+
+
+class Scratch(NamedTuple):
+    """Memory of one thread that moves blocks."""
+
+    page: torch.Tensor  # for the end of a block that does not fill one
+    checksums: torch.Tensor  # of the pages of a block
+
+    @classmethod
+    def make(cls) -> Scratch:
+        return cls(aligned(PAGE), torch.empty(BLOCK_BYTES // PAGE, dtype=torch.int32))
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """Host memory for extents whose file can no longer be written."""
+
+    host: Host
+    ledger: Ledger
+    limit: int | None = None  # most bytes of host memory that this rank may have in all
+
+    def take(self, extent: Extent) -> torch.Tensor:
+        """Return memory for the whole pages of an extent; raise PrepareError if there is no room for them."""
+        used = sum(size for (tier, _), size in list(self.ledger.now.items()) if tier is Tier.HOST)
+        left = None if self.limit is None else max(0, self.limit - used)
+        num_bytes = max(PAGE, padded(extent.num_bytes))
+        check_host(num_bytes, extent.label, left)
+        with self.ledger.leaks.ignored():
+            return self.host.allocate(num_bytes, extent.kind)
+
+
+@dataclass(eq=False)
+class Extent:
+    """Space for `num_bytes` of one kind. `file` is for messages: the file has no name any more."""
+
+    file: str
+    num_bytes: int
+    kind: Kind
+    owner: str  # the first parameter of the group whose bytes they are
+    fd: int
+    ledger: Ledger = field(repr=False)
+    fallback: Fallback | None = field(repr=False)
+    transfers: list[Work] = field(default_factory=list, repr=False)  # those that may still be under way
+    memory: torch.Tensor | None = field(init=False, default=None, repr=False)  # see [Note: fail-over]
+
+    def __post_init__(self) -> None:
+        num_pages = self.checksum_bytes(self.num_bytes) // torch.int32.itemsize
+        of_zeros = torch.tensor(crc32(torch.zeros(PAGE, dtype=torch.uint8)), dtype=torch.uint32)
+        self._checksums = of_zeros.view(torch.int32).repeat(num_pages)  # one for each page
+        self._gate = threading.Condition()
+        self._num_moving = 0  # blocks
+        self.ledger.enter(self.kind, self.num_bytes, Tier.DISK)
+        self.ledger.enter(Kind.BUFFERS, self._checksums.nbytes, Tier.HOST)
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind.value} of the group of {self.owner!r}" if self.owner else self.kind.value
+
+    @staticmethod
+    def checksum_bytes(num_bytes: int) -> int:
+        """Return the bytes of host memory that the checksums of `num_bytes` take."""
+        return torch.int32.itemsize * max(1, padded(num_bytes) // PAGE)
+
+    def free(self) -> None:
+        """Give the space back. Nothing may be under way."""
+        self.ledger.leave(Kind.BUFFERS, self._checksums.nbytes, Tier.HOST)
+        if self.memory is None:
+            self.ledger.leave(self.kind, self.num_bytes, Tier.DISK)
+        elif self.fallback is not None:
+            self.fallback.host.free(self.memory)
+        os.close(self.fd)
+
+    # In the threads of a Disk
+
+    def read(self, offset: int, block: torch.Tensor, scratch: Scratch) -> None:
+        """Fill a block from `offset` on, and check it. A block that is not as it was written is read once more."""
+        with self._moving():
+            damage = self._read(offset, block, scratch)
+            if damage is not None:
+                self.ledger.retries.count("reading", "checksum", f"{self.file}, {self.label}")
+                damage = self._read(offset, block, scratch)
+        if damage is not None:
+            raise damage
+
+    def write(self, offset: int, block: torch.Tensor, scratch: Scratch) -> None:
+        """Write a block to `offset`. Raises OSError if neither the file nor host memory can take it."""
+        try:
+            with self._moving():
+                self._write(offset, block, scratch)
+        except OSError as error:
+            self._fail_over(error)
+            with self._moving():
+                self._write(offset, block, scratch)
+
+    @contextlib.contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Keep the extent where it is while a block is moved."""
+        with self._gate:
+            self._num_moving += 1
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._num_moving -= 1
+                self._gate.notify_all()
+
+    def _read(self, offset: int, block: torch.Tensor, scratch: Scratch) -> StorageError | None:
+        """Fill a block; return an error if a page of it does not have its checksum."""
+        body = len(block) // PAGE * PAGE
+        num_pages = body // PAGE
+        self._move(os.preadv, block[:body], offset)
+        crc32_pages(block[:body], PAGE, scratch.checksums[:num_pages])
+        if body < len(block):
+            self._move(os.preadv, scratch.page, offset + body)
+            crc32_pages(scratch.page, PAGE, scratch.checksums[num_pages : num_pages + 1])
+            num_pages += 1
+            block[body:] = scratch.page[: len(block) - body]
+        actual = scratch.checksums[:num_pages]
+        expected = self._checksums[offset // PAGE :][:num_pages]
+        if torch.equal(actual, expected):
+            return None
+        page = int((actual != expected).nonzero()[0])
+        numbers = [f"{int(checksum) & 0xFFFFFFFF:#010x}" for checksum in (expected[page], actual[page])]
+        return StorageError(
+            f"the {PAGE} bytes at offset {offset + page * PAGE} of {self.file} are not those that were written: "
+            f"{self.label}, checksum {numbers[0]} expected and {numbers[1]} read. The drive, or another program, has "
+            f"changed them: {REMEDY}, and check the drive"
+        )
+
+    def _write(self, offset: int, block: torch.Tensor, scratch: Scratch) -> None:
+        body = len(block) // PAGE * PAGE
+        checksums = self._checksums[offset // PAGE :]
+        crc32_pages(block[:body], PAGE, scratch.checksums[: body // PAGE])
+        self._move(os.pwritev, block[:body], offset)
+        checksums[: body // PAGE] = scratch.checksums[: body // PAGE]
+        if body == len(block):
+            return
+        shares_page = offset + len(block) < self.num_bytes  # the file has more in the last page, which must be kept
+        damage = self._read(offset + body, scratch.page, scratch) if shares_page else None
+        if damage is not None:
+            raise damage
+        scratch.page[: len(block) - body] = block[body:]
+        self._move(os.pwritev, scratch.page, offset + body)
+        crc32_pages(scratch.page, PAGE, checksums[body // PAGE : body // PAGE + 1])
+
+    def _move(self, move: Move, pages: torch.Tensor, offset: int) -> None:
+        """Read or write whole pages. Goes on after short moves."""
+        is_write = move is os.pwritev
+        if self.memory is not None:
+            stored = self.memory[offset : offset + len(pages)]
+            (stored if is_write else pages).copy_(pages if is_write else stored)
+            return
+        verb = "writing" if is_write else "reading"
+        view: memoryview = pages.numpy().data
+        done = 0
+        while done < len(view):
+            where = f"{len(view) - done} bytes at offset {offset + done} of {self.file}"
+            count = self.ledger.retries.attempt(verb, where, move, self.fd, [view[done:]], offset + done)
+            start = (done + count) // PAGE * PAGE
+            if start <= done:
+                raise StorageError(
+                    f"{verb} {len(view)} bytes at offset {offset} of {self.file} ended early, {self.label}: wanted "
+                    f"{len(view)} bytes, got {done + count}; the file was cut short under us, or the drive is full: "
+                    f"check who else touches it. {REMEDY.capitalize()}"
+                )
+            done = start
+
+    def _fail_over(self, error: OSError) -> None:
+        """Move to host memory, unless another thread did; raise the error if there is no room. [Note: fail-over]"""
+        with self._gate:
+            self._gate.wait_for(lambda: self._num_moving == 0)
+            if self.memory is not None:
+                return
+            try:
+                if self.fallback is None:
+                    raise error
+                memory = self.fallback.take(self)
+            except (PrepareError, StorageError) as refusal:
+                error.add_note(f"host memory cannot take its place: {refusal}")
+                raise error from None
+            lost = 0
+            for start in range(0, len(memory), BLOCK_BYTES):
+                block = memory[start : start + BLOCK_BYTES]
+                try:
+                    self._move(os.preadv, block, start)
+                except (OSError, StorageError):
+                    lost += len(block)
+            self.memory = memory
+            self.ledger.leave(self.kind, self.num_bytes, Tier.DISK)
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.fd, 0)  # its space may be what others lack
+            log.warning(
+                "%s can no longer be written (%s): %s moves to host memory, %d bytes%s",
+                *(self.file, reason(error), self.label, self.num_bytes),
+                f", of which {lost} could not be read" if lost else "",
+            )
+
+
+def open_unnamed(path: str) -> tuple[int, str]:
+    """Create a file in `path` that has no name there; return its descriptor and what to call it in messages."""
+    try:
+        if hasattr(os, "O_TMPFILE"):
+            with contextlib.suppress(OSError):  # not every file system has it
+                fd = os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                return fd, f"{path}/(file {os.fstat(fd).st_ino}, unlinked)"
+        return open_and_unlink(path)
+    except OSError as error:
+        raise PrepareError(
+            f"disk_path={path!r}: cannot make a file there ({reason(error)}); name a directory that you may write to"
+        ) from error
+
+
+def open_and_unlink(path: str) -> tuple[int, str]:
+    """Do the same where a file must have a name first: for a moment, in a private directory of its own."""
+    folder = tempfile.mkdtemp(prefix="zerostd-", dir=path)  # 0700
+    name = os.path.join(folder, "extent")
+    try:
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.unlink(name)
+    finally:
+        os.rmdir(folder)
+    return fd, f"{name} (unlinked)"
+
+
+def supports_direct(path: str) -> bool:
+    """Return whether files in `path` take transfers past the page cache; raise PrepareError if none can be made there.
+    Some file systems take the flag and refuse the transfer, hence the trial."""
+    if not os.path.isdir(path):
+        raise PrepareError(f"disk_path={path!r} is not a directory; name an existing one that you may write to")
+    fd, _ = open_unnamed(path)
+    page = memoryview(mmap.mmap(-1, PAGE))
+    try:
+        set_direct(fd)
+        return bool(DIRECT) and os.pwritev(fd, [page], 0) == PAGE and os.preadv(fd, [page], 0) == PAGE
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return False
+        raise PrepareError(
+            f"disk_path={path!r} cannot hold files: a trial write failed ({reason(error)}); name another directory"
+        ) from error
+    finally:
+        os.close(fd)
+
+
+def set_direct(fd: int) -> None:
+    """Let transfers of a file go past the page cache."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | DIRECT)
+
+
+def reason(error: OSError) -> str:
+    """Return the system's message with the short name of the error."""
+    return f"{errno.errorcode.get(error.errno or 0, error.errno)}: {error.strerror}"

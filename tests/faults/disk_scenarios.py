@@ -1,0 +1,120 @@
+"""What a disk can do to a training: each scenario trains a small model whose states and parameters are on disk, with a
+fault in the middle. Run by test_disk.py in a process of its own, under the shim; prints what came of each as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import zerostd
+from faults.io_shim import EIO, ENOSPC, fault
+from zerostd.policy import Tier
+from zerostd.tiers.extents import Extent
+
+FOLDER = sys.argv[1]
+HOST_BYTES = 240_736  # of host memory that the model takes when all is well
+EVERYTHING = zerostd.Placement(parameters="disk", optimizer_states="disk")
+
+
+def prepared(**budget: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(24, 96), nn.Tanh(), nn.Linear(96, 24))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    disk = zerostd.Budget(disk_path=FOLDER, **budget)
+    return zerostd.prepare(model, optimizer, placement=EVERYTHING, budget=disk, groups=["0", "2"])
+
+
+def train(model: nn.Module, optimizer: Any, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        x = torch.randn(4, 24, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    optimizer.synchronize()
+    return losses
+
+
+def extents(model: nn.Module) -> list[Extent]:
+    return sorted(model.__dict__["_zerostd"].resources.allocator.disk._extents, key=lambda extent: extent.file)
+
+
+def flip(extent: Extent, offset: int) -> None:
+    """Change a byte of a file behind the library's back."""
+    with open(f"/proc/self/fd/{extent.fd}", "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def run(damage: Callable[[nn.Module], Any], **budget: Any) -> dict[str, Any]:
+    """Train 2 steps, then 2 more after or under a fault; return what happened."""
+    model, optimizer = prepared(**budget)
+    result: dict[str, Any] = {"losses": train(model, optimizer, 2), "error": None, "type": None}
+    try:
+        given = damage(model)
+        if given is None:
+            result["losses"] += train(model, optimizer, 2)
+        else:
+            with given as rule:
+                result["losses"] += train(model, optimizer, 2)
+            result["taken"] = rule.taken
+    except Exception as error:
+        result["error"] = str(error)
+        result["type"] = type(error).__name__
+    ledger = model.__dict__["_zerostd"].ledger
+    result["retries"] = ledger.retries.counts
+    result["text"] = str(zerostd.memory(model))
+    result["on_disk"] = sum(size for (tier, _), size in ledger.now.items() if tier is Tier.DISK)
+    result["extents"] = [[extent.file, extent.label] for extent in extents(model)]
+    model.__dict__["_zerostd"].resources.allocator.close()
+    return result
+
+
+def damage_first(kind: str, offset: int) -> Callable[[nn.Module], None]:
+    def damage(model: nn.Module) -> None:
+        flip(next(extent for extent in extents(model) if extent.kind.value == kind), offset)
+
+    return damage
+
+
+def cut(model: nn.Module) -> None:
+    os.ftruncate(extents(model)[0].fd, 4096)
+
+
+SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
+    "nothing": lambda: run(lambda model: None),
+    "byte of states": lambda: run(damage_first("optimizer_states", 4096 + 17)),
+    "byte of parameters": lambda: run(damage_first("parameters", 3)),
+    "cut file": lambda: run(cut),
+    "EIO once, reading": lambda: run(lambda model: fault(FOLDER, "read", "fail", EIO, first=2, count=1)),
+    "EIO twice, writing": lambda: run(lambda model: fault(FOLDER, "write", "fail", EIO, first=3, count=2)),
+    "EIO for ever, reading": lambda: run(lambda model: fault(FOLDER, "read", "fail", EIO, first=2)),
+    "EIO for ever, writing": lambda: run(lambda model: fault(FOLDER, "write", "fail", EIO)),
+    "ENOSPC for ever": lambda: run(lambda model: fault(FOLDER, "write", "fail", ENOSPC, first=5)),
+    "ENOSPC, no room on the host": lambda: run(
+        lambda model: fault(FOLDER, "write", "fail", ENOSPC), host=HOST_BYTES + 4096
+    ),
+    "short reads": lambda: run(lambda model: fault(FOLDER, "read", "short")),
+    "short writes": lambda: run(lambda model: fault(FOLDER, "write", "short")),
+    "flipped once, reading": lambda: run(lambda model: fault(FOLDER, "read", "flip", first=4, count=1)),
+    "flipped, writing": lambda: run(lambda model: fault(FOLDER, "write", "flip", first=4, count=1)),
+    "slow": lambda: run(lambda model: fault(FOLDER, "read", "delay", 20)),
+}
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", RuntimeWarning)
+    torch.set_num_threads(1)
+    print(json.dumps({name: scenario() for name, scenario in SCENARIOS.items()}))

@@ -1,0 +1,106 @@
+"""A disk that fails, falls short, is slow or changes bytes: the same numbers, or an error that says where."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faults import io_shim
+
+HERE = Path(__file__).parent
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("disk")
+    command = [sys.executable, str(HERE / "disk_scenarios.py"), str(folder)]
+    done = subprocess.run(command, env=io_shim.environment(), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return {**json.loads(done.stdout), "log": {"text": done.stderr}}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "retries"),
+    [
+        ("EIO once, reading", {"reading: EIO": 1}),
+        ("EIO twice, writing", {"writing: EIO": 2}),
+        ("short reads", {}),
+        ("short writes", {}),
+        ("flipped once, reading", {"reading: checksum": 1}),
+        ("slow", {}),
+    ],
+)
+def test_what_passes_leaves_every_bit_as_it_is(results: Results, scenario: str, retries: dict[str, int]) -> None:
+    result = results[scenario]
+    assert result["error"] is None and result["taken"] > 0
+    assert result["losses"] == results["nothing"]["losses"] and result["retries"] == retries
+    for what in retries:
+        assert f"tried again {retries[what]} times: {what}" in result["text"]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "kind"),
+    [
+        ("byte of states", "optimizer_states"),
+        ("byte of parameters", "parameters"),
+        ("flipped, writing", "(optimizer_states|parameters)"),
+    ],
+)
+def test_changed_bytes_are_an_error_that_says_where(results: Results, scenario: str, kind: str) -> None:
+    result = results[scenario]
+    assert result["type"] == "StorageError"
+    match = re.search(
+        r"the 4096 bytes at offset (\d+) of (\S+ .*?unlinked\)|.* \(unlinked\)) are not those that were written: "
+        rf"{kind} of the group of '[\w.]+', checksum (0x[0-9a-f]{{8}}) expected and (0x[0-9a-f]{{8}}) read.*"
+        "load the last checkpoint",
+        result["error"],
+    )
+    assert match is not None, result["error"]
+    assert int(match[1]) % 4096 == 0 and match[3] != match[4]
+    assert any(match[2] == file for file, _ in result["extents"])
+
+
+def test_a_byte_is_named_by_the_page_it_is_in(results: Results) -> None:
+    assert "at offset 4096 of" in results["byte of states"]["error"]
+    assert "at offset 0 of" in results["byte of parameters"]["error"]
+
+
+def test_a_file_that_was_cut_is_an_error(results: Results) -> None:
+    result = results["cut file"]
+    assert result["type"] == "StorageError"
+    assert re.search(r"ended early|was cut to 4096 bytes by another process", result["error"])
+
+
+def test_a_drive_that_cannot_be_read_ends_the_run_with_its_reason(results: Results) -> None:
+    result = results["EIO for ever, reading"]
+    assert result["type"] == "StorageError"
+    assert re.search(
+        r"reading \d+ bytes at offset \d+ of .* failed, \w+ of the group of '[\w.]+': EIO: ", result["error"]
+    )
+    assert result["retries"]["reading: EIO"] >= 3
+
+
+@pytest.mark.parametrize("scenario", ["EIO for ever, writing", "ENOSPC for ever"])
+def test_groups_of_a_drive_that_cannot_be_written_move_to_the_host(results: Results, scenario: str) -> None:
+    result = results[scenario]
+    assert result["error"] is None and result["taken"] > 0
+    assert result["losses"] == results["nothing"]["losses"]
+    assert result["on_disk"] < results["nothing"]["on_disk"]
+    assert "moves to host memory" in results["log"]["text"]
+
+
+def test_without_room_on_the_host_the_run_ends_with_its_reason(results: Results) -> None:
+    result = results["ENOSPC, no room on the host"]
+    assert result["type"] == "StorageError"
+    assert re.search(
+        r"writing \d+ bytes at offset \d+ of .* of the group of '[\w.]+': ENOSPC: .*; host memory cannot take its "
+        r"place: .*the host budget leaves",
+        result["error"],
+    )
