@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from zerostd.errors import CommunicationError, PrepareError
 
 TIMEOUT_VARIABLE = "ZEROSTD_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
-ABORT_S = 5.0  # that a failure waits for the abort of communicators; it goes on behind
 # Torch's watchdog would end the process without a Python exception. It aborts the communicators instead, and the next
 # collective raises. See [Note: aborted communicators].
 WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -109,27 +107,11 @@ class World:
         """Return a context for a collective; errors inside name it, and so do those of ranks that wait for this one."""
         return contextlib.nullcontext() if self.channels is None else self.channels.peers.at(what)
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Turn what torch.distributed raises inside the context into a CommunicationError that says who is to blame.
-
-        [Note: aborted communicators] A kernel of nccl whose peer is gone runs until its communicator is aborted, and
-        nothing behind it on the device, nor the end of the process, can come before. So a failure aborts all of them,
-        at the same time: an abort waits for the device, and so for kernels of the other communicator.
-        """
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for calls of torch.distributed. What they raise becomes a CommunicationError that says who
+        is to blame."""
         assert self.channels is not None
-        try:
-            with self.channels.peers.waiting():
-                yield
-        except CommunicationError:
-            groups = {self.channels.gather, self.channels.reduce}
-            aborts = [threading.Thread(target=group.abort, name="zerostd abort", daemon=True) for group in groups]
-            with contextlib.suppress(RuntimeError):  # Python is about to end and starts no threads
-                for abort in aborts:
-                    abort.start()
-                for abort in aborts:
-                    abort.join(ABORT_S)
-            raise
+        return self.channels.peers.waiting(self.channels.gather, self.channels.reduce)
 
     def close(self) -> None:
         """Close the channels, if they are still open; the user's own process group stays. They are dropped, for the
