@@ -186,7 +186,8 @@ class Peers:
         )
 
     def _blame(self, answers: dict[int, Place | str]) -> str:
-        """Return who is to blame. Ranks that raised because of others are not; their verdict counts if nobody is."""
+        """Return who is to blame: ranks that are gone, else those that do not wait, else those that wait elsewhere and
+        the first that raised, with its verdict. Those that raised later did so because of others."""
         heard = sorted(self._seen.items(), key=lambda item: item[1][0])  # the first verdict is nearest to the cause
         verdicts = {rank: place for rank, (_, place) in heard if place.verdict}
         missing: list[str] = []
@@ -202,12 +203,12 @@ class Peers:
                 running.append(f"rank {rank} {answer.describe()}")
             elif not answer.is_beside(self.place):
                 elsewhere.append(f"rank {rank} {answer.describe()}")
+        first = next(iter(verdicts), None)
+        if first is not None:
+            place = verdicts[first]
+            elsewhere.append(f"rank {first} failed before. It {place.describe()}, and said: {place.verdict}")
         culprits = missing or running or elsewhere
-        if culprits:
-            return "; ".join(culprits)
-        for rank, place in verdicts.items():
-            return f"rank {rank} failed before, when it {place.describe()}, and said: {place.verdict}"
-        return "all ranks wait in it, so the network between them has failed"
+        return "; ".join(culprits) or "all ranks wait in it, so the network between them has failed"
 
     def _last_seen(self, rank: int) -> str:
         """Return where a rank that does not answer was, as far as somebody knows."""
