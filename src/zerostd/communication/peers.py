@@ -30,6 +30,7 @@ from zerostd.errors import CommunicationError
 
 HEARTBEAT_S = 1.0  # between two messages to the next rank
 ANSWER_S = 3.0  # a rank that has not answered by then is stopped, or cannot be reached
+ABORT_S = 5.0  # that a failure waits for the abort of process groups; it goes on behind
 MOST_BYTES = 1 << 16  # in one message
 MOST_ASKED = 32  # ranks, at the same time
 T = TypeVar("T")
@@ -57,10 +58,15 @@ class Place:
         """How far its training has come, in words."""
         return f"with {self.num_backwards} backward passes and {self.num_steps} steps begun"
 
+    @property
+    def where(self) -> str:
+        """The collective and the call it is in, in words."""
+        return self.call if self.what in ("", self.call) else f"{self.what}, in {self.call}"
+
     def describe(self) -> str:
         """Return where the rank is, to follow its number."""
-        if self.is_waiting and self.what:
-            return f"waits in {self.what}, in {self.call}, {self.counts}"
+        if self.is_waiting:
+            return f"waits in {self.where}, {self.counts}"
         return f"made its last call, {self.call}, {self.seconds:.1f} s ago, {self.counts}"
 
     def is_beside(self, other: Place) -> bool:
@@ -144,23 +150,34 @@ class Peers:
             self.place.what = before
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Turn a failed or late collective inside the context into a CommunicationError that says who is to blame."""
+    def waiting(self, *groups: Any) -> Iterator[None]:
+        """Turn a failed or late collective inside the context into a CommunicationError that says who is to blame, and
+        abort process groups.
+
+        [Note: aborted communicators] A kernel of nccl whose peer is gone runs until its communicator is aborted, and
+        nothing behind it on the device, nor the end of the process, can come before. So a failure aborts all of them,
+        at the same time: an abort waits for the device, and so for kernels of the other communicator.
+        """
         self.place.is_waiting = True
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, CommunicationError):
-                raise
-            raise CommunicationError(self._explain(error)) from error
+            text = self._explain(error)
+            aborts = [threading.Thread(target=group.abort, name="zerostd abort", daemon=True) for group in groups]
+            with contextlib.suppress(RuntimeError):  # Python is about to end and starts no threads
+                for abort in aborts:
+                    abort.start()
+                for abort in aborts:
+                    abort.join(ABORT_S)
+            raise CommunicationError(text) from error
         finally:
             self.place.is_waiting = False
 
     def _explain(self, error: RuntimeError) -> str:
-        where = f"{self.place.what or 'a collective'}, in {self.place.call}"
         cause = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        is_late = "time" in cause.lower() and "out" in cause.lower()
-        verb = f"gave up waiting in {where} (time limit {self.timeout_s:g} s)" if is_late else f"failed in {where}"
+        is_late = any(word in cause.lower() for word in ("timed out", "timeout"))
+        limit = f" (time limit {self.timeout_s:g} s)" if is_late else ""
+        verb = f"{'gave up waiting' if is_late else 'failed'} in {self.place.where}{limit}"
         self.place.verdict = self._blame(self._ask_all())
         self._tell_all()
         return (
@@ -169,7 +186,8 @@ class Peers:
         )
 
     def _blame(self, answers: dict[int, Place | str]) -> str:
-        """Return who is to blame. Ranks that raised because of others are not; their verdict counts if nobody is."""
+        """Return who is to blame: ranks that are gone, else those that do not wait, else those that wait elsewhere and
+        the first that raised, with its verdict. Those that raised later did so because of others."""
         heard = sorted(self._seen.items(), key=lambda item: item[1][0])  # the first verdict is nearest to the cause
         verdicts = {rank: place for rank, (_, place) in heard if place.verdict}
         missing: list[str] = []
@@ -185,12 +203,12 @@ class Peers:
                 running.append(f"rank {rank} {answer.describe()}")
             elif not answer.is_beside(self.place):
                 elsewhere.append(f"rank {rank} {answer.describe()}")
+        first = next(iter(verdicts), None)
+        if first is not None:
+            place = verdicts[first]
+            elsewhere.append(f"rank {first} failed before. It {place.describe()}, and said: {place.verdict}")
         culprits = missing or running or elsewhere
-        if culprits:
-            return "; ".join(culprits)
-        for rank, place in verdicts.items():
-            return f"rank {rank} failed before, when it {place.describe()}, and said: {place.verdict}"
-        return "all ranks wait in it, so the network between them has failed"
+        return "; ".join(culprits) or "all ranks wait in it, so the network between them has failed"
 
     def _last_seen(self, rank: int) -> str:
         """Return where a rank that does not answer was, as far as somebody knows."""

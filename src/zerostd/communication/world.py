@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ Mesh = DeviceMesh | dist.ProcessGroup | None  # the ranks that train a model; No
 
 TIMEOUT_VARIABLE = "ZEROSTD_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
-ABORT_S = 5.0  # that a failure waits for the abort of communicators; it goes on behind
 # Torch's watchdog would end the process without a Python exception. It aborts the communicators instead, and the next
 # collective raises. See [Note: aborted communicators].
 WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -136,29 +134,12 @@ class World:
         """Return a context for a collective; errors inside name it, and so do those of ranks that wait for this one."""
         return contextlib.nullcontext() if self.channels is None else self.channels.peers.at(what)
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Turn what torch.distributed raises inside the context into a CommunicationError that says who is to blame.
-
-        [Note: aborted communicators] A kernel of nccl whose peer is gone runs until its communicator is aborted, and
-        nothing behind it on the device, nor the end of the process, can come before. So a failure aborts all of them,
-        at the same time: an abort waits for the device, and so for kernels of the other communicator.
-        """
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for calls of torch.distributed. What they raise becomes a CommunicationError that says who
+        is to blame."""
         assert self.channels is not None
-        try:
-            with self.channels.peers.waiting():
-                yield
-        except CommunicationError:
-            groups = {self.channels.gather, self.channels.reduce}
-            if self.channels.replicas is not None:
-                groups.add(self.channels.replicas)
-            aborts = [threading.Thread(target=group.abort, name="zerostd abort", daemon=True) for group in groups]
-            with contextlib.suppress(RuntimeError):  # Python is about to end and starts no threads
-                for abort in aborts:
-                    abort.start()
-                for abort in aborts:
-                    abort.join(ABORT_S)
-            raise
+        groups = (self.channels.gather, self.channels.reduce, self.channels.replicas)
+        return self.channels.peers.waiting(*(group for group in groups if group is not None))
 
     def checkpoint_group(self) -> dist.ProcessGroup | None:
         """Return a group for checkpoints that threads write beside training and the user's own collectives; None in a

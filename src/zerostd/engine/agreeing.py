@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zerostd.communication.peers import STEP
+from zerostd.optimizers.elementwise import written_options
 from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.parameters.observing import StepObserver
@@ -24,16 +25,23 @@ PLAIN = (bool, int, float, complex, str, type(None))
 class StepAgreement(StepObserver):
     """The facts of one prepared model that ranks compare."""
 
-    optimizer: ZeroOptimizer | None  # None: not known yet
+    _optimizer: ZeroOptimizer | None  # None: not known yet
+    _written: set[str]  # options that the optimizer changes by itself, on ranks that have a shard of the group
     _agreed: list[str]  # at the end of the last backward pass
     _last: list[str]  # about clipping, passes and gradients in the last step
 
     def __init__(self, backward: Backward, gradients: Gradients) -> None:
-        self.optimizer = None
+        self._optimizer = None
+        self._written = set()
         self._backward = backward
         self._gradients = gradients
         self._agreed = []
         self._last = []
+
+    def include(self, optimizer: ZeroOptimizer) -> None:
+        """Compare the options of an optimizer from now on."""
+        self._optimizer = optimizer
+        self._written = written_options(optimizer.inner)
 
     def facts(self) -> list[str]:
         """Return the options that the next step would take, a line each."""
@@ -62,13 +70,13 @@ class StepAgreement(StepObserver):
         yield f"steps taken: {self._backward.passes.num_steps}"
         if self._gradients.loss_scale is not None:
             yield f"loss scale: {self._gradients.loss_scale.value}"
-        if self.optimizer is None or not self.optimizer.compares_options:
+        if self._optimizer is None or not self._optimizer.compares_options:
             return
-        yield f"max_grad_norm={self.optimizer.max_grad_norm}"
-        for index, group in enumerate(self.optimizer.param_groups):
+        yield f"max_grad_norm={self._optimizer.max_grad_norm}"
+        for index, group in enumerate(self._optimizer.param_groups):
             for name, value in group.items():
-                text = _plain(value)
-                if name != "params" and text is not None:
+                text = None if name == "params" or name in self._written else _plain(value)
+                if text is not None:
                     yield f"param_groups[{index}][{name!r}] = {text}"
 
 

@@ -60,14 +60,14 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def writes_options(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step changes the optimizer's own param_groups, as those do that count steps there."""
-    return any(
-        str(group.get(key)) != str(value)
+def written_options(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Return the options in param_groups that a step of the optimizer itself changes, such as a count of steps."""
+    return {
+        key
         for group, (_, _, after) in _trials(optimizer)
         for key, value in after.items()
-        if key != "params"
-    )
+        if key != "params" and str(group.get(key)) != str(value)
+    }
 
 
 def find_states(optimizer: torch.optim.Optimizer) -> dict[str, torch.dtype]:

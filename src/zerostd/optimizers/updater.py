@@ -21,7 +21,7 @@ from zerostd.errors import MisuseError
 from zerostd.monitoring import Ledger
 from zerostd.optimizers import cpu_updater, streamed_updater
 from zerostd.optimizers.cpu_updater import CpuUpdater, DiskUpdater
-from zerostd.optimizers.elementwise import writes_options
+from zerostd.optimizers.elementwise import written_options
 from zerostd.optimizers.spans import StepOptions, UpdateSpan, UpdateSpans, UpdateTask, snapshot
 from zerostd.optimizers.streamed_updater import NUM_SLOTS, StreamedUpdater, tile_numel
 from zerostd.parameters import Flat, Group
@@ -172,7 +172,7 @@ class Updater:
     def _set_offload(self, offload: OffloadUpdater | None) -> None:
         self.offload = offload
         # A step changes param_groups, so it must be complete before they are read again
-        self.counts_in_groups = offload is not None and writes_options(self.inner)
+        self.counts_in_groups = offload is not None and bool(written_options(self.inner))
         self._has_memory = False
         resident = [
             sum(shard.numel for flat in group.trainable for shard in flat.state_shards if shard.is_resident)

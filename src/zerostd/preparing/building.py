@@ -175,7 +175,7 @@ def attach_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOpti
     states = ParameterStates(updater, runtime.gradients, runtime.gatherer.control)
     optimizer = ZeroOptimizer(updater, states, runtime.gradients, runtime, max_grad_norm=settings.max_grad_norm)
     runtime.optimizer = optimizer
-    runtime.agreement.optimizer = optimizer
+    runtime.agreement.include(optimizer)
     begin_backward_updates(runtime, optimizer)
     return optimizer
 
