@@ -10,14 +10,12 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerostd.checkpointing.dcp import load_dcp as load_from_dcp
-from zerostd.checkpointing.dcp import save_dcp as save_as_dcp
+from zerostd.checkpointing import dcp
 from zerostd.checkpointing.importing import import_model, is_model
 from zerostd.checkpointing.loading import load_checkpoint
 from zerostd.checkpointing.model_parts import full_values
@@ -28,9 +26,10 @@ from zerostd.communication import World
 from zerostd.engine.runtime import Runtime, owner_of, runtime_of
 from zerostd.engine.settings import Settings
 from zerostd.errors import CheckpointError, MisuseError, PrepareError
-from zerostd.measuring.identity import device_of
+from zerostd.measuring.identity import device_for, device_of, parse_device
 from zerostd.measuring.model import profile_model
 from zerostd.monitoring import Memory
+from zerostd.monitoring.decoding import path_of
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters.blueprints import MARK, check_model, find_blueprints
 from zerostd.parameters.lending import set_data
@@ -151,9 +150,13 @@ def plan(
         globs=groups,
     )
     settings = check_settings(settings, model, optimizer)
+    if not isinstance(machine, MachineProfile | None):
+        raise PrepareError(
+            f"machine={type(machine).__name__} must be a zerostd.MachineProfile; leave it out for this one"
+        )
     if machine is None:
         check_budget(settings.budget)
-    device = device_of(model) if machine is None else torch.device("cpu" if machine.link is None else "cuda")
+    device = device_for(model, machine)
     blueprints = find_blueprints(model, optimizer, settings.precision, groups)
     world = World.pretend(device, world_size, machine.ranks_per_node if machine is not None else None)
     profile = None
@@ -167,8 +170,9 @@ def plan(
 def apply_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
     """Move a model to a device and shard it; any element-wise optimizer made from it afterwards works as it is."""
     check_model(model)
+    device = parse_device(device)
     if any(p.device.type == "meta" for p in model.parameters()):
-        if device_of(model).type != torch.device(device).type:
+        if device_of(model).type != device.type:
             raise PrepareError(f"a model built under empty_init goes to {device_of(model)}, not to {device}")
     else:
         model = model.to(device)
@@ -217,6 +221,8 @@ def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, A
     runtime = runtime_of(model, "full_state_dict")
     if runtime.optimizer is not None:
         runtime.optimizer.check_consistent("full_state_dict()")
+    if rank is not None and (not isinstance(rank, int) or rank not in range(runtime.world.size)):
+        raise MisuseError(f"full_state_dict(rank={rank!r}) must be from 0 to {runtime.world.size - 1}, or None for all")
     keep = rank is None or rank == runtime.world.rank
     values: dict[torch.Tensor, torch.Tensor] = {}
     for group in runtime.groups:
@@ -271,7 +277,9 @@ def save(
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise CheckpointError(f"keep={keep!r} must be a whole number of checkpoints, 1 or more")
     runtime = runtime_of(model, "save")
-    saving = save_checkpoint(runtime, _prepared(optimizer, "save"), Path(path), extra, keep, frozen=frozen)
+    saving = save_checkpoint(
+        runtime, _prepared(optimizer, "save"), path_of(path, "path", CheckpointError), extra, keep, frozen=frozen
+    )
     if wait:
         saving.wait()
     return saving
@@ -295,9 +303,10 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
     """
     runtime = runtime_of(model, "load")
     prepared = _prepared(optimizer, "load")
-    if is_model(Path(path)):
-        return import_model(runtime, prepared, Path(path))
-    return load_checkpoint(runtime, prepared, Path(path))
+    source = path_of(path, "path", CheckpointError)
+    if is_model(source):
+        return import_model(runtime, prepared, source)
+    return load_checkpoint(runtime, prepared, source)
 
 
 def save_dcp(
@@ -328,7 +337,7 @@ def save_dcp(
         CheckpointError: It could not be written.
     """
     runtime = runtime_of(model, "save_dcp")
-    return save_as_dcp(runtime, _prepared(optimizer, "save_dcp"), os.fspath(path), extra, wait=wait)
+    return dcp.save_dcp(runtime, _prepared(optimizer, "save_dcp"), os.fspath(path), extra, wait=wait)
 
 
 def load_dcp(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -345,14 +354,13 @@ def load_dcp(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.op
     Raises:
         CheckpointError: It is not a checkpoint, or of another model; nothing was changed, on no rank.
     """
-    runtime = runtime_of(model, "load_dcp")
-    return load_from_dcp(runtime, _prepared(optimizer, "load_dcp"), os.fspath(path))
+    return dcp.load_dcp(runtime_of(model, "load_dcp"), _prepared(optimizer, "load_dcp"), os.fspath(path))
 
 
 def latest(parent: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest complete checkpoint in the directory `parent`, or None. The log names every
     directory that was skipped, and why."""
-    path = newest(Path(parent))
+    path = newest(path_of(parent, "parent", CheckpointError))
     return None if path is None else str(path)
 
 
@@ -367,11 +375,10 @@ def release(model: nn.Module) -> nn.Module:
     """Undo prepare: an ordinary module again, with full parameters in the dtypes they had. Collective."""
     runtime = runtime_of(model, "release")
     with runtime.turn:
-        _release(model, runtime)
-    return model
+        return _release(model, runtime)
 
 
-def _release(model: nn.Module, runtime: Runtime) -> None:
+def _release(model: nn.Module, runtime: Runtime) -> nn.Module:
     runtime.wait_gradients()
     runtime.hooks.remove()
     runtime.guards.remove()
@@ -388,3 +395,4 @@ def _release(model: nn.Module, runtime: Runtime) -> None:
     runtime.world.close()
     runtime.resources.allocator.close()
     object.__delattr__(model, MARK)
+    return model

@@ -18,6 +18,8 @@ import torch
 
 from zerostd.errors import PrepareError
 
+MOST_RANKS = 10**7  # also passes of a step, and samples
+
 
 class Stage(enum.IntEnum):
     """How much of the model state is sharded over the ranks."""
@@ -221,11 +223,14 @@ class Placement:
         activations: Any = self.activations
         for given in activations.values() if self._goes_by_group else [activations]:
             self._check("activations", given, [way.value for way in Way], "a way for activations")
-        if self.cpu_share is not None and not 0.0 <= self.cpu_share <= 1.0:
+        share = self.cpu_share
+        if share is not None and (not isinstance(share, int | float) or not 0.0 <= share <= 1.0):
             raise PrepareError(f"Placement(cpu_share={self.cpu_share!r}) must be from 0 (all streamed) to 1 (all cpu)")
 
     @staticmethod
     def _check(kind: str, share: Any, known: list[str], what: str) -> None:
+        if not isinstance(share, str | Mapping):
+            raise PrepareError(f"Placement({kind}={share!r}) must be {what}, or shares of them; use one of {known}")
         shares = dict(share) if isinstance(share, Mapping) else {share: 1.0}
         unknown = [name for name in shares if name not in known]
         if unknown:
@@ -234,6 +239,8 @@ class Placement:
                 f"Placement({kind}={share!r}): {unknown[0]!r} is not {what}; "
                 f"{f'did you mean {hint!r}? ' if hint in known else ''}use one of {known}"
             )
+        if not all(isinstance(part, int | float) for part in shares.values()):
+            raise PrepareError(f"Placement({kind}={share!r}): shares must be numbers")
         if any(part < 0 for part in shares.values()) or not math.isclose(sum(shares.values()), 1.0, abs_tol=1e-6):
             raise PrepareError(f"Placement({kind}={share!r}): shares must be >= 0 and sum to 1")
 
@@ -247,7 +254,7 @@ class Placement:
     def _goes_by_group(self) -> bool:
         """Whether activations are given by globs of groups' names."""
         given = self.activations
-        return not isinstance(given, str) and any(isinstance(value, str) for value in given.values())
+        return isinstance(given, Mapping) and any(isinstance(value, str) for value in given.values())
 
     def ways(self, groups: Sequence[str]) -> dict[str, Way]:
         """Return what each group does with its activations; raise PrepareError if a glob fits none."""

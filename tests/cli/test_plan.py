@@ -355,6 +355,7 @@ def test_bad_profile_is_one_line(plan: Plan_, tmp_path: Path, text: str, said: s
 
 
 def test_missing_and_binary_profiles_are_one_line(plan: Plan_, tmp_path: Path) -> None:
-    assert "nowhere.json cannot be read: No such file" in refused(plan("--params", "1B", "--cluster", tmp_path / "nowhere.json"))
+    missing = tmp_path / "nowhere.json"
+    assert "nowhere.json cannot be read: No such file" in refused(plan("--params", "1B", "--cluster", missing))
     (tmp_path / "machine.json").write_bytes(b"\xff\xfe\x00\x01")
     assert "is not JSON" in refused(plan("--params", "1B", "--cluster", tmp_path / "machine.json"))

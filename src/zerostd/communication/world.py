@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from zerostd.compat import default_store
 from zerostd.errors import PrepareError
+from zerostd.policy import MOST_RANKS
 
 TIMEOUT_VARIABLE = "ZEROSTD_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
@@ -71,8 +72,8 @@ class World:
         """Return a world to plan for, without channels: of `size` ranks, or as many as there are."""
         if size is None:
             size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise PrepareError(f"world_size={size!r} must be a whole number of ranks, 1 or more")
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MOST_RANKS:
+            raise PrepareError(f"world_size={size!r} must be a whole number of ranks, from 1 to {MOST_RANKS:,}")
         if local_size is None:
             local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return cls(0, size, min(size, local_size), device, _timeout_s(), None)

@@ -207,7 +207,8 @@ class Runtime:
             group.commit_edits()
 
     def check_step(self) -> None:
-        """A step begins; raise if it would lose gradients."""
+        """A step begins; raise if it would lose gradients, or change what somebody holds."""
+        self.gatherer.check_unpinned(self.groups)
         self.gatherer.timer.mark(LoopPhase.STEP)
         if self.backward.has_unsynced:
             raise MisuseError(
@@ -226,7 +227,7 @@ class Runtime:
 
 def owner_of(module: nn.Module) -> Runtime:
     """Return the runtime of a prepared model or of a module inside one."""
-    root = module.__dict__.get(OWNER, lambda: None)()
+    root = vars(module).get(OWNER, lambda: None)() if isinstance(module, nn.Module) else None
     if root is None:
         raise MisuseError("zerostd.gathered needs a prepared model or a module inside one")
     return runtime_of(root, "gathered")
@@ -234,7 +235,7 @@ def owner_of(module: nn.Module) -> Runtime:
 
 def runtime_of(model: nn.Module, call: str) -> Runtime:
     """Return the runtime that prepare left on a model; `call` is what the user asked for."""
-    runtime = model.__dict__.get(MARK)
+    runtime = vars(model).get(MARK) if isinstance(model, nn.Module) else None
     if not isinstance(runtime, Runtime):
         raise MisuseError(f"zerostd.{call} needs the module that zerostd.prepare was called on")
     runtime.turn.check_process()

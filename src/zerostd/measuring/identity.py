@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from zerostd.communication.world import thread_budget
+from zerostd.errors import PrepareError
+from zerostd.planning.profiles import MachineProfile
 from zerostd.tiers.limits import check_disk, free_disk, free_host
 
 
@@ -22,6 +24,23 @@ def choose_device(device: torch.device | str | None) -> torch.device:
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return torch.device("cpu") if device.type == "cpu" else device
+
+
+def parse_device(device: torch.device | str) -> torch.device:
+    """Return the device that a user named; raise PrepareError if torch has none."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise PrepareError(f"device={device!r} is not a device of torch ({error}); use 'cuda' or 'cpu'") from error
+
+
+def device_for(model: nn.Module, machine: MachineProfile | None) -> torch.device:
+    """Return the device to plan for: that of the model, or of another machine."""
+    if machine is None:
+        return device_of(model)
+    if not isinstance(machine, MachineProfile):
+        raise PrepareError(f"machine={machine!r} must be a zerostd.MachineProfile; leave it out for this machine")
+    return torch.device("cpu" if machine.link is None else "cuda")
 
 
 def device_of(model: nn.Module) -> torch.device:

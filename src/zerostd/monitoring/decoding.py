@@ -14,6 +14,7 @@ import re
 import reprlib
 import stat
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -22,6 +23,7 @@ from zerostd.errors import ZerostdError
 
 T = TypeVar("T")
 
+LONGEST_PATH = 4096  # characters
 LONGEST = 256 * 2**20  # bytes of a document: a manifest of 100,000 tensors has 50 MB
 
 JSON_NAMES = {dict: "object", list: "array", str: "str", bool: "bool", int: "int", float: "float", type(None): "null"}
@@ -36,17 +38,27 @@ WORDS = {
 COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 
+def path_of(path: str | os.PathLike[str], what: str, error: type[ZerostdError]) -> Path:
+    """Return a path that a user gave; raise `error` if it is something else. To the system a number would be a
+    descriptor, which is then closed."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if text is None or "\x00" in text or len(text) > LONGEST_PATH:
+        raise error(f"{what}={reprlib.repr(path)} must be a path: a text without null characters, or a pathlib.Path")
+    return Path(path)
+
+
 def read_document(path: str | os.PathLike[str], *, what: str, error: type[ZerostdError], remedy: str = "") -> bytes:
     """Return the bytes of a file that holds a JSON document; raise `error` if it cannot be one. Reading a pipe or a
     device might never end, and no document is longer than LONGEST."""
     ending = f"; {remedy}" if remedy else ""
+    path = path_of(path, what, error)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise error(f"{what} is not a regular file{ending}")
         with open(path, "rb") as file:
             content = file.read(LONGEST + 1)
-    except (OSError, ValueError) as problem:  # ValueError: a path with a null character
-        raise error(f"{what} cannot be read: {getattr(problem, 'strerror', None) or problem}{ending}") from problem
+    except OSError as problem:
+        raise error(f"{what} cannot be read: {problem.strerror}{ending}") from problem
     if len(content) > LONGEST:
         raise error(f"{what} has more than {LONGEST:,} bytes, which no document of ours has{ending}")
     return content

@@ -29,13 +29,12 @@ from zerostd.planning.request import (
     threads_of,
 )
 from zerostd.planning.solution import Solution, model_state
-from zerostd.policy import Budget, Kind, Stage, Tier, shards
+from zerostd.policy import MOST_RANKS, Budget, Kind, Stage, Tier, shards
 
 NUM_GATHERED = 3  # groups that are whole at once: the one at work, the next, and in backward the one before
 NUM_STAGING = 2  # groups whose gradients are on their way
 NO_WIRES = "The machine profile has no wires, so time of collectives is not in the plan."
 NOWHERE = MachineProfile("nowhere", "none", {"any": 1.0}, 0.0, {}, Processor(1, {1: 1.0}, 1.0), None)  # counts bytes
-MOST_RANKS = 10**7  # also passes of a step, and samples
 MOST_TRIED = 8  # divisions of a batch into passes
 ALMOST = 0.01  # of a step
 MISSING = re.compile(r"[^:.]*(?:[.]\d[^:.]*)* is missing")  # what of a refusal goes into the table

@@ -29,8 +29,9 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
     accumulate = settings.accumulate
     if accumulate is not None and (isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1):
         raise PrepareError(f"accumulate={accumulate!r} must be a whole number of backward passes, 1 or more")
-    if settings.max_grad_norm is not None and not settings.max_grad_norm > 0:
-        raise PrepareError(f"max_grad_norm={settings.max_grad_norm!r} must be positive; leave it out for no clipping")
+    norm = settings.max_grad_norm
+    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0):
+        raise PrepareError(f"max_grad_norm={norm!r} must be a number above 0; leave it out for no clipping")
     check_model(model)
     if optimizer is not None:
         check_optimizer(model, optimizer)

@@ -21,8 +21,9 @@ import torch
 from torch import nn
 
 from zerostd.engine.runtime import Runtime, runtime_of
-from zerostd.errors import MisuseError
+from zerostd.errors import MisuseError, StorageError
 from zerostd.measuring.identity import machine_name, versions
+from zerostd.monitoring.decoding import path_of
 from zerostd.monitoring.events import HOST, Span, Timestamp
 from zerostd.parameters.observing import StepObserver
 from zerostd.reporting import records
@@ -54,7 +55,7 @@ def record(model: nn.Module, path: str | os.PathLike[str], *, every: int = EVERY
         raise MisuseError(f"every={every!r} must be a whole number of steps, 1 or more")
     if any(isinstance(observer, Recording) for observer in runtime.observers):
         raise MisuseError("this model is being recorded already: close that recording first")
-    folder = Path(path)
+    folder = path_of(path, "path", MisuseError)
     names = sorted(file.name for file in folder.glob("*"))
     ours = [name for name in names if name == "run.json" or RANK_FILE.fullmatch(name)]
     taken = runtime.gatherer.control.collect(ours)
@@ -117,7 +118,10 @@ class Recording(StepObserver):
         self._steps: list[_Step] = []  # the last one may still get numbers
         self._spans: list[Span] = []  # of steps that are not written yet; updates end in the step after theirs
         self.waited: float | None = None  # part of the last recorded step in which the loop waited
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be made: {error.strerror}; name another directory") from error
         if runtime.world.rank == 0:
             _write_info(runtime, path)
         self._file = (path / f"rank-{runtime.world.rank}.jsonl").open("w", encoding="utf-8")

@@ -8,6 +8,8 @@ different branches would meet in different gathers, so all confirm a gather that
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from zerostd.communication import Control, Wires
@@ -110,8 +112,7 @@ class Gatherer:
     def renew(self, group: Group) -> None:
         """Let the next use see an update that was started. A group that rests elsewhere is gathered then. The other
         slices of one that rests here start coming in now."""
-        if group.num_pins:
-            raise MisuseError("optimizer.step() inside zerostd.gathered(): leave the context before the step")
+        self.check_unpinned([group])
         if group.gathers:
             self.wait_gather(group)
         if group.gives_back:
@@ -119,6 +120,11 @@ class Gatherer:
         elif group.is_in_slices or group.updates:
             group.expire()
             self.start_gather(group)
+
+    def check_unpinned(self, groups: Iterable[Group]) -> None:
+        """Raise if somebody holds the values of a group that is to be updated."""
+        if any(group.num_pins for group in groups):
+            raise MisuseError("optimizer.step() inside zerostd.gathered(): leave the context before the step")
 
     def begin(self, phase: LoopPhase) -> None:
         """Begin a pass: the next group needed is its first, and the one that was first last time may start."""

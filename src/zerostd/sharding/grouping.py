@@ -48,7 +48,7 @@ def find_groups(
     otherwise groups are of `smallest` to `largest` bytes, as far as the structure allows."""
     if globs is None:
         return list(_descend(root, smallest, largest))
-    if isinstance(globs, str):
+    if not isinstance(globs, list | tuple) or not all(isinstance(glob, str) for glob in globs):
         raise PrepareError(f"groups={globs!r} must be a list of globs of module names, such as ['blocks.*']")
     names = [node.name for node in root.walk() if node.name and node.num_bytes]
     for glob in globs:

@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -22,6 +21,7 @@ from zerostd.checkpointing.storage.manifest import DTYPES, Manifest, TensorEntry
 from zerostd.checkpointing.storage.reading import BlockOfPart, Checkpoint, blocks_of
 from zerostd.checkpointing.storage.safetensors_files import DirectFileWriter, OutputTensor, write_file
 from zerostd.errors import CheckpointError
+from zerostd.monitoring.decoding import path_of
 from zerostd.monitoring.progress import ByteProgress
 from zerostd.policy import parse_bytes
 
@@ -60,14 +60,14 @@ def merge(
     Raises:
         CheckpointError: It is damaged, or `out` is there already; nothing is left of what was written.
     """
-    target = Path(out)
+    target = path_of(out, "out", CheckpointError)
     most_bytes = parse_bytes(max_shard_size)
     if most_bytes < 1:
         raise CheckpointError(f"a largest file of {most_bytes} bytes holds nothing; say '5GB', for example")
-    chosen = None if dtype is None else DTYPES.get(SHORT_NAMES.get(dtype, dtype))
+    chosen = None if dtype is None else DTYPES.get(SHORT_NAMES.get(str(dtype), str(dtype)))
     if dtype is not None and (chosen is None or not chosen.is_floating_point):
         raise CheckpointError(f"dtype={dtype!r} is no floating-point dtype; use 'fp32', 'bf16' or 'fp16'")
-    with closing(Checkpoint(Path(checkpoint))) as opened:
+    with closing(Checkpoint(path_of(checkpoint, "checkpoint", CheckpointError))) as opened:
         manifest = opened.manifest
         if manifest.modules:
             log.warning("the extra state of %s is left out of %s", ", ".join(map(repr, manifest.modules)), target)
