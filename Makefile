@@ -18,7 +18,7 @@ INSTALLED := .venv/.installed
 DEVELOPING := .venv/.developing
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: demo test explore lint docs kills faults native sanitize clean
+.PHONY: demo test explore lint docs audit kills faults native sanitize clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m torch.distributed.run --nproc-per-node 2 examples/digits.py
@@ -39,6 +39,11 @@ lint: $(DEVELOPING)
 # The variable leaves out the theme's notice that its support ends in May 2027.
 docs: $(DEVELOPING)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -d build/site
+
+# Known faults of the packages that are installed; needs the network.
+audit: $(DEVELOPING)
+	$(PIP_INSTALL) -q pip-audit
+	$(BIN)/pip-audit --skip-editable
 
 kills: $(DEVELOPING)
 	$(BIN)/python benchmarks/kills.py --write

@@ -31,7 +31,7 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
         raise PrepareError(f"accumulate={accumulate!r} must be a whole number of backward passes, 1 or more")
     norm = settings.max_grad_norm
     if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0):
-        raise PrepareError(f"max_grad_norm={norm!r} must be a number above 0; leave it out for no clipping")
+        raise PrepareError(f"max_grad_norm={norm!r} must be a positive number; leave it out for no clipping")
     check_model(model)
     if optimizer is not None:
         check_optimizer(model, optimizer)
