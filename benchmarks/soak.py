@@ -1,0 +1,192 @@
+"""A soak: thousands of steps with lengths, evaluations, saves and placements drawn from a seed, and the same steps in
+plain torch. Memory, descriptors and threads must stay flat, and losses must be those of plain torch.
+
+    python benchmarks/soak.py --steps 5000                    # on the CPU
+    python benchmarks/soak.py --minutes 10 --device cuda      # as many steps as fit
+    python benchmarks/soak.py --steps 5000 --write NAME       # also benchmarks/results/NAME.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import os
+import random
+import shutil
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import zerostd
+from zerostd import Placement
+
+WIDTH = 64
+DEPTH = 4
+LENGTHS = (1, 48)  # tokens of a sample
+NUM_SAMPLES = 40  # of the process: lines of the table
+PLACEMENTS = (
+    Placement(optimizer_states="disk", gradients="host"),
+    Placement(parameters="host", optimizer_states="host", gradients="host"),
+    Placement(parameters="disk", optimizer_states="disk", gradients="host", activations="host"),
+)
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.feed = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.feed(self.norm(x))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The process after some steps."""
+
+    step: int
+    resident_mb: float
+    descriptors: int
+    threads: int
+    worst: float  # difference of losses since the sample before
+
+    @classmethod
+    def take(cls, step: int, worst: float) -> Sample:
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        resident = pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+        return cls(step, resident, len(os.listdir("/proc/self/fd")), threading.active_count(), worst)
+
+
+class Job:
+    """One prepared model beside its twin in plain torch."""
+
+    def __init__(self, placement: Placement, device: torch.device, folder: Path) -> None:
+        torch.manual_seed(0)
+        plain = nn.Sequential(*(Block() for _ in range(DEPTH)), nn.Linear(WIDTH, 1)).to(device)
+        self.plain = plain
+        self.plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+        model = copy.deepcopy(plain)
+        self.placement = placement
+        self.device = device
+        self.folder = folder
+        self.model, self.optimizer = self._prepare(model)
+
+    def _prepare(self, model: nn.Module) -> tuple[nn.Module, Any]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return zerostd.prepare(model, optimizer, placement=self.placement, groups=["*"])
+
+    def step(self, draw: random.Random) -> float:
+        """Take a step of drawn length in both; return the difference of their losses."""
+        shape = (draw.randint(1, 4), draw.randint(*LENGTHS), WIDTH)
+        batch = torch.randn(shape, generator=torch.Generator().manual_seed(draw.randrange(2**31))).to(self.device)
+        losses = []
+        for model, optimizer in ((self.model, self.optimizer), (self.plain, self.plain_optimizer)):
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return abs(losses[0] - losses[1])
+
+    def evaluate(self, draw: random.Random) -> float:
+        batch = torch.randn(2, draw.randint(*LENGTHS), WIDTH, device=self.device)
+        with torch.no_grad():
+            return (self.model(batch) - self.plain(batch)).abs().max().item()
+
+    def save(self, draw: random.Random) -> float:
+        """Save and load again, at once or while training goes on."""
+        path = self.folder / f"step-{draw.randrange(10**9)}"
+        zerostd.save(path, self.model, self.optimizer, wait=draw.random() < 0.5).wait()
+        zerostd.load(path, self.model, self.optimizer)
+        shutil.rmtree(path)
+        return 0.0
+
+    def place_again(self, draw: random.Random) -> float:
+        """Go on with another placement: release, prepare anew, and take the states over."""
+        states = self.optimizer.state_dict()
+        self.placement = draw.choice(PLACEMENTS)
+        self.model, self.optimizer = self._prepare(zerostd.release(self.model))
+        self.optimizer.load_state_dict(states)
+        return 0.0
+
+
+def soak(steps: int, minutes: float, device: torch.device, seed: int) -> tuple[list[Sample], dict[str, int]]:
+    """Run until the steps or the minutes are over."""
+    draw = random.Random(seed)
+    end = time.monotonic() + 60 * minutes
+    counts = dict.fromkeys(("step", "evaluate", "save", "place_again"), 0)
+    samples: list[Sample] = []
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(PLACEMENTS[0], device, Path(folder))
+        worst = 0.0
+        while counts["step"] < steps and time.monotonic() < end:
+            name = draw.choices(list(counts), (100, 5, 1, 1))[0]
+            worst = max(worst, getattr(job, name)(draw))
+            counts[name] += 1
+            if counts["step"] >= (len(samples) + 1) * max(1, steps // NUM_SAMPLES):
+                samples.append(Sample.take(counts["step"], worst))
+                worst = 0.0
+        zerostd.release(job.model)
+    return samples, counts
+
+
+def slope(samples: list[Sample]) -> tuple[float, float]:
+    """Return the megabytes of 1,000 steps by least squares over the later three quarters, and its standard error."""
+    later = samples[len(samples) // 4 :]
+    mean_x = sum(s.step for s in later) / len(later)
+    mean_y = sum(s.resident_mb for s in later) / len(later)
+    spread = sum((s.step - mean_x) ** 2 for s in later)
+    rise = sum((s.step - mean_x) * (s.resident_mb - mean_y) for s in later) / spread
+    rest = sum((s.resident_mb - mean_y - rise * (s.step - mean_x)) ** 2 for s in later)
+    return 1000 * rise, 1000 * (rest / max(1, len(later) - 2) / spread) ** 0.5
+
+
+def report(samples: list[Sample], counts: dict[str, int], device: torch.device) -> str:
+    rise, error = slope(samples)
+    done = ", ".join(f"{count:,} x {name}" for name, count in counts.items())
+    lines = [
+        f"# Soak on {device.type}",
+        "",
+        f"{done}. Resident memory rises by {rise:.2f} MB in 1,000 steps (standard error {error:.2f}).",
+        f"Largest difference from plain torch, losses and outputs: {max(s.worst for s in samples):.3g}.",
+        "",
+        "| step | resident MB | descriptors | threads | largest difference |",
+        "|--:|--:|--:|--:|--:|",
+    ]
+    chosen = samples[:: max(1, len(samples) // 20)]
+    lines += [f"| {s.step:,} | {s.resident_mb:.0f} | {s.descriptors} | {s.threads} | {s.worst:.3g} |" for s in chosen]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", metavar="NAME")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    samples, counts = soak(options.steps, options.minutes, options.device, options.seed)
+    text = report(samples, counts, options.device)
+    print(text, end="")
+    if options.write:
+        (Path(__file__).parent / "results" / f"{options.write}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
