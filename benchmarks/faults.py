@@ -29,14 +29,20 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=1000, help="of faults")
     parser.add_argument("--seed", type=int, default=0, help="of the first one")
     parser.add_argument("--beside", type=int, default=2, help="faults at the same time")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no fault after so many")
     parser.add_argument("--write", action="store_true", help="write results/faults-cpu.md")
     options = parser.parse_args()
     begun = time.monotonic()
     outcomes = []
+
+    def run_seed(seed: int) -> Outcome | None:
+        return run(draw(seed)) if time.monotonic() < begun + 60 * options.minutes else None
+
     with ThreadPoolExecutor(options.beside) as threads:
-        for outcome in threads.map(lambda seed: run(draw(seed)), range(options.seed, options.seed + options.number)):
-            outcomes.append(outcome)
-            show(outcome, is_long=options.number == 1)
+        for outcome in threads.map(run_seed, range(options.seed, options.seed + options.number)):
+            if outcome is not None:
+                outcomes.append(outcome)
+                show(outcome, is_long=options.number == 1)
     text = report(outcomes, options.seed, time.monotonic() - begun)
     print(text, end="")
     if options.write:
