@@ -200,7 +200,7 @@ def test_any_call_of_the_system_fails(call: str, trained: Run, tmp_path: Path, m
         nonlocal left
         left -= 1
         if not left:
-            raise OSError(errno.EIO, "planted")
+            raise OSError(errno.ENXIO, "planted")  # which is not tried again
         return true(*arguments, **options)
 
     with monkeypatch.context() as patched:
@@ -215,7 +215,7 @@ def test_any_call_of_the_system_fails(call: str, trained: Run, tmp_path: Path, m
             try:
                 trained.save(tmp_path / "whole")
             except CheckpointError as error:
-                assert "EIO" in str(error), error
+                assert "ENXIO" in str(error), error
                 # what was complete before the error stays: only the last sync, of the directory beside, comes later
                 is_last = call in ("fsync", "open") and number == times
                 assert os.listdir(tmp_path) == (["whole"] if is_last else []), f"{call} number {number}"
@@ -247,7 +247,7 @@ def test_after_a_full_disk_no_more_blocks_are_written(
         patched.setattr(os, "pwrite", full)
         with pytest.raises(CheckpointError, match=rf"{SHARD} cannot be written: ENOSPC: planted"):
             zerostd.save(tmp_path / "saved", trained.model, trained.optimizer, extra)
-    assert 1 <= len(begun) <= safetensors_files.NUM_THREADS
+    assert 1 <= len(set(begun)) <= safetensors_files.NUM_THREADS  # each is tried again a few times
     assert not os.listdir(tmp_path)
     works(trained, tmp_path)
 
