@@ -92,6 +92,8 @@ class Activations:
         self._last = None
         self._known.clear()
         self._inputs.clear()
+        if not self.is_on:
+            return
         flats = [flat.full for group in self._gatherer.groups for flat in group.flats]
         self._ours = {id(tensor.untyped_storage()) for tensor in (*flats, *self._root.buffers())}
 
