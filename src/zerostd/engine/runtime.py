@@ -25,6 +25,7 @@ from zerostd.parameters import Group
 from zerostd.parameters.blueprints import MARK, OWNER, Blueprint
 from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.observing import StepObserver
+from zerostd.parameters.prepared import GRAD
 from zerostd.policy import root_casts
 from zerostd.scheduling.access import ParameterAccess
 from zerostd.scheduling.activations import Activations
@@ -254,8 +255,9 @@ class Runtime:
         num_gradients = 0
         with no_torch_function():
             for trained in self.backward.trained:
-                num_gradients += trained.parameter.grad is not None
-                if trained.parameter.grad is not None and trained.parameter.grad is not trained.handle:
+                grad = GRAD.__get__(trained.parameter)
+                num_gradients += grad is not None
+                if grad is not None and grad is not trained.handle:
                     raise MisuseError(
                         f"the gradient of {trained.handle.of!r} was replaced by a tensor: a prepared model keeps "
                         "gradients sharded, so what is assigned to p.grad would be ignored. Change the loss instead"

@@ -31,6 +31,7 @@ from zerostd.optimizers.spans import StepOptions
 from zerostd.optimizers.states import load_states, save_states
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Group
+from zerostd.parameters.prepared import GRAD
 from zerostd.tiers.debug import DEBUG
 
 THREADED_FROM = 1_000_000  # elements: below, waking threads costs more than they bring
@@ -272,9 +273,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._is_clipped = False
         with no_torch_function():
             for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
-                if set_to_none or parameter.grad is None:
-                    parameter.grad = None
-                else:
+                if set_to_none:
+                    GRAD.__set__(parameter, None)
+                elif parameter.grad is not None:
                     self._gradients.scale(parameter.grad, 0.0)
 
     def state_dict(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from zerostd.optimizers.elementwise import written_options
 from zerostd.optimizers.spans import StepOptions, UpdateSpan, UpdateSpans, UpdateTask, snapshot
 from zerostd.optimizers.streamed_updater import NUM_SLOTS, StreamedUpdater, tile_numel
 from zerostd.parameters import Flat, Group
+from zerostd.parameters.prepared import GRAD
 from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding import Portion
 from zerostd.tiers import Streams, TierAllocator, Transfer, record_event
@@ -211,7 +212,7 @@ class Updater:
         is_speculative = scope == "speculative"
         for flat in group.trainable:
             with no_torch_function():
-                has_gradient = [is_complete or parameter.grad is not None for parameter in flat.parameters]
+                has_gradient = [is_complete or GRAD.__get__(p) is not None for p in flat.parameters]
             if not any(has_gradient):
                 continue
             for span in self.spans[flat].active(has_gradient):

@@ -28,7 +28,7 @@ ACCESS = "_zerostd_access"  # attributes of a prepared parameter: a weak referen
 LENT = "_zerostd_lent"  # weak references to what `p.data` gave,
 LAST_HOOK = "_zerostd_hook"  # and the hook that takes its gradient, which comes after the user's
 
-_GRAD: Any = torch.Tensor.grad
+GRAD: Any = torch.Tensor.grad  # what plain tensors have: for loops over all parameters, under no_torch_function
 
 
 class Access(Protocol):
@@ -121,7 +121,7 @@ class PreparedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        return cast("torch.Tensor | None", _GRAD.__get__(self))
+        return cast("torch.Tensor | None", GRAD.__get__(self))
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
@@ -130,7 +130,7 @@ class PreparedParameter(nn.Parameter):
             return
         if gradient is None and not in_backward() and ACCESS in self.__dict__:
             self.source.access.check_unlocked("p.grad = None")
-        _GRAD.__set__(self, gradient)
+        GRAD.__set__(self, gradient)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         if requires_grad:

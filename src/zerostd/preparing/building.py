@@ -7,6 +7,8 @@ at a time -> hooks
 from __future__ import annotations
 
 import contextlib
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,6 +48,19 @@ from zerostd.tiers.host import Host
 from zerostd.tiers.limits import check_disk, check_host
 
 
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Pause Python's collector. It would look at all that was made so far again and again, and find that it is used."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_collecting()
 def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> Runtime:
     """Build everything but the optimizer, which `attach_optimizer` adds."""
     blueprints = find_blueprints(model, optimizer, settings.precision, settings.globs)

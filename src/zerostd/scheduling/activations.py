@@ -94,6 +94,8 @@ class Activations:
         self._last = None
         self._known.clear()
         self._inputs.clear()
+        if not self.is_on:
+            return
         flats = [flat.full for group in self._gatherer.groups for flat in group.flats]
         root = self._root()
         buffers = [] if root is None else root.buffers()

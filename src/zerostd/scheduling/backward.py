@@ -22,6 +22,7 @@ from zerostd.errors import MisuseError
 from zerostd.monitoring.events import LoopPhase
 from zerostd.parameters import GradientHandle, Group
 from zerostd.parameters.observing import StepObserver
+from zerostd.parameters.prepared import GRAD
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.reducing import GroupGradients, Reducer, TrainedParameter
@@ -130,7 +131,7 @@ class Backward:
         self.num_gradients = 0  # of parameters that have one, when ranks last agreed
         self.is_syncing = True  # False inside no_sync: gradients are summed locally
         self._pass: BackwardPass | None = None  # the one that runs now
-        self._used: set[nn.Parameter] = set()  # since ranks last agreed
+        self._used: set[TrainedParameter] = set()  # since ranks last agreed
 
     @property
     def is_running(self) -> bool:
@@ -176,14 +177,18 @@ class Backward:
     def arrived(self, trained: TrainedParameter, parameter: nn.Parameter) -> None:
         """Take the gradient that autograd has put into `parameter.grad`, or added to its handle."""
         running = self.begin()
-        grad = parameter.grad
-        if grad is None:  # a hook of the user's has dropped it
-            return
+        with no_torch_function():
+            grad = GRAD.__get__(parameter)
+            if grad is None:  # a hook of the user's has dropped it
+                return
+            GRAD.__set__(parameter, None)
         adds = isinstance(grad, GradientHandle)
-        if isinstance(grad, GradientHandle):
+        if adds:
             grad = grad.take_incoming()
-        parameter.grad = None
-        grad = (grad if grad.layout is torch.strided else grad.to_dense()).detach()
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        if grad.requires_grad:
+            grad = grad.detach()
         if DEBUG:
             where = f"rank {self.gatherer.wires.world.rank}, step {self.passes.num_steps + 1}"
             trace_non_finite(grad, f"{where}: the gradient of {trained.handle.of!r}")
@@ -240,16 +245,16 @@ class Backward:
         assert running is not None
         self.activations.offloader.end_backward()
         self._send(running, only_complete=False)
-        arrived = [trained for trained in self.trained if trained.parameter in running.gradients[trained.group].arrived]
+        arrived = [t for t in self.trained if running.gradients[t.group].arrived[t.flat][t.index]]
         with no_torch_function():
             for trained in arrived:
-                trained.parameter.grad = trained.handle
+                GRAD.__set__(trained.parameter, trained.handle)
         for late in running.late.values():
             self.reducer.launch(late, sync=self.is_syncing)
         if not running.keeps_graph:  # else its backward, or the next forward, ends with that
             self.gatherer.release_all(is_backward=True)
         self.gatherer.wires.in_backward = False
-        self._used.update(trained.parameter for trained in arrived)
+        self._used.update(arrived)
         self._pass = None
         self.gatherer.turn.end_pass()
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)
@@ -274,7 +279,7 @@ class Backward:
             self._learn_order(running.completed)
 
     def _is_used(self, trained: TrainedParameter) -> bool:
-        return trained.parameter in self._used and trained.parameter.grad is not None
+        return trained in self._used and trained.parameter.grad is not None
 
     def _learn_order(self, completed: list[Group]) -> None:
         """From now on reduce in the order in which rank 0 saw groups complete, and update in the order in which it
@@ -306,4 +311,4 @@ class Backward:
     def has_unsynced(self) -> bool:
         """Whether gradients that are still wanted wait for a pass outside no_sync."""
         with no_torch_function():
-            return any(self._is_used(trained) for trained in self.trained)
+            return any(GRAD.__get__(trained.parameter) is not None for trained in self._used)

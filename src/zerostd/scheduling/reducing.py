@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from zerostd.communication import Control, Wires
+from zerostd.compat import no_torch_function
 from zerostd.monitoring.events import Span
 from zerostd.parameters import Flat, Gradient, GradientHandle, Group
 from zerostd.parameters.host_gradient import Staging
+from zerostd.parameters.prepared import GRAD
 from zerostd.tiers import Transfer
 
 
@@ -37,12 +39,11 @@ class GroupGradients:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.grads: dict[Flat, list[torch.Tensor | None]] = {}  # by parameter of the flat
-        for flat in group.trainable:
-            self.grads[flat] = [None] * len(flat.parameters)
-        self.arrived: set[nn.Parameter] = set()
+        # By parameter of each flat:
+        self.grads: dict[Flat, list[torch.Tensor | None]] = {f: [None] * len(f.parameters) for f in group.trainable}
+        self.arrived: dict[Flat, list[bool]] = {flat: [False] * len(row) for flat, row in self.grads.items()}
         self.num_missing = sum(len(row) for row in self.grads.values())
-        self._added: set[nn.Parameter] = set()  # autograd added to a gradient that was still wanted
+        self._added: dict[Flat, set[int]] = {flat: set() for flat in self.grads}  # to a gradient still wanted
 
     def take(self, trained: TrainedParameter, grad: torch.Tensor, *, adds: bool) -> None:
         """Take one parameter's gradient; a second one of the same pass is summed."""
@@ -52,10 +53,10 @@ class GroupGradients:
             row[trained.index] = earlier + grad
             return
         row[trained.index] = grad
-        self.arrived.add(trained.parameter)
+        self.arrived[trained.flat][trained.index] = True
         self.num_missing -= 1
         if adds:
-            self._added.add(trained.parameter)
+            self._added[trained.flat].add(trained.index)
 
     def drop(self) -> None:
         """Free autograd's own memory: the gradients were copied to where they go."""
@@ -64,10 +65,10 @@ class GroupGradients:
 
     def wanted(self, flat: Flat) -> list[bool]:
         """Return by parameter whether the gradient of earlier passes is still wanted: those untouched show theirs."""
-        return [
-            parameter in self._added if parameter in self.arrived else parameter.grad is not None
-            for parameter in flat.parameters
-        ]
+        added = self._added[flat]
+        pairs = enumerate(zip(self.arrived[flat], flat.parameters, strict=True))
+        with no_torch_function():
+            return [(i in added) if has_arrived else GRAD.__get__(p) is not None for i, (has_arrived, p) in pairs]
 
 
 class Reducer:
