@@ -175,9 +175,11 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def outside_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which no transform of torch.func sees what is done."""
-    return temporarily_clear_interpreter_stack()
+@contextlib.contextmanager
+def outside_transforms() -> Iterator[None]:
+    """A context in which no transform of torch.func sees what is done, and new tensors are no inference tensors."""
+    with temporarily_clear_interpreter_stack(), torch.inference_mode(False):
+        yield
 
 
 def move_hook_to_end(parameter: torch.Tensor, handle: Any) -> None:

@@ -1,4 +1,6 @@
 """One prepared model while it trains.
 
-runtime.py  the parts of a prepared model, wired together    settings.py  its options, with everything decided
+runtime.py    the parts of a prepared model, wired together
+settings.py   its options, with everything decided
+averaging.py  a running average of its trained parameters
 """

@@ -164,9 +164,14 @@ class Runtime:
         if model.training and torch.is_grad_enabled():
             for observer in self.observers:
                 observer.before_forward()
-        if self._buffers_moved and self.world.size > 1:
-            self.wires.broadcast(list(model.buffers()))
+        self.share_buffers()
         self._buffers_moved = model.training and torch.is_grad_enabled() and self.backward.is_syncing
+
+    def share_buffers(self) -> None:
+        """Let all ranks take rank 0's buffers, if a forward may have changed them."""
+        if self._buffers_moved and self.world.size > 1:
+            self.wires.broadcast(list(self.model.buffers()))
+        self._buffers_moved = False
 
     # Schedule, as the optimizer sees it
 
@@ -196,12 +201,16 @@ class Runtime:
         if self.optimizer is not None:
             self.optimizer.synchronize()
         for group in self.groups:
-            group.wait_save()
+            group.wait_readers()
             group.commit_edits()
 
     def check_step(self) -> None:
         """A step begins; raise if it would lose gradients."""
         self.gatherer.timer.mark(LoopPhase.STEP)
+        if any(group.num_pins for group in self.groups):
+            raise MisuseError(
+                "optimizer.step() inside zerostd.gathered() or average.applied(): leave the context before the step"
+            )
         if self.backward.has_unsynced:
             raise MisuseError(
                 "optimizer.step() after backward passes under zerostd.no_sync that no later pass has reduced: run "

@@ -174,7 +174,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.updater.offload is not None:
             self.updater.offload.drain()
         for group in self._schedule.update_order():
-            group.wait_save()
+            group.wait_readers()
 
     def _update(self, factor: torch.Tensor | None) -> StepOptions | None:
         """Update every group that the last backward has not updated already; returns the options, if there was one."""

@@ -204,7 +204,7 @@ class Updater:
     def update(self, group: Group, options: StepOptions, scope: Scope = "all", *, is_complete: bool = False) -> None:
         """Start the update of the spans of `group` that have gradients; `is_complete` says that all have. The scope
         "speculative" are those with spare tensors, which are updated into these; "rest" are those without."""
-        group.wait_save()
+        group.wait_readers()
         group.commit_edits()
         resident: list[UpdateSpan] = []
         used = 0

@@ -39,7 +39,7 @@ class StateShard:
     tensors: dict[str, TierTensor]
     spare: dict[str, TierTensor] = field(default_factory=dict)
     holds_parameters: bool = False  # the master is the parameter itself, not a copy at another precision or place
-    landed: Transfer = field(default_factory=Done)  # when the last streamed update is back in `tier`
+    landed: Transfer = field(default_factory=Done)  # when the last update is back in `tier`: of streamed ones, on disk
 
     @property
     def portion(self) -> Portion:
@@ -237,14 +237,14 @@ class Flat:
         """Whether the user wrote in place to parameters that show their values."""
         return self._read_versions() != self._versions
 
+    @property
+    def awaits_commit(self) -> bool:
+        """Whether the user wrote to parameters and masters do not know yet."""
+        return self._is_edited or self.has_edits
+
     def _read_versions(self) -> list[int]:
         with no_torch_function():
             return [version_of(parameter) for parameter in self.parameters]
-
-    def keep_edits(self) -> None:
-        """Keep what the user wrote in place to parameters that show their values, before these are given back."""
-        if self.has_edits:
-            self.keep_all(self.full)
 
     def keep_all(self, full: torch.Tensor) -> None:
         """Keep all values of a gathered buffer: the user may have written to any."""
@@ -256,8 +256,8 @@ class Flat:
     def commit_edits(self) -> None:
         """Let masters follow what the user wrote. They change only where the rounded value did, so what was not
         touched loses no bits."""
-        if not self.gives_back:
-            self.keep_edits()
+        if not self.gives_back and self.has_edits:
+            self.keep_all(self.full)
         if not self._is_edited:
             return
         self._is_edited = False
@@ -322,11 +322,11 @@ class SavedInterval:
         return self.column.read(slice(self.offset + low, self.offset + high), memory)
 
 
-def tensor_interval(kind: str, of: str, tensor: torch.Tensor) -> SavedInterval:
+def tensor_interval(kind: str, of: str, tensor: torch.Tensor, state: str = "") -> SavedInterval:
     """Return a copy of a whole tensor as one interval."""
     flat = tensor.detach().to("cpu", copy=True).contiguous().view(-1)
     column = TierTensor(flat.numel(), flat.dtype, Tier.HOST, flat)
-    return SavedInterval(kind, of, tuple(tensor.shape), 0, flat.numel(), column, 0)
+    return SavedInterval(kind, of, tuple(tensor.shape), 0, flat.numel(), column, 0, state)
 
 
 def pieces_in(mine: slice, flat: Flat, pieces: Iterable[Piece] | None = None) -> list[Piece]:

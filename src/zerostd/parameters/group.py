@@ -20,7 +20,7 @@ from zerostd.communication import Wires
 from zerostd.monitoring.events import Span
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.flat import Flat
-from zerostd.tiers import Done, Transfer, Uploader
+from zerostd.tiers import Transfer, Uploader
 
 
 class GroupState(enum.Enum):
@@ -43,7 +43,7 @@ class Group:
         self.state = GroupState.GATHERED
         self.gathers: list[Transfer] = []  # in flight, one for each flat
         self.updates: list[Transfer] = []  # that were started; the next gather waits for them
-        self._pending_save: Transfer = Done()  # until then a checkpoint reads masters and states, and updates wait
+        self._readers: list[Transfer] = []  # of masters and states: a checkpoint, an average; updates wait for them
         self.num_pins = 0  # users that hold its values
         self.borrowed: dict[str, Group] = {}  # other groups whose parameters its modules read, learnt as they do
         self.in_backward = False  # its backward has begun and still needs it, whatever forward ends in between
@@ -118,6 +118,13 @@ class Group:
             transfer.wait()
         return copies
 
+    def keep_edits(self) -> None:
+        """Keep what the user wrote in place to parameters that show their values, before these are given back."""
+        for flat in self.flats:
+            if flat.has_edits:
+                self.wait_readers()  # the master may be the parameter itself
+                flat.keep_all(flat.full)
+
     def commit_edits(self) -> None:
         """Let masters follow what the user wrote to parameters."""
         for flat in self.flats:
@@ -150,8 +157,8 @@ class Group:
             device = self._wires.world.device
             span = ledger.events.begin("release", "compute", self.name, self._full_bytes, device=device)
             ledger.events.end(span, device)
+        self.keep_edits()
         for flat in self.flats:
-            flat.keep_edits()
             flat.show_nan()
             flat.free()
         self.state = GroupState.RELEASED
@@ -188,13 +195,15 @@ class Group:
             update.wait()
         self.updates.clear()
 
-    def hold_for_save(self, save: Transfer) -> None:
-        """Keep masters and states as they are until a checkpoint has read them."""
-        self._pending_save = save
+    def add_reader(self, reader: Transfer) -> None:
+        """Keep masters and states as they are until `reader` is done with them."""
+        self._readers.append(reader)
 
-    def wait_save(self) -> None:
-        """Wait until no checkpoint reads masters and states any more."""
-        self._pending_save.wait()
+    def wait_readers(self) -> None:
+        """Wait until nobody reads masters and states any more."""
+        for reader in self._readers:
+            reader.wait()
+        self._readers.clear()
 
     @property
     def _full_bytes(self) -> int:

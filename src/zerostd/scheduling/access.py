@@ -38,11 +38,15 @@ class ModelGradients(Protocol):
         ...
 
 
-def _not_writable(name: str) -> MisuseError:
-    return MisuseError(
-        f"{name!r} or a parameter of its group was changed inside zerostd.gathered(module): use "
-        "zerostd.gathered(module, write=True), which keeps what rank 0 has changed, on all ranks"
-    )
+READ_ONLY = (
+    "zerostd.gathered(module): use zerostd.gathered(module, write=True), which keeps what rank 0 has changed, on all "
+    "ranks"
+)
+
+
+def not_writable(name: str, where: str) -> MisuseError:
+    """Return the error of a write to a parameter; `where` it was made comes with the remedy."""
+    return MisuseError(f"{name!r} or a parameter of its group was changed inside {where}")
 
 
 class ParameterAccess:
@@ -60,7 +64,7 @@ class ParameterAccess:
         self._gradients = gradients
         self._copied: tuple[Group, dict[Flat, torch.Tensor]] | None = None  # the last group that was touched
         self._held: dict[Group, dict[Flat, torch.Tensor]] = {}  # inside zerostd.gathered
-        self._may_write = True  # False inside zerostd.gathered without write=True
+        self._read_only: str | None = None  # where writes are refused now: the context, and the remedy
 
     def install(self) -> None:
         """Let parameters ask here."""
@@ -104,9 +108,10 @@ class ParameterAccess:
 
     def write(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
         """Keep what was written to the tensor that `read` returned."""
-        _, flat, index = self.places[parameter]
-        if not self._may_write:
-            raise _not_writable(flat.layout.intervals[index].name)
+        group, flat, index = self.places[parameter]
+        if self._read_only is not None:
+            raise not_writable(flat.layout.intervals[index].name, self._read_only)
+        group.wait_readers()  # the master may be the parameter itself
         flat.keep_values(index, values)
 
     @contextlib.contextmanager
@@ -114,22 +119,16 @@ class ParameterAccess:
         """Hold the values of groups inside the context. With `write`, rank 0's changes are kept, on all ranks."""
         for group in (group for group in groups if not group.gives_back):
             self.gatherer.gather(group)
-            for flat in group.flats:
-                flat.keep_edits()  # from before the context
-        outer = (self._held, self._may_write)
-        self._held = {
-            group: self.gatherer.copy(group) for group in groups if group.gives_back and group not in outer[0]
-        }
-        self._held |= outer[0]
-        self._may_write = write
+            group.keep_edits()  # from before the context
+        outer = self._held
+        self._held = {group: self.gatherer.copy(group) for group in groups if group.gives_back and group not in outer}
+        self._held |= outer
         try:
-            with contextlib.ExitStack() as pins:
-                for group in groups:
-                    pins.enter_context(group.pinned())
+            with self.pinned(groups, None if write else READ_ONLY):
                 yield
             edited = [flat for group in groups for flat in group.flats if flat.has_edits]
             if edited and not write:
-                raise _not_writable(edited[0].layout.intervals[0].name)
+                raise not_writable(edited[0].layout.intervals[0].name, READ_ONLY)
             if write:
                 for group in groups:
                     for flat, full in self._held.get(group, {flat: flat.full for flat in group.flats}).items():
@@ -137,7 +136,22 @@ class ParameterAccess:
                         flat.keep_all(full)
                     group.commit_edits()
         finally:
-            self._held, self._may_write = outer
+            self._held = outer
+
+    @contextlib.contextmanager
+    def pinned(self, groups: Sequence[Group], read_only: str | None) -> Iterator[None]:
+        """Keep groups from being updated inside the context, and with `read_only` from being written to."""
+        outer = self._read_only
+        if outer not in (None, READ_ONLY) and read_only is None:
+            raise not_writable(groups[0].name, outer)
+        self._read_only = read_only
+        try:
+            with contextlib.ExitStack() as pins:
+                for group in groups:
+                    pins.enter_context(group.pinned())
+                yield
+        finally:
+            self._read_only = outer
 
     def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Let this be the gradient of a parameter."""
