@@ -78,6 +78,29 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def plain_step(optimizer: torch.optim.Optimizer) -> None:
+    """Run an optimizer's step without hooks, its own and those on all optimizers: a part of a step is none."""
+    step: Any = type(optimizer).step
+    if "step" in optimizer.__dict__ or not getattr(step, "hooked", False):
+        optimizer.step()
+    else:
+        step.__wrapped__(optimizer)
+
+
+def share_state_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    """Let two optimizers have the same hooks on saving and loading their states, also those registered later."""
+    for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+        setattr(target, f"_optimizer_{name}_hooks", getattr(source, f"_optimizer_{name}_hooks"))
+
+
+def run_state_hooks(optimizer: torch.optim.Optimizer, moment: str, *states: dict[str, Any]) -> Any:
+    """Call the hooks of a moment, such as "load_state_dict_pre", with the states; returns those that they leave."""
+    for hook in getattr(optimizer, f"_optimizer_{moment}_hooks").values():
+        result = hook(optimizer, *states)
+        states = states if result is None else (result,)
+    return states[0] if states else None
+
+
 def move_step_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer | None = None) -> None:
     """Leave an optimizer without hooks around its step; `target` gets them."""
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):

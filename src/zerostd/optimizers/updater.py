@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from zerostd.compat import no_torch_function
+from zerostd.compat import no_torch_function, plain_step
 from zerostd.errors import MisuseError
 from zerostd.monitoring import Ledger
 from zerostd.optimizers import cpu_updater, streamed_updater
@@ -263,7 +263,7 @@ class Updater:
         self.inner.state = self.state
         try:
             with self.ledger.events.within("update", "compute", group.name, device=self.scratch.device):
-                self.inner.step()
+                plain_step(self.inner)
         finally:
             self.inner.param_groups = self.user_groups
             self.inner.state = state

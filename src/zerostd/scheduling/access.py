@@ -64,12 +64,14 @@ class ParameterAccess:
         self._gradients = gradients
         self._copied: tuple[Group, dict[Flat, torch.Tensor]] | None = None  # the last group that was touched
         self._held: dict[Group, dict[Flat, torch.Tensor]] = {}  # inside zerostd.gathered
+        self._references: list[weakref.ref[nn.Parameter]] = []  # torch.utils.swap_tensors refuses what has any
         self._read_only: str | None = None  # where writes are refused now: the context, and the remedy
 
     def install(self) -> None:
         """Let parameters ask here."""
         for parameter in self.places:
             parameter.__dict__[ACCESS] = weakref.ref(self)
+        self._references = [weakref.ref(parameter) for parameter in self.places]
         for group in self.gatherer.groups:
             if group.state is GroupState.GATHERED:
                 group.show_values()
@@ -78,6 +80,7 @@ class ParameterAccess:
         """Leave parameters as they were."""
         for flat in (flat for group in self.gatherer.groups for flat in group.flats):
             flat.restore_classes()
+        self._references = []
         for parameter in self.places:
             for name in (ACCESS, LENT, LAST_HOOK):
                 parameter.__dict__.pop(name, None)
@@ -172,6 +175,12 @@ class ParameterAccess:
     def shows_values(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter shows its values."""
         return self.places[parameter][0].state is GroupState.GATHERED
+
+    def shows_master(self, parameter: nn.Parameter) -> bool:
+        """Return whether what a parameter shows is its master, now and after updates, or its forward runs."""
+        group, flat, _ = self.places[parameter]
+        holds = all(shard.is_resident and shard.holds_parameters for shard in flat.state_shards)
+        return bool(self.active) or (holds and not group.gives_back and not group.is_in_slices)
 
     def forget(self) -> None:
         """Drop the copy: values are about to change."""
