@@ -160,6 +160,47 @@ def test_step_hooks_move_from_one_optimizer_to_another() -> None:
     assert len(calls) == 2
 
 
+def test_plain_step_calls_no_hooks():
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("its own"))
+    handle = register_optimizer_step_post_hook(lambda *_: calls.append("on all"))
+    compat.plain_step(optimizer)
+    assert weight.tolist() == [0.5, 0.5] and calls == []
+    optimizer.step()
+    handle.remove()
+    assert calls == ["its own", "on all"]
+
+
+def test_hooks_on_states_are_shared_and_called_as_torch_does():
+    source, target = (torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5) for _ in range(2))
+    calls = []
+    source.register_state_dict_pre_hook(lambda optimizer: calls.append(optimizer))
+    compat.share_state_hooks(source, target)
+    source.register_load_state_dict_pre_hook(lambda optimizer, state: {**state, "more": 1})
+    assert compat.run_state_hooks(target, "state_dict_pre") is None and calls == [target]
+    assert compat.run_state_hooks(target, "load_state_dict_pre", {"some": 0}) == {"some": 0, "more": 1}
+
+
+def test_nothing_made_outside_transforms_is_an_inference_tensor():
+    with torch.inference_mode(), compat.outside_transforms():
+        assert not torch.ones(2).is_inference()
+
+
+def test_tensors_with_weak_references_do_not_trade_places():
+    import weakref
+
+    first, second = torch.zeros(2), torch.ones(2)
+    reference = weakref.ref(first)
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(first, second)
+    assert reference() is first
+
+
 def test_views_know_their_base():
     x = torch.zeros(4)
     assert compat.base_of(x) is None and compat.base_of(x[1:]) is x

@@ -5,6 +5,7 @@ model, optimizer = zerostd.prepare(model, torch.optim.AdamW(model.parameters()),
 
 from zerostd.api import (
     apply_to_device,
+    averaged,
     full_state_dict,
     gathered,
     latest,
@@ -19,6 +20,7 @@ from zerostd.api import (
     save_dcp,
 )
 from zerostd.checkpointing.storage.merging import merge
+from zerostd.engine.averaging import Average
 from zerostd.errors import (
     CheckpointError,
     CommunicationError,
@@ -39,6 +41,7 @@ from zerostd.reporting.tracking import track
 __version__ = "0.1.0"
 
 __all__ = [
+    "Average",
     "Budget",
     "CheckpointError",
     "CommunicationError",
@@ -55,6 +58,7 @@ __all__ = [
     "StorageError",
     "ZerostdError",
     "apply_to_device",
+    "averaged",
     "empty_init",
     "full_state_dict",
     "gathered",

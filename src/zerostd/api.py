@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from torch import nn
 from zerostd.checkpointing import dcp
 from zerostd.checkpointing.importing import import_model, is_model
 from zerostd.checkpointing.loading import load_checkpoint
-from zerostd.checkpointing.model_parts import full_values
+from zerostd.checkpointing.model_parts import full_state, full_values
 from zerostd.checkpointing.saving import finish_saves, save_checkpoint
 from zerostd.checkpointing.storage import PendingSave, Saving
 from zerostd.checkpointing.storage import latest as newest
 from zerostd.communication import World
 from zerostd.communication.world import Mesh
+from zerostd.engine.averaging import Average, AverageOptions, make_average
 from zerostd.engine.runtime import Runtime, owner_of, runtime_of
 from zerostd.engine.settings import Settings
 from zerostd.errors import CheckpointError, MisuseError, PrepareError
@@ -35,7 +36,7 @@ from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters.blueprints import MARK, check_model, find_blueprints
 from zerostd.parameters.lending import set_data
 from zerostd.planning import MachineProfile, Plan
-from zerostd.policy import Budget, Placement, Precision, Stage
+from zerostd.policy import Budget, Placement, Precision, Stage, Tier
 from zerostd.preparing.building import attach_optimizer, build
 from zerostd.preparing.options import check_budget, check_settings
 from zerostd.preparing.proposing import plan_for
@@ -182,6 +183,36 @@ def apply_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
     return prepared
 
 
+def averaged(
+    model: nn.Module,
+    decay: float | Callable[[int], float] | None = 0.999,
+    *,
+    start: int = 0,
+    every: int = 1,
+    tier: str | None = None,
+    use_buffers: bool = False,
+) -> Average:
+    """Keep a running average of the trained parameters, and update it after each `optimizer.step()`.
+
+    Collective. The average is fp32 or wider, and sharded as the masters are. Where updates run beside the next forward,
+    so does the average. `zerostd.save` and `zerostd.load` include it.
+
+    Args:
+        model: The module that prepare was called on.
+        decay: Of an exponential moving average, or a function of the number of the step, from 1 on, such as
+            `lambda step: min(0.999, (1 + step) / (10 + step))`. None: all averaged steps count alike, as in SWA.
+        start: Steps to pass before averaging begins. The first step that is averaged is taken as it is.
+        every: Steps from one that is averaged to the next.
+        tier: Where it is kept: 'device', 'host' or 'disk'; an error if there is no room. None: where the masters are.
+        use_buffers: Average floating-point buffers too. Others stay the model's.
+
+    Returns:
+        The average: `with average.applied():` evaluates with it, `zerostd.full_state_dict(average)` returns it.
+    """
+    home = None if tier is None else Tier.parse(tier)
+    return make_average(runtime_of(model, "averaged"), AverageOptions(decay, start, every, home, use_buffers))
+
+
 @contextlib.contextmanager
 def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     """Gather the full parameters of `module` inside the context. With `write`, rank 0's changes are kept, on all ranks.
@@ -215,35 +246,16 @@ def memory(model: nn.Module) -> Memory:
 
 
 @torch.no_grad()
-def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, Any]:
+def full_state_dict(model: nn.Module | Average, *, rank: int | None = None) -> dict[str, Any]:
     """Return an ordinary state_dict on host memory, in the dtypes the model had before prepare, from the fp32 masters.
 
-    Collective: every rank must call it. With `rank`, only that rank keeps it and the others get an empty dict.
+    Collective: every rank must call it. With `rank`, only that rank keeps it and the others get an empty dict. Of an
+    average, it has the averaged values.
     """
-    runtime = runtime_of(model, "full_state_dict")
-    if runtime.optimizer is not None:
-        runtime.optimizer.check_consistent("full_state_dict()")
-    if rank is not None and (not isinstance(rank, int) or rank not in range(runtime.world.size)):
-        raise MisuseError(f"full_state_dict(rank={rank!r}) must be from 0 to {runtime.world.size - 1}, or None for all")
-    runtime.gatherer.control.confirm("zerostd.full_state_dict()")
-    keep = rank is None or rank == runtime.world.rank
-    runtime.finish_updates()
-    values: dict[torch.Tensor, torch.Tensor] = {}
-    for group in runtime.groups:
-        for parameter, value in full_values(runtime, group):
-            if keep:
-                values[parameter] = value.to("cpu", copy=True)
-    if not keep:
-        return {}
-    runtime.guards.is_open = True
-    try:
-        state = model.state_dict(keep_vars=True)
-    finally:
-        runtime.guards.is_open = False
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor):
-            state[key] = values[value] if value in values else value.detach().to("cpu", copy=True)
-    return state
+    if isinstance(model, Average):
+        with model.applied() as averaged_model:
+            return full_state_dict(averaged_model, rank=rank)
+    return full_state(runtime_of(model, "full_state_dict"), rank)
 
 
 def save(
@@ -280,8 +292,6 @@ def save(
     Raises:
         CheckpointError: It could not be written, on any rank; nothing is left of it.
     """
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise CheckpointError(f"keep={keep!r} must be a whole number of checkpoints, 1 or more")
     runtime = runtime_of(model, "save")
     folder = path_of(path, "path", CheckpointError)
     return save_checkpoint(runtime, _prepared(optimizer, "save"), folder, extra, keep, frozen=frozen, wait=wait)

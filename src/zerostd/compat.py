@@ -92,6 +92,29 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def plain_step(optimizer: torch.optim.Optimizer) -> None:
+    """Run an optimizer's step without hooks, its own and those on all optimizers: a part of a step is none."""
+    step: Any = type(optimizer).step
+    if "step" in optimizer.__dict__ or not getattr(step, "hooked", False):
+        optimizer.step()
+    else:
+        step.__wrapped__(optimizer)
+
+
+def share_state_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    """Let two optimizers have the same hooks on saving and loading their states, also those registered later."""
+    for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+        setattr(target, f"_optimizer_{name}_hooks", getattr(source, f"_optimizer_{name}_hooks"))
+
+
+def run_state_hooks(optimizer: torch.optim.Optimizer, moment: str, *states: dict[str, Any]) -> Any:
+    """Call the hooks of a moment, such as "load_state_dict_pre", with the states; returns those that they leave."""
+    for hook in getattr(optimizer, f"_optimizer_{moment}_hooks").values():
+        result = hook(optimizer, *states)
+        states = states if result is None else (result,)
+    return states[0] if states else None
+
+
 def move_step_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer | None = None) -> None:
     """Leave an optimizer without hooks around its step; `target` gets them."""
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -189,9 +212,11 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def outside_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which no transform of torch.func sees what is done."""
-    return temporarily_clear_interpreter_stack()
+@contextlib.contextmanager
+def outside_transforms() -> Iterator[None]:
+    """A context in which no transform of torch.func sees what is done, and new tensors are no inference tensors."""
+    with temporarily_clear_interpreter_stack(), torch.inference_mode(False):
+        yield
 
 
 def move_hook_to_end(parameter: torch.Tensor, handle: Any) -> None:

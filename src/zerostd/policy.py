@@ -41,12 +41,13 @@ class Stage(enum.IntEnum):
 
 
 class Kind(enum.StrEnum):
-    """Meanings of bytes. BUFFERS are working memory: staging, gathered groups, scratch."""
+    """Meanings of bytes. AVERAGES are `zerostd.averaged`'s; BUFFERS are working memory: staging, gathered groups."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
     OPTIMIZER_STATES = "optimizer_states"
     ACTIVATIONS = "activations"
+    AVERAGES = "averages"
     BUFFERS = "buffers"
 
 
@@ -56,6 +57,15 @@ class Tier(enum.StrEnum):
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
+
+    @classmethod
+    def parse(cls, value: str) -> Tier:
+        """Return a tier from its name."""
+        if value not in tuple(cls):
+            hint = _OTHER_NAMES.get(str(value).lower())
+            meant = f"did you mean {hint!r}? " if hint in tuple(cls) else ""
+            raise PrepareError(f"tier={value!r}: {meant}use one of {[tier.value for tier in cls]}")
+        return cls(value)
 
 
 class Route(enum.StrEnum):

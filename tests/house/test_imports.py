@@ -36,7 +36,8 @@ ROOMS: dict[str, set[str]] = {
     "checkpointing": GROUND | CORE | {"engine"},
     "reporting": GROUND | {"monitoring", "parameters", "planning.plan", "measuring.identity", "engine"},
     "api": GROUND | CORE | {"planning", "measuring", "engine", "preparing", "replanning", "checkpointing"},
-    "__init__": GROUND | {"monitoring", "planning", "measuring", "parameters", "checkpointing", "reporting", "api"},
+    "__init__": GROUND
+    | {"monitoring", "planning", "measuring", "parameters", "engine", "checkpointing", "reporting", "api"},
     "integrations": {PUBLIC},
     "horovod": {PUBLIC},
     "cli": GROUND

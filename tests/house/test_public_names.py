@@ -8,6 +8,7 @@ import zerostd
 from house.sources import hold
 
 PUBLIC_NAMES = [
+    "Average",
     "Budget",
     "CheckpointError",
     "CommunicationError",
@@ -24,6 +25,7 @@ PUBLIC_NAMES = [
     "StorageError",
     "ZerostdError",
     "apply_to_device",
+    "averaged",
     "empty_init",
     "full_state_dict",
     "gathered",

@@ -5,6 +5,7 @@ python -m idioms run NAME --form FORM    one idiom in one form of one rank, in t
 python -m idioms try [NAMES] [--form F]  outcomes, in processes of their own
 python -m idioms accept [NAMES]          bring expected.json and known.json up to date
 python -m idioms table                   the table in Markdown
+python -m idioms peers [NAMES] [--peer P]  what other libraries answer, kept in peers.json
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ import torch
 
 from idioms.forms import BY_NAME, FORMS, PLAIN
 from idioms.loop import idioms
+from idioms.peers import PEERS, run_peers
 from idioms.running import Outcome, Runner, judge, plain_result, run_idiom
 from idioms.table import accept, counts, markdown
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m idioms", description=__doc__)
-    parser.add_argument("command", choices=["list", "run", "try", "accept", "table"])
+    parser.add_argument("command", choices=["list", "run", "try", "accept", "table", "peers"])
     parser.add_argument("names", nargs="*", help="parts of names; none: all")
     parser.add_argument("--form", action="append", choices=["plain", *BY_NAME], help="only this one; may be repeated")
+    parser.add_argument("--peer", action="append", choices=list(PEERS), help="only this one; may be repeated")
     parser.add_argument("--json", type=Path, help="keep outcomes here, and take those that are there")
     arguments = parser.parse_args()
     names = [name for name in idioms() if not arguments.names or any(part in name for part in arguments.names)]
@@ -35,6 +38,8 @@ def main() -> None:
     if arguments.command == "list":
         for name in names:
             print(f"{idioms()[name].theme:18} {name:50} {idioms()[name].text}")
+    elif arguments.command == "peers":
+        run_peers(names, arguments.peer or list(PEERS))
     elif arguments.command == "run":
         run_here(names, forms)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
+import zerostd
 from idioms.loop import Loop, idiom
 from idioms.networks import Network
 
@@ -300,4 +302,33 @@ def average_called_functionally(loop: Loop) -> Any:
         loop.step(model, optimizer, batch)
         with torch.no_grad():
             answers.append(torch.func.functional_call(model, average, (batch[0],)))
+    return loop.outcome(model, answers=answers)
+
+
+@idiom
+def average_kept_by_zerostd(loop: Loop) -> Any:
+    """Keep a moving average with `zerostd.averaged(model, 0.5)`, where plain torch has an `AveragedModel`."""
+    model, optimizer = loop.prepare(loop.network())
+    average = loop.averaged(model, 0.5)
+    for batch in loop.batches(4):
+        loop.step(model, optimizer, batch)
+        if loop.is_plain:
+            average.update_parameters(model)
+    if loop.is_plain:
+        return loop.outcome(model, average=average.module.state_dict())
+    return loop.outcome(model, average=zerostd.full_state_dict(average))
+
+
+@idiom
+def evaluation_with_an_average_applied(loop: Loop) -> Any:
+    """Evaluate with `with average.applied():` after each step; training goes on with its own weights."""
+    model, optimizer = loop.prepare(loop.network())
+    average = loop.averaged(model, 0.5)
+    answers = []
+    for batch in loop.batches(4):
+        loop.step(model, optimizer, batch)
+        if loop.is_plain:
+            average.update_parameters(model)
+        with nullcontext() if loop.is_plain else average.applied(), torch.no_grad():
+            answers.append((average.module if loop.is_plain else model)(loop.batch(9)[0]).clone())
     return loop.outcome(model, answers=answers)

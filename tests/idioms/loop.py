@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zerostd
 from idioms.forms import Form
@@ -41,6 +42,9 @@ THEMES = [
     "modules",
     "checkpoints",
     "precision",
+    "memory",
+    "wrappers",
+    "surgery",
 ]
 BATCH = 8
 
@@ -143,7 +147,7 @@ class Loop:
         return prepared
 
     def _options(self, model: nn.Module) -> dict[str, Any]:
-        options = {"groups": _groups(model), **self.form.options}
+        options = {"groups": groups_of(model), **self.form.options}
         if self.form.on_disk:
             options["budget"] = zerostd.Budget(disk_path=str(self.directory))
         return options
@@ -171,6 +175,12 @@ class Loop:
     def gathered(self, module: nn.Module, write: bool = False) -> Any:
         """`zerostd.gathered`."""
         return nullcontext(module) if self.is_plain else zerostd.gathered(module, write=write)
+
+    def averaged(self, model: nn.Module, decay: float) -> Any:
+        """`zerostd.averaged`, or an `AveragedModel`, which the idiom updates."""
+        if self.is_plain:
+            return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        return zerostd.averaged(model, decay)
 
     def no_sync(self, model: nn.Module) -> Any:
         """`zerostd.no_sync`."""
@@ -201,7 +211,7 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _groups(model: nn.Module) -> list[str] | None:
+def groups_of(model: nn.Module) -> list[str] | None:
     """Names of modules, so that even a small model has several groups: its blocks, and the rest is the root's, as it is
     in large models; or its parts, if it has no blocks."""
     lists = [(name, child) for name, child in model.named_children() if isinstance(child, nn.ModuleList)]

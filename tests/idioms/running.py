@@ -20,8 +20,9 @@ import shutil
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,20 @@ class Outcome:
 
 def run_idiom(idiom: Idiom, form: Form, *, is_active: bool = True) -> tuple[Any, Loop]:
     """Run an idiom once; returns what it returned, as a flat dict of copies."""
+    return run_loop(idiom, partial(Loop, is_active=is_active), form)
+
+
+def run_loop(
+    idiom: Idiom, make: Callable[[Form, Path], Loop], form: Form, whole: Callable[[Any], Any] = lambda value: value
+) -> tuple[Any, Loop]:
+    """Do the same with a loop of its own; `whole` makes what is compared of each value that the idiom returned."""
     directory = Path(tempfile.mkdtemp(prefix="idiom_"))
-    loop = Loop(form, directory, is_active=is_active)
+    loop = make(form, directory)
     torch.manual_seed(5)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return dict(_leaves("", idiom.run(loop))), loop
+            return {key: whole(value) for key, value in _leaves("", idiom.run(loop))}, loop
     finally:
         loop.close()
         shutil.rmtree(directory, ignore_errors=True)
@@ -150,11 +158,21 @@ SEEN_LATER = {  # what is refused at the next call of ours, since nothing of our
 }
 
 
+THEIR_REFUSALS = {  # of numpy and torch, which we make them raise; the table names the remedy
+    "is read-only": "Write to the parameter: `p.copy_(torch.from_numpy(array))` under `torch.no_grad()`",
+    "has weakref associated with it": "Exchange values: `p.copy_(values)` under `torch.no_grad()`",
+    "Got unsupported ScalarType BFloat16": "NumPy has no bf16: read `p.float()`",
+}
+
+
 def judge_raised(idiom: Idiom, error: Exception) -> Outcome:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == idiom.path]
     line = frames[-1].lineno if frames else None
     source = (frames[-1].line or "") if frames else ""
     message = " ".join(str(error).split())[:400]
+    for text, remedy in THEIR_REFUSALS.items():
+        if text in message:
+            return Outcome(REFUSED, f"{type(error).__name__}: {message}. {remedy}", line, source)
     if not isinstance(error, zerostd.ZerostdError):
         return Outcome(ERROR, f"{type(error).__name__}: {message}", line, source)
     is_late = not any(_may_refuse(idiom, frame.lineno or 0, frame.line or "") for frame in frames)

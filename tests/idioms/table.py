@@ -20,6 +20,7 @@ from idioms.running import DIFFERENT, ERROR, REFUSED, SAME, Outcome
 
 EXPECTED = Path(__file__).with_name("expected.json")
 KNOWN = Path(__file__).with_name("known.json")
+PEERS = Path(__file__).with_name("peers.json")  # peers.py writes it
 GOOD = (SAME, REFUSED)
 
 Cells = dict[str, dict[str, str]]
@@ -91,16 +92,18 @@ def counts(outcomes: Outcomes) -> str:
 
 def markdown(outcomes: Outcomes) -> str:
     """The table: a section for each theme, a row for each idiom, and below it what refusals say."""
+    peers = read(PEERS)
     lines = [f"- **{form.name}**: {form.text}" for form in FORMS]
     for theme in THEMES:
         names = [name for name in outcomes if idioms()[name].theme == theme]
         if not names:
             continue
         lines += ["", f"## {theme.replace('_', ' ').capitalize()}", ""]
-        lines.append(f"| what a loop does | {' | '.join(form.name for form in FORMS)} |")
-        lines.append(f"|---|{'---|' * len(FORMS)}")
+        lines.append(f"| what a loop does | {' | '.join(form.name for form in FORMS)} | FSDP2 |")
+        lines.append(f"|---|{'---|' * (len(FORMS) + 1)}")
         for name in names:
             cells = [outcomes[name][form.name].outcome for form in FORMS if form.name in outcomes[name]]
+            cells.append(peers.get(name, {}).get("fsdp2", "").split(":")[0])
             lines.append(f"| {idioms()[name].text} | {' | '.join(cells)} |")
         lines += ["", *_remedies(outcomes, names)]
     return "\n".join(lines).replace("](", "] (") + "\n"  # Markdown would take it for a link

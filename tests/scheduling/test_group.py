@@ -99,13 +99,14 @@ def test_pins_nest_and_end_with_an_exception() -> None:
     assert not group.num_pins
 
 
-def test_group_waits_for_a_save_that_reads_it() -> None:
+def test_group_waits_for_whoever_reads_its_masters() -> None:
     group = Bench().group()
-    group.wait_save()  # nobody reads
-    reader = Update()
-    group.hold_for_save(reader)
-    group.wait_save()
-    assert reader.num_waits == 1
+    group.wait_readers()  # nobody reads
+    readers = [Update(), Update()]
+    for reader in readers:
+        group.add_reader(reader)
+    group.wait_readers()
+    assert [reader.num_waits for reader in readers] == [1, 1]
 
 
 def test_backward_has_passed_when_the_inputs_of_every_forward_have_gradients() -> None:

@@ -24,6 +24,7 @@ from zerostd.checkpointing.storage.dcp_files import DcpCheckpoint
 from zerostd.checkpointing.storage.directory import clear_leftovers
 from zerostd.checkpointing.storage.manifest import OptimizerGroup, TensorEntry, decode_value, refuse_tensor
 from zerostd.checkpointing.storage.writing import checkpoint_error
+from zerostd.engine.averaging import COUNTS, averages_of
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError
 from zerostd.monitoring.progress import ByteProgress
@@ -156,6 +157,28 @@ def _problems(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manif
         for field in fields(runtime.loss_scale):
             if field.name not in manifest.loss_scale:
                 yield f"its loss_scale has no {field.name!r}"
+    yield from _average_problems(runtime, manifest, is_resumed=optimizer is not None)
+
+
+def _average_problems(runtime: Runtime, manifest: Manifest, *, is_resumed: bool) -> Iterator[str]:
+    """Yield what does not fit about averages. A model that is not trained on may do without."""
+    averages = {average.name: average for average in averages_of(runtime)}
+    if is_resumed and len(averages) < len(manifest.averages):
+        yield f"it has {len(manifest.averages)} average(s): make them with zerostd.averaged(model, ...) before loading"
+    for name, average in averages.items():
+        if name not in manifest.averages:
+            yield f"average {name} is not in the checkpoint: make it after loading"
+        elif missing := [count for count in COUNTS if count not in manifest.averages[name]]:
+            yield f"its average {name} has no {missing[0]!r}"
+        elif manifest.averages[name]["num_averaged"]:
+            trained = [
+                i for flat in model_parts.flats_of(runtime) if flat.gradient is not None for i in flat.layout.intervals
+            ]
+            shapes = {interval.name: interval.shape for interval in trained if interval.numel}
+            shapes |= {buffer: tuple(values.shape) for buffer, values in average.buffers.items()}
+            for of, shape in shapes.items():
+                if shape not in [entry.shape for entry in manifest.named("average", of) if entry.state == name]:
+                    yield f"average {name} of {of!r} is not in the checkpoint, or has another shape"
 
 
 def _optimizer_problems(runtime: Runtime, optimizer: ZeroOptimizer, manifest: Manifest) -> Iterator[str]:
@@ -201,6 +224,10 @@ def _wanted(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifes
         for record in model_parts.kept_values(flat, runtime.world.shard_rank):
             (entry,) = manifest.named("parameter", record.of)
             yield entry, record.start, record.stop
+        for record in _average_records(runtime, flat):
+            for entry in manifest.named("average", record.of):
+                if entry.state == record.state:
+                    yield entry, record.start, record.stop
         if optimizer is not None and flat.gradient is not None:
             for name, low, high in updated_intervals(flat):
                 for entry in (*manifest.named("state", name), *manifest.named("gradient", name)):
@@ -257,6 +284,12 @@ def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: AnyChe
     for name, buffer in model_parts.buffers_of(runtime.model).items():
         for entry in manifest.named("buffer", name):
             buffer.copy_(checkpoint.read(entry))
+    for average in averages_of(runtime):
+        average.set_counts(manifest.averages[average.name])
+        for name, averaged in average.buffers.items():
+            for entry in manifest.named("average", name):
+                if entry.state == average.name:
+                    averaged.copy_(checkpoint.read(entry))
     for name, extra_state in manifest.modules.items():
         runtime.model.get_submodule(name).set_extra_state(extra_state)
     if optimizer is not None and manifest.optimizer is not None:
@@ -283,6 +316,7 @@ def _records(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manife
     """Yield where this rank keeps what it loads, after making room for states and gradients of an incomplete step."""
     for flat in _flats_in(runtime, manifest):
         yield from model_parts.kept_values(flat, runtime.world.shard_rank)
+        yield from _average_records(runtime, flat)
         if optimizer is None or flat.gradient is None:
             continue
         _clear_states(flat, manifest)
@@ -291,6 +325,12 @@ def _records(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manife
         gradients = [entry for name, _, _ in updated_intervals(flat) for entry in manifest.named("gradient", name)]
         if gradients:
             yield from gradient_records(flat, flat.region, "", {entry.torch_dtype for entry in gradients})
+
+
+def _average_records(runtime: Runtime, flat: Flat) -> Iterator[SavedInterval]:
+    """Yield where this rank keeps averages of a flat."""
+    for average in averages_of(runtime):
+        yield from average.records(flat, flat.region, group="", is_loaded=True)
 
 
 def _make_states(updater: Updater, flat: Flat, manifest: Manifest) -> None:

@@ -1,6 +1,6 @@
 """Name what of a prepared model is saved: parameters in flats, persistent buffers, extra states, random generators.
 
-`full_values` gives whole parameters, one flat at a time; `full_state_dict` and `release` use it. torch's generators are
+`full_values` gives whole parameters, one flat at a time, and `full_state` the whole state_dict. torch's generators are
 tensors of kind "random"; Python's and numpy's are JSON in the manifest. Each rank has its own generators, so they are
 restored only where as many ranks load as saved.
 """
@@ -22,7 +22,7 @@ from zerostd.checkpointing.storage.manifest import StoreTensor, TensorEntry, dec
 from zerostd.communication import World
 from zerostd.compat import persistent_buffers
 from zerostd.engine.runtime import Runtime
-from zerostd.errors import CheckpointError
+from zerostd.errors import CheckpointError, MisuseError
 from zerostd.parameters import Flat, Group
 from zerostd.parameters.flat import SavedInterval, tensor_interval, value_intervals
 from zerostd.sharding import Interval
@@ -93,6 +93,33 @@ def full_values(runtime: Runtime, group: Group) -> Iterator[tuple[nn.Parameter, 
         for parameter, interval in zip(flat.parameters, flat.layout.intervals, strict=True):
             values = full[interval.offset : interval.end].view(interval.shape)
             yield parameter, values.to(runtime.original_dtypes[parameter])
+
+
+def full_state(runtime: Runtime, rank: int | None) -> dict[str, Any]:
+    """Return an ordinary state_dict on host memory; with `rank` the other ranks return an empty one. All call it."""
+    if runtime.optimizer is not None:
+        runtime.optimizer.check_consistent("full_state_dict()")
+    if rank is not None and (not isinstance(rank, int) or rank not in range(runtime.world.size)):
+        raise MisuseError(f"full_state_dict(rank={rank!r}) must be from 0 to {runtime.world.size - 1}, or None for all")
+    runtime.gatherer.control.confirm("zerostd.full_state_dict()")
+    keep = rank is None or rank == runtime.world.rank
+    runtime.finish_updates()
+    values: dict[torch.Tensor, torch.Tensor] = {}
+    for group in runtime.groups:
+        for parameter, value in full_values(runtime, group):
+            if keep:
+                values[parameter] = value.to("cpu", copy=True)
+    if not keep:
+        return {}
+    runtime.guards.is_open = True
+    try:
+        state = runtime.model.state_dict(keep_vars=True)
+    finally:
+        runtime.guards.is_open = False
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            state[key] = values[value] if value in values else value.detach().to("cpu", copy=True)
+    return state
 
 
 def kept_values(flat: Flat, rank: int) -> Iterator[SavedInterval]:

@@ -25,6 +25,7 @@ from zerostd.checkpointing.storage.manifest import (
     encode_value,
     refuse_tensor,
 )
+from zerostd.engine.averaging import averages_of
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError
 from zerostd.optimizers.optimizer import ZeroOptimizer
@@ -45,6 +46,8 @@ def save_checkpoint(
 ) -> Saving:
     """Save; without `wait`, start to save. All ranks call it. In the middle of a step it always waits: the next pass
     would add to the gradients."""
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise CheckpointError(f"keep={keep!r} must be a whole number of checkpoints, 1 or more")
     check_call(runtime, optimizer, "save")
     if runtime.backward.passes.num_done and runtime.backward.has_unsynced:
         raise MisuseError(
@@ -70,7 +73,7 @@ def save_checkpoint(
         records = _out_of_reach(runtime, records)
     saving = Saving(path, records, manifest, control, keep, runtime.ledger.retries)
     for group in runtime.groups:
-        group.hold_for_save(saving.group_write(group.name))
+        group.add_reader(saving.group_write(group.name))
     add_save(runtime, saving)
     if wait:
         saving.wait()
@@ -113,6 +116,11 @@ def check_call(runtime: Runtime, optimizer: ZeroOptimizer | None, call: str) -> 
     """Wait until nothing is under way; refuse another model's optimizer, and states of which an update has failed."""
     if optimizer is not None and optimizer is not runtime.optimizer:
         raise MisuseError(f"zerostd.{call}: the optimizer is not the one that prepare returned for this model")
+    if any(average.is_applied for average in averages_of(runtime)):
+        raise MisuseError(
+            f"zerostd.{call}() inside average.applied(): leave the context first. A checkpoint includes the average; "
+            "zerostd.full_state_dict(average) returns the averaged model"
+        )
     runtime.wait_gradients()
     if runtime.optimizer is not None:
         runtime.optimizer.check_consistent(f"zerostd.{call}()")
@@ -146,6 +154,9 @@ def _describe(
     if rank == 0:
         buffers = model_parts.buffers_of(runtime.model)
         records += [tensor_interval("buffer", name, buffer) for name, buffer in buffers.items()]
+        for average in averages_of(runtime):
+            for name, averaged in average.buffers.items() if average.num_averaged else ():
+                records.append(tensor_interval("average", name, averaged, average.name))
         records += [tensor_interval("extra", str(number), tensor) for number, tensor in enumerate(tensors)]
     manifest = Manifest(
         zerostd=_version(),
@@ -162,6 +173,7 @@ def _describe(
         modules=modules,
         passes=0 if optimizer is None else runtime.backward.passes.num_done,
         frozen=frozen,
+        averages={average.name: average.counts() for average in averages_of(runtime)},
     )
     return manifest, records
 
@@ -175,6 +187,8 @@ def records_of(runtime: Runtime, optimizer: ZeroOptimizer | None, *, frozen: boo
         for flat in group.flats if frozen else group.trainable:
             mine = flat.layout.shard(runtime.world.shard_rank)
             yield from value_intervals(flat, mine, group.name)
+            for average in averages_of(runtime):
+                yield from average.records(flat, mine, group.name)
             if optimizer is not None and flat in optimizer.updater.spans:
                 yield from state_records(optimizer.updater, flat, mine, group.name)
             if optimizer is not None and flat.gradient is not None and runtime.backward.passes.num_done:

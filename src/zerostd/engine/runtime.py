@@ -201,10 +201,15 @@ class Runtime:
         if model.training and torch.is_grad_enabled():
             for observer in self.observers:
                 observer.before_forward()
+        self.share_buffers()
+        self._buffers_moved = model.training and torch.is_grad_enabled() and self.backward.is_syncing
+
+    def share_buffers(self) -> None:
+        """Let all ranks take rank 0's buffers, if a forward may have changed them."""
         if self._buffers_moved and self.world.size > 1:
             with self.world.at("the broadcast of buffers"):
-                self.wires.broadcast(list(model.buffers()))
-        self._buffers_moved = model.training and torch.is_grad_enabled() and self.backward.is_syncing
+                self.wires.broadcast(list(self.model.buffers()))
+        self._buffers_moved = False
 
     # Schedule, as the optimizer sees it
 
@@ -239,7 +244,7 @@ class Runtime:
         if self.optimizer is not None:
             self.optimizer.synchronize()
         for group in self.groups:
-            group.wait_save()
+            group.wait_readers()
             group.commit_edits()
 
     def check_step(self) -> None:

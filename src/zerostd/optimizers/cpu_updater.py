@@ -33,7 +33,7 @@ from zerostd.parameters.gradient import HostGradientCopy
 from zerostd.parameters.host_gradient import UP
 from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding.portions import UNIT
-from zerostd.tiers import Done, Streams, TierAllocator, Transfer, Worker
+from zerostd.tiers import AllOf, Done, Streams, TierAllocator, Transfer, Worker
 
 TILE_NUMEL = 16 << 20  # elements updated before their new parameters start on their way
 DISK_TILE_NUMEL = 4 << 20
@@ -260,6 +260,7 @@ class DiskUpdater(CpuUpdater):
                 scalars = self.update_tile(task, part, states, states, factor)
             slot.writes += [tensor.start_write(block.start, staged[name]) for name, tensor in task.source.items()]
             self.send_weights(task, part)
+        span.shard.landed = AllOf(*(write for slot in self._slots for write in slot.writes))
         self.finish(task, scalars)
         events.end(event)
         self.busy_s += time.perf_counter() - begun

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostd.compat import move_step_hooks
+from zerostd.compat import move_step_hooks, plain_step
 from zerostd.errors import MisuseError, PrepareError
 from zerostd.kernels import Adagrad, Adam, Rule, Sgd
 from zerostd.optimizers.spans import Options, ScalarStates, StepOptions, Tensors, UpdateSpan, copy_values
@@ -105,7 +105,7 @@ def _trial(optimizer: torch.optim.Optimizer, index: int, lengths: Sequence[int] 
         gradient = (torch.arange(24, dtype=torch.float32) * (step + 1)).cos()
         for parameter, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
             parameter.grad = part.reshape(parameter.shape).clone()
-        trial.step()
+        plain_step(trial)
     after = torch.cat([parameter.detach().flatten() for parameter in parameters])
     return after, dict(trial.state[parameters[0]]), trial.param_groups[0]
 
@@ -173,7 +173,7 @@ def update_by_clone(
     clone.state = defaultdict(dict)
     if span.scalars is not None:
         clone.state[parameter] = {**copy_values(span.scalars), **long_states}
-    clone.step()
+    plain_step(clone)
     parameter.grad = None
     if is_captured:
         group["capturable"] = True

@@ -20,7 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerostd.communication.world import thread_budget
-from zerostd.compat import move_step_hooks, no_torch_function, note_step
+from zerostd.compat import move_step_hooks, no_torch_function, note_step, run_state_hooks, share_state_hooks
 from zerostd.errors import MisuseError
 from zerostd.monitoring.ledger import explain_out_of_memory
 from zerostd.optimizers.backward_updates import BackwardUpdates
@@ -80,6 +80,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._states = states
         self.inner.state = states  # type: ignore[assignment]  # a mapping like torch's
         move_step_hooks(self.inner, self)  # once a step, not once a group
+        share_state_hooks(self.inner, self)
         self.inner.register_step_pre_hook(self._refuse_inner)
         self._is_built = True
 
@@ -185,7 +186,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.updater.offload is not None:
             self.updater.offload.drain()
         for group in self._schedule.update_order():
-            group.wait_save()
+            group.wait_readers()
 
     def _update(self, factor: torch.Tensor | None) -> StepOptions | None:
         """Update every group that the last backward has not updated already; returns the options, if there was one."""
@@ -282,17 +283,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return torch's format. In a world of one it is what the inner optimizer would give; on several ranks each
         state holds this rank's interval of it, and loads on the same rank of as many ranks."""
         self.check_consistent("state_dict()")
-        self.synchronize()
-        return save_states(self.updater, self._gradients)
+        run_state_hooks(self, "state_dict_pre")
+        self._commit_edits()
+        return run_state_hooks(self, "state_dict_post", save_states(self.updater, self._gradients))  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict returned; everything is checked before anything changes."""
         self.check_consistent("load_state_dict()")
+        state_dict = run_state_hooks(self, "load_state_dict_pre", state_dict.copy())
         with self._schedule.turn:
-            self.synchronize()
+            self._commit_edits()
             load_states(self.updater, self._gradients, state_dict)
             for group in self._schedule.update_order():
                 self._schedule.renew(group)
+        run_state_hooks(self, "load_state_dict_post")
+
+    def _commit_edits(self) -> None:
+        """Wait for updates, and let masters follow what the user wrote to parameters."""
+        self.synchronize()
+        for group in self._schedule.update_order():
+            group.commit_edits()
 
     def retire(self) -> None:
         """Refuse further steps, also of the user's own optimizer: the model is an ordinary one again, and the states

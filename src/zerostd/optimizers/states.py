@@ -228,7 +228,7 @@ def read_states(spans: UpdateSpans, index: int) -> tuple[tuple[int, int], States
 @torch.no_grad()
 def write_states(updater: Updater, spans: UpdateSpans, index: int, states: States) -> None:
     """Let these, which are whole, be the states of one parameter."""
-    spans.flat.pending_save.wait()
+    spans.flat.wait_readers()
     places = spans.isolate(index)
     for span, _ in places:
         spans.forget(span)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from zerostd.compat import no_torch_function
+from zerostd.compat import no_torch_function, plain_step
 from zerostd.errors import MisuseError
 from zerostd.monitoring import Ledger
 from zerostd.optimizers import cpu_updater, streamed_updater
@@ -205,7 +205,7 @@ class Updater:
     def update(self, group: Group, options: StepOptions, scope: Scope = "all", *, is_complete: bool = False) -> None:
         """Start the update of the spans of `group` that have gradients; `is_complete` says that all have. The scope
         "speculative" are those with spare tensors, which are updated into these; "rest" are those without."""
-        group.wait_save()
+        group.wait_readers()
         group.commit_edits()
         resident: list[UpdateSpan] = []
         used = 0
@@ -264,7 +264,7 @@ class Updater:
         self.inner.state = self.state
         try:
             with self.ledger.events.within("update", "compute", group.name, device=self.scratch.device):
-                self.inner.step()
+                plain_step(self.inner)
         finally:
             self.inner.param_groups = self.user_groups
             self.inner.state = state

@@ -39,7 +39,7 @@ class StateShard:
     tensors: dict[str, TierTensor]
     spare: dict[str, TierTensor] = field(default_factory=dict)
     holds_parameters: bool = False  # the master is the parameter itself, not a copy at another precision or place
-    landed: Transfer = field(default_factory=Done)  # when the last streamed update is back in `tier`
+    landed: Transfer = field(default_factory=Done)  # when the last update is back in `tier`: of streamed ones, on disk
 
     @property
     def portion(self) -> Portion:
@@ -91,7 +91,7 @@ class Flat:
     state_shards: Sequence[StateShard]  # portion by portion of the region; none if frozen
     is_sharded: bool = field(init=False, default=False)  # parameters rest as this rank's slice only
     gradient: Gradient | None = field(init=False, default=None)  # None if frozen
-    pending_save: Transfer = field(init=False, default_factory=Done)  # until then a checkpoint reads what it keeps
+    readers: list[Transfer] = field(init=False, default_factory=list)  # of values and states; writes wait for them
 
     def __post_init__(self) -> None:
         # On the device. Its storage is empty while released, if parameters rest elsewhere.
@@ -227,9 +227,15 @@ class Flat:
 
     # What users write to parameters
 
+    def wait_readers(self) -> None:
+        """Wait until nobody reads values and states any more."""
+        for reader in self.readers:
+            reader.wait()
+        self.readers.clear()
+
     def keep_values(self, index: int, values: torch.Tensor) -> None:
         """Keep what the user wrote to one parameter, all of whose values these are."""
-        self.pending_save.wait()
+        self.wait_readers()
         if self.gives_back:
             piece = self.layout.piece_of(index, self.region if self.is_sharded else slice(0, self.layout.numel))
             if piece is not None:
@@ -241,18 +247,18 @@ class Flat:
         """Whether the user wrote in place to parameters that show their values."""
         return self._read_versions() != self._versions
 
+    @property
+    def awaits_commit(self) -> bool:
+        """Whether the user wrote to parameters and masters do not know yet."""
+        return self._is_edited or self.has_edits
+
     def _read_versions(self) -> list[int]:
         with no_torch_function():
             return [version_of(parameter) for parameter in self.parameters]
 
-    def keep_edits(self) -> None:
-        """Keep what the user wrote in place to parameters that show their values, before these are given back."""
-        if self.has_edits:
-            self.keep_all(self.full)
-
     def keep_all(self, full: torch.Tensor) -> None:
         """Keep all values of a gathered buffer: the user may have written to any."""
-        self.pending_save.wait()
+        self.wait_readers()
         if self.gives_back:
             self.rest.write(slice(0, self.rest.numel), full[self.region] if self.is_sharded else full)
         self._versions = self._read_versions()
@@ -261,12 +267,12 @@ class Flat:
     def commit_edits(self) -> None:
         """Let masters follow what the user wrote. They change only where the rounded value did, so what was not
         touched loses no bits."""
-        if not self.gives_back:
-            self.keep_edits()
+        if not self.gives_back and self.has_edits:
+            self.keep_all(self.full)
         if not self._is_edited:
             return
         self._is_edited = False
-        self.pending_save.wait()
+        self.wait_readers()
         for shard in self.state_shards:
             if not shard.holds_parameters:
                 master = shard.read_master()
@@ -336,11 +342,11 @@ class SavedInterval:
         return self.column.read(slice(self.offset + low, self.offset + high), memory)
 
 
-def tensor_interval(kind: str, of: str, tensor: torch.Tensor) -> SavedInterval:
+def tensor_interval(kind: str, of: str, tensor: torch.Tensor, state: str = "") -> SavedInterval:
     """Return a copy of a whole tensor as one interval."""
     flat = tensor.detach().to("cpu", copy=True).contiguous().view(-1)
     column = TierTensor(flat.numel(), flat.dtype, Tier.HOST, flat)
-    return SavedInterval(kind, of, tuple(tensor.shape), 0, flat.numel(), column, 0)
+    return SavedInterval(kind, of, tuple(tensor.shape), 0, flat.numel(), column, 0, state)
 
 
 def pieces_in(mine: slice, flat: Flat, pieces: Iterable[Piece] | None = None) -> list[Piece]:

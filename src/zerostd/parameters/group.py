@@ -117,6 +117,12 @@ class Group:
             transfer.wait()
         return copies
 
+    def keep_edits(self) -> None:
+        """Keep what the user wrote in place to parameters that show their values, before these are given back."""
+        for flat in self.flats:
+            if flat.has_edits:
+                flat.keep_all(flat.full)
+
     def commit_edits(self) -> None:
         """Let masters follow what the user wrote to parameters."""
         for flat in self.flats:
@@ -149,8 +155,8 @@ class Group:
             device = self._wires.world.device
             span = ledger.events.begin("release", "compute", self.name, self._full_bytes, device=device)
             ledger.events.end(span, device)
+        self.keep_edits()
         for flat in self.flats:
-            flat.keep_edits()
             flat.show_nan()
             flat.free()
         self.state = GroupState.RELEASED
@@ -187,15 +193,15 @@ class Group:
             update.wait()
         self.updates.clear()
 
-    def hold_for_save(self, save: Transfer) -> None:
-        """Keep values and states as they are until a checkpoint has read them."""
+    def add_reader(self, reader: Transfer) -> None:
+        """Keep values and states as they are until `reader` is done with them: a checkpoint, or an average."""
         for flat in self.flats:
-            flat.pending_save = save
+            flat.readers.append(reader)
 
-    def wait_save(self) -> None:
-        """Wait until no checkpoint reads values and states any more."""
+    def wait_readers(self) -> None:
+        """Wait until nobody reads values and states any more."""
         for flat in self.flats:
-            flat.pending_save.wait()
+            flat.wait_readers()
 
     @property
     def _full_bytes(self) -> int:

@@ -74,6 +74,12 @@ class LentTensor(Lender):
             set_data(self, whole.as_strided(self.size(), self.stride(), start))
         return get_data(self)
 
+    def become(self, source: Source, whole: torch.Tensor) -> None:
+        """Show all values of a source from now on."""
+        self.lender = source
+        self.offset = 0
+        set_data(self, whole)
+
     def keep(self) -> None:
         """Become a tensor of its own, with the values of now."""
         if self.source is not None:

@@ -22,7 +22,7 @@ from torch import nn
 from zerostd.compat import in_backward, in_transform, is_below_autograd, move_hook_to_end
 from zerostd.errors import MisuseError
 from zerostd.parameters.handle import GradientHandle
-from zerostd.parameters.lending import Lender, get_data, lend
+from zerostd.parameters.lending import Lender, LentTensor, get_data, lend
 
 ACCESS = "_zerostd_access"  # attributes of a prepared parameter: a weak reference, so that models can go,
 LENT = "_zerostd_lent"  # weak references to what `p.data` gave,
@@ -56,6 +56,10 @@ class Access(Protocol):
 
     def shows_values(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter shows its values."""
+        ...
+
+    def shows_master(self, parameter: nn.Parameter) -> bool:
+        """Return whether what a parameter shows is its master, now and after updates, or its forward runs."""
         ...
 
     def forget(self) -> None:
@@ -95,21 +99,22 @@ class PreparedParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        if is_below_autograd():
-            return get_data(self)
-        lent = lend(self.source, self.source.read())
-        alive = [reference for reference in self.__dict__.get(LENT, ()) if reference() is not None]
-        self.__dict__[LENT] = [*alive, weakref.ref(lent)]
-        return lent
+        return get_data(self) if is_below_autograd() else self._lend(self.source.read())
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        """Take the values; what was lent of the parameter keeps the old ones."""
+        """Take the values, and lend them to the tensor that they are from: in torch the two share memory. Tensors that
+        were lent before keep the old values."""
         if values.shape != self.shape or values.dtype != self.dtype or values.device != self.device:
             raise MisuseError(
                 f"p.data = a tensor of shape {tuple(values.shape)}, {values.dtype} on {values.device}: the parameter "
                 f"has shape {tuple(self.shape)}, {self.dtype} on {self.device}, which a prepared model cannot change. "
                 "Do it before zerostd.prepare, or zerostd.release the model first"
+            )
+        if isinstance(values, LentTensor) and values.source not in (None, self.source):
+            raise MisuseError(
+                "p.data = the data of another parameter: in torch the two would share memory from then on, which those "
+                "of a prepared model cannot. Copy with p.data.copy_(q.data), or tie them before zerostd.prepare"
             )
         for reference in self.__dict__.pop(LENT, ()):
             lent = reference()
@@ -118,6 +123,44 @@ class PreparedParameter(nn.Parameter):
         whole = self.source.read()
         whole.copy_(values.clone())  # which may be a view of the same memory
         self.source.write(whole)
+        if type(values) is torch.Tensor and not values.requires_grad:
+            values.__class__ = LentTensor
+        if isinstance(values, LentTensor):
+            values.become(self.source, whole)
+            self._note_lent(values)
+
+    def detach(self) -> torch.Tensor:
+        """Return the values outside autograd: lent, where writes and updates would else go unseen."""
+        values = super().detach()
+        if isinstance(values, LentTensor) or is_below_autograd() or in_transform() or in_backward():
+            return values
+        return values if self.source.access.shows_master(self) else self._lend(values)
+
+    def _lend(self, values: torch.Tensor) -> LentTensor:
+        lent = lend(self.source, values)
+        self._note_lent(lent)
+        return lent
+
+    def _note_lent(self, lent: LentTensor) -> None:
+        alive = [reference for reference in self.__dict__.get(LENT, ()) if reference() is not None]
+        self.__dict__[LENT] = [*alive, weakref.ref(lent)]
+
+    def set_(self, *source: Any, **kwargs: Any) -> Any:
+        """Take the values of a tensor, as `p.data = tensor` does; other memory is refused."""
+        if len(source) != 1 or kwargs or not isinstance(source[0], torch.Tensor):
+            self.resize_()
+        if source[0] is not self:
+            self.data = source[0]
+        return self
+
+    def resize_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: parameters of a prepared model keep their memory."""
+        raise MisuseError(
+            "p.set_() or p.resize_() on a parameter of a prepared model, which cannot have other memory: write values "
+            "with p.copy_(values) under torch.no_grad(), or zerostd.release the model first"
+        )
+
+    resize_as_ = resize_
 
     @property
     def grad(self) -> torch.Tensor | None:

@@ -42,8 +42,6 @@ from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.offloading import ActivationOffloader
 from zerostd.scheduling.saved_storage import ActivationCopies
 from zerostd.tiers import Streams, TierAllocator, Uploader
-from zerostd.tiers.disk import Disk
-from zerostd.tiers.extents import Fallback
 from zerostd.tiers.host import Host
 from zerostd.tiers.limits import check_disk, check_host
 
@@ -124,8 +122,10 @@ def _make_allocator(need: Demand, budget: Budget, world: World, ledger: Ledger, 
         what = f"the host share of {world.local_size} rank(s) on this machine ({_parts(need, Tier.HOST)} each)"
         check_host(on_host, what, limit_of(budget.host))
     host = Host(world.device, ledger, num_threads(world))
-    disk = open_disk(budget, host, world, ledger) if needs_disk or _total(need, Tier.DISK) else None
-    return TierAllocator(world.device, host, disk, ledger)
+    allocator = TierAllocator(world.device, host, None, ledger)
+    if needs_disk or _total(need, Tier.DISK):
+        allocator.open_disk(budget, world.local_size)
+    return allocator
 
 
 def _reserve(allocator: TierAllocator, plans: list[list[FlatPlan]], need: Demand, budget: Budget, world: World) -> None:
@@ -212,10 +212,3 @@ def begin_backward_updates(runtime: Runtime, optimizer: ZeroOptimizer) -> None:
     runtime.backward.group_updates = optimizer.begin_backward_updates(
         knows_last_pass=knows_last_pass, may_speculate=placement.speculate
     )
-
-
-def open_disk(budget: Budget, host: Host, world: World, ledger: Ledger) -> Disk:
-    """Open the disk that a budget names. What it cannot hold any more goes to host memory, inside the budget."""
-    limit = limit_of(budget.host)
-    fallback = Fallback(host, ledger, None if limit is None else limit // world.local_size)
-    return Disk(budget.disk_path, ledger, limit=limit_of(budget.disk), fallback=fallback)

@@ -15,7 +15,7 @@ from zerostd.parameters import Flat
 from zerostd.parameters.flat import StateShard
 from zerostd.planning import Plan
 from zerostd.policy import Tier
-from zerostd.preparing.building import begin_backward_updates, make_offload_updater, open_disk
+from zerostd.preparing.building import begin_backward_updates, make_offload_updater
 from zerostd.preparing.groups import move_flat
 from zerostd.preparing.homes import FlatPlan, plan_flats
 from zerostd.preparing.options import check_world, rules_for
@@ -58,9 +58,8 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
         updater.offload.close()
     resources = runtime.resources
     goes_to_disk = any(portion.tier is Tier.DISK for _, _, wanted in changed for portion in wanted.portions)
-    if goes_to_disk and resources.allocator.disk is None:
-        host = resources.allocator.host
-        resources.allocator.disk = open_disk(settings.budget, host, runtime.world, runtime.ledger)
+    if goes_to_disk:
+        resources.allocator.open_disk(settings.budget, runtime.world.local_size)
     changed.sort(key=lambda change: _on_device(change[2].portions) - _on_device(change[1].state_shards))
     for _, flat, wanted in changed:  # what leaves the device comes first
         states = take_states(updater, flat)

@@ -38,11 +38,15 @@ class ModelGradients(Protocol):
         ...
 
 
-def _not_writable(name: str) -> MisuseError:
-    return MisuseError(
-        f"{name!r} or a parameter of its group was changed inside zerostd.gathered(module): use "
-        "zerostd.gathered(module, write=True), which keeps what rank 0 has changed, on all ranks"
-    )
+READ_ONLY = (
+    "zerostd.gathered(module): use zerostd.gathered(module, write=True), which keeps what rank 0 has changed, on all "
+    "ranks"
+)
+
+
+def not_writable(name: str, where: str) -> MisuseError:
+    """Return the error of a write to a parameter; `where` it was made comes with the remedy."""
+    return MisuseError(f"{name!r} or a parameter of its group was changed inside {where}")
 
 
 class ParameterAccess:
@@ -60,12 +64,14 @@ class ParameterAccess:
         self._gradients = gradients
         self._copied: tuple[Group, dict[Flat, torch.Tensor]] | None = None  # the last group that was touched
         self._held: dict[Group, dict[Flat, torch.Tensor]] = {}  # inside zerostd.gathered
-        self._may_write = True  # False inside zerostd.gathered without write=True
+        self._references: list[weakref.ref[nn.Parameter]] = []  # torch.utils.swap_tensors refuses what has any
+        self._read_only: str | None = None  # where writes are refused now: the context, and the remedy
 
     def install(self) -> None:
         """Let parameters ask here."""
         for parameter in self.places:
             parameter.__dict__[ACCESS] = weakref.ref(self)
+        self._references = [weakref.ref(parameter) for parameter in self.places]
         for group in self.gatherer.groups:
             if group.state is GroupState.GATHERED:
                 group.show_values()
@@ -74,6 +80,7 @@ class ParameterAccess:
         """Leave parameters as they were."""
         for flat in (flat for group in self.gatherer.groups for flat in group.flats):
             flat.restore_classes()
+        self._references = []
         for parameter in self.places:
             for name in (ACCESS, LENT, LAST_HOOK):
                 parameter.__dict__.pop(name, None)
@@ -110,39 +117,50 @@ class ParameterAccess:
     def write(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
         """Keep what was written to the tensor that `read` returned."""
         _, flat, index = self.places[parameter]
-        if not self._may_write:
-            raise _not_writable(flat.layout.intervals[index].name)
+        if self._read_only is not None:
+            raise not_writable(flat.layout.intervals[index].name, self._read_only)
         with self.gatherer.turn:
             flat.keep_values(index, values)
 
     @contextlib.contextmanager
     def held(self, groups: Sequence[Group], *, write: bool) -> Iterator[None]:
         """Hold the values of groups inside the context. With `write`, rank 0's changes are kept, on all ranks."""
-        outer = (self._held, self._may_write)
+        outer = self._held
         with self.gatherer.turn:
             self._hold(groups)
         try:
-            self._may_write = write
-            with contextlib.ExitStack() as pins:
-                for group in groups:
-                    pins.enter_context(group.pinned())
+            with self.pinned(groups, None if write else READ_ONLY):
                 yield
             edited = [flat for group in groups for flat in group.flats if flat.has_edits]
             if edited and not write:
-                raise _not_writable(edited[0].layout.intervals[0].name)
+                raise not_writable(edited[0].layout.intervals[0].name, READ_ONLY)
             if write:
                 self.gatherer.control.confirm("the end of zerostd.gathered(write=True)")
                 with self.gatherer.turn:
                     self._keep_held(groups)
         finally:
-            self._held, self._may_write = outer
+            self._held = outer
+
+    @contextlib.contextmanager
+    def pinned(self, groups: Sequence[Group], read_only: str | None) -> Iterator[None]:
+        """Keep groups from being updated inside the context, and with `read_only` from being written to."""
+        outer = self._read_only
+        if outer not in (None, READ_ONLY) and read_only is None:
+            raise not_writable(groups[0].name, outer)
+        self._read_only = read_only
+        try:
+            with contextlib.ExitStack() as pins:
+                for group in groups:
+                    pins.enter_context(group.pinned())
+                yield
+        finally:
+            self._read_only = outer
 
     def _hold(self, groups: Sequence[Group]) -> None:
         """Gather groups that rest on the device, and copy the others."""
         for group in (group for group in groups if not group.gives_back):
             self.gatherer.gather(group)
-            for flat in group.flats:
-                flat.keep_edits()  # from before the context
+            group.keep_edits()  # from before the context
         copies = {group: self.gatherer.copy(group) for group in groups if group.gives_back and group not in self._held}
         self._held = copies | self._held
 
@@ -174,6 +192,12 @@ class ParameterAccess:
     def shows_values(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter shows its values."""
         return self.places[parameter][0].state is GroupState.GATHERED
+
+    def shows_master(self, parameter: nn.Parameter) -> bool:
+        """Return whether what a parameter shows is its master, now and after updates, or its forward runs."""
+        group, flat, _ = self.places[parameter]
+        holds = all(shard.is_resident and shard.holds_parameters for shard in flat.state_shards)
+        return bool(self.active) or (holds and not group.gives_back and not group.is_in_slices)
 
     def forget(self) -> None:
         """Drop the copy: values are about to change."""

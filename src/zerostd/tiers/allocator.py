@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import torch
 
 from zerostd.monitoring import Ledger
-from zerostd.policy import Kind, Tier
+from zerostd.policy import Budget, Kind, Tier, limit_of
 from zerostd.tiers.debug import poison
 from zerostd.tiers.disk import Disk
-from zerostd.tiers.extents import Extent
+from zerostd.tiers.extents import Extent, Fallback
 from zerostd.tiers.host import PAGE, Host, aligned, padded
 from zerostd.tiers.limits import check_host
 from zerostd.tiers.transfer import Done, Streams, Transfer, record_event
@@ -52,6 +52,12 @@ class TierTensor:
         if isinstance(memory, Extent):
             return cls(numel, dtype, Tier.DISK, None, disk, memory, start)
         return cls(numel, dtype, Tier.HOST, memory[start : start + numel * dtype.itemsize].view(dtype))
+
+    def part(self, part: slice) -> TierTensor:
+        """Return a part of it as a tier tensor; on disk it must start on a page."""
+        tensor = None if self.tensor is None else self.tensor[part]
+        offset = self.offset + part.start * self.dtype.itemsize
+        return TierTensor(part.stop - part.start, self.dtype, self.tier, tensor, self.disk, self.extent, offset)
 
     def read(self, part: slice, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Return the numbers of a part: a view, or from disk a copy. Holds the host, so it is not for the step.
@@ -109,6 +115,14 @@ class TierAllocator:
         self._used: Counter[Arena] = Counter()  # bytes of each
         self._on_device: dict[tuple[str, Kind], list[int]] = {}  # bytes of each tensor, by owner
         self._stops: list[Callable[[], None]] = []
+
+    def open_disk(self, budget: Budget, local_size: int) -> None:
+        """Open the disk that a budget names, unless there is one. What it cannot hold any more goes to host memory,
+        inside this rank's part of the budget; `local_size` ranks share it."""
+        if self.disk is None:
+            limit = limit_of(budget.host)
+            fallback = Fallback(self.host, self.ledger, None if limit is None else limit // local_size)
+            self.disk = Disk(budget.disk_path, self.ledger, limit=limit_of(budget.disk), fallback=fallback)
 
     def reserve(self, owner: str, tier: Tier, kind: Kind, num_bytes: int) -> None:
         """Allocate the arena that an owner's tensors of one kind will be cut from; the device needs none."""

@@ -31,10 +31,12 @@ SEALED_FROM = 2  # the first version whose manifests have a checksum
 SEAL = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n')
 SEAL_BYTES = len(',"crc32":"01234567"}\n')
 BLOCK = 4 << 20  # bytes of a part that share a checksum
-KINDS = ("parameter", "buffer", "state", "gradient", "random", "extra")
+KINDS = ("parameter", "buffer", "state", "average", "gradient", "random", "extra")
+NAMED_STATES = ("state", "average")  # kinds of which a parameter may have several, by name
 MOST_ELEMENTS = 1 << 60
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-ABSENT_IF_DEFAULT = {"sequence": 0, "modules": {}, "passes": 0, "frozen": True}  # fields that are not written then
+# Fields that are not written if they have these values.
+ABSENT_IF_DEFAULT = {"sequence": 0, "modules": {}, "passes": 0, "frozen": True, "averages": {}}
 SAFETENSORS_CODES = {  # of the dtypes that checkpoints hold
     torch.float64: "F64",
     torch.float32: "F32",
@@ -149,6 +151,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, di
     modules: dict[str, Any] = {}  # by name: what get_extra_state returned
     passes: Count = 0  # backward passes done of an incomplete step
     frozen: bool = True  # parameters that did not train are stored too
+    averages: dict[str, dict[str, Count]] = {}  # by name: their counts of steps
 
     @cached_property
     def _by_name(self) -> dict[tuple[str, str], list[TensorEntry]]:
@@ -158,7 +161,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, di
         return entries
 
     def named(self, kind: str, of: str) -> list[TensorEntry]:
-        """Return the states of a parameter, or the one tensor of another kind, or nothing."""
+        """Return the states or averages of a parameter, or the one tensor of another kind, or nothing."""
         return self._by_name.get((kind, of), [])
 
     def of_kind(self, kind: str) -> list[TensorEntry]:
@@ -236,6 +239,8 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             places.add((part.file, part.key))
         if entry.kind in ("state", "gradient") and shapes.get(entry.of) != entry.shape:
             yield f"{entry.label} has shape {entry.shape}, not that of its parameter"
+        if entry.kind == "average" and entry.state not in manifest.averages:
+            yield f"{entry.label} is of an average that is not in 'averages'"
         if entry.kind == "gradient" and not manifest.passes:
             yield "gradients of a step that has not begun: 'passes' is 0"
     if manifest.optimizer is not None and any("params" in group.options for group in manifest.optimizer.groups):
@@ -246,8 +251,8 @@ def _tensor_problems(entry: TensorEntry, files: Mapping[str, FileEntry]) -> Iter
     """Yield what is wrong with one tensor: its parts must cover it, each in a file with a checksum for every block."""
     if entry.kind not in KINDS:
         yield f"the kind of {entry.of!r} is {entry.kind!r}, none of {', '.join(KINDS)}"
-    if (entry.kind == "state") != bool(entry.state):
-        yield f"{entry.label} should be a state with a name"
+    if (entry.kind in NAMED_STATES) != bool(entry.state):
+        yield f"{entry.label} should be a state or an average with a name"
     for name in (entry.dtype, entry.original or entry.dtype):
         if name not in DTYPES:
             yield f"{name!r} is not a dtype of a checkpoint"

@@ -4,7 +4,7 @@ const REPORT = JSON.parse(document.getElementById("report").textContent);
 const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c5", "--c6", "--c7", "--c4"];
 const windows = new Map(); // "timeline 0", "memory 0": [from, to] in seconds, where a chart is zoomed
 const DASHES = ["", "7 4", "2 4", "10 3 2 3", "1 5", "12 5"];
-const KINDS = { parameters: "--c0", gradients: "--c1", optimizer_states: "--c2", activations: "--c3", buffers: "--c4" };
+const KINDS = { parameters: "--c0", gradients: "--c1", optimizer_states: "--c2", activations: "--c3", averages: "--c5", buffers: "--c4" };
 
 const words = (text) => String(text).replace(/_/g, " ");
 const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
