@@ -45,6 +45,7 @@ VAGUE = {"found", "one", "told"}  # as names of variables: say the noun
 ALLOWED: dict[str, str] = {
     "ddp_bucket_cap_mb": "an option of Accelerate's",
     "torch.utils.swap_tensors": "torch's own",
+    "Cannot swap t1": "an error of torch's",
     "allgather_partitions": "an option of DeepSpeed's",
     "allgather_bucket_size": "an option of DeepSpeed's",
     "reduce_bucket_size": "an option of DeepSpeed's",
