@@ -20,6 +20,7 @@ from zerostd.checkpointing.loading import load_from
 from zerostd.checkpointing.saving import add_save, check_call, finish_saves, records_of
 from zerostd.checkpointing.storage import PendingSave
 from zerostd.checkpointing.storage.dcp_files import (
+    FAILURES,
     MODEL,
     OPTIMIZER,
     OURS,
@@ -57,7 +58,7 @@ class DcpSaving(PendingSave):
     def wait(self) -> None:
         try:
             self._future.result()
-        except Exception as error:
+        except FAILURES as error:
             self.forget_exit()
             raise CheckpointError(f"{self._path} cannot be written: {first_failure(error)}") from error
 
@@ -102,7 +103,7 @@ def save_dcp(runtime: Runtime, optimizer: ZeroOptimizer | None, path: str, extra
     future: Future[Any] = Future()
     try:
         result = call(storage_writer=writer(path), process_group=group)
-    except Exception as error:
+    except FAILURES as error:
         raise CheckpointError(f"{path} cannot be written: {first_failure(error)}") from error
     if is_async:
         future = result if isinstance(result, Future) else result.upload_completion

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -48,6 +49,7 @@ MODEL = "model"
 OPTIMIZER = "optim"
 OURS = "zerostd"  # what other programs do not have, as JSON: `extra`, states of modules, the number of steps
 TENSORS_OF_OURS = "zerostd_tensors"  # that the JSON names by number
+FAILURES = (Exception, CheckpointException)  # the latter holds those of all ranks, and is no Exception
 OPTION = re.compile(r"param_groups\.(\d+)\.(.+)")
 
 
@@ -284,7 +286,7 @@ class DcpCheckpoint:
         if state:
             try:
                 load(state, storage_reader=_reader(self._path), planner=LoadPlanner(on_bytes), no_dist=True)
-            except Exception as error:  # torch's CheckpointException holds those of all ranks
+            except FAILURES as error:
                 raise CheckpointError(f"{self._path} cannot be read: {first_failure(error)}") from error
 
     def verify(self, wanted: Iterable[tuple[TensorEntry, int, int]], on_bytes: OnBytes) -> None:
