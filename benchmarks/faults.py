@@ -71,7 +71,9 @@ def report(outcomes: list[Outcome], seed: int, seconds: float) -> str:
         "Stages 0 to 3, optimizer states on the device, the host or disk, 2 to 4 ranks. *Detected*: every other rank "
         "raised, or the fault did no harm. *Recovered*: all ranks finished with the values of a run without the fault. "
         "*Ended cleanly*: an exception and exit code 1, or 0. *Named*: of the runs in which ranks raised, those in "
-        "which each of them named the rank that the fault happened to.",
+        "which each of them named the rank that the fault happened to. A connection has two ends, so nobody has to be "
+        "named. *No other*: where ranks wait in different calls or differ in options, a message of a third rank names "
+        "two.",
         "",
         *rows(outcomes),
         "",

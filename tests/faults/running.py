@@ -85,7 +85,9 @@ def judge(fault: Fault, ends: list[End], seconds: float) -> Outcome:
         return Outcome(fault, ends, seconds, problems, True, None)
     raised = {rank: end for rank, end in others.items() if end.code == 1}
     is_detected = len(raised) == len(others) or not wrong
-    unnamed = [rank for rank, end in raised.items() if not _names(end.text, fault, rank)]
+    if fault.kind == "connection reset":  # it has two ends, and no rank is guilty
+        return Outcome(fault, ends, seconds, problems, is_detected, None)
+    unnamed = [rank for rank, end in raised.items() if not _names(end.text, fault)]
     problems += [f"rank {rank} names others: {raised[rank].text[:700]}" for rank in unnamed]
     is_alone = all(_blamed(end.text) <= {rank, fault.rank} for rank, end in raised.items())
     return Outcome(fault, ends, seconds, problems, is_detected, not unnamed if raised else None, is_alone)
@@ -96,10 +98,8 @@ def _blamed(text: str) -> set[int]:
     return {int(number) for number in re.findall(r"rank (\d+)(?! failed before)", text)}
 
 
-def _names(text: str, fault: Fault, rank: int) -> bool:
-    """Whether a message on a rank names the guilty one. A connection has two ends, and either may be named."""
-    if fault.kind == "connection reset":
-        return "rank" in text or "network" in text
+def _names(text: str, fault: Fault) -> bool:
+    """Whether a message of another rank names the guilty one."""
     return f"rank {fault.rank} " in text or f"on rank {fault.rank}" in text or f"rank {fault.rank}:" in text
 
 
