@@ -72,8 +72,7 @@ def prepare(
             are summed in fp32. Updates off the device then begin inside the last backward, unless gradients are
             clipped. None: observed, and updates begin at step().
         max_grad_norm: Clip gradients to this global norm in every step.
-        budget: How much of each tier may be used, from the first step on, and where the disk is; a size such as
-            '24GiB' limits the device.
+        budget: How much of each tier may be used, and where the disk is; a size such as '24GiB' limits the device.
         plan: A plan from `zerostd.plan`, or the path of a saved one. It replaces stage and placement.
         groups: Globs of module names whose parameters travel together, such as ['blocks.*'].
         mesh: The ranks that train this model: a process group or a DeviceMesh. The ranks of a row shard the model;
