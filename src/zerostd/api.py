@@ -18,8 +18,9 @@ from torch import nn
 from zerostd.checkpointing import dcp
 from zerostd.checkpointing.importing import import_model, is_model
 from zerostd.checkpointing.loading import load_checkpoint
-from zerostd.checkpointing.model_parts import full_state, full_values
-from zerostd.checkpointing.saving import finish_saves, save_checkpoint
+from zerostd.checkpointing.model_parts import full_state
+from zerostd.checkpointing.releasing import release_model
+from zerostd.checkpointing.saving import save_checkpoint
 from zerostd.checkpointing.storage import PendingSave, Saving
 from zerostd.checkpointing.storage import latest as newest
 from zerostd.communication import World
@@ -34,7 +35,6 @@ from zerostd.monitoring import Memory
 from zerostd.monitoring.decoding import path_of
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters.blueprints import MARK, check_model, find_blueprints
-from zerostd.parameters.lending import set_data
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage, Tier
 from zerostd.preparing.building import attach_optimizer, build
@@ -68,9 +68,8 @@ def prepare(
         placement: Where each kind of state is kept: device, host or disk, or shares of them. None: planned for the
             shortest step inside the budget, or inside free memory less a margin.
         precision: 'fp32', 'bf16' or 'fp16'; 16-bit runs keep fp32 masters. None keeps each parameter's dtype.
-        accumulate: Backward passes in a step, if known. With 1, gradients are kept in the reduce dtype; with more, they
-            are summed in fp32. Updates off the device then begin inside the last backward, unless gradients are
-            clipped. None: observed, and updates begin at step().
+        accumulate: Backward passes in a step, if known. With 1, gradients are kept in the reduce dtype, else as fp32
+            sums, and updates off the device begin inside the last backward. None: observed; they begin at step().
         max_grad_norm: Clip gradients to this global norm in every step.
         budget: How much of each tier may be used, and where the disk is; a size such as '24GiB' limits the device.
         plan: A plan from `zerostd.plan`, or the path of a saved one. It replaces stage and placement.
@@ -298,20 +297,20 @@ def save(
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    """Go on from a checkpoint, and return its `extra`; or take the values of an ordinary model.
+    """Load a checkpoint and return its `extra`, or load the values of an ordinary model.
 
-    Collective. By as many ranks as saved it training goes on bit by bit, random states included; any other number of
-    ranks, stage or placement loads it too. Each rank reads what it will hold.
+    Collective. On the same number of ranks, training resumes bit for bit, random states included. A checkpoint also
+    loads with any other number of ranks, stage or placement. Each rank reads what it will hold.
 
     Args:
-        path: Of the checkpoint; or of a Hugging Face directory, a safetensors file or the file of a state_dict. These
-            have no states: leave the optimizer out. dtypes become those that are kept, and the log says which.
+        path: A checkpoint; or a Hugging Face directory, a safetensors file or the file of a state_dict. These have no
+            states: leave the optimizer out. Values are cast to the dtypes that are kept, and the log names them.
         model: The module that prepare was called on.
         optimizer: What prepare returned. None: parameters and buffers only.
 
     Raises:
-        CheckpointError: It is damaged or of another model; nothing was changed, on no rank. If a disk fails later, the
-            model is loaded in part, which the error says: load again.
+        CheckpointError: It is damaged or of another model, and nothing was changed on any rank. If a disk fails
+            later, the model is loaded in part; the error says so: load again.
     """
     runtime = runtime_of(model, "load")
     prepared = _prepared(optimizer, "load")
@@ -383,31 +382,8 @@ def _prepared(optimizer: torch.optim.Optimizer | None, call: str) -> ZeroOptimiz
     return optimizer
 
 
-@torch.no_grad()
 def release(model: nn.Module) -> nn.Module:
     """Undo prepare: an ordinary module again, with full parameters in the dtypes they had. Collective."""
-    runtime = runtime_of(model, "release")
-    with runtime.turn:
-        return _release(model, runtime)
-
-
-def _release(model: nn.Module, runtime: Runtime) -> nn.Module:
-    runtime.wait_gradients()
-    runtime.gatherer.control.confirm("zerostd.release()")
-    finish_saves(runtime)
-    runtime.hooks.remove()
-    runtime.guards.remove()
-    runtime.finish_updates()
-    for group in runtime.groups:
-        for parameter, value in full_values(runtime, group):
-            set_data(parameter, value.clone())
-    runtime.access.remove()
-    for parameter in model.parameters():
-        parameter.grad = None
-    if runtime.late_optimizer is not None:
-        runtime.late_optimizer.end()
-    if runtime.optimizer is not None:
-        runtime.optimizer.retire()
-    runtime.disown()
+    release_model(runtime_of(model, "release"))
     object.__delattr__(model, MARK)
     return model

@@ -13,9 +13,9 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 24_800  # 22,941 before parameters, gradients and states could be touched anywhere
-MOST_LINES_IN_CORE = 10_010  # 8,801 before that
-MOST_CLASSES = 225  # 201 before that
+MOST_LINES = 27_560  # 24,782 before meshes, averages, checksums, blame, and turns of threads
+MOST_LINES_IN_CORE = 11_600  # 9,990 before those
+MOST_CLASSES = 238  # 225 before those
 
 # Habits that give way.
 MOST_LATE_FUNCTIONS = 0  # functions that somebody else sets on an object later

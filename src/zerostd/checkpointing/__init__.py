@@ -4,4 +4,5 @@ saving.py     prepared model -> checkpoint                loading.py  checkpoint
 importing.py  ordinary model files -> prepared model      storage/    the files
 dcp.py        to torch.distributed.checkpoint's format, and from there
 model_parts.py  what of a model is saved, by name, and its generators
+releasing.py  prepared model -> ordinary model
 """

@@ -1,0 +1,34 @@
+"""Undo prepare: give parameters their full values, and take everything of ours off the model. `zerostd.release` calls
+it on all ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from zerostd.checkpointing.model_parts import full_values
+from zerostd.checkpointing.saving import finish_saves
+from zerostd.engine.runtime import Runtime
+from zerostd.parameters.lending import set_data
+
+
+@torch.no_grad()
+def release_model(runtime: Runtime) -> None:
+    """Make the model an ordinary one again, with parameters in the dtypes they had."""
+    with runtime.turn:
+        runtime.wait_gradients()
+        runtime.gatherer.control.confirm("zerostd.release()")
+        finish_saves(runtime)
+        runtime.hooks.remove()
+        runtime.guards.remove()
+        runtime.finish_updates()
+        for group in runtime.groups:
+            for parameter, value in full_values(runtime, group):
+                set_data(parameter, value.clone())
+        runtime.access.remove()
+        for parameter in runtime.model.parameters():
+            parameter.grad = None
+        if runtime.late_optimizer is not None:
+            runtime.late_optimizer.end()
+        if runtime.optimizer is not None:
+            runtime.optimizer.retire()
+        runtime.disown()
