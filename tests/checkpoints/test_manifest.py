@@ -144,8 +144,8 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "smaller shape": (tensor(shape=[2, 4]), "ends at element 10 of 8"),
     "huge shape": (tensor(shape=[2**40, 2**40]), "parameter 'a.weight' has 1208925819614629174706176 elements"),
     "many dimensions": (tensor(shape=[1] * 65), r"tensors\[0\]\.shape: Expected `array` of length <= 64"),
-    "state without name": (tensor(2, state=""), "should be a state with a name"),
-    "parameter with state": (tensor(state="x"), "should be a state with a name"),
+    "state without name": (tensor(2, state=""), "should be a state or an average with a name"),
+    "parameter with state": (tensor(state="x"), "should be a state or an average with a name"),
     "state of nothing": (
         tensor(2, of="b.weight"),
         r"state 'b.weight' \(exp_avg\) has shape \(2, 5\), not that of its parameter",
@@ -198,7 +198,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
         tensor(5, shape=[5, 2]),
         r"gradient 'a.weight' has shape \(5, 2\), not that of its parameter",
     ),
-    "gradient with a name": (tensor(5, state="x"), "should be a state with a name"),
+    "gradient with a name": (tensor(5, state="x"), "should be a state or an average with a name"),
     "modules": (lambda d: d.update(modules=3), "modules is 3, and must be an object"),
 }
 

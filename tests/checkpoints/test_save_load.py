@@ -334,7 +334,7 @@ def test_a_path_is_written_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.incomplete-0123456789ab", "x" * 250, "", "nul\0"])
 def test_names_that_cannot_be(name: str, tmp_path: Path) -> None:
     run = small(tmp_path)
-    with pytest.raises(CheckpointError, match=r"cannot be (the name of a checkpoint|made)"):
+    with pytest.raises(CheckpointError, match=r"cannot be (the name of a checkpoint|made)|must be a path"):
         run.save(Path(tmp_path, name) if name else "")
     assert os.listdir(tmp_path) == []
     run.save(tmp_path / "saved")

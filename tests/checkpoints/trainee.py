@@ -132,7 +132,7 @@ def _die_everywhere(folder: Path) -> tuple[list[str], list[str]]:
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
-            _save_and_die(run, saved / "c", number, writer)
+            _save_and_die(folder, saved / "c", number, writer)
         os.close(writer)
         _, status = os.waitpid(child, 0)
         with open(reader) as text:
@@ -145,8 +145,9 @@ def _die_everywhere(folder: Path) -> tuple[list[str], list[str]]:
         number += 4 if "pwrite" in said else 1
 
 
-def _save_and_die(run: Run, path: Path, number: int, writer: int) -> None:
-    """The call with this number, from 0, kills the process before it does anything."""
+def _save_and_die(folder: Path, path: Path, number: int, writer: int) -> None:
+    """The call with this number, from 0, kills the process before it does anything. A forked child cannot use a model
+    of its parent's, so it trains one of its own."""
     left, write = number, os.write
 
     def deadly(name: str) -> Any:
@@ -163,6 +164,8 @@ def _save_and_die(run: Run, path: Path, number: int, writer: int) -> None:
         return call
 
     try:
+        run = Run(Job("sgd"), folder)
+        run.train(1)
         for name in CALLS:
             setattr(os, name, deadly(name))
         run.save(path, keep=2)

@@ -36,7 +36,7 @@ from zerostd.measuring.rates import (
 from zerostd.monitoring import Ledger
 from zerostd.monitoring.events import Timestamp
 from zerostd.planning.profiles import MachineProfile
-from zerostd.tiers.host import Host
+from zerostd.tiers.host import PAGE, Host
 from zerostd.tiers.transfer import Stream
 
 MIB = 2**20
@@ -155,11 +155,15 @@ def test_missing_directory_is_refused(tmp_path):
 
 
 def test_files_are_closed_when_the_disk_fails(tmp_path, monkeypatch):
-    def refuse(*args: Any) -> int:
-        raise OSError(5, "Input/output error")
+    write = os.pwritev
+
+    def refuse(fd: int, blocks: Any, offset: int) -> int:
+        if sum(len(block) for block in blocks) > PAGE:  # the disk is tried with a page first
+            raise OSError(5, "Input/output error")
+        return write(fd, blocks, offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr("zerostd.tiers.disk._move", refuse)
+        patch.setattr("os.pwritev", refuse)
         with pytest.raises(StorageError, match="Input/output error"):
             disk_rates(str(tmp_path), SMALL)
     assert not opened(tmp_path) and os.listdir(tmp_path) == []

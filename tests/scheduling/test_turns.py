@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +25,14 @@ PLACEMENTS = {
     "disk": Placement(parameters="disk", optimizer_states="disk", gradients="host"),
 }
 placements = pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS.keys())
+
+
+@pytest.fixture(autouse=True)
+def python_hears_interrupts() -> Iterator[None]:
+    """A shell lets commands in the background ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -238,7 +238,6 @@ def _rows(mesh: Mesh, device: torch.device) -> list[list[int]]:
     """Return the ranks of a mesh, row by row. The ranks of a row share the model state."""
     if mesh is None:
         return [list(range(dist.get_world_size() if dist.is_initialized() else 1))]
-    here = dist.get_rank()
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim > 2:
             raise PrepareError(
@@ -253,6 +252,7 @@ def _rows(mesh: Mesh, device: torch.device) -> list[list[int]]:
     else:
         raise PrepareError(f"mesh={mesh!r} must be a torch DeviceMesh or a process group")
     ranks = [rank for row in rows for rank in row]
+    here = dist.get_rank()
     if here not in ranks:
         raise PrepareError(f"rank {here} is not in mesh, which has the ranks {ranks}: call prepare on those only")
     if ranks != sorted(set(ranks)):

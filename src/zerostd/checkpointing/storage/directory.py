@@ -115,7 +115,7 @@ def clear_leftovers(parent: Path) -> None:
             if not PENDING.fullmatch(folder.name) or not folder.is_dir() or folder.is_symlink():
                 continue
             with suppress(OSError):
-                if abs(time.time() - folder.stat().st_mtime) < JUST_NOW_S:
+                if time.time() - folder.stat().st_mtime < JUST_NOW_S:
                     continue  # it may not be locked yet
                 _lock(folder).close()  # raises if somebody holds the lock
                 log.info("%s was left by a run that was killed; it is removed", folder)
