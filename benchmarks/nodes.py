@@ -111,7 +111,7 @@ def train(system: str, steps: int) -> dict[str, Any]:
 
 
 def work(steps: int, rounds: int, out: str) -> None:
-    """What one rank does."""
+    """Train every system on this rank, and let rank 0 write the results."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows: dict[str, list[dict[str, Any]]] = {system: [] for system in SYSTEMS}
