@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
+
+import pytest
 
 from house.limits import MOST_SHARED_NAMES, MOST_SILENT_ROOMS, MOST_UNLISTED_FILES, MOST_UNMAPPED_FILES
 from house.sources import ROOT, SOURCES, Source, hold, hold_everywhere
 
+FRONT = {"CHANGELOG.md", "CMakeLists.txt", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "README.zh-CN.md"}
+FRONT |= {"mkdocs.yml", "pyproject.toml", "benchmarks", "docs", "examples", "src", "tests"}  # beside hidden files
 TOP = {"__init__.py", "__main__.py", "api.py", "errors.py", "policy.py", "compat.py"}
 
 # Names that files of several rooms have, with the reason. An entry that is not needed any more fails.
@@ -30,6 +35,14 @@ LISTED = re.compile(r"(?<![\w/.-])(\w+\.py)\b")  # a file of the room as a docst
 
 def test_few_files_stand_outside_of_rooms() -> None:
     assert {source.name for source in SOURCES if "/" not in source.name} == TOP
+
+
+def test_nothing_that_a_program_wrote_is_kept() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("no git checkout")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    kept = {line.partition("/")[0] for line in listed.splitlines()}
+    assert {name for name in kept if not name.startswith(".")} == FRONT
 
 
 def test_every_room_says_what_it_is_for() -> None:

@@ -20,7 +20,10 @@ SOME = ["True", "-1", "nan", "text", "null character", "nested list", "object", 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "argument"), cases(), ids=lambda value: value)
-def test_junk_is_refused_by_an_error_of_ours(name: str, argument: str) -> None:
+def test_junk_is_refused_by_an_error_of_ours(
+    name: str, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # some junk is a fine relative path to write to
     assert check(name, argument, SOME) == []
 
 
