@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
+import queue
+import threading
 import warnings
 from datetime import timedelta
 
@@ -25,6 +28,13 @@ def test_callback_runs_once_after_the_whole_backward():
     x.register_hook(lambda grad: seen.append("leaf"))
     y.sum().backward()
     assert seen == ["hook", "leaf", "end"]
+
+
+def test_a_thread_that_python_did_not_start_is_none():
+    seen = queue.SimpleQueue()
+    _thread.start_new_thread(lambda: seen.put(compat.python_thread()), ())
+    assert seen.get(timeout=10) is None
+    assert compat.python_thread() is threading.main_thread()
 
 
 def test_in_backward_is_true_only_there():

@@ -1,4 +1,4 @@
-"""The private names of torch that zerostd needs, all of them, each with a test.
+"""The private names of torch and of Python that zerostd needs, all of them, each with a test.
 
 They differ between torch releases and may move; nothing else in the library touches a name with a leading underscore.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -29,6 +30,12 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Return whether this thread runs inside a backward pass (recomputed forwards run there too)."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def python_thread() -> threading.Thread | None:
+    """Return this thread; None if Python did not start it, as autograd's threads of devices."""
+    thread = threading.current_thread()
+    return None if isinstance(thread, threading._DummyThread) else thread
 
 
 def calls_of(module: torch.nn.Module, frame: FrameType | None = None) -> int:

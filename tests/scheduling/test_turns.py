@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import queue
 import random
 import signal
 import threading
@@ -209,6 +211,28 @@ def test_threads_that_train_in_turns_sum_their_gradients() -> None:
     plain_optimizer.step()
     trained = zerostd.full_state_dict(model)
     assert all(torch.equal(value, trained[name]) for name, value in zerostd.full_state_dict(plain).items())
+
+
+@placements
+def test_a_backward_in_a_thread_of_autograd_is_that_of_the_forwards_thread(placement: Placement) -> None:
+    """On a device hooks run in autograd's threads, which Python does not know; here they are started as unknown."""
+    model, optimizer = make(placement)
+    for _ in range(2):
+        loss = model(torch.randn(4, WIDTH)).sum()
+        ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def backward(loss: Tensor = loss, ended: queue.SimpleQueue[BaseException | None] = ended) -> None:
+            try:
+                loss.backward()
+            except BaseException as error:
+                ended.put(error)
+            else:
+                ended.put(None)
+
+        _thread.start_new_thread(backward, ())
+        assert ended.get(timeout=60) is None
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_the_handlers_of_signals_are_the_users_between_passes() -> None:

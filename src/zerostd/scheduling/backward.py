@@ -140,10 +140,12 @@ class Backward:
     def begin(self, trainer: threading.Thread | None = None) -> BackwardPass:
         """Begin a pass, if none is running: by the thread `trainer`, or by this one. Its first sign may be any hook."""
         turn = self.gatherer.turn
+        if self._pass is not None:
+            if trainer is not None:
+                turn.claim_pass(trainer)
+            return self._pass
         if trainer is not None:
             turn.check_trainer(trainer)
-        if self._pass is not None:
-            return self._pass
         with turn:
             self.reducer.wait()
             self.passes.check(updates_began=self.group_updates is not None and self.group_updates.has_begun)

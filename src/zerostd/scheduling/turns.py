@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from zerostd.compat import calls_of, in_backward
+from zerostd.compat import calls_of, in_backward, python_thread
 from zerostd.errors import MisuseError
 from zerostd.tiers.worker import check_process
 
@@ -154,11 +154,17 @@ class Turn:
         self._module = module
 
     def begin_pass(self, trainer: threading.Thread | None) -> None:
-        """Begin a backward pass of the thread that ran its forward; None: not known, it is taken for this one's."""
+        """Begin a backward pass of the thread that ran its forward. None: not known. It is taken for this thread's,
+        or, in one of autograd's own threads, for that of the first thread that claims it."""
         with self._condition:
             if trainer is not None and self._holder != trainer.ident:
                 self._wait_for_others(refuses=False)
-            self._trainer = trainer or threading.current_thread()
+            self._trainer = trainer or python_thread()
+
+    def claim_pass(self, trainer: threading.Thread) -> None:
+        """Take the pass that runs for that of a thread, or refuse it: a pass of another one runs."""
+        self.check_trainer(trainer)
+        self._trainer = trainer
 
     def check_trainer(self, trainer: threading.Thread) -> None:
         """Refuse a backward pass of one thread inside that of another."""
