@@ -37,6 +37,15 @@ def test_a_thread_that_python_did_not_start_is_none():
     assert compat.python_thread() is threading.main_thread()
 
 
+def test_storages_are_told_apart_without_their_memory():
+    first = torch.zeros(4)
+    second = torch.zeros(4)
+    before = compat.storage_of(first)
+    for tensor in (first, second):
+        tensor.untyped_storage().resize_(0)
+    assert compat.storage_of(first[1:]) == before != compat.storage_of(second)
+
+
 def test_in_backward_is_true_only_there():
     seen = []
     x = torch.ones(3, requires_grad=True)

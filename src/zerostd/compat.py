@@ -38,6 +38,11 @@ def python_thread() -> threading.Thread | None:
     return None if isinstance(thread, threading._DummyThread) else thread
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return a number that no other living storage has, whether or not its memory is there."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def calls_of(module: torch.nn.Module, frame: FrameType | None = None) -> int:
     """Return how many calls of a module are going on, one inside the other: in this thread, or in that of a frame.
     Walks the stack."""

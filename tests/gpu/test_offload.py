@@ -337,9 +337,9 @@ def test_allocator_grows_by_what_the_ledger_says(name):
 def test_released_groups_hold_no_memory():
     model, optimizer, x = large(ALL_HOST)
     flats = [flat for group in model.__dict__["_zerostd"].groups for flat in group.flats]
-    for _ in range(2):
+    for num_kept in (0, 2):  # backward begins with two of them, once their order is known
         loss = model(x).square().mean()
-        assert not any(flat.full.untyped_storage().nbytes() for flat in flats)
+        assert sum(flat.full.untyped_storage().nbytes() > 0 for flat in flats) == num_kept
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -14,11 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import zerostd
-from zerostd.communication.peers import Peers
-from zerostd.communication.wires import Wires
-from zerostd.communication.world import Channels, World
-from zerostd.compat import default_store
-from zerostd.monitoring import Ledger
 
 pytestmark = pytest.mark.gpu
 
@@ -162,28 +157,6 @@ def nccl_group():
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     yield device
     dist.destroy_process_group()
-
-
-def test_wires_over_nccl_land_on_the_current_stream(nccl_group):
-    """One rank, but every collective, stream and event of the path that several ranks take."""
-    group = dist.new_group()
-    peers = Peers(default_store(), 0, 1, 60.0)
-    control = dist.new_group(backend="gloo")
-    channels = Channels(group, group, dist.new_group(), group, group, control, peers)
-    wires = Wires(World(0, 2, 1, nccl_group, 60.0, channels), Ledger())
-    wires.world = World(0, 1, 1, nccl_group, 60.0, channels)
-    wires.reserve(4 << 20)
-    wires._receive = torch.empty(4 << 20, dtype=torch.uint8, device=nccl_group)
-    full, shard = torch.zeros(1 << 20, device=nccl_group), torch.randn(1 << 20, device=nccl_group)
-    wires.gather(full, shard).wait()
-    assert torch.equal(full, shard)
-    land = torch.ones(1 << 20, device=nccl_group)
-    wires.reduce(full, land).wait()
-    assert torch.equal(land, shard)
-    wires.reduce(full, land, accumulate=True).wait()
-    assert torch.equal(land, shard * 2)
-    wires.reduce_everywhere(full).wait()
-    assert torch.equal(full, shard)
 
 
 def test_sync_batch_norm_trains(nccl_group):

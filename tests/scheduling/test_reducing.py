@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from scheduling.small_groups import CPU, SHAPE, Bench, Update, parameter_of
@@ -116,7 +117,20 @@ def test_a_staging_buffer_is_filled_again_only_when_what_it_held_has_left() -> N
     assert [landed(group) for group in groups] == [[0.0], [1.0], [9.0]]
 
 
-def test_in_the_last_pass_a_group_has_landed_when_the_next_one_is_sent() -> None:
+def test_in_the_last_pass_a_group_has_landed_when_the_one_after_the_next_is_sent() -> None:
+    reducer, wires, groups, _ = two_ranks(3)
+    reducer.begin()
+    assert reducer.launch(brought(groups[0], 1.0), sync=True, is_last=True) == []
+    assert reducer.launch(brought(groups[1], 2.0), sync=True, is_last=True) == []
+    assert [sent.num_waits for sent in wires.sent] == [0, 0]
+    assert reducer.launch(brought(groups[2], 3.0), sync=True, is_last=True) == [groups[0]]
+    assert landed(groups[0]) == [1.0]
+
+
+def test_a_group_whose_update_goes_on_later_has_landed_when_the_next_one_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Group, "is_updated_later", True)
     reducer, _, groups, _ = two_ranks(2)
     reducer.begin()
     assert reducer.launch(brought(groups[0], 1.0), sync=True, is_last=True) == []

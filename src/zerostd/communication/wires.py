@@ -8,6 +8,9 @@ sends is entered in the ledger.
 slice and an all-to-all with a sum in rank order move the same bytes in a third of the time, and the sum has one
 order whatever the timing.
 
+[Note: streams] On a device gathers and reduces have a stream each: in backward the next gather does not wait for the
+last reduce. A reduce writes straight to where the gradient rests, unless it is added to what is there.
+
 [Note: replicas] Where the model state has several replicas, a gradient is reduced to slices among the ranks that share
 one replica, and each slice is then averaged over replicas. Only slices cross from replica to replica.
 """
@@ -77,9 +80,12 @@ class Wires:
         self.in_backward = False  # gathers are those of a backward pass
         self._num_threads = thread_budget(world.local_size)
         self._receive = torch.empty(0, dtype=torch.uint8, device=world.device)
-        self._receiving: Collective | None = None  # the last one that uses the receive buffer; without a stream
-        has_stream = world.device.type != "cpu" and world.size > 1
-        self._stream = torch.Stream(world.device) if has_stream else None
+        self._receiving: Collective | None = None  # the last one that uses the receive buffer; without streams
+        self._largest_slice = 0  # bytes of the largest gradient that is received
+        self._has_streams = world.device.type != "cpu" and world.size > 1
+        # See [Note: streams]. Compute waits for gathers, so they come first.
+        self._gathers = torch.Stream(world.device, priority=-1) if self._has_streams else None
+        self._reduces = torch.Stream(world.device) if self._has_streams else None
         replicas = None if world.channels is None else world.channels.replicas
         # See [Note: replicas].
         self._across = None if replicas is None else Wires(world.inside(replicas), ledger, REPLICAS)
@@ -107,13 +113,20 @@ class Wires:
         """Allocate receive buffers."""
         world = self.world
         mine = largest // world.num_shards
-        has_streams = self._stream is not None
-        num_bytes = self.buffer_bytes(largest, world.num_shards, world.num_replicas, has_streams=has_streams)
-        if self._across is not None and not has_streams:
+        self._largest_slice = mine
+        if self._has_streams:  # the buffer is made when a gradient is first added to another
+            return
+        num_bytes = self.buffer_bytes(largest, world.num_shards, world.num_replicas, has_streams=False)
+        if self._across is not None:
             self._across.reserve(mine)
             num_bytes -= mine
-        if num_bytes:
-            self._receive = torch.empty(num_bytes, dtype=torch.uint8, device=world.device)
+        self._reserve(num_bytes)
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Make the receive buffer at least this large."""
+        if num_bytes > self._receive.nbytes:
+            self.ledger.leave(Kind.BUFFERS, self._receive.nbytes)
+            self._receive = torch.empty(num_bytes, dtype=torch.uint8, device=self.world.device)
             self.ledger.enter(Kind.BUFFERS, num_bytes)
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor | None = None) -> Transfer:
@@ -122,42 +135,47 @@ class Wires:
             return Done()
         if shard is None:
             shard = self._mine(full)
-        if self._stream is not None:
+        if self._gathers is not None:
             self.ledger.sent["gather"] += shard.nbytes * (self.world.num_shards - 1)
-            return self._on_stream(lambda: dist.all_gather_into_tensor(full, shard, group=self._gathering))
+            group = self._gathering
+            return self._on_stream(self._gathers, lambda: dist.all_gather_into_tensor(full, shard, group=group))
         return self._spread(full, shard, "gather")
 
     def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Transfer:
         """Start writing the mean over ranks of my slice of `full` to `land`, or adding it. `full` must stay untouched
         until the wait; one reduce is in flight at a time, the next waits for it."""
-        if self._stream is None:
+        if self._reduces is None:
             return self._collect(full, land, accumulate=accumulate)
-        received = self._receive[: full.nbytes // self.world.num_shards].view(full.dtype)
+        received = land
+        if accumulate or land.dtype != full.dtype:
+            self._reserve(self._largest_slice)
+            received = self._receive[: full.nbytes // self.world.num_shards].view(full.dtype)
 
         def run() -> None:
             self._reduce_slice(full, received)
             if accumulate:
                 land.add_(received)
-            else:
+            elif received is not land:
                 land.copy_(received)
 
-        return self._on_stream(run)  # the next reduce is ordered behind this one by the stream
+        return self._on_stream(self._reduces, run)  # the next reduce is ordered behind this one by the stream
 
     def reduce_everywhere(self, full: torch.Tensor) -> Transfer:
         """Start replacing `full` by its mean over ranks: reduce my slice, then send everyone's slices to everyone."""
         mine = self._mine(full)
-        if self._stream is None:
+        if self._reduces is None:
             return self._collect(full, mine, then=lambda: self._spread(full, mine, self._entry))
         self.ledger.sent[self._entry] += mine.nbytes * (self.world.num_shards - 1)
         if self._across is None:
             self.ledger.sent[self._entry] += mine.nbytes * (self.world.num_shards - 1)
-            return self._on_stream(lambda: dist.all_reduce(full, dist.ReduceOp.AVG, group=self._channels.reduce))
+            group = self._channels.reduce
+            return self._on_stream(self._reduces, lambda: dist.all_reduce(full, dist.ReduceOp.AVG, group=group))
 
         def run() -> None:
             self._reduce_slice(full, mine)
             dist.all_gather_into_tensor(full, mine, group=self._channels.reduce)
 
-        return self._on_stream(run)
+        return self._on_stream(self._reduces, run)
 
     def _mine(self, full: torch.Tensor) -> torch.Tensor:
         return full.view(self.world.num_shards, -1)[self.world.shard_rank]
@@ -247,13 +265,12 @@ class Wires:
             for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
                 tensor.detach().copy_(part.view(tensor.shape))
 
-    def _on_stream(self, run: Callable[[], object]) -> Transfer:
-        """Run collectives of nccl in the stream of the wires, behind what is in the current one."""
-        assert self._stream is not None
-        self._stream.wait_stream(torch.accelerator.current_stream(self.world.device))
-        with self._stream, self.world.waiting():
+    def _on_stream(self, stream: torch.Stream, run: Callable[[], object]) -> Transfer:
+        """Run collectives of nccl in a stream, behind what is in the current one."""
+        stream.wait_stream(torch.accelerator.current_stream(self.world.device))
+        with stream, self.world.waiting():
             run()
-        return StreamEvent(self._stream, self.world.device)
+        return StreamEvent(stream, self.world.device)
 
 
 def wires_to_peers(group: Any, world: World, ledger: Ledger) -> Wires | None:

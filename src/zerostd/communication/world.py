@@ -33,8 +33,12 @@ Mesh = DeviceMesh | dist.ProcessGroup | None  # the ranks that train a model; No
 TIMEOUT_VARIABLE = "ZEROSTD_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
 # Torch's watchdog would end the process without a Python exception. It aborts the communicators instead, and the next
-# collective raises. See [Note: aborted communicators].
-WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+# collective raises. See [Note: aborted communicators]. Before it aborts it would wait a minute for a dump of its own.
+WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 
 
 @dataclass(eq=False)

@@ -184,7 +184,7 @@ class Gradients(StepObserver):
         piece = flat.layout.piece_of(index, flat.region)
         if piece is None:
             return
-        part = self._wait_updates(flat)[piece.place]
+        part = self._wait_updates(flat, handle.of)[piece.place]
         assert flat.gradient is not None
         flat.gradient.changed()
 
@@ -204,7 +204,7 @@ class Gradients(StepObserver):
         self._apply_factor()
         flat, index = self._places[handle.of]
         if self._whole is None or self._whole[0] is not flat:
-            mine = self._wait_updates(flat).to(self.wires.world.device)
+            mine = self._wait_updates(flat, handle.of).to(self.wires.world.device)
             whole = mine
             if mine.numel() < flat.layout.numel:
                 whole = torch.empty(flat.layout.numel, dtype=mine.dtype, device=mine.device)
@@ -242,17 +242,35 @@ class Gradients(StepObserver):
             return
         self.factor = 1.0
         for flat in self._flats:
-            gradient = self._wait_updates(flat)
-            gradient.mul_(factor.to(gradient.device) if isinstance(factor, torch.Tensor) else factor)
             assert flat.gradient is not None
+            if flat.gradient.is_given_back:
+                continue
+            gradient = self._wait_updates(flat, flat.layout.intervals[0].name)
+            gradient.mul_(factor.to(gradient.device) if isinstance(factor, torch.Tensor) else factor)
             flat.gradient.changed()
 
-    def _wait_updates(self, flat: Flat) -> torch.Tensor:
+    def _wait_updates(self, flat: Flat, name: str) -> torch.Tensor:
         """Return the gradient of a flat's region when no update reads it any more, also after step() has returned."""
         for update in self._groups[flat].updates:
             update.wait()
         assert flat.gradient is not None
+        if flat.gradient.is_given_back:
+            raise MisuseError(
+                f"the gradient of {name!r} is used after optimizer.zero_grad() dropped it: copy it before, with "
+                "p.grad.clone()"
+            )
         return flat.gradient.wait_landed()
+
+    def give_back(self, dropped: Sequence[nn.Parameter]) -> None:
+        """Give the memory of gradients back, if those of these parameters are all there are. Gradients that updates
+        go on reading keep theirs."""
+        if len(dropped) < len(self._places):
+            return
+        for group in self.groups:
+            if not group.is_updated_later:
+                for flat in group.trainable:
+                    assert flat.gradient is not None
+                    flat.gradient.give_back()
 
     def unscale(self, handles: Sequence[GradientHandle], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
         """torch.amp.GradScaler's check-and-unscale, over all ranks."""

@@ -272,12 +272,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._gradients.check_unlocked("zero_grad()")
         self._gradients.take_factor()
         self._is_clipped = False
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         with no_torch_function():
-            for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            for parameter in parameters:
                 if set_to_none:
                     GRAD.__set__(parameter, None)
                 elif parameter.grad is not None:
                     self._gradients.scale(parameter.grad, 0.0)
+        if set_to_none:
+            self._gradients.give_back(parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's format. In a world of one it is what the inner optimizer would give; on several ranks each

@@ -272,6 +272,7 @@ def gradient_records(
     assert gradient is not None
     if any(torch.promote_types(dtype, gradient.rest_dtype) != gradient.rest_dtype for dtype in dtypes):
         gradient.use_sum()
+    gradient.take_memory()
     rest = gradient.wait_landed()
     tensor = TierTensor(rest.numel(), rest.dtype, gradient.tier, rest)
     intervals = flat.layout.intervals

@@ -5,6 +5,9 @@ With one backward pass a step it rests in the reduce dtype (2 bytes in bf16 runs
 buffer for all of it and reduces in place; one that shards them fills a passing buffer and keeps its region only. The
 reducer calls the verbs of landing, the optimizer those of reading. A gradient that rests on the device may have a copy
 of parts on the host, for the CPU to read; one that rests on the host is a `HostGradient` (host_gradient.py).
+
+[Note: memory of gradients] After zero_grad() nothing rests, and the memory is given back until the next gradient lands:
+the forward pass has it for activations. Tensors keep their storage and only its memory goes, so views stay valid.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zerostd.compat import foreach_add_, foreach_copy_
+from zerostd.compat import foreach_add_, foreach_copy_, storage_of
 from zerostd.policy import Kind, Tier
 from zerostd.sharding import Layout
 from zerostd.tiers import Done, Streams, TierAllocator, Transfer, record_event
@@ -49,9 +52,37 @@ class Gradient:
         self._unsynced: torch.Tensor | None = None  # as `_sum`, the flat's length: passes under no_sync, not reduced
         self._has_landed = [False] * len(self.layout.intervals)  # by parameter: a reduced gradient rests
         self._is_unsynced = [False] * len(self.layout.intervals)  # by parameter: `_unsynced` holds something of it
-        self._views: dict[int, list[torch.Tensor]] = {}
+        self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     # Where it rests
+
+    @property
+    def is_given_back(self) -> bool:
+        """Whether it has no memory; see [Note: memory of gradients]."""
+        return any(tensor.untyped_storage().nbytes() == 0 for tensor in self._memories)
+
+    @property
+    def _memories(self) -> list[torch.Tensor]:
+        """The tensors on the device that it rests in, one for each storage."""
+        tensors = (self._rest if self.whole is None else self.whole, self._sum)
+        return [tensor for tensor in tensors if tensor is not None and tensor.numel()]
+
+    def give_back(self) -> None:
+        """Give the memory back: nobody wants what rests, and no update reads it."""
+        for tensor in self._memories:
+            self._free(tensor)
+            tensor.untyped_storage().resize_(0)
+        self._has_landed = [False] * len(self._has_landed)
+
+    def take_memory(self) -> None:
+        """Take memory again, if it was given back. Only padding is zero then: all else is about to be written."""
+        for tensor in self._memories:
+            if tensor.untyped_storage().nbytes() == 0:
+                tensor.untyped_storage().resize_(tensor.nbytes)
+                self.allocator.ledger.enter(Kind.GRADIENTS, tensor.nbytes)
+                end = self.layout.numel - self.layout.padding
+                start = 0 if tensor.numel() == self.layout.numel else self.region.start
+                tensor[max(0, end - start) :].zero_()
 
     @property
     def numel(self) -> int:
@@ -107,7 +138,7 @@ class Gradient:
             self._free(self._rest)
         for tensor in (self.whole, self._unsynced):
             if tensor is not None:
-                self.allocator.ledger.leave(Kind.GRADIENTS, tensor.nbytes)
+                self.allocator.ledger.leave(Kind.GRADIENTS, tensor.untyped_storage().nbytes())
         if self.host_copy is not None:
             self.host_copy.close()
         self._rest = self._sum = self.whole = self._unsynced = None
@@ -122,7 +153,7 @@ class Gradient:
         return tensor
 
     def _free(self, tensor: torch.Tensor) -> None:
-        self.allocator.ledger.leave(Kind.GRADIENTS, tensor.nbytes)
+        self.allocator.ledger.leave(Kind.GRADIENTS, tensor.untyped_storage().nbytes())
 
     # Landing, called by the reducer
 
@@ -139,12 +170,13 @@ class Gradient:
             buffer.add_(self._unsynced)
             self._is_unsynced = [False] * len(self._is_unsynced)
             self.allocator.ledger.leave(Kind.GRADIENTS, self._unsynced.nbytes)
-            self._views.pop(self._unsynced.data_ptr(), None)
+            self._views.pop(_place_of(self._unsynced), None)
             self._unsynced = None
 
     def prepare_landing(self, wanted: Sequence[bool]) -> bool:
         """Make ready for a pass to land; True if it must be added to what rests. `wanted` says by parameter whether
         the gradient of earlier passes is."""
+        self.take_memory()
         keep = [is_wanted and has_landed for is_wanted, has_landed in zip(wanted, self._has_landed, strict=True)]
         self._has_landed = [True] * len(keep)
         if not any(keep):
@@ -205,6 +237,9 @@ class Gradient:
 
     def resume(self, index: int, *, has_landed: bool) -> None:
         """Take the gradient of one parameter for one that has landed, or for one that is not there."""
+        if has_landed and self.is_given_back:
+            self.take_memory()
+            self.current.zero_()
         self._has_landed[index] = has_landed
         self.changed()
 
@@ -215,10 +250,11 @@ class Gradient:
 
     def _views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return a view per parameter into a buffer of the flat's length; kept, since buffers are few."""
-        views = self._views.get(buffer.data_ptr())
+        place = _place_of(buffer)
+        views = self._views.get(place)
         if views is None or views[0].dtype != buffer.dtype:
             views = [buffer[i.offset : i.end].view(i.shape) for i in self.layout.intervals]
-            self._views[buffer.data_ptr()] = views
+            self._views[place] = views
         return views
 
     # Reading, called by the optimizer
@@ -307,6 +343,11 @@ def vector_norm(tensor: torch.Tensor, order: float) -> torch.Tensor:
     """Return a norm in fp32, computed in fp32 or wider."""
     norm: torch.Tensor = torch.linalg.vector_norm(tensor, order, dtype=torch.promote_types(tensor.dtype, torch.float32))
     return norm.float()
+
+
+def _place_of(buffer: torch.Tensor) -> tuple[int, int]:
+    """Return which memory a tensor is a view of, and from where on, whether or not it is there now."""
+    return storage_of(buffer), int(buffer.storage_offset())
 
 
 def _write(views: list[torch.Tensor], arrived: Arrived) -> None:

@@ -23,33 +23,46 @@ NUM_STAGING = 2
 
 class Staging:
     """`NUM_STAGING` buffers on the device that gradients pass through in turn: one fills while another empties. Each is
-    as large as the largest gradient that passes."""
+    as large as the largest gradient that passes. `give_back` gives their memory back until the next one passes."""
 
     def __init__(self) -> None:
         self._memories: list[torch.Tensor] = []
         self._free: list[Transfer] = []  # by buffer: when what passes through it has left
         self._turn = 0
+        self._ledger: Ledger | None = None
 
     def reserve(self, num_bytes: int, device: torch.device, ledger: Ledger) -> None:
         """Make the buffers at least this large."""
         if self._memories and self._memories[0].nbytes >= num_bytes:
             return
-        for free in self._free:
-            free.wait()  # what is on its way must have left before the memory can be another tensor's
-        ledger.leave(Kind.BUFFERS, sum(memory.nbytes for memory in self._memories))
+        self.give_back()
+        self._ledger = ledger
         self._memories = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_STAGING)]
-        self._free = [Done() for _ in range(NUM_STAGING)]
         ledger.enter(Kind.BUFFERS, num_bytes * NUM_STAGING)
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[int, torch.Tensor, Transfer]:
         """Return the number of the next buffer, a tensor in it, and the transfer after which it may be written."""
         self._turn = (self._turn + 1) % NUM_STAGING
-        buffer = self._memories[self._turn][: numel * dtype.itemsize].view(dtype)
-        return self._turn, buffer, self._free[self._turn]
+        memory = self._memories[self._turn]
+        if memory.untyped_storage().nbytes() == 0:
+            assert self._ledger is not None
+            memory.untyped_storage().resize_(memory.nbytes)
+            self._ledger.enter(Kind.BUFFERS, memory.nbytes)
+        return self._turn, memory[: numel * dtype.itemsize].view(dtype), self._free[self._turn]
 
     def occupy(self, number: int, until: Transfer) -> None:
         """Keep a buffer from being written until a transfer is over."""
         self._free[number] = until
+
+    def give_back(self) -> None:
+        """Give the memory back. What passes through must have left before it can be another tensor's."""
+        for free in self._free:
+            free.wait()
+        self._free = [Done() for _ in range(NUM_STAGING)]
+        for memory in self._memories:
+            assert self._ledger is not None
+            self._ledger.leave(Kind.BUFFERS, memory.untyped_storage().nbytes())
+            memory.untyped_storage().resize_(0)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -66,6 +79,12 @@ class HostGradient(Gradient):
         super().__post_init__()
         self.comes_up = self.staging is not None
         self._events = self.allocator.host.events
+
+    def give_back(self) -> None:
+        """Keep the memory: pinning it again would hold up every step."""
+
+    def take_memory(self) -> None:
+        """It is there."""
 
     def _allocate_rest(self, dtype: torch.dtype) -> torch.Tensor:
         return self.allocator.host.allocate(self.numel * dtype.itemsize, Kind.GRADIENTS).view(dtype)

@@ -89,6 +89,7 @@ def _make_gradient(plan: FlatPlan, resources: Resources) -> Gradient:
         gradient.use_sum()
     if isinstance(gradient, HostGradient):
         gradient.reserve()
+    gradient.give_back()
     return gradient
 
 

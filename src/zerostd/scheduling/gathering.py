@@ -35,6 +35,7 @@ class Gatherer:
         self.control.num_flags = sum(len(flat.parameters) for group in groups for flat in group.trainable)
         self._next: dict[tuple[LoopPhase, Group | None], Group] = {}  # by phase and group; None: the first
         self._last: dict[LoopPhase, Group | None] = {}  # the group needed last, in forward and in backward
+        self._kept: list[Group] = []  # that this forward leaves gathered
 
     def need(self, group: Group, phase: LoopPhase) -> None:
         """Return when `group` and those it borrows are gathered; the groups expected next are on their way then."""
@@ -102,11 +103,19 @@ class Gatherer:
             self.wait_gather(group)
             group.release()
 
-    def release_all(self, *, is_backward: bool) -> None:
-        """End a pass: release whatever is still gathered."""
+    def end_use(self, group: Group) -> None:
+        """Release a group that a forward used, unless backward begins with it."""
+        if group not in self._kept:
+            self.release(group)
+
+    def release_all(self, *, is_backward: bool, but_kept: bool = False) -> None:
+        """End a pass: release whatever is still gathered, but what backward begins with if `but_kept`."""
         for group in self.groups:
             group.end_pass(is_backward=is_backward)
-            self.release(group)
+            if but_kept:
+                self.end_use(group)
+            else:
+                self.release(group)
 
     def renew(self, group: Group) -> None:
         """Let the next use see an update that was started. A group that rests elsewhere is gathered then. The other
@@ -131,6 +140,19 @@ class Gatherer:
         first = self._next.get((phase, None))
         if first is not None and self.prefetch_depth:
             self.start_gather(first)
+        if phase is LoopPhase.FORWARD:
+            self._kept = self._first_in_backward() if torch.is_grad_enabled() else []
+
+    def _first_in_backward(self) -> list[Group]:
+        """Return the groups that backward has gathered as soon as it begins: releasing them before saves no memory."""
+        first: list[Group] = []
+        group: Group | None = None
+        for _ in range(1 + self.prefetch_depth):
+            group = self._next.get((LoopPhase.BACKWARD, group))
+            if group is None:
+                break
+            first.append(group)
+        return first
 
     def in_forward_order(self) -> list[Group]:
         """Return groups as the last forward needed them, those it did not need behind."""

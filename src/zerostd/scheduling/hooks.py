@@ -146,7 +146,7 @@ class Hooks:
     def _end_forward(self, output: Any) -> Any:
         self._active.clear()
         if not self.backward.is_running:
-            self.gatherer.release_all(is_backward=False)
+            self.gatherer.release_all(is_backward=False, but_kept=output is not None)  # None: it failed
             self.gatherer.timer.mark(LoopPhase.OUTSIDE)
         if output is None:
             return None
@@ -214,7 +214,7 @@ class Hooks:
         elif module is group.blueprint.modules[-1]:
             for moved in moving:
                 if not moved.in_backward and moved not in self._active:
-                    self.gatherer.release(moved)
+                    self.gatherer.end_use(moved)
 
     def _let_go(self, but: Group) -> None:
         """Release the group that was recomputed last, if its backward has not begun."""

@@ -78,7 +78,7 @@ class Reducer:
         self.wires = wires
         self.control = control
         self._staging = Staging()
-        self._in_flight: list[tuple[str, Transfer, Callable[[], None] | None, Span | None]] = []
+        self._in_flight: list[tuple[Group, Transfer, Callable[[], None] | None, Span | None]] = []
         self._landing: list[Group] = []  # sent in the last pass of a step, and not yet returned as landed
 
     def reserve(self, groups: tuple[Group, ...]) -> None:
@@ -103,9 +103,10 @@ class Reducer:
         is_alone = self.wires.world.size == 1
         landed: list[Group] = []
         if not is_alone and is_last and sync:
-            self.wait()  # what was sent before may go on from where it landed
-            landed = self._landing
-            self._landing = [group]
+            # What was sent before may go on to the host from where it landed. Else one reduce more may be under way.
+            landed = self._landing if group.is_updated_later else self._landing[:-1]
+            self._wait_for(landed)
+            self._landing = [*self._landing[len(landed) :], group]
         for flat in group.trainable:
             grads = arrivals.grads[flat]
             wanted = arrivals.wanted(flat)
@@ -119,13 +120,13 @@ class Reducer:
                 gradient.add_unsynced(grads, wanted)
             else:
                 with self.wires.world.at(f"the reduce of group {group.name!r}"):
-                    self._send(group.name, gradient, grads, wanted)
+                    self._send(group, gradient, grads, wanted)
         arrivals.drop()
         return [group] if is_alone else landed
 
-    def _send(self, name: str, gradient: Gradient, grads: list[torch.Tensor | None], wanted: list[bool]) -> None:
+    def _send(self, group: Group, gradient: Gradient, grads: list[torch.Tensor | None], wanted: list[bool]) -> None:
         device = self.wires.world.device
-        span = self.wires.ledger.events.begin("reduce", "wire", name, _full_bytes(gradient), device=device)
+        span = self.wires.ledger.events.begin("reduce", "wire", group.name, _full_bytes(gradient), device=device)
         accumulate = gradient.prepare_landing(wanted)
         finish: Callable[[], None] | None
         if gradient.whole is not None and gradient.numel == gradient.layout.numel:  # all ranks update all of it
@@ -141,24 +142,30 @@ class Reducer:
                 free.wait()  # what it held has left
             gradient.fill(buffer, grads, wanted)
             if gradient.comes_up:
-                self.wait()  # one landing place on the device at a time
+                self._wait_for(None)  # one landing place on the device at a time
             target = gradient.open_landing(accumulate=accumulate)
             reduce = self.wires.reduce(buffer, target, accumulate=accumulate)
             finish = functools.partial(gradient.close_landing, target)
             if number is not None:
                 self._staging.occupy(number, until=reduce)
-        self._in_flight.append((name, reduce, finish, span))
+        self._in_flight.append((group, reduce, finish, span))
 
     def wait(self) -> None:
-        """Wait until every gradient sent has landed."""
-        for name, reduce, finish, _ in self._in_flight:
-            with self.wires.world.at(f"the reduce of group {name!r}"):
+        """Wait until every gradient sent has landed, and give the memory they passed through back."""
+        self._wait_for(None)
+        self._staging.give_back()
+
+    def _wait_for(self, groups: list[Group] | None) -> None:
+        """Wait until the gradients of these groups have landed; None: of all."""
+        landing = [sent for sent in self._in_flight if groups is None or sent[0] in groups]
+        self._in_flight = [sent for sent in self._in_flight if sent not in landing]
+        for group, reduce, finish, _ in landing:
+            with self.wires.world.at(f"the reduce of group {group.name!r}"):
                 reduce.wait()
             if finish is not None:
                 finish()
-        for _, _, _, span in self._in_flight:
+        for _, _, _, span in landing:
             self.wires.ledger.events.end(span, self.wires.world.device)
-        self._in_flight.clear()
 
 
 def _full_bytes(gradient: Gradient) -> int:
