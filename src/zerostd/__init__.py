@@ -21,6 +21,7 @@ from zerostd.api import (
 )
 from zerostd.checkpointing.storage.merging import merge
 from zerostd.engine.averaging import Average
+from zerostd.engine.joining import join
 from zerostd.errors import (
     CheckpointError,
     CommunicationError,
@@ -62,6 +63,7 @@ __all__ = [
     "empty_init",
     "full_state_dict",
     "gathered",
+    "join",
     "latest",
     "load",
     "load_dcp",

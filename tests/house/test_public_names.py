@@ -29,6 +29,7 @@ PUBLIC_NAMES = [
     "empty_init",
     "full_state_dict",
     "gathered",
+    "join",
     "latest",
     "load",
     "load_dcp",

@@ -89,6 +89,17 @@ class Control:
             dist.all_gather_object(out, value, group=self.world.channels.control)
         return out
 
+    def collect_if_any(self, value: Any, what: str, *, is_different: bool) -> list[Any]:
+        """Return everyone's value, by rank. If it is different on no rank it is this one's everywhere, and that costs
+        one small message."""
+        if self.world.channels is None:
+            return [value]
+        if self.num_flags:
+            is_any = self.agree([is_different] * self.num_flags, [], where=what)[0]
+            if not is_any:
+                return [value] * self.world.size
+        return self._exchange(value, what)
+
     def collect_on_first(self, value: Any, what: str) -> list[Any]:
         """Return everyone's value on rank 0, nothing on the others."""
         if self.world.channels is None:

@@ -4,4 +4,5 @@ runtime.py    the parts of a prepared model, wired together
 settings.py   its options, with everything decided
 agreeing.py   what all ranks must take into a step alike
 averaging.py  a running average of its trained parameters
+joining.py    ranks with different numbers of batches
 """

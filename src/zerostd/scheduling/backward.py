@@ -130,6 +130,7 @@ class Backward:
         self.passes = PassCounter(accumulate)
         self.num_gradients = 0  # of parameters that have one, when ranks last agreed
         self.is_syncing = True  # False inside no_sync: gradients are summed locally
+        self.weight = 1.0  # of this rank's gradients in the mean; 0: they count as none, see engine/joining.py
         self._pass: BackwardPass | None = None  # the one that runs now
         self._used: set[TrainedParameter] = set()  # since ranks last agreed
 
@@ -191,6 +192,8 @@ class Backward:
             grad = grad.to_dense()
         if grad.requires_grad:
             grad = grad.detach()
+        if self.weight not in (0.0, 1.0):
+            grad = grad * self.weight
         if DEBUG:
             where = f"rank {self.gatherer.wires.world.rank}, step {self.passes.num_steps + 1}"
             trace_non_finite(grad, f"{where}: the gradient of {trained.handle.of!r}")
@@ -200,10 +203,16 @@ class Backward:
                 f"a nested backward brought another gradient for {trained.handle.of!r}, whose group is being updated "
                 "already: leave accumulate out of prepare, so that updates wait for optimizer.step()"
             )
-        if running.is_complete(group):  # a nested backward brought more for a group that has left already
+        if self.weight == 0.0:
+            with no_torch_function():
+                GRAD.__set__(parameter, trained.handle if adds else None)  # what earlier passes brought stays
+            if not running.gradients[group].skip(trained):
+                return
+        elif running.is_complete(group):  # a nested backward brought more for a group that has left already
             running.late.setdefault(group, GroupGradients(group)).take(trained, grad, adds=True)
             return
-        running.gradients[group].take(trained, grad, adds=adds)
+        else:
+            running.gradients[group].take(trained, grad, adds=adds)
         if running.is_complete(group):
             with self.gatherer.turn:
                 running.completed.append(group)
@@ -262,7 +271,7 @@ class Backward:
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)
         if self.gatherer.wires.world.size > 1:
             if not self.is_syncing:
-                self.passes.num_done += bool(arrived)
+                self.passes.num_done += bool(arrived) or self.weight == 0.0
                 return
             used = [self._is_used(trained) for trained in self.trained]
             facts = [fact for observer in self.observers for fact in observer.facts()]

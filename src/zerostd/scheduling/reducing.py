@@ -44,6 +44,7 @@ class GroupGradients:
         self.arrived: dict[Flat, list[bool]] = {flat: [False] * len(row) for flat, row in self.grads.items()}
         self.num_missing = sum(len(row) for row in self.grads.values())
         self._added: dict[Flat, set[int]] = {flat: set() for flat in self.grads}  # to a gradient still wanted
+        self._skipped: set[TrainedParameter] = set()
 
     def take(self, trained: TrainedParameter, grad: torch.Tensor, *, adds: bool) -> None:
         """Take one parameter's gradient; a second one of the same pass is summed."""
@@ -57,6 +58,14 @@ class GroupGradients:
         self.num_missing -= 1
         if adds:
             self._added[trained.flat].add(trained.index)
+
+    def skip(self, trained: TrainedParameter) -> bool:
+        """Expect no gradient of one parameter any more: it counts as none. False if that is known."""
+        if trained in self._skipped:
+            return False
+        self._skipped.add(trained)
+        self.num_missing -= 1
+        return True
 
     def drop(self) -> None:
         """Free autograd's own memory: the gradients were copied to where they go."""

@@ -1,0 +1,58 @@
+"""Ranks with different numbers of batches: one that runs out goes on with its last batch and brings no gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from torch import nn
+
+from zerostd.engine.runtime import runtime_of
+from zerostd.errors import MisuseError
+
+T = TypeVar("T")
+HAS_BATCH, HAS_NONE_LEFT, HAD_NONE = "has a batch", "has none left", "had none"
+
+
+def join(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
+    """Yield the batches of this rank until no rank has any left.
+
+    A rank that has none left gets its last batch again, so that it makes the same calls as the others: forward,
+    backward and `optimizer.step()` go on. Its gradients count as none: they are left out, and the mean is taken
+    over the ranks that still have batches. Its losses are those of the last batch; leave them out of your averages.
+    Buffers, such as those of batch-norm, are rank 0's as always.
+
+    Args:
+        model: What `prepare` returned. Several loops, one after the other, may use it.
+        batches: This rank's, for example a DataLoader. It needs at least one.
+
+    Raises:
+        MisuseError: On all ranks, if one has no batch at all.
+    """
+    runtime = runtime_of(model, "join")
+    control = runtime.backward.reducer.control
+    mine: T | None = None
+    state = HAD_NONE
+    iterator = iter(batches)
+    try:
+        while True:
+            try:
+                mine = next(iterator)
+                state = HAS_BATCH
+            except StopIteration:
+                state = HAD_NONE if state == HAD_NONE else HAS_NONE_LEFT
+            states = control.collect_if_any(state, is_different=state != HAS_BATCH, what="zerostd.join()")
+            if HAD_NONE in states:
+                ranks = [f"rank {rank}" for rank, its_state in enumerate(states) if its_state == HAD_NONE]
+                raise MisuseError(
+                    f"zerostd.join needs a batch on every rank, and {', '.join(ranks)} had none: give each rank at "
+                    "least one, for instance by a DistributedSampler"
+                )
+            num_present = states.count(HAS_BATCH)
+            if num_present == 0:
+                return
+            runtime.backward.weight = len(states) / num_present if state == HAS_BATCH else 0.0
+            assert mine is not None
+            yield mine
+    finally:
+        runtime.backward.weight = 1.0
