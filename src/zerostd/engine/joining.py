@@ -11,7 +11,9 @@ from zerostd.engine.runtime import runtime_of
 from zerostd.errors import MisuseError
 
 T = TypeVar("T")
-HAS_BATCH, HAS_NONE_LEFT, HAD_NONE = "has a batch", "has none left", "had none"
+HAS_BATCH = "has a batch"
+HAS_NONE_LEFT = "has none left"
+HAD_NONE = "had none"
 
 
 def join(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
