@@ -14,7 +14,7 @@ MOST_ATTRIBUTES = 15
 
 # Of the whole library.
 MOST_LINES = 27_800  # 24,782 before meshes, averages, checksums, blame, turns of threads, and joins
-MOST_LINES_IN_CORE = 11_600  # 9,990 before those
+MOST_LINES_IN_CORE = 11_800  # 9,990 before those
 MOST_CLASSES = 238  # 225 before those
 
 # Habits that give way.
