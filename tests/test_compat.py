@@ -40,10 +40,11 @@ def test_a_thread_that_python_did_not_start_is_none():
 def test_storages_are_told_apart_without_their_memory():
     first = torch.zeros(4)
     second = torch.zeros(4)
+    view = first[1:]
     before = compat.storage_of(first)
     for tensor in (first, second):
         tensor.untyped_storage().resize_(0)
-    assert compat.storage_of(first[1:]) == before != compat.storage_of(second)
+    assert compat.storage_of(view) == before != compat.storage_of(second)
 
 
 def test_in_backward_is_true_only_there():
@@ -177,6 +178,18 @@ def test_step_hooks_move_from_one_optimizer_to_another() -> None:
     compat.move_step_hooks(target)
     target.step()
     assert len(calls) == 2
+
+
+def test_plain_step_of_adagrad_takes_parameters_that_it_was_not_made_with():
+    expected, given = (nn.Parameter(torch.linspace(-1, 1, 6)) for _ in range(2))
+    whole = torch.optim.Adagrad([expected], lr=0.1, initial_accumulator_value=0.2)
+    optimizer = torch.optim.Adagrad([nn.Parameter(torch.zeros(2))], lr=0.1, initial_accumulator_value=0.2)
+    optimizer.param_groups[0]["params"] = [given]
+    for parameter, by in ((expected, whole), (given, optimizer)):
+        parameter.grad = torch.ones(6)
+        compat.plain_step(by)
+    assert torch.equal(expected, given)
+    assert optimizer.state[given].keys() == whole.state[expected].keys()
 
 
 def test_plain_step_calls_no_hooks():

@@ -106,11 +106,25 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 
 def plain_step(optimizer: torch.optim.Optimizer) -> None:
     """Run an optimizer's step without hooks, its own and those on all optimizers: a part of a step is none."""
+    if isinstance(optimizer, torch.optim.Adagrad):
+        _make_adagrad_states(optimizer)
     step: Any = type(optimizer).step
     if "step" in optimizer.__dict__ or not getattr(step, "hooked", False):
         optimizer.step()
     else:
         step.__wrapped__(optimizer)
+
+
+def _make_adagrad_states(optimizer: torch.optim.Adagrad) -> None:
+    """Make states for parameters that it was not constructed with: before torch 2.13 its step does not."""
+    initial = optimizer.defaults["initial_accumulator_value"]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and not optimizer.state[parameter]:
+                value = complex(initial, initial) if parameter.is_complex() else initial
+                place = parameter.device if group["fused"] else "cpu"
+                step = torch.zeros((), dtype=torch.float32, device=place)
+                optimizer.state[parameter] = {"step": step, "sum": torch.full_like(parameter, value)}
 
 
 def share_state_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:

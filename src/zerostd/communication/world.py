@@ -95,7 +95,8 @@ class World:
         timeout_s = _timeout_s()
         limit = timedelta(seconds=timeout_s)
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) != 1:
-            _join(device, limit)
+            with _environment(WATCHDOG):
+                _join(device, limit)
         rows = _rows(mesh, device)
         ranks = [rank for row in rows for rank in row]
         if len(ranks) == 1:

@@ -198,6 +198,7 @@ class Runtime:
         if self.optimizer is not None and self.gradients.locked is not None:
             self.optimizer.check_consistent("a forward")
         self.access.forget()
+        self.gradients.give_back()
         if model.training and torch.is_grad_enabled():
             for observer in self.observers:
                 observer.before_forward()

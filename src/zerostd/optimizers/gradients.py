@@ -24,6 +24,10 @@ from zerostd.parameters import Flat, GradientHandle, Group
 from zerostd.parameters.gradient import vector_norm
 from zerostd.parameters.observing import StepObserver
 
+DROPPED = (
+    "the gradient of {!r} is used after optimizer.zero_grad() and a forward, which has its memory: keep a copy, made "
+    "with p.grad.clone()"
+)
 HOMOGENEOUS = (torch.ops.aten.mul_.Tensor, torch.ops.aten.zero_.default)  # whatever factor is still to come
 
 
@@ -72,6 +76,7 @@ class Gradients(StepObserver):
         self.factor: torch.Tensor | float = 1.0  # still to be multiplied in: clipping, unscaling
         self.clip_norm: float | None = None  # of the step that comes; None: not clipped
         self.locked: str | None = None  # why gradients cannot be changed any more: an update is using them
+        self._are_dropped = False  # by zero_grad, all of them
         self._wait = wait  # until all gradients have landed, before they are read
         self._groups = {flat: group for group in groups for flat in group.flats}
         self._places = {
@@ -88,6 +93,7 @@ class Gradients(StepObserver):
 
     def before_backward(self) -> None:
         """Gradients have changed."""
+        self._are_dropped = False
         self._norms.clear()
         self._whole = None
 
@@ -252,20 +258,30 @@ class Gradients(StepObserver):
     def _wait_updates(self, flat: Flat, name: str) -> torch.Tensor:
         """Return the gradient of a flat's region when no update reads it any more, also after step() has returned."""
         for update in self._groups[flat].updates:
-            update.wait()
+            update.synchronize()  # the caller may write to it on the host
         assert flat.gradient is not None
         if flat.gradient.is_given_back:
-            raise MisuseError(
-                f"the gradient of {name!r} is used after optimizer.zero_grad() dropped it: copy it before, with "
-                "p.grad.clone()"
-            )
+            raise MisuseError(DROPPED.format(name))
         return flat.gradient.wait_landed()
 
-    def give_back(self, dropped: Sequence[nn.Parameter]) -> None:
-        """Give the memory of gradients back, if those of these parameters are all there are. Gradients that updates
-        go on reading keep theirs."""
-        if len(dropped) < len(self._places):
+    def drop(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Note that the gradients of these parameters were dropped. If that is all, the next forward has their
+        memory."""
+        self._are_dropped = len(parameters) == len(self._places)
+
+    def put_back(self, handle: GradientHandle) -> None:
+        """Note that the user keeps a gradient after all; raise if its memory is gone."""
+        self._are_dropped = False
+        flat, _ = self._places[handle.of]
+        assert flat.gradient is not None
+        if flat.gradient.is_given_back:
+            raise MisuseError(DROPPED.format(handle.of))
+
+    def give_back(self) -> None:
+        """Give the memory of gradients back, if all were dropped. Those that updates go on reading keep theirs."""
+        if not self._are_dropped:
             return
+        self._are_dropped = False
         for group in self.groups:
             if not group.is_updated_later:
                 for flat in group.trainable:

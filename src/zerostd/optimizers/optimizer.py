@@ -280,7 +280,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 elif parameter.grad is not None:
                     self._gradients.scale(parameter.grad, 0.0)
         if set_to_none:
-            self._gradients.give_back(parameters)
+            self._gradients.drop(parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's format. In a world of one it is what the inner optimizer would give; on several ranks each

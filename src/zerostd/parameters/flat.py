@@ -267,7 +267,7 @@ class Flat:
     def commit_edits(self) -> None:
         """Let masters follow what the user wrote. They change only where the rounded value did, so what was not
         touched loses no bits."""
-        if not self.gives_back and self.has_edits:
+        if self.has_edits and self.full.untyped_storage().nbytes():
             self.keep_all(self.full)
         if not self._is_edited:
             return

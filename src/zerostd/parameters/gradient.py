@@ -6,8 +6,8 @@ buffer for all of it and reduces in place; one that shards them fills a passing 
 reducer calls the verbs of landing, the optimizer those of reading. A gradient that rests on the device may have a copy
 of parts on the host, for the CPU to read; one that rests on the host is a `HostGradient` (host_gradient.py).
 
-[Note: memory of gradients] After zero_grad() nothing rests, and the memory is given back until the next gradient lands:
-the forward pass has it for activations. Tensors keep their storage and only its memory goes, so views stay valid.
+[Note: memory of gradients] After zero_grad() nothing rests. The next forward gives the memory back until a gradient
+lands, and has it for activations. Tensors keep their storage and only its memory goes, so views stay valid.
 """
 
 from __future__ import annotations

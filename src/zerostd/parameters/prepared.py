@@ -171,6 +171,8 @@ class PreparedParameter(nn.Parameter):
         if not (gradient is None or isinstance(gradient, GradientHandle) or in_backward()):
             self.source.access.set_gradient(self, gradient)
             return
+        if isinstance(gradient, GradientHandle) and not in_backward():
+            gradient.ops.put_back(gradient)
         if gradient is None and not in_backward() and ACCESS in self.__dict__:
             self.source.access.check_unlocked("p.grad = None")
         GRAD.__set__(self, gradient)

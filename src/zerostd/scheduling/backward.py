@@ -310,9 +310,9 @@ class Backward:
         """Go on in the middle of a step: so many passes are done, and the gradients of these parameters have landed."""
         for trained in self.trained:
             has_landed = trained.handle.of in names
-            trained.parameter.grad = trained.handle if has_landed else None
             assert trained.flat.gradient is not None
             trained.flat.gradient.resume(trained.index, has_landed=has_landed)
+            trained.parameter.grad = trained.handle if has_landed else None
         for observer in self.observers:
             observer.before_backward()
         self.passes.num_done = num_passes
