@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from zerostd.errors import MisuseError
-from zerostd.kernels import Rule
+from zerostd.kernels import Rule, Split
 from zerostd.parameters import Flat, Group
-from zerostd.parameters.flat import MASTER, StateShard
+from zerostd.parameters.state_shard import HIGH, LOW, MASTER, OF_MASTER, StateShard
 from zerostd.policy import Route, Tier
 from zerostd.sharding import Piece
 from zerostd.tiers import AllOf, Done, TierTensor, Transfer, Work, Worker, record_event
@@ -47,9 +47,30 @@ class UpdateSpan:
     is_committed: bool = False  # the speculative update counts, as soon as it is done
 
     def __post_init__(self) -> None:
-        if self.shard.is_resident:
+        if not self.shard.is_resident:
+            return
+        if self.shard.is_split:  # a master only while it is updated: `Updater` gives it memory
+            self.hide_master()
+        else:
             assert self.shard.master.tensor is not None
             self.tensor = self.shard.master.tensor[self.in_shard].detach()
+
+    def hide_master(self) -> None:
+        """Let the tensor of a resident span with a split master have no memory: a NaN of its length."""
+        low = self.shard.tensors[LOW].tensor
+        assert low is not None
+        blank = torch.full((), float("nan"), device=low.device).expand(self.numel)
+        if self.tensor is None:
+            self.tensor = blank
+        else:
+            self.tensor.data = blank
+
+    def halves(self) -> Split:
+        """Return the halves of the master of a resident span."""
+        high = self.shard.tensors[HIGH].tensor
+        low = self.shard.tensors[LOW].tensor
+        assert high is not None and low is not None
+        return Split(high[self.in_shard], low[self.in_shard])
 
     @property
     def region(self) -> slice:  # its place in the flat's region
@@ -169,7 +190,7 @@ class UpdateSpans:
         span.finish_commit()
         if span.tensor is None:
             tensors = span.shard.tensors.items() if span.scalars is not None else ()
-            return {name: (tensor, span.shard.start) for name, tensor in tensors if name != MASTER}
+            return {name: (tensor, span.shard.start) for name, tensor in tensors if name not in OF_MASTER}
         values = self.state.get(span.tensor, {}).items()
         return {name: _on_device(value, span) for name, value in values if _is_as_long(value, span.tensor)}
 
@@ -198,7 +219,7 @@ class UpdateSpans:
             return
         span.scalars = None
         for name, tensor in span.shard.tensors.items():
-            if name != MASTER:
+            if name not in OF_MASTER:
                 tensor.write(span.in_shard, torch.zeros(span.numel, dtype=tensor.dtype))
 
     def scalar_states(self, span: UpdateSpan) -> ScalarStates:
@@ -304,6 +325,11 @@ class UpdateTask:
         weights = None if place is None else place[span.in_shard]
         ready = AllOf(arrived, asked)
         return cls(group, flat, span, options, step, shard.tensors, target, asked, gradient, ready, weights)
+
+    @property
+    def on_disk(self) -> dict[str, TierTensor]:
+        """What is read from disk, and written back."""
+        return {name: tensor for name, tensor in self.source.items() if tensor.tensor is None}
 
     @property
     def is_speculative(self) -> bool:
