@@ -382,7 +382,8 @@ def _move_towards(
     whose average does not, pass through `tiles`."""
     shard.landed.synchronize()
     for part in _tiles_of(average.numel):
-        values = shard.master.read(part, tiles[0] if tiles else None)
+        with streams.down.after():  # halves on the device come down
+            values = shard.master.read(part, tiles[0] if tiles else None)
         is_down = average.tensor is None or average.tensor.device.type == "cpu"
         if is_down and values.device.type != "cpu":
             with streams.down.after():

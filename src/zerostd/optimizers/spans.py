@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from zerostd.errors import MisuseError
-from zerostd.kernels import Rule, Split
+from zerostd.kernels import Rule, Split, join_into, split_into
 from zerostd.parameters import Flat, Group
 from zerostd.parameters.state_shard import HIGH, LOW, MASTER, OF_MASTER, StateShard
 from zerostd.policy import Route, Tier
@@ -42,6 +42,7 @@ class UpdateSpan:
     param_group: int  # index of the user's param_group; -1: it was taken out of them
     shard: StateShard
     tensor: torch.Tensor | None = field(init=False, default=None)  # resident only: its master, the key of its states
+    blank: torch.Tensor = field(init=False)  # resident, split: a NaN of its length, which it shows between updates
     scalars: ScalarStates | None = None  # not resident: None before the first update
     speculative_scalars: ScalarStates | None = None  # as a speculative update left them
     is_committed: bool = False  # the speculative update counts, as soon as it is done
@@ -49,22 +50,28 @@ class UpdateSpan:
     def __post_init__(self) -> None:
         if not self.shard.is_resident:
             return
-        if self.shard.is_split:  # a master only while it is updated: `Updater` gives it memory
-            self.hide_master()
+        if self.shard.is_split:
+            low = self.shard.tensors[LOW].tensor
+            assert low is not None
+            self.blank = torch.full((), float("nan"), device=low.device).expand(self.numel)
+            self.tensor = self.blank.detach()
         else:
             assert self.shard.master.tensor is not None
             self.tensor = self.shard.master.tensor[self.in_shard].detach()
 
-    def hide_master(self) -> None:
-        """Let the tensor of a resident span with a split master have no memory: a NaN of its length."""
-        low = self.shard.tensors[LOW].tensor
-        assert low is not None
-        blank = torch.full((), float("nan"), device=low.device).expand(self.numel)
-        if self.tensor is None:
-            self.tensor = blank
-        else:
-            self.tensor.data = blank
+    def show_master(self, memory: torch.Tensor) -> None:
+        """Join a split master in this memory, for an update of a resident span."""
+        assert self.tensor is not None
+        self.tensor.data = memory
+        join_into(self.halves, memory)
 
+    def hide_master(self) -> None:
+        """Keep the halves of an updated master, and let the tensor have no memory."""
+        assert self.tensor is not None
+        split_into(self.tensor, self.halves)
+        self.tensor.data = self.blank
+
+    @property
     def halves(self) -> Split:
         """Return the halves of the master of a resident span."""
         high = self.shard.tensors[HIGH].tensor

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from zerostd.compat import no_torch_function, plain_step
 from zerostd.errors import MisuseError
-from zerostd.kernels import join_into, split_into
 from zerostd.monitoring import Ledger
 from zerostd.optimizers import cpu_updater, streamed_updater
 from zerostd.optimizers.cpu_updater import CpuUpdater, DiskUpdater
@@ -278,7 +277,10 @@ class Updater:
             for index, options_of_group in enumerate(options.param_groups)
         ]
         split = [span for span in spans if span.shard.is_split]
-        self._join_masters(split)
+        used = 0
+        for span in split:
+            span.show_master(self._masters[used : used + span.numel])
+            used += span.numel
         state = self.inner.state
         self.inner.param_groups = param_groups
         self.inner.state = self.state
@@ -293,20 +295,9 @@ class Updater:
             assert span.tensor is not None
             span.tensor.grad = None
         for span in split:
-            assert span.tensor is not None
-            split_into(span.tensor, span.halves())
             span.hide_master()
         for flat in group.trainable:
             flat.round_masters(only_resident=True)
-
-    def _join_masters(self, spans: list[UpdateSpan]) -> None:
-        """Give spans of one group that have split masters whole ones, for the length of an update."""
-        used = 0
-        for span in spans:
-            assert span.tensor is not None
-            span.tensor.data = self._masters[used : used + span.numel]
-            join_into(span.halves(), span.tensor)
-            used += span.numel
 
     def _give_gradient(self, flat: Flat, span: UpdateSpan, factor: torch.Tensor | None, used: int) -> int:
         """Set a resident span's gradient, in the master's dtype and with the factor; returns the scratch used."""

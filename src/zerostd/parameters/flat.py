@@ -377,7 +377,8 @@ def value_intervals(flat: Flat, mine: slice, group: str) -> Iterator[SavedInterv
         owned = pieces_in(mine, flat)
         places = [(piece, flat.state_shards[0].master, 0) for piece in empty]
         for shard in flat.state_shards:
-            places += [(part, shard.master, here.start) for part, here in shard.parts(owned)]
+            master = shard.master
+            places += [(part, master, here.start) for part, here in shard.parts(owned)]
     else:
         begin = 0 if flat.is_sharded else mine.start
         places = [(piece, flat.rest, begin + piece.offset) for piece in (*empty, *flat.layout.pieces(mine))]

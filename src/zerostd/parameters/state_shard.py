@@ -48,6 +48,18 @@ class SplitTensor(TierTensor):
         self.high.write(part, halves.high)
         self.low.write(part, halves.low)
 
+    def start_read(self, start: int, target: torch.Tensor) -> Transfer:
+        """Read into memory, from element `start`; done when it returns."""
+        values = target.view(torch.float32)
+        values.copy_(self.read(slice(start, start + values.numel())))
+        return Done()
+
+    def start_write(self, start: int, source: torch.Tensor) -> Transfer:
+        """Write from memory, to element `start`; done when it returns."""
+        values = source.view(torch.float32)
+        self.write(slice(start, start + values.numel()), values)
+        return Done()
+
 
 @dataclass(eq=False)
 class StateShard:

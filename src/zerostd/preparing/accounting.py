@@ -25,23 +25,20 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, dic
     need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans)
     need[Tier.DEVICE, Kind.BUFFERS] += _gathered(plans) + _slots(plans)[Tier.DEVICE]
     need[Tier.DEVICE, Kind.BUFFERS] += _wires(trained, rules) + _staging(trained, rules)
-    resident = [
-        sum(portion.numel for plan in group for portion in plan.portions if portion.tier is Tier.DEVICE)
-        for group in plans
-    ]
+    resident = [sum(map(_resident, group)) for group in plans]
     comes_up = [(plan.gradient_dtype, rules.has_own_memory and plan.gradients is Tier.HOST) for plan in trained]
-    split = [
-        sum(
-            portion.numel for plan in group if plan.is_split for portion in plan.portions if portion.tier is Tier.DEVICE
-        )
-        for group in plans
-    ]
+    split = [sum(_resident(plan) for plan in group if plan.is_split) for group in plans]
     need[Tier.DEVICE, Kind.BUFFERS] += Updater.buffer_bytes(resident, comes_up, split)
     counted: dict[Tier, dict[Kind, int]] = {}
     for (tier, kind), size in sorted(need.items()):
         if size:
             counted.setdefault(tier, {})[kind] = size
     return counted
+
+
+def _resident(plan: FlatPlan) -> int:
+    """Return the elements whose states are on the device."""
+    return sum(portion.numel for portion in plan.portions if portion.tier is Tier.DEVICE)
 
 
 def host_buffers(plans: Sequence[Sequence[FlatPlan]]) -> int:

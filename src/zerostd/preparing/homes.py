@@ -14,14 +14,13 @@ import torch
 
 from zerostd.parameters.blueprints import Blueprint, Member
 from zerostd.parameters.state_shard import HIGH, LOW, MASTER
-from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, is_at_hand, shards
+from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, is_at_hand, shards, splits_masters
 from zerostd.sharding import Layout, Portion, make_layout
 from zerostd.sharding.portions import assign_tiers, cut_by_shares, cut_portions
 from zerostd.tiers.host import padded
 
 Demand = Counter[tuple[Tier, Kind]]  # bytes
 Columns = dict[str, torch.dtype]  # by name, each as long as its portion
-SPLITS_MASTERS = True  # of bf16 parameters. False: they are whole in fp32, for a benchmark to compare with
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class FlatPlan:
     @property
     def is_split(self) -> bool:
         """Whether masters are kept as two halves."""
-        return SPLITS_MASTERS and self.is_trained and self.dtype is torch.bfloat16
+        return self.is_trained and splits_masters(self.dtype)
 
     def holds_parameters(self, portion: Portion) -> bool:
         """Return whether the parameter is its own master, or the upper half of it: same numbers, at hand where the

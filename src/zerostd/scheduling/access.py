@@ -22,6 +22,7 @@ from torch import nn
 from zerostd.compat import outside_transforms
 from zerostd.errors import MisuseError
 from zerostd.parameters import Flat, Group, GroupState
+from zerostd.parameters.lending import get_data
 from zerostd.parameters.prepared import ACCESS, LAST_HOOK, LENT
 from zerostd.scheduling.gathering import Gatherer
 
@@ -102,7 +103,7 @@ class ParameterAccess:
                 self._bring(group, interval.name)
         if group.state is GroupState.GATHERED:
             is_copied = flat.holds_halves and not self.active  # a write is told from what was there before
-            return parameter.detach().clone() if is_copied else parameter
+            return get_data(parameter).clone() if is_copied else parameter
         assert self._copied is not None
         return self._copied[1][flat][interval.offset : interval.end].view(interval.shape)
 
