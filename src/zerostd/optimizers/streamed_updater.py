@@ -163,13 +163,14 @@ class StreamedUpdater:
         numel = tile.stop - tile.start
         moved = {name: tensor for name, tensor in source.items() if name != HIGH or tensor.device != self.device}
         staged = slot.views(moved, numel)
-        is_split = LOW in source
-        master = self._masters[:numel] if is_split else staged[MASTER]
-        gradient = slot.view(GRADIENT, master.dtype, numel)
+        gradient = slot.view(GRADIENT, torch.float32 if LOW in staged else staged[MASTER].dtype, numel)
         incoming = task.gradient[tile]
         weights = None if task.weights is None else task.weights[tile]
         shown = weights if weights is not None or HIGH in staged else target.get(HIGH)  # new parameters, when done
         is_on_device = shown is not None and shown.device == self.device
+        rounded = weights if is_on_device or weights is None else slot.view(LANDING, weights.dtype, numel)
+        if LOW in staged:
+            rounded = staged.get(HIGH, target[HIGH])
         if incoming.device != self.device:
             task.ready.synchronize()  # here, lest the stream wait with everything behind it
         within = partial(
@@ -190,21 +191,12 @@ class StreamedUpdater:
             gradient.copy_(incoming)
             if task.options.factor is not None:
                 gradient.mul_(task.options.factor)
-            if is_split:
-                kernels.join_into(Split(staged.get(HIGH, source[HIGH]), staged[LOW]), master)
-            states = {MASTER: master} | {name: tensor for name, tensor in staged.items() if name not in OF_MASTER}
-            scalars = update_by_clone(self.clone, task.options, task.span, states, gradient)
-            if is_split:
-                rounded = staged.get(HIGH, target[HIGH])
-                kernels.split_into(master, Split(rounded, staged[LOW]))
-                if weights is not None and is_on_device:
-                    weights.copy_(rounded)
-            elif weights is not None:
-                rounded = weights if is_on_device else slot.view(LANDING, weights.dtype, numel)
-                rounded.copy_(master)
+            scalars = self._compute(task, {**source, **staged}, gradient, rounded)
+            if weights is not None and rounded is not None and is_on_device and weights is not rounded:
+                weights.copy_(rounded)
             updated = self.streams.update.record_event()
         with self.streams.down.after(updated), within("transfer", "down", way=DOWN):
-            if weights is not None and not is_on_device:
+            if weights is not None and rounded is not None and not is_on_device:
                 weights.copy_(rounded, non_blocking=True)
             for name, tensor in staged.items():
                 target[name].copy_(tensor, non_blocking=True)
@@ -214,6 +206,23 @@ class StreamedUpdater:
         slot.writes.append(landed)
         task.transfer.event = updated if is_on_device else landed
         return scalars, landed
+
+    def _compute(
+        self, task: UpdateTask, tensors: Tensors, gradient: torch.Tensor, rounded: torch.Tensor | None
+    ) -> ScalarStates:
+        """Update master and states on the device, and write new parameters to `rounded`."""
+        is_split = LOW in tensors
+        master = self._masters[: gradient.numel()] if is_split else tensors[MASTER]
+        if is_split:
+            kernels.join_into(Split(tensors[HIGH], tensors[LOW]), master)
+        states = {MASTER: master} | {name: tensor for name, tensor in tensors.items() if name not in OF_MASTER}
+        scalars = update_by_clone(self.clone, task.options, task.span, states, gradient)
+        if is_split:
+            assert rounded is not None
+            kernels.split_into(master, Split(rounded, tensors[LOW]))
+        elif rounded is not None:
+            rounded.copy_(master)
+        return scalars
 
 
 def _slot_dtypes(dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:

@@ -138,9 +138,8 @@ class Updater:
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)  # keyed by the tensors of resident spans
         self._note_members()
         self.spans = {flat: self.make_spans(flat) for group in self.groups for flat in group.trainable}
-        # As long as the largest group's resident part: gradients as the update reads them, and split masters, joined
+        # For the largest group's resident part: gradients as the update reads them, and behind them joined masters
         self.scratch = torch.empty(0, dtype=torch.float32, device=device)
-        self._masters = torch.empty(0, dtype=torch.float32, device=device)
         self._num_counted = 0  # tensors with states that the ledger knows
         self._num_booked = 0  # bytes of states that the ledger knows
         self._set_offload(self.offload)
@@ -195,10 +194,10 @@ class Updater:
         split = [sum(shard.numel for shard in of_group if shard.is_split) for of_group in resident]
         gradients = [flat.gradient for flat in self.spans if flat.gradient is not None]
         comes_up = [(gradient.dtype, gradient.comes_up) for gradient in gradients]
-        self.ledger.leave(Kind.BUFFERS, self.scratch.nbytes + self._masters.nbytes)
-        self.scratch = self.scratch.new_empty(self.buffer_bytes(numels, comes_up, ()) // 4)
-        self._masters = self._masters.new_empty(max(split, default=0))
-        self.ledger.enter(Kind.BUFFERS, self.buffer_bytes(numels, comes_up, split))
+        num_bytes = self.buffer_bytes(numels, comes_up, split)
+        self.ledger.leave(Kind.BUFFERS, self.scratch.nbytes)
+        self.scratch = self.scratch.new_empty(num_bytes // 4)
+        self.ledger.enter(Kind.BUFFERS, num_bytes)
 
     @staticmethod
     def buffer_bytes(
@@ -247,7 +246,7 @@ class Updater:
                 flat.gradient.host_copy.drop_overwritten()
             flat.mark_updated()
         if resident:
-            self._update_resident(group, resident, options)
+            self._update_resident(group, resident, options, used)
 
     def commit_speculative(self, group: Group) -> None:
         """Make the speculative updates of a group count; they may still be going on."""
@@ -269,17 +268,17 @@ class Updater:
         del states
         self._has_memory = True
 
-    def _update_resident(self, group: Group, spans: list[UpdateSpan], options: StepOptions) -> None:
+    def _update_resident(self, group: Group, spans: list[UpdateSpan], options: StepOptions, used: int) -> None:
         """Let the inner optimizer update these spans. What it writes into its param_groups beside the parameters is
-        kept in `options`: the last group's word counts, and all groups start from the user's values."""
+        kept in `options`: the last group's word counts, and all groups start from the user's values. Gradients have
+        `used` the beginning of the scratch."""
         param_groups: list[dict[str, Any]] = [
             {**options_of_group, "params": [span.tensor for span in spans if span.param_group == index]}
             for index, options_of_group in enumerate(options.param_groups)
         ]
         split = [span for span in spans if span.shard.is_split]
-        used = 0
         for span in split:
-            span.show_master(self._masters[used : used + span.numel])
+            span.show_master(self.scratch[used : used + span.numel])
             used += span.numel
         state = self.inner.state
         self.inner.param_groups = param_groups

@@ -21,7 +21,7 @@ from zerostd.compat import no_torch_function, version_of
 from zerostd.parameters.gradient import Gradient
 from zerostd.parameters.lending import DATA, set_data
 from zerostd.parameters.prepared import classes_for
-from zerostd.parameters.state_shard import HIGH, LOW, MASTER, SplitTensor, StateShard
+from zerostd.parameters.state_shard import HIGH, LOW, MASTER, SplitTensor, StateShard, clear_low
 from zerostd.policy import Kind, Tier
 from zerostd.sharding import Layout, Piece
 from zerostd.tiers import TierAllocator, TierTensor, Transfer
@@ -55,6 +55,7 @@ class Flat:
         ]
         self._versions = self._read_versions()  # when edits were kept last
         self._is_edited = False  # the user has written to parameters, and masters do not know
+        self._copies: dict[Piece, torch.Tensor] = {}  # of upper halves on the device that users write to in place
 
     @property
     def gives_back(self) -> bool:
@@ -147,6 +148,7 @@ class Flat:
             for parameter, (view, _, (_, prepared, _)) in zip(self.parameters, self._faces, strict=True):
                 DATA.__set__(parameter, view)
                 parameter.__class__ = prepared
+        self._renew_copies()
 
     def show_nan(self) -> None:
         """Let parameters ask for their values when they are touched, and take no memory. What cannot ask, since it
@@ -192,6 +194,7 @@ class Flat:
                 target.copy_(values)
             else:
                 self.rest.write(shard.region, values.to(self.rest.dtype))
+        self._renew_copies()
 
     # What users write to parameters
 
@@ -213,33 +216,16 @@ class Flat:
             piece = self.layout.piece_of(index, self.region)
             if piece is not None:
                 part = slice(piece.start, piece.stop)
-                self._forget_low(piece.offset, values.reshape(-1)[part], view.reshape(-1)[part])
+                clear_low(self.state_shards, piece.offset, values.reshape(-1)[part], view.reshape(-1)[part])
             view.copy_(values)
+            self._renew_copies()
         self._is_edited = True
 
     def _write_rest(self, place: slice, values: torch.Tensor) -> None:
         """Write parameters to where they rest off the device, or in slices."""
         if any(shard.is_split and shard.holds_parameters for shard in self.state_shards):
-            self._forget_low(place.start, values, self.rest.read(place))
+            clear_low(self.state_shards, place.start, values, self.rest.read(place))
         self.rest.write(place, values)
-
-    def _forget_low(self, start: int, new: torch.Tensor, old: torch.Tensor | None = None) -> None:
-        """Let masters be exactly the parameters that the user wrote, from element `start` of the region, as far as they
-        differ from `old`: the lower halves of masters whose upper halves they are become zero."""
-        for shard in self.state_shards:
-            low = max(start, shard.start)
-            high = min(start + new.numel(), shard.stop)
-            if low >= high or not (shard.is_split and shard.holds_parameters):
-                continue
-            column = shard.tensors[LOW]
-            part = slice(low - shard.start, high - shard.start)
-            kept = column.read(part)
-            if old is None:
-                column.write(part, torch.zeros_like(kept))
-                continue
-            here = slice(low - start, high - start)
-            changed = new[here].to(old.device).view(torch.int16) != old[here].view(torch.int16)
-            column.write(part, kept.masked_fill(changed.to(kept.device), 0))
 
     @property
     def has_edits(self) -> bool:
@@ -257,18 +243,24 @@ class Flat:
 
     def keep_all(self, full: torch.Tensor, before: torch.Tensor | None = None) -> None:
         """Keep all values of a gathered buffer: the user may have written to any. `before` are those from before.
-        Without them, a parameter that stays on the device and was written to is taken to be new as a whole."""
+        Without them, a parameter that stays on the device is taken to be new as a whole when it is written to for the
+        first time; a copy of its values, kept from then on, tells what later writes change."""
         self.wait_readers()
         versions = self._read_versions()
         if self.gives_back:
             self._write_rest(slice(0, self.rest.numel), full[self.region] if self.is_sharded else full)
         elif before is not None:
-            self._forget_low(0, full[self.region], before[self.region])
+            clear_low(self.state_shards, 0, full[self.region], before[self.region])
         elif self.holds_halves:
             for index, (then, now) in enumerate(zip(self._versions, versions, strict=True)):
                 piece = self.layout.piece_of(index, self.region)
                 if then != now and piece is not None:
-                    self._forget_low(piece.offset, full[self.region][piece.place])
+                    values = full[self.region][piece.place]
+                    clear_low(self.state_shards, piece.offset, values, self._copies.get(piece))
+                    if piece not in self._copies:
+                        self._copies[piece] = values.clone()
+                        self.allocator.ledger.enter(Kind.BUFFERS, values.nbytes)
+        self._renew_copies()
         self._versions = versions
         self._is_edited = True
 
@@ -289,6 +281,11 @@ class Flat:
                 edited = mine != (kernels.rounded(master, mine.dtype) if shard.is_split else master.to(mine.dtype))
                 values = torch.where(edited, mine.to(master.dtype), master)
                 shard.master.write(slice(0, shard.numel), values)
+
+    def _renew_copies(self) -> None:
+        """Copy parameters that users write to in place, as they are now."""
+        for piece, copy in self._copies.items():
+            copy.copy_(self.full[self.region][piece.place])
 
     def mark_updated(self) -> None:
         """Note that an update changes the parameters: a graph from before must not run on new values."""

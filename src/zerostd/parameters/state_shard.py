@@ -115,3 +115,22 @@ class StateShard:
 
     def read_master(self) -> torch.Tensor:
         return self.master.read(slice(0, self.numel))
+
+
+def clear_low(shards: Iterable[StateShard], start: int, new: torch.Tensor, old: torch.Tensor | None) -> None:
+    """Let masters be exactly the parameters that a user wrote, from element `start` of the region, where they differ
+    from `old`; everywhere if that is None. The lower halves of masters whose upper halves they are become zero."""
+    for shard in shards:
+        low = max(start, shard.start)
+        high = min(start + new.numel(), shard.stop)
+        if low >= high or not (shard.is_split and shard.holds_parameters):
+            continue
+        column = shard.tensors[LOW]
+        part = slice(low - shard.start, high - shard.start)
+        kept = column.read(part)
+        if old is None:
+            column.write(part, torch.zeros_like(kept))
+            continue
+        here = slice(low - start, high - start)
+        changed = new[here].to(old.device).view(torch.int16) != old[here].view(torch.int16)
+        column.write(part, kept.masked_fill(changed.to(kept.device), 0))

@@ -77,12 +77,16 @@ class ResourceDemands:
         self.states = self.updated * model.state_bytes
         self.masters = self.updated * model.master_bytes
         self.shared = self.updated * model.shared_bytes  # of `states`, where parameters are at hand
-        self.shared_off = self.shared * (not request.speculates)  # the same off the device
         self.kept = _array(cost.activations.kept for cost in costs)
         self.boundary = _array(cost.activations.boundary for cost in costs)
         self.forward_s = _array(cost.forward_s for cost in costs)
         self.backward_s = _array(cost.backward_s for cost in costs)
         self.longer_s = _array(cost.activations.longer_s for cost in costs)
+
+    @property
+    def _shared_off(self) -> Array:
+        """The same for states off the device."""
+        return self.shared * (not self.request.speculates)
 
     def bytes(self, tier: Tier) -> tuple[Factors, float]:
         """Return what shares take of one tier, and what is there in any case."""
@@ -103,9 +107,9 @@ class ResourceDemands:
             copies = 2 if self.request.speculates else 1
             has_link = self.request.machine.link is not None
             factors = {
-                "cpu": self.states * copies - self.shared_off,
-                "streamed": self.states * copies - self.shared_off,
-                "master_host": self.masters * copies + self.shared_off,
+                "cpu": self.states * copies - self._shared_off,
+                "streamed": self.states * copies - self._shared_off,
+                "master_host": self.masters * copies + self._shared_off,
                 "parameters_host": self.parameters,
                 "gradients_host": self.gradients,
                 "activations_host": self.kept,
@@ -115,18 +119,18 @@ class ResourceDemands:
             }
             return factors, 0.0
         on_disk = self.states + self.masters
-        streamed = on_disk - self.shared_off
+        streamed = on_disk - self._shared_off
         return {"disk_cpu": on_disk, "disk_streamed": streamed, "parameters_disk": self.parameters}, 0.0
 
     def update(self) -> dict[str, Factors]:
         """Return, by resource, what the update of a group takes and what its next forward needs from elsewhere."""
         model = self.request.model
         states = self.updated * (model.state_bytes + model.master_bytes)
-        streamed = states - self.shared_off
+        streamed = states - self._shared_off
         up = {
             "streamed": streamed,
             "disk_streamed": streamed,
-            "weights_down": self.shared_off,  # parameters from the host that are halves of masters
+            "weights_down": self._shared_off,  # parameters from the host that are halves of masters
             "weights_up": self.weights,
             "gradients_up": self.gradient,
             "parameters_host": self.parameters,
