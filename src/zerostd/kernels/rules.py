@@ -100,7 +100,7 @@ def split_into(master: Tensor, halves: Split) -> None:
     """Write the halves of an fp32 tensor, in a few passes and without more memory. The tensor is used up."""
     bits = master.nan_to_num_(math.nan, math.inf, -math.inf).view(torch.int32)  # one NaN, which no carry can change
     halves.low.copy_(bits)  # torch keeps the lower 16 bits
-    halves.high.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
+    torch.bitwise_right_shift(bits.add_(0x8000), 16, out=halves.high.view(torch.int16))
 
 
 def join(halves: Split) -> Tensor:
@@ -112,8 +112,7 @@ def join(halves: Split) -> Tensor:
 
 def join_into(halves: Split, master: Tensor) -> None:
     """Write the fp32 numbers of the halves, in a few passes and without more memory."""
-    bits = master.view(torch.int32).copy_(halves.high.view(torch.int16))
-    bits.bitwise_left_shift_(16).add_(halves.low)
+    master.copy_(halves.high).view(torch.int32).add_(halves.low)
 
 
 def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
