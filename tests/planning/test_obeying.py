@@ -199,9 +199,10 @@ def test_the_plan_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_without_an_optimizer_only_parameters_move() -> None:
+    """In fp16: a bf16 parameter is the upper half of its master on the device, so nothing is saved by moving it."""
     model = make()
     model, optimizer = zerostd.prepare(
-        model, precision="bf16", budget=Budget(device="7500KiB", host="100MiB"), groups=["*"]
+        model, precision="fp16", budget=Budget(device="8MiB", host="100MiB"), groups=["*"]
     )
     assert optimizer is None
     plan = plan_of(model)

@@ -208,7 +208,7 @@ class UpdateSpans:
         if span.tensor is not None:
             states = self.state[span.tensor]
             if name not in states:
-                states[name] = torch.zeros_like(span.tensor, dtype=dtype)
+                states[name] = torch.zeros(span.numel, dtype=dtype, device=span.tensor.device)
             return _on_device(states[name], span)
         if name not in span.shard.tensors:
             raise MisuseError(
