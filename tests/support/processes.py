@@ -164,7 +164,7 @@ class RankPool:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         context = mp.get_context("forkserver")  # one process loads torch, the ranks are copies of it
-        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "zerostd"])
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "zerostd.checkpointing.dcp"])
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         if self.device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
