@@ -1,6 +1,7 @@
 # Works in a fresh clone with python3, make and a C++ compiler: the first target makes .venv and fills it.
 #   make demo      train a small model on two ranks, then one whose state does not fit, and make a page of that run
 #   make test      lint, then the tests that need no GPU; PYTEST_ARGS="-k sharding" for some of them
+#   make test-all  these, with all that make test takes samples of (twice as long)
 #   make explore   properties with examples that were not tried before; a failing one prints how to try it again
 #   make lint      ruff and mypy
 #   make docs      the documentation as a site, in build/site
@@ -18,7 +19,7 @@ INSTALLED := .venv/.installed
 DEVELOPING := .venv/.developing
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: demo test explore lint docs audit kills faults native sanitize clean
+.PHONY: demo test test-all explore lint docs audit kills faults native sanitize clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m torch.distributed.run --nproc-per-node 2 examples/digits.py
@@ -26,6 +27,9 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/spill.py --out runs/demo
 
 test: lint
+	$(BIN)/python -m pytest -m "not gpu and not full" -n 2 --dist loadfile $(PYTEST_ARGS)
+
+test-all: lint
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(PYTEST_ARGS)
 
 explore: $(DEVELOPING)
