@@ -9,6 +9,7 @@
 #   make faults    kill, stop and confuse ranks 1,000 times, and see that all end as documented (an hour)
 #   make native    build the native library again, beside the sources
 #   make sanitize  run the native operations under the address, undefined behaviour and thread sanitizers
+#   make fuzz      the same with drawn sizes and options, FUZZ_S seconds each
 #   make clean     remove what was built; .venv stays, and is brought up to date by the next target
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -19,7 +20,7 @@ INSTALLED := .venv/.installed
 DEVELOPING := .venv/.developing
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: demo test test-all explore lint docs audit kills faults native sanitize clean
+.PHONY: demo test test-all explore lint docs audit kills faults native sanitize fuzz clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m torch.distributed.run --nproc-per-node 2 examples/digits.py
@@ -65,7 +66,11 @@ sanitize: sanitize-address,undefined sanitize-thread
 sanitize-%:
 	cmake -S . -B '$(SANITIZED)/$*' -DZS_SANITIZER='$*' >/dev/null
 	cmake --build '$(SANITIZED)/$*' -j 2 >/dev/null
-	'$(SANITIZED)/$*/zerostd_native'
+	'$(SANITIZED)/$*/zerostd_native' $(FUZZ)
+
+FUZZ_S ?= 300
+fuzz:
+	$(MAKE) sanitize FUZZ='$(FUZZ_S) 0'
 
 clean:
 	rm -rf $(INSTALLED) $(DEVELOPING) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
