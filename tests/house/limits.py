@@ -15,7 +15,7 @@ MOST_ATTRIBUTES = 15
 # Of the whole library.
 MOST_LINES = 27_570  # 24,782 before meshes, averages, checksums, blame, turns of threads, and graphs that are kept
 MOST_LINES_IN_CORE = 11_640  # 9,990 before those
-MOST_CLASSES = 238  # 225 before those
+MOST_CLASSES = 239  # 225 before those
 
 # Habits that give way.
 MOST_LATE_FUNCTIONS = 0  # functions that somebody else sets on an object later
