@@ -1,6 +1,7 @@
 # Works in a fresh clone with python3, make and a C++ compiler: the first target makes .venv and fills it.
 #   make demo      train a small model on two ranks, then one whose state does not fit, and make a page of that run
 #   make test      lint, then the tests that need no GPU; PYTEST_ARGS="-k sharding" for some of them
+#   make test-all  these, with all that make test takes samples of (twice as long)
 #   make explore   properties with examples that were not tried before; a failing one prints how to try it again
 #   make lint      ruff and mypy
 #   make docs      the documentation as a site, in build/site
@@ -8,6 +9,7 @@
 #   make faults    kill, stop and confuse ranks 1,000 times, and see that all end as documented (an hour)
 #   make native    build the native library again, beside the sources
 #   make sanitize  run the native operations under the address, undefined behaviour and thread sanitizers
+#   make fuzz      the same with drawn sizes and options, FUZZ_S seconds each
 #   make clean     remove what was built; .venv stays, and is brought up to date by the next target
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -18,7 +20,7 @@ INSTALLED := .venv/.installed
 DEVELOPING := .venv/.developing
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: demo test explore lint docs audit kills faults native sanitize clean
+.PHONY: demo test test-all explore lint docs audit kills faults native sanitize fuzz clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m torch.distributed.run --nproc-per-node 2 examples/digits.py
@@ -26,6 +28,9 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/spill.py --out runs/demo
 
 test: lint
+	$(BIN)/python -m pytest -m "not gpu and not full" -n 2 --dist loadfile $(PYTEST_ARGS)
+
+test-all: lint
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(PYTEST_ARGS)
 
 explore: $(DEVELOPING)
@@ -61,7 +66,11 @@ sanitize: sanitize-address,undefined sanitize-thread
 sanitize-%:
 	cmake -S . -B '$(SANITIZED)/$*' -DZS_SANITIZER='$*' >/dev/null
 	cmake --build '$(SANITIZED)/$*' -j 2 >/dev/null
-	'$(SANITIZED)/$*/zerostd_native'
+	'$(SANITIZED)/$*/zerostd_native' $(FUZZ)
+
+FUZZ_S ?= 300
+fuzz:
+	$(MAKE) sanitize FUZZ='$(FUZZ_S) 0'
 
 clean:
 	rm -rf $(INSTALLED) $(DEVELOPING) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
 import gc
 import os
 import random
@@ -31,6 +32,7 @@ WIDTH = 64
 DEPTH = 4
 LENGTHS = (1, 48)  # tokens of a sample
 NUM_SAMPLES = 40  # of the process: lines of the table
+RISING = ("resident_mb", "allocated_mb", "objects")
 PLACEMENTS = (
     Placement(optimizer_states="disk", gradients="host"),
     Placement(parameters="host", optimizer_states="host", gradients="host"),
@@ -59,6 +61,8 @@ class Sample:
 
     step: int
     resident_mb: float
+    allocated_mb: float  # by malloc, and not freed: without what is free inside its arenas
+    objects: int  # of Python's that the collector knows
     descriptors: int
     threads: int
     worst: float  # difference of losses since the sample before
@@ -68,7 +72,24 @@ class Sample:
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         resident = pages * os.sysconf("SC_PAGE_SIZE") / 1e6
-        return cls(step, resident, len(os.listdir("/proc/self/fd")), threading.active_count(), worst)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        num_objects = len(gc.get_objects())
+        return cls(step, resident, allocated_mb(), num_objects, descriptors, threading.active_count(), worst)
+
+
+class MallocInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    NAMES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = tuple((name, ctypes.c_size_t) for name in NAMES)
+
+
+def allocated_mb() -> float:
+    """Return the bytes that are allocated in all arenas and in mappings of their own."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = MallocInfo
+    info = mallinfo()
+    return float(info.uordblks + info.hblkhd) / 1e6
 
 
 class Job:
@@ -144,31 +165,35 @@ def soak(steps: int, minutes: float, device: torch.device, seed: int) -> tuple[l
     return samples, counts
 
 
-def slope(samples: list[Sample]) -> tuple[float, float]:
-    """Return the megabytes of 1,000 steps by least squares over the later three quarters, and its standard error."""
+def slope(samples: list[Sample], field: str) -> tuple[float, float]:
+    """Return the rise in 1,000 steps by least squares over the later three quarters, and its standard error."""
     later = samples[len(samples) // 4 :]
+    values = [getattr(s, field) for s in later]
     mean_x = sum(s.step for s in later) / len(later)
-    mean_y = sum(s.resident_mb for s in later) / len(later)
+    mean_y = sum(values) / len(later)
     spread = sum((s.step - mean_x) ** 2 for s in later)
-    rise = sum((s.step - mean_x) * (s.resident_mb - mean_y) for s in later) / spread
-    rest = sum((s.resident_mb - mean_y - rise * (s.step - mean_x)) ** 2 for s in later)
+    rise = sum((s.step - mean_x) * (y - mean_y) for s, y in zip(later, values, strict=True)) / spread
+    rest = sum((y - mean_y - rise * (s.step - mean_x)) ** 2 for s, y in zip(later, values, strict=True))
     return 1000 * rise, 1000 * (rest / max(1, len(later) - 2) / spread) ** 0.5
 
 
 def report(samples: list[Sample], counts: dict[str, int], device: torch.device) -> str:
-    rise, error = slope(samples)
+    rises = {field: "{:.2f} (standard error {:.2f})".format(*slope(samples, field)) for field in RISING}
     done = ", ".join(f"{count:,} x {name}" for name, count in counts.items())
     lines = [
         f"# Soak on {device.type}",
         "",
-        f"{done}. Resident memory rises by {rise:.2f} MB in 1,000 steps (standard error {error:.2f}).",
+        f"{done}. In 1,000 steps resident memory rises by {rises['resident_mb']} MB, what malloc has given out by "
+        f"{rises['allocated_mb']} MB, Python's objects by {rises['objects']}.",
         f"Largest difference from plain torch, losses and outputs: {max(s.worst for s in samples):.3g}.",
         "",
-        "| step | resident MB | descriptors | threads | largest difference |",
-        "|--:|--:|--:|--:|--:|",
+        "| step | resident MB | allocated MB | objects | descriptors | threads | largest difference |",
+        "|--:|--:|--:|--:|--:|--:|--:|",
     ]
     chosen = samples[:: max(1, len(samples) // 20)]
-    lines += [f"| {s.step:,} | {s.resident_mb:.0f} | {s.descriptors} | {s.threads} | {s.worst:.3g} |" for s in chosen]
+    for s in chosen:
+        sizes = f"{s.resident_mb:.0f} | {s.allocated_mb:.1f} | {s.objects:,}"
+        lines.append(f"| {s.step:,} | {sizes} | {s.descriptors} | {s.threads} | {s.worst:.3g} |")
     return "\n".join(lines) + "\n"
 
 

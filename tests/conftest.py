@@ -6,15 +6,21 @@ draws others.
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+# Threads of OpenMP wait for work without a core of their own: an update uses all cores, and so do the other ranks and
+# workers of these tests. The variable is read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # `from support import ...`, here and in the ranks
 
@@ -22,7 +28,8 @@ from support.processes import RankPool, environment
 
 MOST_RANKS = 4
 
-settings.register_profile("same", derandomize=True)
+# No deadline: how long an example takes is a matter of what else the machine does.
+settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("same")
 
 
@@ -35,8 +42,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Same order of sums on every machine, and no quarrel with the ranks for the cores."""
+    """Same order of sums on every machine, and no quarrel with the ranks for the cores. The collector leaves out what
+    is imported: it would look at half a million objects each time that a test asks for it."""
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

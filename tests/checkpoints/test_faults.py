@@ -10,7 +10,6 @@ import re
 import shutil
 import struct
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -24,8 +23,9 @@ import torch.distributed as dist
 
 import zerostd
 from checkpoints.runs import Job, Run, compared, unlike
+from support import warm
 from support.agreement import agree
-from support.processes import TESTS, doing
+from support.processes import doing
 from zerostd import CheckpointError
 from zerostd.checkpointing.storage import safetensors_files
 from zerostd.checkpointing.storage.manifest import BLOCK, seal
@@ -185,9 +185,7 @@ def test_files_that_may_not_grow(tmp_path: Path) -> None:
     run.save(folder + "/saved")
     print(os.listdir(folder))
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), *sys.path]))}
-    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=80)
+    done = warm.run(textwrap.dedent(code), tmp_path)
     assert done.stdout == "True [] []\n['saved']\n", done.stderr
 
 

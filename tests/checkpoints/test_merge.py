@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 import zerostd
 from checkpoints.runs import PLACEMENTS
+from support import warm
 from support.compare import assert_bitwise
 from support.processes import doing
 from support.side_by_side import seeded
@@ -278,8 +277,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     zerostd.release(model)
     for arguments in (["merged"], ["converted", "bf16"]):
         out = tmp_path / arguments[0]
-        command = [sys.executable, "-c", MEASURE, str(tmp_path / "saved"), str(out), *arguments[1:]]
-        told = subprocess.run(command, check=True, capture_output=True, text=True)
+        told = warm.run(MEASURE, tmp_path / "saved", out, *arguments[1:])
+        assert told.returncode == 0, told.stderr
         assert int(told.stdout) < 32 * MIB, f"{int(told.stdout) / MIB:.0f} MiB"
         assert sum(file.stat().st_size for file in out.iterdir()) >= 150 * MIB
 

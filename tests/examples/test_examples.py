@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from support import warm
 from support.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,9 +81,9 @@ def test_offload_gives_one_loss_and_moves_the_bytes():
 
 def test_state_that_does_not_fit_is_trained_and_shown(tmp_path: Path) -> None:
     """What is over the device's and the host's budget is on the disk, the loss falls, and there is a page."""
-    command = [sys.executable, "examples/spill.py", "--steps", "12", "--out", str(tmp_path / "run")]
     environment = {**os.environ, "ZEROSTD_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    words = ("--steps", 12, "--out", tmp_path / "run")
+    done = warm.run_file("examples/spill.py", *words, env=environment, folder=ROOT, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     first, last = map(float, re.findall(r"loss of the first 1 steps ([0-9.]+), of the last ([0-9.]+)", done.stdout)[0])
     assert last < first - 0.5

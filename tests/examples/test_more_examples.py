@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from support import warm
 from support.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*words: str, limit_s: float = 240) -> str:
-    command = [sys.executable, *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s)
+def run(script: str, *words: str) -> str:
+    done = warm.run_file(script, *words, folder=ROOT, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -61,5 +61,10 @@ def fault(
         shim.io_shim_set(b"")
 
 
+# The start of a script that runs with the shim: its server has none of the variables of the script.
+START = """
+import ctypes, os
+ctypes.CDLL(None).io_shim_set(os.environ["IO_SHIM"].encode())
+"""
 EIO = errno.EIO
 ENOSPC = errno.ENOSPC

@@ -3,11 +3,10 @@ of save, or an error and exit code 1."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 import zerostd
 from faults import io_shim
 from faults.io_shim import EIO
+from support import warm
 
 HERE = Path(__file__).parent
 SCRIPT = """
@@ -73,18 +73,17 @@ def run(code: str, target: Path, num_ranks: int, rule: str) -> list[tuple[int, s
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-c", SCRIPT + textwrap.dedent(code), str(target)]
-    processes = []
+    text = io_shim.START + SCRIPT + textwrap.dedent(code)
+    scripts = []
     for rank in range(num_ranks):
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_PORT": port}
         environment = io_shim.environment(rule) | ranks | {"MASTER_ADDR": "localhost", "ZEROSTD_TIMEOUT_S": "20"}
-        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    try:
-        ends = [process.communicate(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, said) for process, (_, said) in zip(processes, ends, strict=True)]
+        scripts.append(warm.Script(text, target, env=environment))
+    with contextlib.ExitStack() as stack:
+        for script in scripts:
+            stack.enter_context(script)
+        said = [script.communicate(timeout=200)[1] for script in scripts]
+        return [(script.wait(), text) for script, text in zip(scripts, said, strict=True)]
 
 
 def slow(target: Path) -> str:
@@ -124,8 +123,8 @@ def test_ranks_that_cannot_complete_it_say_so(end: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool | str]:
-    command = [sys.executable, str(HERE / "checkpoint_scenarios.py"), str(tmp_path_factory.mktemp("checkpoints"))]
-    done = subprocess.run(command, env=io_shim.environment(), capture_output=True, text=True, timeout=300, check=False)
+    folder = tmp_path_factory.mktemp("checkpoints")
+    done = warm.run_file(HERE / "checkpoint_scenarios.py", folder, env=io_shim.environment(), timeout=300)
     assert done.returncode == 0, done.stderr
     results: dict[str, bool | str] = json.loads(done.stdout)
     return results

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from faults import io_shim
+from support import warm
 
 HERE = Path(__file__).parent
 Results = dict[str, dict[str, Any]]
@@ -20,8 +19,7 @@ Results = dict[str, dict[str, Any]]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("disk")
-    command = [sys.executable, str(HERE / "disk_scenarios.py"), str(folder)]
-    done = subprocess.run(command, env=io_shim.environment(), capture_output=True, text=True, timeout=300, check=False)
+    done = warm.run_file(HERE / "disk_scenarios.py", folder, env=io_shim.environment(), timeout=300)
     assert done.returncode == 0, done.stderr
     return {**json.loads(done.stdout), "log": {"text": done.stderr}}
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
+from support import warm
+
 CODE = """
 import gc, json, os, sys, threading, time, warnings, weakref, torch, zerostd
 from torch import nn
@@ -65,8 +64,7 @@ print(json.dumps(found))
 
 
 def test_dropped_models_hold_no_threads_and_files(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", CODE, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = warm.run(CODE, tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     for place in ("host", "disk"):

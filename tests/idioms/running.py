@@ -90,16 +90,22 @@ def run_loop(
 
 
 @functools.cache
+def _plain(name: str) -> tuple[dict[str, Any], bool]:
+    """What plain torch makes of an idiom, and whether it has a control."""
+    result, loop = run_idiom(idioms()[name], PLAIN)
+    return result, loop.has_control
+
+
 def plain_result(name: str) -> dict[str, Any]:
     """What plain torch makes of an idiom."""
-    return run_idiom(idioms()[name], PLAIN)[0]
+    return _plain(name)[0]
 
 
 @functools.cache
 def visible_effect(name: str) -> float | None:
     """How much the outcome under plain torch changes if the idiom's own lines are left out; None if it has none."""
-    whole, loop = run_idiom(idioms()[name], PLAIN)
-    if not loop.has_control:
+    whole, has_control = _plain(name)
+    if not has_control:
         return None
     control, _ = run_idiom(idioms()[name], PLAIN, is_active=False)
     if control.keys() != whole.keys():

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from idioms.forms import FORMS
+from idioms.forms import FORMS, Form
 from idioms.loop import idioms
 from idioms.running import VISIBLE, Runner
 from idioms.table import EXPECTED, KNOWN, complaints, read
@@ -28,12 +28,34 @@ def runner() -> Iterator[Runner]:
         yield runner
 
 
+def sample(name: str) -> list[Form]:
+    """Return four forms of one rank and one of two: others for each idiom, so that each form has its share of them."""
+    number = zlib.crc32(name.encode())
+    alone = [form for form in FORMS if form.num_ranks == 1]
+    together = [form for form in FORMS if form.num_ranks > 1]
+    first = number % len(alone)
+    return [*(alone * 2)[first : first + 4], together[number // len(alone) % len(together)]]
+
+
 @pytest.mark.parametrize("name", list(idioms()))
 def test_idiom(runner: Runner, name: str) -> None:
     effect = runner.effect(name)
     assert effect is None or effect >= VISIBLE, f"leaving the idiom out changes the outcome by {effect:.1e} only"
-    left_out = "stage0" if zlib.crc32(name.encode()) % 2 else "stage2"  # they are alike in most; `try` runs both
-    forms = [form for form in FORMS if form.name != left_out]
+    check(runner, name, sample(name))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", list(idioms()))
+def test_idiom_in_all_other_forms(runner: Runner, name: str) -> None:
+    check(runner, name, [form for form in FORMS if form not in sample(name)])
+
+
+def test_every_form_is_in_a_quarter_of_the_samples() -> None:
+    names = [form.name for name in idioms() for form in sample(name)]
+    assert all(names.count(form.name) >= 0.25 * len(idioms()) for form in FORMS)
+
+
+def check(runner: Runner, name: str, forms: list[Form]) -> None:
     outcomes = {form.name: runner.outcome(name, form) for form in forms}
     if complaints(name, outcomes):  # a busy machine may have held a rank up
         for form in forms:

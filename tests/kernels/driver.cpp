@@ -1,6 +1,11 @@
 // Runs every native operation on odd sizes, off alignment, in and out of place, on one and on several threads, for the
 // sanitizers to watch. Ends with 0 when results do not depend on the threads and nothing was found.
+//
+//   driver              a fixed list of sizes and options
+//   driver SECONDS SEED drawn sizes and options, some of them wrong, from three threads at once; prints how many
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -133,9 +138,118 @@ void all_operations(int64_t count) {
   }
 }
 
+// -- drawn from a seed --
+
+using Random = std::minstd_rand;
+
+int32_t draw(Random& random, int32_t most) {
+  return static_cast<int32_t>((random() >> 4) % static_cast<uint32_t>(most + 1));
+}
+
+// Sizes of all orders of magnitude; one in sixteen is negative.
+int64_t draw_count(Random& random) {
+  const int64_t count = draw(random, (1 << draw(random, 16)) - 1);
+  return draw(random, 15) ? count : -1 - count;
+}
+
+// One of 0 to `most`; now and then one that is not among them.
+int32_t draw_name(Random& random, int32_t most) {
+  return draw(random, 31) ? draw(random, most) : draw(random, 99) - 50;
+}
+
+bool is_in(int32_t value, int32_t most) { return value >= 0 && value <= most; }
+
+void drawn_update(Random& random) {
+  const int64_t count = draw_count(random), size = std::max<int64_t>(0, count);
+  const bool split = draw(random, 3) == 0;
+  zs_step step{};
+  step.rule = draw_name(random, ZS_ADAGRAD);
+  step.decay = draw_name(random, ZS_DECOUPLED);
+  step.momentum = step.rule == ZS_SGD ? draw_name(random, ZS_CONTINUED) : 0;
+  step.maximize = draw(random, 1);
+  step.nesterov = draw(random, 1);
+  step.gradient_dtype = draw_name(random, 2);
+  step.weight_dtype = draw_name(random, 2);
+  step.num_threads = draw(random, 31) ? 1 + draw(random, 4) : -draw(random, 1);
+  float* const numbers[] = {&step.factor, &step.rate, &step.decay_factor, &step.new_part, &step.old_part,
+                            &step.square_part, &step.correction, &step.eps};
+  for (float* number : numbers) {
+    const uint32_t bits = static_cast<uint32_t>(random());  // of any number, also NaN and infinity
+    if (draw(random, 7)) *number = static_cast<float>(draw(random, 2000) - 1000) / 1000.0f;
+    else std::memcpy(number, &bits, sizeof bits);
+  }
+  step.count = count;
+  const Bytes gradient = random_bytes(size * 4, random());
+  Bytes weights[2] = {Bytes(static_cast<size_t>(size * 4)), Bytes(static_cast<size_t>(size * 4))};
+  Arrays source(size, split, random()), in_place = source, apart = source;
+  const Arrays before = source;
+  step.gradient = gradient.data();
+  const bool is_known = is_in(step.rule, ZS_ADAGRAD) && is_in(step.decay, step.rule == ZS_ADAM ? 2 : 1) &&
+                        is_in(step.momentum, 2) && is_in(step.gradient_dtype, 2) && is_in(step.weight_dtype, 2) &&
+                        count >= 0 && step.num_threads >= 1;
+  const int32_t status = is_known ? ZS_OK : ZS_BAD_ARGUMENT;
+  step.source = step.target = in_place.pointers(split);
+  step.weight = split ? nullptr : weights[0].data();
+  expect(zs_update(&step) == status, "zs_update of drawn options");
+  if (is_known) step.num_threads = 1;
+  step.source = source.pointers(split);
+  step.target = apart.pointers(split);
+  step.weight = split ? nullptr : weights[1].data();
+  expect(zs_update(&step) == status, "zs_update of drawn options, apart");
+  expect(source == before, "zs_update has changed its source");
+  expect(in_place == apart && weights[0] == weights[1], "zs_update depends on the threads or on the place");
+  expect(is_known || in_place == before, "zs_update has changed what it refused");
+}
+
+void drawn_sum(Random& random) {
+  const int64_t count = draw_count(random), size = std::max<int64_t>(0, count);
+  const int32_t from = draw_name(random, 2), to = draw_name(random, 2), accumulate = draw(random, 3) == 0;
+  const int64_t num_slices = draw(random, 31) ? 1 + draw(random, 4) : -draw(random, 1);
+  const int32_t num_threads = draw(random, 31) ? 1 + draw(random, 4) : -draw(random, 1);
+  const Bytes source = random_bytes(size * 4 * std::max<int64_t>(0, num_slices), random());
+  Bytes sums[2] = {random_bytes(size * 4, 3), random_bytes(size * 4, 3)};
+  const bool is_known = is_in(from, 2) && is_in(to, 2) && num_slices >= 1 && count >= 0 && num_threads >= 1 &&
+                        !(accumulate && to != ZS_FLOAT32);
+  for (int32_t place = 0; place < 2; ++place) {
+    const int32_t threads = place && is_known ? 1 : num_threads;
+    const int32_t status =
+        zs_sum_slices(source.data(), from, num_slices, count, 0.5f, sums[place].data(), to, accumulate, threads);
+    expect(status == (is_known ? ZS_OK : ZS_BAD_ARGUMENT), "zs_sum_slices of drawn options");
+  }
+  expect(sums[0] == sums[1], "zs_sum_slices depends on the threads");
+}
+
+void drawn_checksum(Random& random) {
+  const int64_t count = draw_count(random);
+  uint32_t crc = 0;
+  if (count >= 0) checksums(std::min<int64_t>(count, 5000));
+  else expect(zs_crc32(&crc, count, 0, 0, &crc) == ZS_BAD_ARGUMENT, "zs_crc32 of drawn options");
+}
+
+int fuzz(double seconds, uint32_t seed) {
+  using Clock = std::chrono::steady_clock;
+  const auto end = Clock::now() + std::chrono::duration<double>(seconds);
+  std::atomic<int64_t> num_examples{0};
+  zs_limit_instructions(static_cast<int32_t>(seed % 3));  // as far as the processor has them
+  std::vector<std::thread> callers;
+  for (uint32_t caller = 0; caller < 3; ++caller) {
+    callers.emplace_back([&, caller] {
+      Random random(1 + 3 * seed + caller);
+      for (; Clock::now() < end; ++num_examples) {
+        const int32_t operation = draw(random, 7);
+        operation == 0 ? drawn_checksum(random) : operation < 3 ? drawn_sum(random) : drawn_update(random);
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  std::printf("%lld\n", static_cast<long long>(num_examples));
+  return 0;
+}
+
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
+  if (argc == 3) return fuzz(std::atof(argv[1]), static_cast<uint32_t>(std::atoi(argv[2])));
   const unsigned char digits[] = "123456789";
   expect(crc32_of(digits, 9, 0, 0) == 0xcbf43926 && crc32_of(digits, 9, 0, 1) == 0xcbf43926, "zs_crc32 is not zlib's");
   for (int64_t count = 0; count < 200; ++count) checksums(count);

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -15,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support import warm
 from zerostd.kernels import native, reference, sum_slices
 
 SIZES = [0, 1, 15, 17, 1000, 100_003]  # elements of a slice; the last is long enough for several threads
@@ -231,8 +229,8 @@ sys.exit(0 if good else 1)
 
 @needs_native
 def test_threads_survive_a_fork_and_the_exit_of_the_interpreter() -> None:
-    path = os.pathsep.join([str(Path(native.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=120, env=os.environ | {"PYTHONPATH": path})
+    done = warm.run(FORK)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture

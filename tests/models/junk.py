@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import tempfile
@@ -140,7 +141,7 @@ def attempt(name: str, argument: str, junk: str, case: Case, folder: str) -> str
 def check(name: str, argument: str, kinds: Iterable[str] = JUNK) -> list[str]:
     """Try junk as one argument of one function; return what is wrong."""
     wrong = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # junk that is a path ends there
         case = Case(folder)
         for junk in kinds:
             problem = attempt(name, argument, junk, case, tempfile.mkdtemp(dir=folder))

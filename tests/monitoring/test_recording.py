@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -17,6 +15,7 @@ import torch
 from torch import nn
 
 import zerostd
+from support import warm
 from support.compare import assert_bitwise
 from zerostd import Budget, MisuseError, Placement
 
@@ -154,10 +153,10 @@ sys.stdin.read()
 def test_a_killed_run_leaves_its_steps(tmp_path: Path) -> None:
     paths = [str(Path(__file__).parents[1]), *sys.path]
     code = KILLED.format(paths=paths, path=str(tmp_path / "run"))
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "trained\n"
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait(60)
+    with warm.Script(code) as script:
+        assert script.stdout.readline() == "trained\n"
+        script.kill()
+        assert script.wait(60) == -signal.SIGKILL
     found = lines(tmp_path / "run")
     assert len(of("step", found)) >= 28 and not of("end", found)
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -21,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import zerostd
+from support import mounts, warm
 from support.compare import assert_bitwise
 from support.files import opened
 from support.memory import pss
@@ -32,7 +30,6 @@ from zerostd.policy import Kind, Tier
 pytestmark = pytest.mark.timeout(60)  # every one of these could hang
 
 MIB = 2**20
-SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 WIDTH = 96
 NUMEL = 3 * WIDTH * WIDTH  # of the model; its three groups need no padding
 
@@ -194,17 +191,7 @@ model = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
 """
 
 
-def python(code: str, path: Path) -> list[str]:
-    return [sys.executable, "-c", START + textwrap.dedent(code), str(path)]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": SOURCE}
-
-
 def test_full_file_system(tmp_path):
-    if shutil.which("unshare") is None:
-        pytest.skip("no unshare(1)")
     code = """
     optimizer = torch.optim.AdamW(model.parameters())
     before = [(id(p), p.data_ptr()) for p in model.parameters()]
@@ -215,12 +202,9 @@ def test_full_file_system(tmp_path):
             print(error)
     print(os.listdir(path), [(id(p), p.data_ptr()) for p in model.parameters()] == before, len(model._forward_hooks))
     """
-    mount = 'mount -t tmpfs -o size=1m none "$0" || exit 77; exec "$@"'
-    enter = ["unshare", "--map-root-user", "--mount", "sh", "-c", mount, str(tmp_path)]
-    done = subprocess.run(
-        [*enter, *python(code, tmp_path)], capture_output=True, text=True, env=environment(), timeout=60
-    )
-    if done.returncode == 77 or "unshare" in done.stderr:
+    mount = f"from support.mounts import mount\nmount('tmpfs', {str(tmp_path)!r}, 'size=1m')\n"
+    done = warm.run(mount + START + textwrap.dedent(code), tmp_path)
+    if done.returncode == mounts.NOT_ALLOWED:
         pytest.skip(f"this machine lets no user mount: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
     states, parameters, rest = done.stdout.splitlines()
@@ -396,7 +380,7 @@ def test_kill_in_the_middle_of_a_step_leaves_nothing(tmp_path):
         links = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(100) if os.path.islink(f"/proc/self/fd/{fd}")]
         print(number, sum(path in link for link in links), flush=True)
     """
-    done = subprocess.run(python(code, tmp_path), capture_output=True, text=True, env=environment(), timeout=60)
+    done = warm.run(START + textwrap.dedent(code), tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert done.stdout == "0 4\n"  # one step, with four files open there: parameters and states of two groups
     assert os.listdir(tmp_path) == []

@@ -6,8 +6,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -19,6 +17,7 @@ import torch
 from torch import nn
 
 import zerostd
+from support import warm
 from zerostd import Placement
 from zerostd.errors import MisuseError
 
@@ -131,9 +130,7 @@ print("done")
 
 
 def test_children_end_by_exit(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", SCRIPT]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
+    ended = warm.run(SCRIPT, folder=tmp_path)
     assert ended.returncode == 0 and ended.stdout == "done\n", ended.stderr
 
 

@@ -12,6 +12,7 @@ The function must be importable by name (top level of a module). `doing(text)` i
 from __future__ import annotations
 
 import faulthandler
+import gc
 import io
 import os
 import pickle
@@ -164,7 +165,7 @@ class RankPool:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         context = mp.get_context("forkserver")  # one process loads torch, the ranks are copies of it
-        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "zerostd"])
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "zerostd.checkpointing.dcp"])
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         if self.device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
@@ -287,6 +288,7 @@ def _functions() -> dict[str, Any]:
 def _serve(connection: Connection, stacks: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears the keyboard and ends us
     torch.set_num_threads(1)
+    gc.freeze()  # no collection looks at what the server has imported
     group: tuple[int, str] | None = None
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)

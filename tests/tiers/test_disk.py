@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support import mounts, warm
 from support.files import opened
 from zerostd.errors import PrepareError, StorageError
 from zerostd.monitoring.ledger import Ledger
@@ -28,7 +28,6 @@ from zerostd.tiers.extents import BLOCK_BYTES, open_and_unlink
 from zerostd.tiers.host import PAGE, Host
 
 MIB = 2**20
-SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 START = """
 import os, resource, signal, sys, time, warnings, torch
 from zerostd.errors import *
@@ -58,15 +57,6 @@ def disk(tmp_path, ledger):
         disk = Disk(str(tmp_path), ledger)
     yield disk
     disk.close()
-
-
-def python(code: str, *args: str) -> list[str]:
-    """The command of a process that runs `code` after START."""
-    return [sys.executable, "-c", START + textwrap.dedent(code), *args]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": SOURCE}
 
 
 def reserved(folder: Path, process: int | str = "self") -> int:
@@ -217,8 +207,8 @@ def test_kill_leaves_nothing(tmp_path):
         disk.free(disk.allocate(8192, Kind.PARAMETERS))
         transfer.wait()
     """
-    with subprocess.Popen(python(code, str(tmp_path)), stdout=subprocess.PIPE, env=environment()) as child:
-        assert child.stdout is not None and child.stdout.readline() == b"written\n"
+    with warm.Script(START + textwrap.dedent(code), tmp_path) as child:
+        assert child.stdout.readline() == "written\n"
         assert reserved(tmp_path, child.pid) >= 1024 * MIB
         child.send_signal(signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL
@@ -235,7 +225,7 @@ def test_end_of_the_process_waits_for_writes(tmp_path):
     atexit._run_exitfuncs()
     print(kept.is_done())
     """
-    done = subprocess.run(python(code, str(tmp_path)), capture_output=True, text=True, env=environment(), timeout=120)
+    done = warm.run(START + textwrap.dedent(code), tmp_path)
     assert (done.stdout, done.stderr, done.returncode) == ("True\n", "", 0)
 
 
@@ -363,7 +353,7 @@ def test_file_size_limit(tmp_path):
     disk.write(extent, 0, memory[:8192]).wait()
     disk.read(extent, 0, memory[:8192]).wait()
     """
-    done = subprocess.run(python(code, str(tmp_path)), capture_output=True, text=True, env=environment(), timeout=120)
+    done = warm.run(START + textwrap.dedent(code), tmp_path)
     assert done.returncode == 0, done.stderr
     refused, failed = done.stdout.splitlines()
     assert f"could not reserve 16384 bytes for parameters in {tmp_path} (EFBIG: File too large)" in refused
@@ -383,14 +373,11 @@ def test_forked_child_is_told(disk, host):
     disk.read(extent, 0, memory).wait()
 
 
-def mounted(kind: str, path: Path, code: str) -> subprocess.CompletedProcess[str]:
+def mounted(kind: str, options: str, path: Path, code: str) -> subprocess.CompletedProcess[str]:
     """`code` in a process that sees a new file system of that kind at `path`; skips where that is not allowed."""
-    if shutil.which("unshare") is None:
-        pytest.skip("no unshare(1)")
-    enter = ["unshare", "--map-root-user", "--mount", "sh", "-c", 'mount $0 none "$1" || exit 77; shift; exec "$@"']
-    command = [*enter, kind, str(path), *python(code, str(path))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
-    if done.returncode == 77 or "unshare" in done.stderr:
+    start = f"from support.mounts import mount\nmount({kind!r}, {str(path)!r}, {options!r})\n"
+    done = warm.run(start + START + textwrap.dedent(code), path)
+    if done.returncode == mounts.NOT_ALLOWED:
         pytest.skip(f"this machine lets no user mount: {done.stderr.strip()}")
     return done
 
@@ -409,7 +396,7 @@ def test_file_system_without_direct(tmp_path):
     print(*(f"{w.category.__name__}: {w.message}" for w in caught))
     print(disk.is_direct, target.sum().item() == 9 * 5005, os.listdir(path))
     """
-    done = mounted("-t ramfs", tmp_path, code)
+    done = mounted("ramfs", "", tmp_path, code)
     assert done.returncode == 0, done.stderr
     warned, rest = done.stdout.splitlines()
     assert warned.count("RuntimeWarning: ") == warned.count("does not take O_DIRECT") == 1
@@ -432,7 +419,7 @@ def test_full_file_system(tmp_path):
     except PrepareError as error:
         print(error)
     """
-    done = mounted("-t tmpfs -o size=1m", tmp_path, code)
+    done = mounted("tmpfs", "size=1m", tmp_path, code)
     refused, taken, full = done.stdout.splitlines()
     assert "(2097152 bytes) wanted" in refused and "(1048576 bytes) free" in refused
     assert taken == "taken"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from msgspec.structs import replace
@@ -20,7 +20,6 @@ from msgspec.structs import replace
 from zerostd.checkpointing import model_parts
 from zerostd.checkpointing.saving import check_call, describe_optimizer
 from zerostd.checkpointing.storage import Checkpoint, Manifest
-from zerostd.checkpointing.storage.dcp_files import DcpCheckpoint
 from zerostd.checkpointing.storage.directory import clear_leftovers
 from zerostd.checkpointing.storage.manifest import OptimizerGroup, TensorEntry, decode_value, refuse_tensor
 from zerostd.checkpointing.storage.writing import checkpoint_error
@@ -35,6 +34,11 @@ from zerostd.parameters import Flat
 from zerostd.parameters.flat import SavedInterval
 from zerostd.parameters.state_shard import OF_MASTER
 
+if TYPE_CHECKING:  # it imports torch.distributed.checkpoint, which `api.save_dcp` does when it is needed
+    from zerostd.checkpointing.storage.dcp_files import DcpCheckpoint
+
+    AnyCheckpoint = Checkpoint | DcpCheckpoint
+
 MOST_PROBLEMS = 20  # named in an error
 IN_PART = (
     "The model is loaded in part, on all ranks, and cannot be trained or saved like this: call zerostd.load again, "
@@ -42,7 +46,6 @@ IN_PART = (
 )
 
 T = TypeVar("T")
-AnyCheckpoint = Checkpoint | DcpCheckpoint
 Wanted = tuple[TensorEntry, int, int]  # elements [low, high) of a tensor that this rank reads
 
 

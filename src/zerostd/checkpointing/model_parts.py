@@ -11,13 +11,12 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from zerostd.checkpointing.storage import Checkpoint, Manifest
-from zerostd.checkpointing.storage.dcp_files import DcpCheckpoint
 from zerostd.checkpointing.storage.manifest import StoreTensor, TensorEntry, decode_value, encode_value, refuse_tensor
 from zerostd.communication import World
 from zerostd.compat import persistent_buffers
@@ -26,6 +25,9 @@ from zerostd.errors import CheckpointError, MisuseError
 from zerostd.parameters import Flat, Group
 from zerostd.parameters.flat import SavedInterval, tensor_interval, value_intervals
 from zerostd.sharding import Interval
+
+if TYPE_CHECKING:  # it imports torch.distributed.checkpoint, which `api.save_dcp` does when it is needed
+    from zerostd.checkpointing.storage.dcp_files import DcpCheckpoint
 
 
 def flats_of(runtime: Runtime) -> list[Flat]:

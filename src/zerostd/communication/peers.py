@@ -284,8 +284,8 @@ class Peers:
             if time.monotonic() >= beat:
                 beat = time.monotonic() + HEARTBEAT_S
                 self._tell((self.place.rank + 1) % size)
-            self._socket.settimeout(max(0.0, beat - time.monotonic()) + 0.01)
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of strangers, and of a closed socket
+                self._socket.settimeout(max(0.0, beat - time.monotonic()) + 0.01)
                 connection, _ = self._socket.accept()
                 with connection:
                     connection.settimeout(HEARTBEAT_S)

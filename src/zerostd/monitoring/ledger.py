@@ -7,13 +7,18 @@ bytes that were allocated during a step and are still there after the next one, 
 from __future__ import annotations
 
 import contextlib
+import gc
+import logging
+import math
 import sys
 import threading
 import traceback
-from collections import Counter
-from collections.abc import Iterator
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +28,9 @@ from zerostd.policy import Kind, Tier
 
 OURS = str(Path(__file__).parents[1])
 NUM_FIRST = 2  # steps that may allocate what stays
+NUM_KEPT = 3  # steps after which a graph should have gone
+MOST_HOOKS = 4096  # looked at, of one step
+log = logging.getLogger("zerostd")
 
 
 @dataclass(frozen=True)
@@ -117,6 +125,38 @@ class Leaks:
             return []
         with self._lock:
             return [leak for blocks in self._open.values() for leak in blocks if leak.step == step - 1]
+
+
+class KeptGraphs:
+    """Reports, once, a graph of autograd that outlives its step: the user keeps a loss or an output in a list. A hook
+    that a forward left in the graph lives as long as the graph does."""
+
+    def __init__(self) -> None:
+        self._hooks: dict[int, deque[tuple[weakref.ref[Any], str]]] = {}  # of each step, with the group it follows
+        self._step = 0
+        self._next: float = 0  # step in which to look
+        self._pause = 1
+
+    def add(self, hook: Callable[..., None], group: str) -> None:
+        self._hooks.setdefault(self._step, deque(maxlen=MOST_HOOKS)).append((weakref.ref(hook), group))
+
+    def begin(self, step: int) -> None:
+        """Look at the graphs of steps that are long over; each is looked at once."""
+        self._step = step
+        old = [hook for number in list(self._hooks) if number <= step - NUM_KEPT for hook in self._hooks.pop(number)]
+        if step < self._next or not any(hook() for hook, _ in old):
+            return
+        gc.collect()  # a cycle may hold it, which is nobody's fault; that takes long, so it is seldom done
+        self._next = step + self._pause
+        self._pause *= 2
+        groups = [group for hook, group in old if hook() is not None]
+        if groups:
+            self._next = math.inf
+            log.warning(
+                f"a graph of autograd up to group {groups[-1]!r}, made {NUM_KEPT} steps ago or before, is still alive "
+                f"in step {step + 1} and holds memory: your code keeps a tensor of it, such as a loss in a list or a "
+                "sum. Keep loss.item() or loss.detach() instead. Reported once for each model"
+            )
 
 
 @dataclass

@@ -19,6 +19,7 @@ from torch import nn
 
 from zerostd.compat import calls_of, in_transform, no_dynamo
 from zerostd.monitoring.events import LoopPhase
+from zerostd.monitoring.ledger import KeptGraphs
 from zerostd.parameters import Group
 from zerostd.parameters.prepared import LAST_HOOK
 from zerostd.scheduling.access import ParameterAccess
@@ -56,6 +57,7 @@ class Hooks:
         self._recomputed: Group | None = None  # by activation checkpointing, in the backward that runs now
         self._turn = self.gatherer.turn
         self._depth = 0  # calls of the root, one inside the other
+        self._graphs = KeptGraphs()
 
     def install(self) -> None:
         """Register everything."""
@@ -124,6 +126,7 @@ class Hooks:
             self.gatherer.timer.mark(LoopPhase.FORWARD if torch.is_grad_enabled() else LoopPhase.OUTSIDE)
             self.activations.begin()
             self.gatherer.begin(LoopPhase.FORWARD)
+            self._graphs.begin(self.backward.passes.num_steps)
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self._on_input is None:
@@ -154,6 +157,7 @@ class Hooks:
             output = map_tensors(output, self._on_output)
         if torch.is_grad_enabled():
             hook = functools.partial(self._backward_begins, threading.current_thread())
+            self._graphs.add(hook, self.gatherer.groups[-1].name)
             for tensor in tensors_in(output):
                 if tensor.requires_grad and tensor.grad_fn is not None:
                     tensor.register_hook(hook)
@@ -207,6 +211,7 @@ class Hooks:
         if not moving:
             return
         hook = functools.partial(self.before_backward, group)
+        self._graphs.add(hook, group.name)
         for tensor in made:
             tensor.register_hook(hook)
         if self.backward.is_running:
