@@ -21,6 +21,7 @@ from support.agreement import agree
 from support.models import MODELS
 from support.processes import doing
 from support.side_by_side import data, seeded
+from zerostd.parameters.host_gradient import NUM_STAGING
 
 MIB = 2**20
 EXPECTED = {
@@ -155,17 +156,17 @@ def gathered_at_once(rank: int) -> list[str]:
         model = seeded(lambda depth=depth: Tower(64, depth))
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer = zerostd.prepare(model, optimizer, stage=3, precision="bf16", groups=["layers.*"])
-        for _ in range(3):
+        for num_kept in (0, 2, 2):  # backward begins with two of them, once their order is known
             loss = model(data(2, 64, rank=rank)).square().mean()
             held = [f.full.untyped_storage().nbytes() for g in groups_of(model) for f in g.flats]
-            assert not any(held), f"between forward and backward groups hold {held}"
+            assert sum(size > 0 for size in held) == num_kept, f"between forward and backward groups hold {held}"
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         peaks[depth] = zerostd.memory(model).peak["device"]["buffers"]
         now = zerostd.memory(model).now["device"]["buffers"]
         largest = max(flat.full.nbytes for group in groups_of(model) for flat in group.flats)
-        gathered = (peaks[depth] - now) / largest
+        gathered = (peaks[depth] - now) / largest - NUM_STAGING  # what gradients passed through is given back, too
         if not 1 <= gathered <= 3:
             return [f"rank {rank}, {depth} groups: {gathered:.1f} groups were gathered at once"]
         zerostd.release(model)

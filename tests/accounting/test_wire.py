@@ -1,5 +1,6 @@
-"""Bytes sent per rank and step, by closed form: 2P(N-1)/N elements for stages 0 to 2, 3P(N-1)/N for stage 3.
+"""Bytes sent per rank and step, by closed form: 2P(N-1)/N elements for stages 0 to 2, (3P - K)(N-1)/N for stage 3.
 
+K are the parameters that backward begins with: the root's and the last layer's stay gathered from forward on.
 Counted three times: by the ledger, by watching what goes into torch.distributed, and by the kernel, which counts what
 this process's TCP sockets sent. P is padded as the layout states.
 """
@@ -47,6 +48,14 @@ class Tower(nn.Module):
 
 def padded_numel(model: nn.Module) -> int:
     return sum(flat.layout.numel for group in model.__dict__["_zerostd"].groups for flat in group.flats)
+
+
+def kept_numel(model: nn.Module) -> int:
+    """K: what the root and the last layer have."""
+    last = (model, model.layers[-1])
+    groups = [group for group in model.__dict__["_zerostd"].groups if any(m in last for m in group.blueprint.modules)]
+    assert len(groups) == len(last)
+    return sum(flat.layout.numel for group in groups for flat in group.flats)
 
 
 @contextmanager
@@ -120,15 +129,17 @@ def counts(rank: int, stage: int, precision: str, passes: int, width: int, reent
         "calls": sum(calls.values()) // STEPS,
         "tcp": sent / STEPS,
         "padded": padded_numel(model),
+        "kept": kept_numel(model),
         "form": zerostd.memory(model).gradients,
     }
     zerostd.release(model)
     return found
 
 
-def closed_form(stage: int, padded: int, size: int, itemsize: int, passes: int = 1) -> int:
+def closed_form(stage: int, found: dict[str, Any], size: int, itemsize: int, passes: int = 1) -> int:
     gathers = {0: passes, 1: 1, 2: 1, 3: 2 * passes}[stage]  # stage 0 reduces to everyone: a reduce and a gather
-    return (gathers + passes) * padded * itemsize * (size - 1) // size
+    kept = passes * found["kept"] if stage == 3 else 0
+    return ((gathers + passes) * found["padded"] - kept) * itemsize * (size - 1) // size
 
 
 def in_the_books(rank: int, size: int) -> list[str]:
@@ -137,7 +148,7 @@ def in_the_books(rank: int, size: int) -> list[str]:
         for precision, itemsize in (("fp32", 4), ("bf16", 2)):
             for passes in (1, 2):
                 found = counts(rank, stage, precision, passes, 96, None)
-                wanted = closed_form(stage, found["padded"], size, itemsize, passes)
+                wanted = closed_form(stage, found, size, itemsize, passes)
                 form = "bfloat16" if precision == "bf16" and passes == 1 else "float32"
                 if not found["ledger"] == found["calls"] == wanted or not found["form"].startswith(form):
                     failures.append(f"rank {rank} of {size}, stage {stage}, {precision}, {passes}: {wanted}, {found}")
@@ -152,7 +163,7 @@ def test_a_step_sends_what_the_paper_says(ranks, size):
 def with_checkpoints(rank: int, reentrant: bool) -> list[str]:
     """Recomputing a forward inside backward gathers nothing that backward had not gathered anyway."""
     found = counts(rank, 3, "fp32", 1, 96, reentrant)
-    wanted = closed_form(3, found["padded"], 2, 4)
+    wanted = closed_form(3, found, 2, 4)
     return [] if found["ledger"] == wanted else [f"rank {rank}: {found['ledger']} bytes, expected {wanted}"]
 
 
@@ -169,7 +180,7 @@ def test_checkpointing_sends_no_more(ranks, reentrant):
 
 def on_the_wire(rank: int, size: int) -> list[tuple[int, float, float]]:
     found = [(stage, counts(rank, stage, "fp32", 1, 512, None)) for stage in (0, 1, 2, 3)]
-    return [(stage, counted["tcp"], closed_form(stage, counted["padded"], size, 4)) for stage, counted in found]
+    return [(stage, counted["tcp"], closed_form(stage, counted, size, 4)) for stage, counted in found]
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"), reason="needs Linux")
