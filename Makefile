@@ -1,7 +1,7 @@
 # Works in a fresh clone with python3, make and a C++ compiler: the first target makes .venv and fills it.
 #   make demo      train a small model on two ranks, then one whose state does not fit, and make a page of that run
 #   make test      lint, then the tests that need no GPU; PYTEST_ARGS="-k sharding" for some of them
-#   make test-all  these, with all that make test takes samples of (twice as long)
+#   make test-all  these, with all that make test takes samples of
 #   make explore   properties with examples that were not tried before; a failing one prints how to try it again
 #   make lint      ruff and mypy
 #   make docs      the documentation as a site, in build/site

@@ -115,6 +115,7 @@ class Large(nn.Module):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)  # a busy machine reads and writes 10 GiB
 @pytest.mark.parametrize("tier", ["device", "disk"])
 def test_a_parameter_of_more_than_2_gib_is_updated_to_its_end(tier: str, tmp_path: Path) -> None:
     model: Any = Large()
