@@ -14,7 +14,7 @@ MOST_ATTRIBUTES = 15
 
 # Of the whole library.
 MOST_LINES = 27_940  # 27,560 before split masters; 24,782 before meshes, averages, checksums, blame, turns of threads
-MOST_LINES_IN_CORE = 11_880  # 11,600 and 9,990 before those
+MOST_LINES_IN_CORE = 11_930  # 11,600 and 9,990 before those
 MOST_CLASSES = 240  # 238 and 225 before those
 
 # Habits that give way.
