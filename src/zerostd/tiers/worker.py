@@ -68,6 +68,14 @@ class Work(Transfer):
     def is_done(self) -> bool:
         return self._done.is_set()
 
+    def synchronize(self) -> None:
+        """Hold the host until what the work left in a stream has ended, too."""
+        self.wait()
+        self.event.synchronize()
+
+    def has_arrived(self) -> bool:
+        return self.is_done() and self.event.has_arrived()
+
     def __del__(self) -> None:
         if self._error is not None and not self._is_reported:
             warnings.warn(f"a transfer failed and nobody waited for it: {self._error}", RuntimeWarning, stacklevel=2)
