@@ -13,7 +13,7 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 28_200  # 24,782 before meshes, averages, checksums, blame, turns of threads, joins and split masters
+MOST_LINES = 28_400  # 24,782 before meshes, averages, checksums, blame, turns of threads, joins and split masters
 MOST_LINES_IN_CORE = 12_100  # 9,990 before those
 MOST_CLASSES = 240  # 225 before those
 
