@@ -68,10 +68,11 @@ class Gradient:
         return [tensor for tensor in tensors if tensor is not None and tensor.numel()]
 
     def give_back(self) -> None:
-        """Give the memory back: nobody wants what rests, and no update reads it."""
+        """Give the memory back: nobody wants what rests, and no update reads it. What a numpy array uses stays."""
         for tensor in self._memories:
-            self._free(tensor)
-            tensor.untyped_storage().resize_(0)
+            if tensor.untyped_storage().resizable():
+                self._free(tensor)
+                tensor.untyped_storage().resize_(0)
         self._has_landed = [False] * len(self._has_landed)
 
     def take_memory(self) -> None:

@@ -35,7 +35,7 @@ class Gatherer:
         self.control.num_flags = sum(len(flat.parameters) for group in groups for flat in group.trainable)
         self._next: dict[tuple[LoopPhase, Group | None], Group] = {}  # by phase and group; None: the first
         self._last: dict[LoopPhase, Group | None] = {}  # the group needed last, in forward and in backward
-        self._kept: list[Group] = []  # that this forward leaves gathered
+        self._kept: list[Group] = []  # that this forward leaves gathered, if it ends with them
 
     def need(self, group: Group, phase: LoopPhase) -> None:
         """Return when `group` and those it borrows are gathered; the groups expected next are on their way then."""
@@ -104,8 +104,9 @@ class Gatherer:
             group.release()
 
     def end_use(self, group: Group) -> None:
-        """Release a group that a forward used, unless backward begins with it."""
-        if group not in self._kept:
+        """Release a group that a forward used, unless the forward ends with it and backward begins with it."""
+        is_over = self._next.get((LoopPhase.FORWARD, self._last.get(LoopPhase.FORWARD))) is None
+        if not (is_over and group in self._kept):
             self.release(group)
 
     def release_all(self, *, is_backward: bool, but_kept: bool = False) -> None:
