@@ -164,9 +164,18 @@ def _bytes_program(request: PlanRequest, beside: Mapping[Tier, float]) -> tuple[
 # -- when nothing fits --
 
 
+def enlargements(request: PlanRequest) -> list[dict[Tier, float]]:
+    """Return the bytes that would be enough, in the ways there are: the fewest in all, and of each tier alone."""
+    least = {tier: size for tier, size in missing_bytes(request).items() if size > FEW}
+    fewest = _in_whole_groups(request, tuple(Tier)) or least or dict.fromkeys(request.limits, _spare(request))
+    alone = [_in_whole_groups(request, (tier,)) for tier in request.limits if {*fewest} != {tier}]
+    return [fewest, *(sizes for sizes in alone if sizes)]
+
+
 def explain_missing(request: PlanRequest) -> str:
     least = {tier: size for tier, size in missing_bytes(request).items() if size > FEW}
-    whole = _in_whole_groups(request, tuple(Tier)) or least or dict.fromkeys(request.limits, _spare(request))
+    larger = enlargements(request)
+    whole = larger[0]
     limits = ", ".join(f"{size_text(size)} of the {tier.value}" for tier, size in request.limits.items())
     if least:
         where = f"at least {_of_tiers(least)} is missing"
@@ -176,16 +185,12 @@ def explain_missing(request: PlanRequest) -> str:
     return (
         f"no placement fits {request.model.numel / 1e9:.4g} B parameters at stage {request.stage.value} on "
         f"{request.world_size} rank(s) into {limits} each: {where}. What would fit: "
-        + "; or ".join(_changes(request, whole))
+        + "; or ".join(_changes(request, larger))
     )
 
 
-def _changes(request: PlanRequest, whole: Mapping[Tier, float]) -> Iterator[str]:
-    yield _larger(request, whole)
-    for tier in request.limits:
-        alone = _in_whole_groups(request, (tier,)) if {*whole} != {tier} else {}
-        if alone:
-            yield _larger(request, alone)
+def _changes(request: PlanRequest, larger: Sequence[Mapping[Tier, float]]) -> Iterator[str]:
+    yield from (_larger(request, by) for by in larger)
     if Tier.DISK not in request.limits:
         plenty = replace(request, limits={**request.limits, Tier.HOST: 1 << 60})  # more of what is not the device
         if sum(missing_bytes(plenty).values()) < sum(missing_bytes(request).values()) - FEW:

@@ -1,18 +1,21 @@
-"""Observes training and revises its plan where another one is better.
+"""Observes training and obeys the plan that real steps prove best.
 
-    after the first steps    the profile is fitted to what was observed, and the plan is made again, once
-    afterwards               when steps take longer, others took memory, or the device ran out of it
+    the first pass        where the batch was not known it recomputes; then everything is placed by what it took
+    the first steps       some are watched, rates are fitted to them, and candidates are ranked; the best are tried one
+                          after the other, and the fastest stays
+    afterwards            the same again, when steps take longer or clipping starts or stops. Memory that others took,
+                          or that a larger batch needs, is made room for at once
 
-Everything happens between two steps, before the next forward, when there are no gradients. All ranks observe the same
-steps and obey one plan. A change must bring enough to be made, and each search for a faster plan doubles the time to
-the next, also one that ends with nothing: a plan does not go back and forth.
+Everything happens before a forward, when there are no gradients; states move a few groups at a time. All ranks watch
+the same steps and obey one plan. Each round of trials doubles the time to the next: a plan does not go back and forth.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -21,25 +24,25 @@ import torch
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_or_measure
-from zerostd.measuring.identity import free_bytes
-from zerostd.monitoring.events import LoopPhase
 from zerostd.monitoring.texts import size_text
-from zerostd.optimizers.updater import OffloadUpdater
 from zerostd.parameters.observing import StepObserver
-from zerostd.planning import MachineProfile, Plan
+from zerostd.planning import Plan
 from zerostd.planning.request import MARGIN
 from zerostd.planning.solution import ObservedStep
-from zerostd.policy import Kind, Tier
+from zerostd.policy import Tier, Way
 from zerostd.preparing.proposing import PlanSearch
-from zerostd.replanning.moving import move
+from zerostd.preparing.remembering import plan_file, recall, remember
+from zerostd.replanning.meter import DeviceMeter
+from zerostd.replanning.moving import HomeMove
+from zerostd.replanning.trials import Trials
+from zerostd.replanning.watching import ClipCounter, StepWatch, counted_profile, scaled_profile
 
 NUM_FIRST = 2  # steps that are not looked at: the first ones are slower
-NUM_WATCHED = 3  # steps that rates are taken from
-EVERY = 10  # steps between two looks at memory and at how long steps take
+EVERY = 10  # steps between two looks at memory, at clipping and at how long steps take
 SLOWER = 1.3  # times as long as before: worth looking for another plan
-GAIN = 0.1  # of a step, and
-LEAST_GAIN_S = 0.002  # seconds of a step, for a faster plan to be worth moving to
+GREATER = 1.02  # times the bytes of input before: worth looking whether they fit
 MORE_ROOM = 0.1  # of the device, for activations, when it ran out of memory
+MOVED_RATE = 1e9  # bytes that may move before a step, for each second of it: at 5 GB/s they take a fifth
 
 log = logging.getLogger("zerostd")
 
@@ -76,20 +79,25 @@ class Adapter(StepObserver):
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
+        self.meter = DeviceMeter(runtime)
         self.revisions: list[Revision] = []
-        self._step = 0  # that has begun
+        self._search = PlanSearch(runtime.settings, runtime.blueprints, runtime.world)
+        self._step = runtime.backward.passes.num_steps  # that has begun
         self._begun = time.perf_counter()  # that step
         self._times: list[float] = []  # seconds of the steps since the last check
         self._usual: float | None = None  # seconds of a step under this plan
-        self._pause = 1  # checks between two searches for another plan; doubles each time
-        self._next = {"room": 0, "speed": EVERY}  # the first step at which to search again
-        self._watching: tuple[int, dict[str, float], str] | None = None  # first step, busy before, reason
+        self._pause = 1  # checks between two rounds of trials; doubles each time
+        self._next = {"room": 0, "speed": EVERY, "input": 0}  # first steps at which to search again; bytes of input
+        self._watch: StepWatch | None = None  # steps that are watched now
         self._seen: ObservedStep | None = None  # when it was watched last
-        self._num_short = _times_short(runtime.world.device)
-        _forget_peak(runtime.world.device)
+        self._trials: Trials | None = None  # under way
+        self._moving: HomeMove | None = None  # under way
+        self._clips = ClipCounter(runtime)
+        self.meter.reset()
 
     def before_forward(self) -> None:
         """A forward of training begins."""
+        self._follow_input()
         passes = self.runtime.backward.passes
         if passes.num_steps == self._step:
             if passes.num_done == 0 and self.runtime.world.size == 1:  # the last forward may have come to nothing
@@ -99,68 +107,150 @@ class Adapter(StepObserver):
         self._times.append(now - self._begun)
         self._step = passes.num_steps
         self._begun = now
-        if self._watching is not None:
-            if self._step == self._watching[0] + NUM_WATCHED:
-                self._end_watching()
-            self.runtime.gatherer.timer.cut()
-        elif self._step == NUM_FIRST and self._offload is not None:
-            self._watch("after the first steps")
+        self._clips.note()
+        self.runtime.backward.activations.counter.is_on = self.plan.is_untried
+        is_under_way = self._moving is not None or self._watch is not None or self.plan.is_untried
+        if is_under_way or self._step == NUM_FIRST or self._step % EVERY == 0:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Do what is due before this step."""
+        if self._has_gradients:
+            return  # they are kept over the step: nothing can move
+        if self.plan.is_untried:
+            self._place()
+        elif self._moving is not None:
+            self._advance()
+        elif self._watch is not None:
+            self._look()
+        elif self._pause == 1 and (self._is_off or self.runtime.backward.activations.is_on):
+            self._begin_watch("after the first steps")
         elif self._step % EVERY == 0:
             self._check()
 
     @property
-    def _offload(self) -> OffloadUpdater | None:
-        return None if self.runtime.optimizer is None else self.runtime.optimizer.updater.offload
+    def plan(self) -> Plan:
+        """The plan that is obeyed now."""
+        plan = self.runtime.settings.plan
+        assert plan is not None
+        return plan
 
-    # Observing
+    @property
+    def _has_gradients(self) -> bool:
+        return any(trained.parameter.grad is not None for trained in self.runtime.backward.trained)
 
-    def _watch(self, reason: str) -> None:
-        self.runtime.finish_updates()
-        self._watching = (self._step, self._busy(), reason)
-        self.runtime.gatherer.timer.start()
+    @property
+    def _is_off(self) -> bool:
+        """Whether states are off the device."""
+        return self.runtime.optimizer is not None and self.runtime.optimizer.updater.offload is not None
 
-    def _busy(self) -> dict[str, float]:
-        return {} if self._offload is None else self._offload.busy()
+    # The first pass, and larger ones
 
-    def _end_watching(self) -> None:
-        assert self._watching is not None
-        _, before, reason = self._watching
-        self._watching = None
-        spent = self.runtime.gatherer.timer.stop()
-        self.runtime.finish_updates()
-        num_passes = self.runtime.backward.passes.num_before
-        self._seen = ObservedStep(
-            step_s=median(sum(step.values()) for step in spent),
-            forward_s=median(step[LoopPhase.FORWARD] + step[LoopPhase.OUTSIDE] for step in spent) / num_passes,
-            backward_s=median(step[LoopPhase.BACKWARD] for step in spent) / num_passes,
-            num_passes=num_passes,
-            busy={name: (seconds - before.get(name, 0.0)) / NUM_WATCHED for name, seconds in self._busy().items()},
-            activation_bytes=self._activation_bytes(),
-        )
-        self._revise(reason, self._collect(RankReport(self._room(), seen=self._seen)))
+    def _place(self) -> None:
+        """Place everything by what the first pass took. What was remembered of an earlier run comes first, then keeping
+        all where it is, then the best plan that fits. Where nothing could be counted, groups go on recomputing."""
+        self.runtime.backward.activations.counter.is_on = False
+        seen = self._rough()
+        way = Way.RECOMPUTE if seen.profile is None else Way.DEVICE
+        ways = {group.name: way.in_plan for group in self.runtime.blueprints}
+        kept = replace(self.plan, activations=ways, notes=self.plan.notes[:-1])
+        file = plan_file(self.runtime.settings, self.runtime.blueprints, self.runtime.world)
+        wanted = [plan for plan in (recall(file), kept) if plan is not None]
+        plan = next((plan for plan in wanted if self._holds(plan, seen)), None)
+        text = self.runtime.gatherer.control.collect(None if plan is None else plan.to_json())[0]
+        if text is not None:
+            self._start(Plan.from_json(text))
+            return
+        self._revise("after the first pass", self._collect(RankReport(self.meter.room(), seen=seen)))
+        if self.plan.is_untried:  # nothing fits better
+            self._start(replace(kept, activations=dict.fromkeys(ways, Way.RECOMPUTE.in_plan)))
+
+    def _holds(self, plan: Plan, seen: ObservedStep, times: float = 1.0) -> bool:
+        """Return whether model state and activations of a plan fit on the device, for so many times the batch."""
+        limits = self.meter.limits()
+        activations = seen.activation_bytes or 0
+        if seen.profile is not None:
+            activations = self.meter.activations_of(plan, seen.profile)
+        limits[Tier.DEVICE] -= int(times * activations)
+        return self._search.fits(plan, limits)
+
+    def _follow_input(self) -> None:
+        """Make room for a batch that is larger than those before, or say what is missing."""
+        size = self.runtime.backward.passes.input_bytes
+        before = self._next["input"]
+        if not size or size <= GREATER * before or self.runtime.world.size > 1:
+            return
+        self._next["input"] = size
+        self.runtime.backward.activations.counter.is_on = True
+        seen = self._seen
+        if not before or seen is None or seen.profile is None or self._holds(self.plan, seen, size / before):
+            self._grow(size / before if before else 1.0)
+            return
+        if self._has_gradients or self._moving is not None:
+            return
+        self._grow(size / before)
+        reason = f"a batch is {size / before:.3g} times as large as any before"
+        num_revisions = len(self.revisions)
+        self._revise(reason, RankReport(self.meter.room(), seen=self._seen))
+        if len(self.revisions) == num_revisions and self.runtime.settings.budget.device is not None:
+            self._next["input"] = before
+            need = size_text(self.meter.activations_of(self.plan, seen.profile) * size / before)
+            raise torch.OutOfMemoryError(
+                f"{reason}: its activations would take {need}, which does not fit into "
+                f"Budget(device={self.runtime.settings.budget.device!r}) whatever is recomputed or kept on the host. "
+                "Use a smaller batch in more passes, or a larger budget"
+            )
+
+    def _grow(self, times: float) -> None:
+        """Count with activations that are so many times as large."""
+        if self._seen is not None and self._seen.profile is not None and times > 1.0:
+            self._seen = replace(self._seen, profile=scaled_profile(self._seen.profile, times))
+
+    # Watching
+
+    def _begin_watch(self, reason: str) -> None:
+        self._watch = StepWatch(self.runtime, self._step, reason)
+
+    def _look(self) -> None:
+        """Go on watching; when enough steps were seen, note what they took."""
+        assert self._watch is not None
+        if not self._watch.is_over(self._step):
+            return
+        reason = self._watch.reason
+        seen = self._watch.end(self.meter.activation_bytes())
+        self._watch = None
+        profile = self._seen.profile if self._seen is not None else None
+        self._seen = replace(seen, profile=profile)
+        report = self._collect(RankReport(self.meter.room(), seen=self._seen))
+        assert report.seen is not None
+        if self._trials is None:
+            self._try(reason, report, report.seen)
+        else:
+            self._trials.record(self.plan, report.seen.step_s)
+            self._try_next()
 
     def _check(self, *, only_short: bool = False) -> None:
-        """Check memory and how long steps take. All ranks call it together."""
+        """Check memory, clipping and how long steps take. All ranks call it together."""
         if self.runtime.optimizer is None:
             return
-        num_short = _times_short(self.runtime.world.device)
-        is_short = num_short > self._num_short
-        self._num_short = num_short
+        is_short = self.meter.ran_short()
         if only_short and not is_short:
             return
         is_slow = not only_short and self._is_slower()
-        report = self._collect(RankReport(self._room(), is_short, is_slow, self._seen))
+        report = self._collect(RankReport(self.meter.room(), is_short, is_slow, self._seen))
         taken: list[Tier] = []
         if not only_short and self._step >= self._next["room"]:
-            taken = [tier for tier, room in report.room.items() if self._needs(tier) > (1 - MARGIN / 2) * room]
+            taken = [tier for tier, room in report.room.items() if self.meter.needs(tier) > (1 - MARGIN / 2) * room]
         num_revisions = len(self.revisions)
         if report.is_short:
             self._revise("the device ran out of memory", report)
         elif taken:
             room = ", ".join(f"{size_text(report.room[tier])} of the {tier.value}" for tier in taken)
             self._revise(f"memory was taken by others, which leaves us {room}", report)
+        elif self._clips.has_changed(self._search.may_speculate, speculates=self.plan.speculate):
+            self._begin_watch(self._clips.reason)
         elif report.is_slow:
-            self._watch(f"steps take {median(self._times):.3g} s and took {self._usual or 0.0:.3g} s before")
+            self._begin_watch(f"steps take {median(self._times):.3g} s and took {self._usual or 0.0:.3g} s before")
         if (report.is_short or taken) and len(self.revisions) == num_revisions:
             self._next["room"] = self._next["speed"]  # nothing could be done about it
         self._times = []
@@ -170,7 +260,7 @@ class Adapter(StepObserver):
         if self._usual is None:
             self._usual = median(self._times)
             return False
-        may_search = self._offload is not None and self._step >= self._next["speed"]
+        may_search = self._is_off and self._step >= self._next["speed"]
         return may_search and median(self._times) > SLOWER * self._usual
 
     def _collect(self, report: RankReport) -> RankReport:
@@ -184,130 +274,128 @@ class Adapter(StepObserver):
             max(steps, key=lambda step: step.step_s) if len(steps) == len(reports) else None,
         )
 
-    def _room(self) -> dict[Tier, int]:
-        """Return the bytes that are ours or free. Where the device is the CPU, its memory is the host's."""
-        world = self.runtime.world
-        free = free_bytes(world.device, None)
-        held = sum(size for (tier, _), size in self.runtime.ledger.now.items() if tier is Tier.HOST)
-        room = {Tier.HOST: held + free["host"] // world.local_size}
-        if world.device.type != "cpu":
-            room[Tier.DEVICE] = free["device"] + torch.accelerator.memory_allocated(world.device)
-        return room
+    # Trials
 
-    def _needs(self, tier: Tier) -> int:
-        """Return the bytes planned for a tier or held there; on an accelerator also what is not of the model."""
-        plan = self.runtime.settings.plan
-        device = self.runtime.world.device
-        assert plan is not None
-        held = sum(size for (where, _), size in self.runtime.ledger.now.items() if where is tier)
-        if tier is Tier.DEVICE and device.type != "cpu":
-            held = torch.accelerator.memory_allocated(device)
-        return max(held, plan.predicted.total(tier))
-
-    def _activation_bytes(self) -> int | None:
-        """The most that the device held beside what the plan knows of."""
-        device = self.runtime.world.device
-        plan = self.runtime.settings.plan
-        if device.type == "cpu" or plan is None:
-            return None
-        known = sum(
-            size for kind, size in plan.predicted.bytes.get(Tier.DEVICE, {}).items() if kind != Kind.ACTIVATIONS
-        )
-        return max(0, torch.accelerator.max_memory_allocated(device) - known)
-
-    # Revising
-
-    def _revise(self, reason: str, report: RankReport) -> None:
-        """Make the plan again, and obey it if that pays or must be."""
-        if any(trained.parameter.grad is not None for trained in self.runtime.backward.trained):
-            return  # gradients are kept over the step: nothing can move
-        world = self.runtime.world
-        seen = self._seen_or_rough(report)  # before anything is measured, which takes memory too
-        proposal = ""
-        try:
-            settings = self.runtime.settings
-            machine = load_or_measure(world.device, disk_path=settings.budget.disk_path, mesh=settings.mesh)
-            proposal = self._propose(reason, report.room, seen, machine) if world.rank == 0 else ""
-        except (PrepareError, torch.OutOfMemoryError) as error:  # of measuring: training goes on as it did
-            if world.size > 1:
-                raise
-            log.warning("the plan is kept after step %d (%s): %s", self._step, reason, error)
-        text = self.runtime.gatherer.control.collect(proposal)[0]
-        self._times = []
+    def _try(self, reason: str, report: RankReport, seen: ObservedStep) -> None:
+        """Rank candidates, and try the best of them one after the other."""
+        present, candidates = self._candidates(reason, report, seen)
         self._usual = None
         self._pause *= 2
         self._next["speed"] = self._step + self._pause * EVERY
-        if text:
-            plan = Plan.from_json(text)
-            _empty_cache(world.device)  # so that what moves does not lie in the blocks of activations
-            moved = move(self.runtime, plan)
-            _empty_cache(world.device)  # what was given up is there for others
-            self.revisions.append(Revision(self._step, reason, tuple(moved), plan))
-        _forget_peak(world.device)
+        self._trials = Trials(replace(self.plan, predicted=present.predicted), candidates, seen.step_s, reason)
+        self._try_next()
+
+    def _try_next(self) -> None:
+        assert self._trials is not None
+        plan = self._trials.next()
+        if plan is not None:
+            self._start(plan)
+            return
+        winner = self._trials.winner()
+        reason = self._trials.why
+        before = self._trials.present
+        self._trials = None
+        self._times = []
+        text = "; ".join(f"{trial.name}: {trial.measured_s:.3g} s" for trial in winner.trials)
+        log.info("tried after step %d (%s), the first stays: %s", self._step, reason, text)
+        if self.runtime.world.rank == 0:
+            remember(winner, plan_file(self.runtime.settings, self.runtime.blueprints, self.runtime.world))
+        is_other = winner.homes != before.homes or winner.activations != before.activations
+        if is_other or winner.speculate != before.speculate:
+            note = f"Revised after step {self._step}: {reason}."
+            winner = replace(winner, notes=(*winner.notes, note))
+        self._start(winner)
+        if winner.notes != before.notes:
+            names = [group.name for group in self.runtime.blueprints if group.members]
+            moved = tuple(name for name in names if winner.homes_of(name) != before.homes_of(name))
+            self.revisions.append(Revision(self._step, reason, moved, winner))
+
+    def _start(self, plan: Plan) -> None:
+        """Begin to obey a plan; states move in the steps to come."""
+        self._moving = HomeMove(self.runtime, plan)
+        self._moving.take_ahead(self._most_bytes)
+        if self._moving.is_done:
+            self._end_move()
+
+    @property
+    def _most_bytes(self) -> float:
+        """The bytes that may move before one step: the same on all ranks."""
+        step_s = self._seen.step_s if self._seen is not None else 0.0
+        slowest_s: float = max(self.runtime.gatherer.control.collect(step_s))
+        return MOVED_RATE * slowest_s
+
+    def _advance(self) -> None:
+        assert self._moving is not None
+        self._moving.advance(self._most_bytes)
+        if self._moving.is_done:
+            self._end_move()
+
+    def _end_move(self) -> None:
+        self._moving = None
+        self.meter.give_cache_back()  # what was given up is there for others
+        self.meter.reset()
         self._begun = time.perf_counter()
+        if self._trials is not None:
+            self._begin_watch(self._trials.why)
 
-    def _propose(self, reason: str, room: Mapping[Tier, int], seen: ObservedStep, machine: MachineProfile) -> str:
-        """Return the plan to obey from now on as JSON, or nothing to keep the present one."""
-        limits = self._limits(room, seen)
-        search = PlanSearch(self.runtime.settings, self.runtime.blueprints, self.runtime.world)
-        try:
-            now, best = search.revise(limits, machine, seen)
-        except PrepareError as error:
-            log.warning("the plan is kept after step %d (%s), although nothing fits: %s", self._step, reason, error)
-            return ""
-        before = now.predicted.step_s or 0.0
-        after = best.predicted.step_s or 0.0
-        fits = all(now.predicted.total(tier) <= limit for tier, limit in limits.items())
-        if fits and before - after < max(GAIN * before, LEAST_GAIN_S):
-            log.info(
-                "the plan is kept after step %d (%s): a step takes %.3g s by the model and took %.3g s, and the best "
-                "other plan would take %.3g s",
-                *(self._step, reason, before, seen.step_s, after),
-            )
-            return ""
-        why = f"a step of {before:.3g} s becomes {after:.3g} s"
-        if not fits:
-            why = f"it no longer fits; a step takes {after:.3g} s"
-        log.info("the plan is revised after step %d (%s): %s\n%s", self._step, reason, why, best.explain())
+    # Room that has to be made at once
+
+    def _revise(self, reason: str, report: RankReport) -> None:
+        """Obey the best plan that fits, at once, if the present one does not."""
+        if self._has_gradients:
+            return
+        if self._moving is not None:
+            self._moving.advance()
+        seen = report.seen or self._rough()
+        if report.is_short and Tier.DEVICE in report.room:  # a device that ran out needs more room
+            more = int((self.meter.activation_bytes() or 0) + MORE_ROOM * report.room[Tier.DEVICE])
+            seen = replace(seen, activation_bytes=more)
+        present, candidates = self._candidates(reason, report, seen)
+        self._times = []
+        self._usual = None
+        self._trials = None
+        self._watch = None
+        limits = self.meter.limits(report.room).items()
+        if not candidates or all(present.predicted.total(tier) <= limit for tier, limit in limits):
+            return
         note = f"Revised after step {self._step}: {reason}."
-        return replace(best, notes=(*best.notes, note)).to_json()
+        plan = replace(candidates[0], notes=(*candidates[0].notes, note))
+        log.info("the plan is revised after step %d (%s): it no longer fits\n%s", self._step, reason, plan.explain())
+        self.meter.give_cache_back()  # so that what moves does not lie in the blocks of activations
+        move = HomeMove(self.runtime, plan)
+        move.advance()
+        self.revisions.append(Revision(self._step, reason, tuple(move.names), plan))
+        self._end_move()
 
-    def _seen_or_rough(self, report: RankReport) -> ObservedStep:
-        """What was observed; before that a third of a step is forward. A device that ran out needs more room."""
-        step_s = median(self._times) if self._times else 0.0
-        activations = self._activation_bytes()
-        seen = report.seen or ObservedStep(step_s, step_s / 3, 2 * step_s / 3, activation_bytes=activations)
-        if report.is_short and Tier.DEVICE in report.room:
-            return replace(seen, activation_bytes=int((activations or 0) + MORE_ROOM * report.room[Tier.DEVICE]))
-        return seen
+    def _candidates(self, reason: str, report: RankReport, seen: ObservedStep) -> tuple[Plan, list[Plan]]:
+        """Return the present plan as it was observed, and others, the best first; none if nothing fits."""
+        world = self.runtime.world
+        plans: list[str] = []
+        try:
+            settings = self.runtime.settings
+            machine = load_or_measure(world.device, disk_path=settings.budget.disk_path, mesh=settings.mesh)
+            if world.rank == 0:
+                self._search.settings = self.runtime.settings
+                speculates = self._search.may_speculate and not self._clips.are_usual
+                present, others = self._search.revise(
+                    self.meter.limits(report.room), machine, seen, speculates=speculates
+                )
+                plans = [present.to_json(), *(plan.to_json() for plan in others)]
+        except (PrepareError, torch.OutOfMemoryError) as error:  # training goes on as it did
+            if world.size > 1 and not isinstance(error, PrepareError):
+                raise
+            log.warning("the plan is kept after step %d (%s): %s", self._step, reason, error)
+        texts: Sequence[str] = json.loads(self.runtime.gatherer.control.collect(json.dumps(plans))[0])
+        present, *others = [Plan.from_json(text) for text in texts] or [self.plan]
+        return present, others
 
-    def _limits(self, room: Mapping[Tier, int], seen: ObservedStep) -> dict[Tier, int]:
-        """Return the bytes to plan with: the budget's, or what there is less a margin."""
-        settings = self.runtime.settings
-        assert settings.plan is not None
-        limits = dict(settings.plan.limits)
-        if settings.budget.device is None and seen.activation_bytes is not None:  # which are counted by themselves
-            limits[Tier.DEVICE] = room[Tier.DEVICE]
-        for tier, size in room.items():
-            limits[tier] = min(limits.get(tier, 0), int((1 - MARGIN) * size))
-        return limits
+    # Memory
 
-
-def _empty_cache(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
-
-
-def _forget_peak(device: torch.device) -> None:
-    """Count the peak from here on: what loading, preparing or measuring took are no activations."""
-    if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats(device)
-
-
-def _times_short(device: torch.device) -> int:
-    """Return how often the device's allocator had to free its cache to find memory, or failed."""
-    module = torch.get_device_module(device) if device.type != "cpu" else None
-    if module is None or not hasattr(module, "memory_stats"):
-        return 0
-    stats = module.memory_stats(device)
-    return int(stats.get("num_alloc_retries", 0)) + int(stats.get("num_ooms", 0))
+    def _rough(self) -> ObservedStep:
+        """What is known before steps were watched: a third of a step is forward."""
+        if self._seen is None:
+            step_s = median(self._times) if self._times else 0.0
+            self._seen = ObservedStep(step_s, step_s / 3, 2 * step_s / 3)
+        profile = self._seen.profile or counted_profile(self.runtime)
+        self._seen = replace(self._seen, activation_bytes=self.meter.activation_bytes(), profile=profile)
+        return self._seen
