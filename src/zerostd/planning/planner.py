@@ -17,7 +17,7 @@ from zerostd.planning.demands import GroupShares, way_of, work
 from zerostd.planning.linear import Infeasible
 from zerostd.planning.program import SLACK, optimise
 from zerostd.planning.request import WORTH_SPECULATING, PlanRequest
-from zerostd.planning.rounding import enlargements, explain_missing, optimise_whole
+from zerostd.planning.rounding import enlargements, explain_missing, least_of, optimise_whole
 from zerostd.planning.solution import Solution, fits, model_state
 from zerostd.policy import Kind, Tier
 
@@ -28,6 +28,7 @@ WORTH_MOVING = 0.1  # of a step: what a plan must bring to move anything where a
 WORTH_A_DISK = 0.02  # of all bytes, and of a step: less is not worth the buffers and threads of a disk
 MOST_ROUNDS = 8  # of making room for what the program does not know
 ROUNDING = 1.002  # the linear program keeps to its limits only this exactly
+PLENTY = 1 << 60  # bytes of a tier: more than anything takes
 MOST_SPLITS = 6  # of updates between CPU and device, that are looked at
 NEIGHBOURS = (0.8, 1.2)  # times the CPU's part of an update: how busy a processor is with other things, nobody knows
 
@@ -190,46 +191,79 @@ class Counted:
 def fitting(request: PlanRequest, count: CountBytes) -> list[Counted]:
     """Return the candidates that fit by account, the best first. Raises PrepareError with what is missing, working
     memory included: what a refusal asks for is enough."""
-    counted, fixed = _make_room(request, count)
+    counted = _make_room(request, count)
     if counted:
         return counted
-    for _ in range(MOST_ROUNDS):  # until each of the ways that a refusal names would do
-        refused = replace(request, fixed=fixed)
-        for by in enlargements(refused):
-            limits = {tier: limit + int(by.get(tier, 0)) for tier, limit in request.limits.items()}
-            counted, needed = _make_room(replace(request, limits=limits), count)
-            if not counted:
-                fixed = {tier: max(int(fixed.get(tier, 0) * ROUNDING), needed.get(tier, 0)) for tier in Tier}
-        if fixed == refused.fixed:
-            break
-    raise PrepareError(explain_missing(replace(request, fixed=fixed)))
+    least = {tier: _least(request, tier, count) for tier in request.limits}
+    alone: dict[Tier, int] = {}  # bytes that a tier lacks, where it lacks them alone
+    for tier, fewest in least.items():
+        if fewest is None:
+            continue
+        alone[tier] = total(fewest.held, tier) - request.limits[tier]
+        if alone[tier] <= 0:
+            faster = place_states(fewest.solution, _with_unknown(fewest.solution, fewest.held))
+            return [(faster and _counted(request, faster, count)) or fewest]
+    raise PrepareError(explain_missing(request, _enough(request, alone, count)))
 
 
-def _make_room(request: PlanRequest, count: CountBytes) -> tuple[list[Counted], Mapping[Tier, int]]:
-    """Return the candidates that fit by account, or none, and the bytes that the program was given as fixed. What it
-    does not know, such as buffers, depends on its answer: first only the states of that answer are placed again beside
-    it, then everything is. Where nothing fits beside the buffers of one answer, another may need fewer."""
-    least = fixed_bytes(request)
-    fixed = least
-    most: Mapping[Tier, int] | None = None  # beside which nothing fits
+def _make_room(request: PlanRequest, count: CountBytes) -> list[Counted]:
+    """Return the candidates that fit by account, or none. What the program does not know, such as buffers, depends on
+    its answer: first only the states of that answer are placed again beside it, then everything is."""
+    fixed: Mapping[Tier, int] = fixed_bytes(request)
     for _ in range(MOST_ROUNDS):
         try:
             answers = _candidates(replace(request, fixed=fixed))
         except Infeasible:
-            if fixed == least:
-                break
-            most = fixed
-            fixed = {tier: (least.get(tier, 0) + size) // 2 for tier, size in most.items()}
-            continue
+            break
         counted = [taken for answer in answers if (taken := _counted(request, answer, count)) is not None]
         if counted:
-            return counted, fixed
-        unknown = _unknown_bytes(answers[0], count(answers[0]))
-        least = fixed
-        fixed = {tier: max(int(fixed.get(tier, 0) * ROUNDING), unknown[tier]) for tier in Tier}
-        if most is not None and any(size >= most[tier] > least.get(tier, 0) for tier, size in fixed.items()):
-            fixed = {tier: (least.get(tier, 0) + size) // 2 for tier, size in most.items()}
-    return [], most or fixed
+            return counted
+        fixed = _with_unknown(answers[0], count(answers[0]))
+    return []
+
+
+def _least(request: PlanRequest, tier: Tier, count: CountBytes) -> Counted | None:
+    """Return the whole groups that take the fewest bytes of a tier while the others keep to their limits, by account;
+    None if they cannot. The tier's own limit plays no part: a refusal names these bytes, and with as many of them the
+    same groups are found again."""
+    fixed: Mapping[Tier, int] = fixed_bytes(request)
+    for _ in range(MOST_ROUNDS):
+        asked = replace(request, fixed=fixed)
+        try:
+            solution = Solution(asked, least_of(asked, tier))
+        except Infeasible:
+            return None
+        held = count(solution)
+        if all(total(held, other) <= request.limits.get(other, 0) for other in Tier if other is not tier):
+            return Counted(solution, held)
+        fixed = {**_with_unknown(solution, held), tier: fixed.get(tier, 0)}
+    return None
+
+
+def _enough(request: PlanRequest, alone: Mapping[Tier, int], count: CountBytes) -> list[dict[Tier, int]]:
+    """Return ways to enlarge limits that are enough by account, the fewest bytes first: of each tier alone, and of
+    several where that is less or all there is."""
+    together = enlargements(replace(request, fixed=fixed_bytes(request)))[0]
+    by = _enlarged(request, together, count) or _enlarged(request, dict.fromkeys(request.limits, 0.0), count)
+    ways = [{tier: size} for tier, size in alone.items()]
+    if by and by not in ways:
+        ways.append(by)
+    return sorted(ways, key=lambda way: sum(way.values()))
+
+
+def _enlarged(request: PlanRequest, by: Mapping[Tier, float], count: CountBytes) -> dict[Tier, int]:
+    """Return by how many bytes these tiers must be larger, one after the other: so much at least, and what each needs
+    beside plenty of those after it. Empty if that does not help."""
+    limits: dict[Tier, int] = {tier: limit + int(by.get(tier, 0.0)) for tier, limit in request.limits.items()}
+    tiers = list(by)
+    for index, tier in enumerate(tiers):
+        plenty = dict.fromkeys(tiers[index + 1 :], PLENTY)
+        least = _least(replace(request, limits={**limits, **plenty}), tier, count)
+        if least is None:
+            return {}
+        is_last = not plenty
+        limits[tier] = max(request.limits[tier] if is_last else limits[tier], total(least.held, tier))
+    return {tier: limits[tier] - request.limits[tier] for tier in tiers if limits[tier] > request.limits[tier]}
 
 
 def fixed_bytes(request: PlanRequest) -> dict[Tier, int]:
@@ -246,18 +280,19 @@ def _counted(request: PlanRequest, answer: Solution, count: CountBytes) -> Count
         held = count(solution)
         if all(total(held, tier) <= request.limits.get(tier, 0) for tier in Tier):
             return Counted(solution, held)
-        unknown = _unknown_bytes(solution, held)
-        solution = place_states(solution, {t: max(solution.request.fixed.get(t, 0), unknown[t]) for t in Tier})
+        solution = place_states(solution, _with_unknown(solution, held))
     return None
 
 
-def _unknown_bytes(solution: Solution, held: Bytes) -> dict[Tier, int]:
-    """Return the bytes of each tier that the program did not know of, with those it was given, rounded up."""
+def _with_unknown(solution: Solution, held: Bytes) -> dict[Tier, int]:
+    """Return the bytes of each tier that the program should be given as fixed: more than it was, and all that it did
+    not know of, rounded up."""
     known = model_state(solution)
-    fixed = solution.request.fixed
-    beside = {tier: total(held, tier) - total(known, tier) + fixed.get(tier, 0) for tier in Tier}
+    before = solution.request.fixed
+    beside = {tier: total(held, tier) - total(known, tier) + before.get(tier, 0) for tier in Tier}
     empty = {tier for tier, limit in solution.request.limits.items() if not limit}  # where not even a byte fits
-    return {tier: 0 if tier in empty else int(ROUNDING * size) + 1 for tier, size in beside.items()}
+    unknown = {tier: 0 if tier in empty else int(ROUNDING * size) + 1 for tier, size in beside.items()}
+    return {tier: max(int(before.get(tier, 0) * ROUNDING), size) for tier, size in unknown.items()}
 
 
 # -- many requests --

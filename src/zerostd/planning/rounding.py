@@ -123,6 +123,14 @@ def missing_bytes(
     return {tier: float(lack) * GIGA for tier, lack in zip(of, solution.values[short], strict=True)}
 
 
+def least_of(request: PlanRequest, tier: Tier) -> list[GroupShares]:
+    """Return the whole shares that take the fewest bytes of a tier, whatever its limit is, while the others keep to
+    theirs. Raises Infeasible if they cannot."""
+    program, taken = _bytes_program(replace(request, limits={**request.limits, tier: 0}), {tier: -1.0})
+    solution = program.linear.minimise([(taken, 1.0)], _whole(program))
+    return [_rounded(share) for share in program.shares(solution)]
+
+
 def most_room(request: PlanRequest) -> float:
     """Return the most bytes of the device that whole groups can leave free; below 0 if they do not fit at all."""
     program, spare = _bytes_program(request, {Tier.DEVICE: 1.0})
@@ -172,10 +180,11 @@ def enlargements(request: PlanRequest) -> list[dict[Tier, float]]:
     return [fewest, *(sizes for sizes in alone if sizes)]
 
 
-def explain_missing(request: PlanRequest) -> str:
-    least = {tier: size for tier, size in missing_bytes(request).items() if size > FEW}
-    larger = enlargements(request)
+def explain_missing(request: PlanRequest, larger: Sequence[Mapping[Tier, float]] | None = None) -> str:
+    """Return what a request is refused with; `larger` are bytes that would be enough, if those are counted."""
+    larger = larger or enlargements(request)
     whole = larger[0]
+    least = {tier: size for tier, size in missing_bytes(request).items() if size > FEW}
     limits = ", ".join(f"{size_text(size)} of the {tier.value}" for tier, size in request.limits.items())
     if least:
         where = f"at least {_of_tiers(least)} is missing"
