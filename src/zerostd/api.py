@@ -41,6 +41,8 @@ from zerostd.preparing.building import attach_optimizer, build
 from zerostd.preparing.options import check_budget, check_settings
 from zerostd.preparing.proposing import plan_for
 from zerostd.replanning.adapting import adapt
+from zerostd.replanning.late import plan_late_states
+from zerostd.replanning.moving import move
 
 
 def prepare(
@@ -100,7 +102,7 @@ def prepare(
     runtime = build(model, optimizer, settings)
     object.__setattr__(model, MARK, runtime)
     if optimizer is None:
-        runtime.late_optimizer = LateOptimizer(functools.partial(_attach, runtime), runtime.gradients)
+        runtime.late_optimizer = LateOptimizer(functools.partial(_attach_late, runtime), runtime.gradients)
         return model, None
     return model, _attach(runtime, optimizer)
 
@@ -108,6 +110,14 @@ def prepare(
 def _attach(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
     optimizer = attach_optimizer(runtime, inner)
     adapt(runtime)
+    return optimizer
+
+
+def _attach_late(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
+    plan = plan_late_states(runtime, inner)
+    optimizer = _attach(runtime, inner)
+    if plan is not None:
+        move(runtime, plan)
     return optimizer
 
 

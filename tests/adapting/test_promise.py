@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zerostd
 from support.compare import assert_bitwise
 from zerostd import Budget, PrepareError
+from zerostd.policy import Tier
 from zerostd.replanning import adapting
 from zerostd.replanning.adapting import EVERY, Adapter
 
@@ -159,3 +160,42 @@ def test_the_smallest_budget_that_is_named_then_works(device: int) -> None:
         budget = Budget(device=device + sizes.get("device", 0), host=1_000_000 + sizes.get("host", 0))
         model, _ = prepared(budget)
         zerostd.release(model)
+
+
+# -- optimizers that are made after prepare --
+
+
+def late(budget: Budget | None) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Wide() for _ in range(DEPTH)))
+    model, nothing = zerostd.prepare(model, budget=budget, groups=["*"], accumulate=1)
+    assert nothing is None
+    return model, torch.optim.AdamW(model.parameters(), 1e-3)
+
+
+def test_states_of_a_late_optimizer_are_placed_before_its_first_step() -> None:
+    """Parameters and gradients take 2.1 MB, two moments as much again, and activations 3.6 MB if they are recomputed."""
+    _, expected = unlimited(4)
+    budget = 7_000_000
+    model, optimizer = late(Budget(device=budget, host="1GiB"))
+    runtime = model.__dict__["_zerostd"]
+    peaks = []
+    for step in range(4):
+        torch.manual_seed(step)
+        model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        peaks.append(runtime.ledger.most[Tier.DEVICE] + runtime.backward.activations.counted_bytes())
+        assert zerostd.memory(model).now["host"]["optimizer_states"] > 0
+    assert max(peaks) <= budget
+    assert_bitwise(zerostd.full_state_dict(model), expected)
+
+
+def test_states_of_a_late_optimizer_that_fit_nowhere_are_refused_before_its_first_step() -> None:
+    model, optimizer = late(Budget(device=7_000_000, host=100_000))
+    model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+    before = zerostd.full_state_dict(model)
+    with pytest.raises(PrepareError, match=r"AdamW, which was made after prepare.*What would fit: Budget\("):
+        optimizer.step()
+    assert_bitwise(zerostd.full_state_dict(model), before)
+    assert "optimizer_states" not in zerostd.memory(model).peak["device"]

@@ -55,11 +55,10 @@ def reserve_states(plan: FlatPlan, allocator: TierAllocator) -> Arenas:
 def move_flat(flat: Flat, plan: FlatPlan, resources: Resources, arenas: Arenas) -> Callable[[], None]:
     """Let masters, room for states and gradients be where `plan` says from now on, which differs in nothing else, in
     memory that `reserve_states` took. Masters keep their values, straight from the old place to the new; states are the
-    caller's, and no gradient may be wanted. Return a function that gives the old memory back."""
+    caller's. A gradient that stays where it is keeps its values, and one that moves may not be wanted. Return a
+    function that gives the old memory back."""
     allocator = resources.allocator
     before = flat.state_shards
-    if flat.gradient is not None:
-        flat.gradient.close()
     give_back = allocator.exchange(plan.owner, Kind.OPTIMIZER_STATES, arenas)
     flat.state_shards = tuple(_make_shard(plan, portion, allocator) for portion in plan.portions)
     flat.share_masters()
@@ -70,7 +69,12 @@ def move_flat(flat: Flat, plan: FlatPlan, resources: Resources, arenas: Arenas) 
             if start < stop:
                 values = old.master.read(slice(start - old.start, stop - old.start))
                 shard.master.write(slice(start - shard.start, stop - shard.start), values)
-    flat.gradient = _make_gradient(plan, resources)
+    assert flat.gradient is not None
+    if flat.gradient.tier is plan.gradients:
+        flat.gradient.change_host_copy(_make_host_copy(plan, resources))
+    else:
+        flat.gradient.close()
+        flat.gradient = _make_gradient(plan, resources)
     return give_back
 
 
@@ -108,7 +112,7 @@ def _make_gradient(plan: FlatPlan, resources: Resources) -> Gradient:
 def _make_host_copy(plan: FlatPlan, resources: Resources) -> HostGradientCopy | None:
     """Return the host's copy of what the CPU reads, where the gradient rests on a device with memory of its own."""
     parts = [slice(portion.start, portion.stop) for portion in plan.portions if portion.route is Route.CPU]
-    if not plan.rules.has_own_memory or not parts:
+    if not plan.rules.has_own_memory or plan.gradients is Tier.HOST or not parts:
         return None
     dtype = plan.gradient_dtype
     rests_in = torch.promote_types(dtype, torch.float32) if plan.rules.sums_gradients else dtype

@@ -20,7 +20,7 @@ from zerostd.measuring.identity import free_bytes
 from zerostd.measuring.model import untried_profile
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.planning import MachineProfile, ModelProfile, Plan, PlanRequest, Prediction
-from zerostd.planning.planner import Counted, SearchResult, fixed_bytes, neighbours, search, total
+from zerostd.planning.planner import Counted, SearchResult, fitting, fixed_bytes, neighbours, search, total
 from zerostd.planning.pricing import bare_plan, if_most_are_clipped, plan_from
 from zerostd.planning.profiles import WAYS
 from zerostd.planning.request import FOR_ACTIVATIONS, limits_for, stages_of, threads_of
@@ -173,6 +173,23 @@ class PlanSearch:
             return replace(self.propose(less, None, machine), limits=limits)
         return self.propose(limits, None, machine)
 
+    def place_states(self, limits: Mapping[Tier, int], machine: MachineProfile) -> Plan:
+        """Return the present plan with its states placed again inside the limits, and nothing else. Raises
+        PrepareError with what is missing."""
+        plan = self.settings.plan
+        assert plan is not None
+        request = replace(
+            self._request(limits, None, machine, self.settings.decided[0]),
+            rests=self._rests(plan),
+            can_place=frozenset({Kind.OPTIMIZER_STATES}),
+        )
+        best = fitting(request, self.count)[0]
+        return replace(plan, homes=best.solution.homes, predicted=Prediction(bytes=best.held), limits=limits)
+
+    def _rests(self, plan: Plan) -> dict[str, Tier]:
+        """Return where the parameters of each group are."""
+        return {name: home.parameters for name, home in homes_of(plan, self.blueprints).items()}
+
     def fits(self, plan: Plan, limits: Mapping[Tier, int]) -> bool:
         """Return whether the model state of a plan fits into the limits, in this world."""
         has_all = all(name in plan.homes for name in sizes_of(self.blueprints))
@@ -196,7 +213,7 @@ class PlanSearch:
         request = replace(
             self._request(limits, seen.profile, machine, self.settings.decided[0]),
             accumulate=self.settings.accumulate or seen.num_passes,
-            rests={name: home.parameters for name, home in homes.items()},
+            rests=self._rests(plan),
             speculates=plan.speculate,
         )
         planned = plan.predicted.bytes.get(Tier.DEVICE, {}).get(Kind.ACTIVATIONS)

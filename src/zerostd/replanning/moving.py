@@ -32,7 +32,7 @@ from zerostd.tiers import Done, Transfer, Worker
 
 def move(runtime: Runtime, plan: Plan) -> list[str]:
     """Obey another plan from the next step on, and return the names of the groups that moved. Every rank must call it,
-    between optimizer.zero_grad() and the next backward."""
+    between two backward passes; where gradients move, after optimizer.zero_grad()."""
     change = HomeMove(runtime, plan)
     change.advance()
     return change.names
@@ -57,7 +57,6 @@ class HomeMove:
     """A change of plan that is under way. Every rank makes the same one, and advances it before the same forward."""
 
     def __init__(self, runtime: Runtime, plan: Plan) -> None:
-        _check(runtime)
         settings = runtime.settings.obeying(plan, sizes_of(runtime.blueprints))
         check_world(settings, runtime.world)
         rules = rules_for(settings, runtime.world, runtime.blueprints)
@@ -76,6 +75,8 @@ class HomeMove:
                     f"{change.wanted.parameters.value}, and they are on the {change.flat.rest.tier.value}: only states "
                     "and gradients move while training goes on"
                 )
+        self._moves_gradients = any(_moves_gradient(change.flat, change.wanted) for change in self._left)
+        self._check()
         self._left.sort(key=_growth_on_device)  # what leaves the device comes first
         self._next: list[_Change] = []  # whose memory is being taken
         self._taken: Transfer = Done()
@@ -101,6 +102,14 @@ class HomeMove:
             allocator.open_disk(settings.budget, runtime.world.local_size)
         self._renew()
 
+    def _check(self) -> None:
+        runtime = self._runtime
+        if runtime.optimizer is None:
+            raise MisuseError("moving to another plan needs the optimizer: pass it to prepare")
+        has_gradients = any(trained.parameter.grad is not None for trained in runtime.backward.trained)
+        if runtime.backward.is_running or (has_gradients and self._moves_gradients):
+            raise MisuseError("moving to another plan while there are gradients: do it after optimizer.zero_grad()")
+
     @property
     def is_done(self) -> bool:
         return not self._left and not self._next
@@ -124,7 +133,7 @@ class HomeMove:
     def advance(self, most_bytes: float = math.inf) -> int:
         """Move the groups whose memory was taken, and return the number of bytes. Then take memory for those that are
         next. Without a limit all that are left move at once."""
-        _check(self._runtime)
+        self._check()
         if not self._next:
             self.take_ahead(most_bytes)
         moved = 0
@@ -181,13 +190,6 @@ class HomeMove:
         runtime.backward.order_is_learnt = False
 
 
-def _check(runtime: Runtime) -> None:
-    if runtime.optimizer is None:
-        raise MisuseError("moving to another plan needs the optimizer: pass it to prepare")
-    if any(trained.parameter.grad is not None for trained in runtime.backward.trained) or runtime.backward.is_running:
-        raise MisuseError("moving to another plan while there are gradients: do it after optimizer.zero_grad()")
-
-
 def _is_as(flat: Flat, wanted: FlatPlan, *, speculates: bool) -> bool:
     """Return whether a flat is as a plan wants it."""
     if flat.rest.tier is not wanted.parameters:
@@ -195,10 +197,14 @@ def _is_as(flat: Flat, wanted: FlatPlan, *, speculates: bool) -> bool:
     if flat.gradient is None:
         return True
     return (
-        (flat.gradient.tier is Tier.HOST) == (wanted.gradients is Tier.HOST)
+        not _moves_gradient(flat, wanted)
         and tuple(shard.portion for shard in flat.state_shards) == wanted.portions
         and all(bool(shard.spare) == (speculates and shard.tier is Tier.HOST) for shard in flat.state_shards)
     )
+
+
+def _moves_gradient(flat: Flat, wanted: FlatPlan) -> bool:
+    return flat.gradient is not None and flat.gradient.tier is not wanted.gradients
 
 
 def _spared(way: Way) -> int:
