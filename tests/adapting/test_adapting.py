@@ -20,11 +20,13 @@ import torch
 from torch import nn
 
 import zerostd
+from planning.machines import LAPTOP
 from support.agreement import agree
 from support.compare import assert_bitwise
 from zerostd import Budget, Plan
 from zerostd.planning import Prediction
-from zerostd.policy import Homes, Route, Tier
+from zerostd.planning.solution import ObservedStep
+from zerostd.policy import Homes, Kind, Route, Tier
 from zerostd.replanning import adapting, meter
 from zerostd.replanning.adapting import EVERY, NUM_FIRST, Adapter, Revision
 from zerostd.replanning.moving import HomeMove
@@ -208,6 +210,20 @@ def test_memory_that_others_take_is_given_to_them(
     same_numbers(model, str(tmp_path), 2 * EVERY, 6 * EVERY)
 
 
+@pytest.mark.usefixtures("settled")
+def test_searches_for_speed_do_not_put_off_the_look_at_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that were slow for a while, with no better plan to be found, and then others take memory."""
+    model, optimizer = prepared(Plan({"*": HOST}, limits=LIMITS), str(tmp_path))
+    memory, adapter = Memory(monkeypatch, model, 64 * MIB), adapter_of(model)
+    train(model, optimizer, 2 * EVERY - 1)
+    for _ in range(6):
+        adapter._try("steps take longer", adapter._collect(adapter._report()))
+    assert adapter.revisions == [] and adapter._pace.next_search > 9 * EVERY
+    memory.total = sum(zerostd.memory(model).now["host"].values())
+    train(model, optimizer, EVERY + 2)
+    assert len(for_room(model)) == 1
+
+
 def slow(move: Callable[..., int], seconds: float) -> Callable[..., int]:
     def moves(*arguments: Any) -> int:
         time.sleep(seconds)
@@ -236,6 +252,53 @@ def test_a_disk_that_becomes_slow_is_left(tmp_path: Path, monkeypatch: pytest.Mo
     assert "steps take" in revision.reason and len(revision.moved) == FEW
     assert held(model, "disk") == 0 and held(model, "host") + held(model, "device") >= FEW * LAYER
     same_numbers(model, str(tmp_path), EVERY + 1, 6 * EVERY, depth=FEW, accumulate=1)
+
+
+@pytest.mark.parametrize(("disk_s", "is_left"), [(0.02, False), (0.3, True)])
+def test_a_disk_is_left_when_it_makes_steps_longer(tmp_path: Path, disk_s: float, is_left: bool) -> None:
+    """What is tried first has nothing on it. A disk that is hidden behind backward costs nothing, and stays."""
+    limits = {**LIMITS, Tier.DEVICE: MIB // 2}
+    model, _ = prepared(Plan({"*": DISK}, limits=limits), str(tmp_path), FEW, accumulate=1)
+    seen = ObservedStep(max(0.1, disk_s), 0.06, 0.04, busy={"cpu": 0.001, "disk": disk_s})
+    present, others = adapter_of(model)._search.revise(limits, LAPTOP, seen, speculates=False)
+    best_s, present_s = others[0].predicted.step_s or 0.0, present.predicted.step_s or 0.0
+    assert (best_s < 0.9 * present_s) == is_left
+    if is_left:
+        assert not others[0].predicted.total(Tier.DISK)
+
+
+def test_a_plan_that_was_wrong_is_mended_and_activations_it_counted_on_stay_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By candidates of the planner, on a processor, where nobody sees activations."""
+    slow_disk(monkeypatch)
+    counted = {Tier.DEVICE: {Kind.ACTIVATIONS: 1 * MIB}}
+    plan = Plan({"*": DISK}, limits=LIMITS, predicted=Prediction(bytes=counted))
+    model, optimizer = prepared(plan, str(tmp_path), FEW)
+    train(model, optimizer, 4 * EVERY)
+    (revision,) = adapter_of(model).revisions
+    assert revision.reason == "after the first steps" and held(model, "disk") == 0
+    assert revision.plan.predicted.bytes[Tier.DEVICE][Kind.ACTIVATIONS] == 1 * MIB
+    assert revision.plan.predicted.total(Tier.DEVICE) <= LIMITS[Tier.DEVICE]
+    assert "Revised after step" in model.__dict__["_zerostd"].settings.plan.explain()
+
+
+def test_a_revision_that_turns_out_worse_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk wins while it is tried, and becomes slow when it has."""
+    model, optimizer = prepared(predicted(HOST, 1.0), str(tmp_path), FEW)
+    plant(model, monkeypatch, predicted(DISK, 0.5))
+    with monkeypatch.context() as patch:
+        patch.setattr(adapting.Trials, "winner", lambda self: predicted(DISK, 0.5))
+        while not adapter_of(model).revisions:
+            train(model, optimizer, 1)
+    steps = model.__dict__["_zerostd"].backward.passes.num_steps
+    slow_disk(monkeypatch)
+    train(model, optimizer, 3 * EVERY)
+    first, second = adapter_of(model).revisions
+    assert first.plan.homes["*"] == DISK and second.plan.homes["*"] == HOST
+    assert "under the plan before" in second.reason and len(second.moved) == FEW
+    assert held(model, "disk") == 0 and held(model, "host") + held(model, "device") >= FEW * LAYER
+    same_numbers(model, str(tmp_path), *([1] * steps), 3 * EVERY, depth=FEW)
 
 
 def test_a_frozen_plan_stays_and_so_does_one_without_limits(tmp_path: Path) -> None:

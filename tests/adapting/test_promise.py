@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import zerostd
+from support.agreement import agree
 from support.compare import assert_bitwise
 from zerostd import Budget, PrepareError
-from zerostd.policy import Tier
+from zerostd.monitoring import Ledger
+from zerostd.policy import Kind, Tier
 from zerostd.replanning import adapting
 from zerostd.replanning.adapting import EVERY, Adapter
 
@@ -40,6 +44,12 @@ def _cache(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, monkeypatch
     monkeypatch.setattr(adapting, "remember", lambda *_: None)
 
 
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No candidate is worth trying."""
+    monkeypatch.setattr(adapting.Trials, "next", lambda self: None)
+
+
 def prepared(budget: Budget | None, **options: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(*(Wide() for _ in range(DEPTH)))
@@ -50,6 +60,23 @@ def prepared(budget: Budget | None, **options: Any) -> tuple[nn.Module, Any]:
 def adapter_of(model: nn.Module) -> Adapter:
     (adapter,) = [each for each in model.__dict__["_zerostd"].observers if isinstance(each, Adapter)]
     return adapter
+
+
+@contextmanager
+def only(model: nn.Module, num_bytes: int) -> Iterator[None]:
+    """A device with so many bytes: what the ledger enters beyond them is out of memory, activations counted in."""
+    runtime = model.__dict__["_zerostd"]
+    enter = Ledger.enter
+
+    def take(self: Ledger, kind: Kind, size: int, tier: Tier = Tier.DEVICE) -> None:
+        enter(self, kind, size, tier)
+        taken = self.held[Tier.DEVICE] + runtime.backward.activations.counted_bytes()
+        if self is runtime.ledger and taken > num_bytes:
+            raise torch.OutOfMemoryError(f"{taken} bytes of {num_bytes}: {self.memory()}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ledger, "enter", take)
+        yield
 
 
 def train(model: nn.Module, optimizer: Any, steps: int, rows: int = ROWS) -> list[int]:
@@ -84,7 +111,8 @@ def test_no_step_passes_the_budget(part: float) -> None:
     steps = 3 * EVERY
     most, expected = unlimited(steps)
     model, optimizer = prepared(Budget(device=int(part * most), host="1GiB"))
-    peaks = train(model, optimizer, steps)
+    with only(model, int(part * most)):
+        peaks = train(model, optimizer, steps)
     assert max(peaks) <= int(part * most) and "recompute" in ways(model)
     assert_bitwise(zerostd.full_state_dict(model), expected)
 
@@ -98,15 +126,48 @@ def test_what_fits_is_kept_after_the_first_pass() -> None:
     assert adapter_of(model).revisions == []
 
 
-def test_a_batch_that_grows_tenfold_is_made_room_for() -> None:
+def recomputed(model: nn.Module) -> int:
+    return sum("forward" in module.__dict__ for module in model.children())
+
+
+def grows(rank: int, steps: int) -> list[str]:
+    """Train with a batch that is ten times as large after so many steps, on the last rank."""
     budget = 60_000_000
     model, optimizer = prepared(Budget(device=budget, host="1GiB"))
-    peaks = train(model, optimizer, EVERY + 2)
-    assert ways(model) == {"keep"}
-    peaks += train(model, optimizer, 3, rows=10 * ROWS)
-    assert "recompute" in ways(model) and max(peaks) <= budget
-    (revision,) = adapter_of(model).revisions
-    assert "10 times as large" in revision.reason
+    is_last = rank == model.__dict__["_zerostd"].world.size - 1
+    with only(model, budget):
+        peaks = train(model, optimizer, steps)
+        if recomputed(model):
+            return [f"rank {rank} recomputes before it has to"]
+        rows = 10 * ROWS if is_last else ROWS
+        peaks += train(model, optimizer, 1, rows)
+        wrong = [] if bool(recomputed(model)) == is_last else [f"rank {rank} recomputes {recomputed(model)} groups"]
+        peaks += train(model, optimizer, EVERY + 1, rows)
+    revisions = [each for each in adapter_of(model).revisions if "10 times as large" in each.reason]
+    if len(revisions) != 1 or "recompute" not in ways(model) or not recomputed(model):
+        wrong.append(f"rank {rank}: {revisions}, {ways(model)}")
+    if max(peaks) > budget:
+        wrong.append(f"rank {rank} took {max(peaks)} bytes of {budget}")
+    zerostd.release(model)
+    return wrong
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_batch_that_grows_tenfold_in_step_50_is_made_room_for() -> None:
+    assert grows(0, 50) == []
+
+
+def settled_and_grows(rank: int, folder: str) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZEROSTD_CACHE", folder)
+        patch.setattr(adapting, "remember", lambda *_: None)
+        patch.setattr(adapting.Trials, "next", lambda self: None)
+        return grows(rank, 5)
+
+
+def test_a_batch_that_grows_on_one_of_two_ranks_is_made_room_for(ranks: Any, tmp_path: Path) -> None:
+    """It recomputes at once by itself, and the next check makes a plan of it for both."""
+    agree(ranks(2, settled_and_grows, str(tmp_path)))
 
 
 def test_a_batch_that_nothing_can_hold_is_refused_with_numbers() -> None:
@@ -174,7 +235,7 @@ def late(budget: Budget | None) -> tuple[nn.Module, Any]:
 
 
 def test_states_of_a_late_optimizer_are_placed_before_its_first_step() -> None:
-    """Parameters and gradients take 2.1 MB, two moments as much again, and activations 3.6 MB if they are recomputed."""
+    """Parameters and gradients take 2.1 MB, two moments as much again, and recomputed activations 3.6 MB."""
     _, expected = unlimited(4)
     budget = 7_000_000
     model, optimizer = late(Budget(device=budget, host="1GiB"))
@@ -195,7 +256,7 @@ def test_states_of_a_late_optimizer_that_fit_nowhere_are_refused_before_its_firs
     model, optimizer = late(Budget(device=7_000_000, host=100_000))
     model(torch.randn(ROWS, WIDTH)).square().mean().backward()
     before = zerostd.full_state_dict(model)
-    with pytest.raises(PrepareError, match=r"AdamW, which was made after prepare.*What would fit: Budget\("):
+    with pytest.raises(PrepareError, match=r"AdamW, made after prepare.*What would fit: Budget\("):
         optimizer.step()
     assert_bitwise(zerostd.full_state_dict(model), before)
     assert "optimizer_states" not in zerostd.memory(model).peak["device"]

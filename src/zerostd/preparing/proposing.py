@@ -192,10 +192,12 @@ class PlanSearch:
 
     def fits(self, plan: Plan, limits: Mapping[Tier, int]) -> bool:
         """Return whether the model state of a plan fits into the limits, in this world."""
-        has_all = all(name in plan.homes for name in sizes_of(self.blueprints))
-        if plan.world_size != self.world.num_shards or not has_all:
+        if plan.world_size != self.world.num_shards:
             return False
-        held = self.account(plan)
+        try:
+            held = self.account(plan)
+        except PrepareError:  # it is of another model
+            return False
         return all(total(held, tier) <= limits.get(tier, 0) for tier in Tier)
 
     def account(self, plan: Plan) -> dict[Tier, dict[Kind, int]]:

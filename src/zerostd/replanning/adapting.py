@@ -3,21 +3,20 @@
     the first pass        where the batch was not known it recomputes; then everything is placed by what it took
     the first steps       some are watched, rates are fitted to them, and candidates are ranked; the best are tried one
                           after the other, and the fastest stays
-    afterwards            the same again, when steps take longer or clipping starts or stops. Memory that others took,
-                          or that a larger batch needs, is made room for at once
+    afterwards            the same again, when steps take longer or clipping starts or stops. A plan under which steps
+                          take longer than under the one before is undone. Memory that others took, or that a larger
+                          batch needs, is made room for at once
 
 Everything happens before a forward, when there are no gradients; states move a few groups at a time. All ranks watch
-the same steps and obey one plan. Each round of trials doubles the time to the next: a plan does not go back and forth.
+the same steps and obey one plan.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 import torch
 
@@ -34,13 +33,11 @@ from zerostd.preparing.proposing import PlanSearch
 from zerostd.preparing.remembering import plan_file, recall, remember
 from zerostd.replanning.meter import DeviceMeter
 from zerostd.replanning.moving import HomeMove
-from zerostd.replanning.trials import Trials
-from zerostd.replanning.watching import ClipCounter, StepWatch, counted_profile, scaled_profile
+from zerostd.replanning.room import PassRoom
+from zerostd.replanning.trials import Trials, is_same
+from zerostd.replanning.watching import EVERY, ClipCounter, Pace, StepWatch
 
 NUM_FIRST = 2  # steps that are not looked at: the first ones are slower
-EVERY = 10  # steps between two looks at memory, at clipping and at how long steps take
-SLOWER = 1.3  # times as long as before: worth looking for another plan
-GREATER = 1.02  # times the bytes of input before: worth looking whether they fit
 MORE_ROOM = 0.1  # of the device, for activations, when it ran out of memory
 MOVED_RATE = 1e9  # bytes that may move before a step, for each second of it: at 5 GB/s they take a fifth
 
@@ -62,9 +59,11 @@ class RankReport:
     """Memory and step times of one rank when they are checked."""
 
     room: Mapping[Tier, int]  # bytes of a tier that are ours or free
+    seen: ObservedStep
     is_short: bool = False  # the device's allocator had to search for memory, or ran out of it
     is_slow: bool = False
-    seen: ObservedStep | None = None
+    is_worse: bool = False  # steps take longer than under the plan before
+    why_grown: str = ""  # a batch needs more room than the plan has
 
 
 def adapt(runtime: Runtime) -> None:
@@ -82,12 +81,9 @@ class Adapter(StepObserver):
         self.meter = DeviceMeter(runtime)
         self.revisions: list[Revision] = []
         self._search = PlanSearch(runtime.settings, runtime.blueprints, runtime.world)
-        self._step = runtime.backward.passes.num_steps  # that has begun
-        self._begun = time.perf_counter()  # that step
-        self._times: list[float] = []  # seconds of the steps since the last check
-        self._usual: float | None = None  # seconds of a step under this plan
-        self._pause = 1  # checks between two rounds of trials; doubles each time
-        self._next = {"room": 0, "speed": EVERY, "input": 0}  # first steps at which to search again; bytes of input
+        self._room = PassRoom(runtime, self.meter, self._search)
+        self._pace = Pace(runtime.backward.passes.num_steps)
+        self._next_room = 0  # the first step at which to look for room again, after it was looked for in vain
         self._watch: StepWatch | None = None  # steps that are watched now
         self._seen: ObservedStep | None = None  # when it was watched last
         self._trials: Trials | None = None  # under way
@@ -97,24 +93,18 @@ class Adapter(StepObserver):
 
     def before_forward(self) -> None:
         """A forward of training begins."""
-        self._follow_input()
         passes = self.runtime.backward.passes
-        if passes.num_steps == self._step:
-            if passes.num_done == 0 and self.runtime.world.size == 1:  # the last forward may have come to nothing
-                self._check(only_short=True)
-            return
-        now = time.perf_counter()
-        self._times.append(now - self._begun)
-        self._step = passes.num_steps
-        self._begun = now
+        if passes.num_steps != self._pace.step:
+            self._begin_step(passes.num_steps)
+        elif passes.num_done == 0 and self.runtime.world.size == 1:  # the last forward may have come to nothing
+            self._check(only_short=True)
+        self._follow_input()
+
+    def _begin_step(self, step: int) -> None:
+        """Do what is due before a step."""
+        self._pace.begin(step)
         self._clips.note()
         self.runtime.backward.activations.counter.is_on = self.plan.is_untried
-        is_under_way = self._moving is not None or self._watch is not None or self.plan.is_untried
-        if is_under_way or self._step == NUM_FIRST or self._step % EVERY == 0:
-            self._go_on()
-
-    def _go_on(self) -> None:
-        """Do what is due before this step."""
         if self._has_gradients:
             return  # they are kept over the step: nothing can move
         if self.plan.is_untried:
@@ -123,10 +113,17 @@ class Adapter(StepObserver):
             self._advance()
         elif self._watch is not None:
             self._look()
-        elif self._pause == 1 and (self._is_off or self.runtime.backward.activations.is_on):
+        elif self._is_first_look:
             self._begin_watch("after the first steps")
-        elif self._step % EVERY == 0:
+        elif step % EVERY == 0:
             self._check()
+
+    @property
+    def _is_first_look(self) -> bool:
+        """Whether this plan should be watched for the first time: something is off the device. All ranks say the same."""
+        is_time = self._pace.step == NUM_FIRST or self._pace.step % EVERY == 0
+        keeps_all = set(self.plan.activations.values()) <= {Way.DEVICE.in_plan}
+        return is_time and not self._pace.num_rounds and (self._is_off or not keeps_all)
 
     @property
     def plan(self) -> Plan:
@@ -149,140 +146,139 @@ class Adapter(StepObserver):
     def _place(self) -> None:
         """Place everything by what the first pass took. What was remembered of an earlier run comes first, then keeping
         all where it is, then the best plan that fits. Where nothing could be counted, groups go on recomputing."""
+        control = self.runtime.gatherer.control
         self.runtime.backward.activations.counter.is_on = False
-        seen = self._rough()
-        way = Way.RECOMPUTE if seen.profile is None else Way.DEVICE
+        way = Way.RECOMPUTE if self._room.count() is None else Way.DEVICE
         ways = {group.name: way.in_plan for group in self.runtime.blueprints}
         kept = replace(self.plan, activations=ways, notes=self.plan.notes[:-1])
-        file = plan_file(self.runtime.settings, self.runtime.blueprints, self.runtime.world)
-        wanted = [plan for plan in (recall(file), kept) if plan is not None]
-        plan = next((plan for plan in wanted if self._holds(plan, seen)), None)
-        text = self.runtime.gatherer.control.collect(None if plan is None else plan.to_json())[0]
-        if text is not None:
-            self._start(Plan.from_json(text))
-            return
-        self._revise("after the first pass", self._collect(RankReport(self.meter.room(), seen=seen)))
+        remembered = recall(plan_file(self.runtime.settings, self.runtime.blueprints, self.runtime.world))
+        texts: list[str] = control.collect([plan.to_json() for plan in (remembered, kept) if plan is not None])[0]
+        plans = [Plan.from_json(text) for text in texts]
+        by_rank: list[list[bool]] = control.collect([self._leaves_parameters(p) and self._room.holds(p) for p in plans])
+        for plan, *is_held in zip(plans, *by_rank, strict=True):
+            if all(is_held):
+                self._start(plan)
+                return
+        self._revise("after the first pass", self._report())
         if self.plan.is_untried:  # nothing fits better
+            what = "a pass like the first one, beside the states of the optimizer"
+            refusals: list[str] = control.collect(self._room.refusal(self.plan, what))
+            if any(refusals):
+                self._pace.step -= 1  # the next forward is refused as well
+                raise torch.OutOfMemoryError(max(refusals, key=len))
             self._start(replace(kept, activations=dict.fromkeys(ways, Way.RECOMPUTE.in_plan)))
 
-    def _holds(self, plan: Plan, seen: ObservedStep, times: float = 1.0) -> bool:
-        """Return whether model state and activations of a plan fit on the device, for so many times the batch."""
-        limits = self.meter.limits()
-        activations = seen.activation_bytes or 0
-        if seen.profile is not None:
-            activations = self.meter.activations_of(plan, seen.profile)
-        limits[Tier.DEVICE] -= int(times * activations)
-        return self._search.fits(plan, limits)
+    def _leaves_parameters(self, plan: Plan) -> bool:
+        """Return whether a plan has parameters where they are."""
+        names = [group.name for group in self.runtime.blueprints if group.members]
+        homes = [(plan.homes_of(name), self.plan.homes_of(name)) for name in names]
+        return all(home.parameters is now.parameters for home, now in homes)
 
     def _follow_input(self) -> None:
         """Make room for a batch that is larger than those before, or say what is missing."""
-        size = self.runtime.backward.passes.input_bytes
-        before = self._next["input"]
-        if not size or size <= GREATER * before or self.runtime.world.size > 1:
+        if self._room.follow_input(self.plan):
             return
-        self._next["input"] = size
-        self.runtime.backward.activations.counter.is_on = True
-        seen = self._seen
-        if not before or seen is None or seen.profile is None or self._holds(self.plan, seen, size / before):
-            self._grow(size / before if before else 1.0)
-            return
-        if self._has_gradients or self._moving is not None:
-            return
-        self._grow(size / before)
-        reason = f"a batch is {size / before:.3g} times as large as any before"
+        why = self._room.why_grown
         num_revisions = len(self.revisions)
-        self._revise(reason, RankReport(self.meter.room(), seen=self._seen))
-        if len(self.revisions) == num_revisions and self.runtime.settings.budget.device is not None:
-            self._next["input"] = before
-            need = size_text(self.meter.activations_of(self.plan, seen.profile) * size / before)
-            raise torch.OutOfMemoryError(
-                f"{reason}: its activations would take {need}, which does not fit into "
-                f"Budget(device={self.runtime.settings.budget.device!r}) whatever is recomputed or kept on the host. "
-                "Use a smaller batch in more passes, or a larger budget"
-            )
-
-    def _grow(self, times: float) -> None:
-        """Count with activations that are so many times as large."""
-        if self._seen is not None and self._seen.profile is not None and times > 1.0:
-            self._seen = replace(self._seen, profile=scaled_profile(self._seen.profile, times))
+        if self.runtime.world.size == 1 and not self._has_gradients:  # others cannot be asked here
+            self._revise(why, self._report())
+        if len(self.revisions) > num_revisions:
+            self._room.obey_plan()
+            return
+        refusal = self._room.refusal(self.plan, why)
+        if refusal:
+            self._room.take_back()
+            raise torch.OutOfMemoryError(refusal)
 
     # Watching
 
     def _begin_watch(self, reason: str) -> None:
-        self._watch = StepWatch(self.runtime, self._step, reason)
+        self._watch = StepWatch(self.runtime, self._pace.step, reason)
 
     def _look(self) -> None:
         """Go on watching; when enough steps were seen, note what they took."""
         assert self._watch is not None
-        if not self._watch.is_over(self._step):
+        if not self._watch.is_over(self._pace.step):
             return
         reason = self._watch.reason
-        seen = self._watch.end(self.meter.activation_bytes())
+        self._seen = self._watch.end(self.meter.activation_bytes())
         self._watch = None
-        profile = self._seen.profile if self._seen is not None else None
-        self._seen = replace(seen, profile=profile)
-        report = self._collect(RankReport(self.meter.room(), seen=self._seen))
-        assert report.seen is not None
+        report = self._collect(self._report())
         if self._trials is None:
-            self._try(reason, report, report.seen)
+            self._try(reason, report)
         else:
             self._trials.record(self.plan, report.seen.step_s)
             self._try_next()
 
     def _check(self, *, only_short: bool = False) -> None:
         """Check memory, clipping and how long steps take. All ranks call it together."""
-        if self.runtime.optimizer is None:
-            return
         is_short = self.meter.ran_short()
-        if only_short and not is_short:
+        if self.runtime.optimizer is None or (only_short and not is_short):
             return
-        is_slow = not only_short and self._is_slower()
-        report = self._collect(RankReport(self.meter.room(), is_short, is_slow, self._seen))
-        taken: list[Tier] = []
-        if not only_short and self._step >= self._next["room"]:
-            taken = [tier for tier, room in report.room.items() if self.meter.needs(tier) > (1 - MARGIN / 2) * room]
-        num_revisions = len(self.revisions)
-        if report.is_short:
-            self._revise("the device ran out of memory", report)
-        elif taken:
-            room = ", ".join(f"{size_text(report.room[tier])} of the {tier.value}" for tier in taken)
-            self._revise(f"memory was taken by others, which leaves us {room}", report)
+        pace = self._pace
+        report = replace(self._report(), is_short=is_short)
+        if not only_short:
+            is_slow = pace.is_slower() and self._is_off
+            report = replace(report, is_slow=is_slow, is_worse=pace.is_worse, why_grown=self._room.why_grown)
+        report = self._collect(report)
+        shortage = self._shortage(report, only_short=only_short)
+        if shortage:
+            if not self._revise(shortage, report):
+                self._next_room = pace.next_search  # nothing could be done about it
+            elif report.why_grown:
+                self._room.obey_plan()
+        elif report.is_worse:
+            self._undo()
         elif self._clips.has_changed(self._search.may_speculate, speculates=self.plan.speculate):
             self._begin_watch(self._clips.reason)
         elif report.is_slow:
-            self._begin_watch(f"steps take {median(self._times):.3g} s and took {self._usual or 0.0:.3g} s before")
-        if (report.is_short or taken) and len(self.revisions) == num_revisions:
-            self._next["room"] = self._next["speed"]  # nothing could be done about it
-        self._times = []
+            self._begin_watch(f"steps take {pace.median_s:.3g} s and took {pace.usual_s or 0.0:.3g} s before")
+        pace.clear()
 
-    def _is_slower(self) -> bool:
-        """Return whether steps take longer than they did under this plan at first."""
-        if self._usual is None:
-            self._usual = median(self._times)
-            return False
-        may_search = self._is_off and self._step >= self._next["speed"]
-        return may_search and median(self._times) > SLOWER * self._usual
+    def _shortage(self, report: RankReport, *, only_short: bool) -> str:
+        """Return why room has to be made; empty if there is enough."""
+        if report.is_short:
+            return "the device ran out of memory"
+        if only_short or self._pace.step < self._next_room:
+            return ""
+        if report.why_grown:
+            return report.why_grown
+        taken = [tier for tier, room in report.room.items() if self.meter.needs(tier) > (1 - MARGIN / 2) * room]
+        room = ", ".join(f"{size_text(report.room[tier])} of the {tier.value}" for tier in taken)
+        return f"memory was taken by others, which leaves us {room}" if taken else ""
+
+    def _report(self) -> RankReport:
+        """Return what this rank has and takes. Before steps were watched, a third of one is taken for forward."""
+        if self._seen is None:
+            step_s = self._pace.median_s
+            self._seen = ObservedStep(step_s, step_s / 3, 2 * step_s / 3)
+        activation_bytes = self.meter.activation_bytes()
+        self._seen = replace(self._seen, activation_bytes=activation_bytes, profile=self._room.profile)
+        return RankReport(self.meter.room(), self._seen)
 
     def _collect(self, report: RankReport) -> RankReport:
         """Return the worst of all ranks."""
         reports: list[RankReport] = self.runtime.gatherer.control.collect(report)
-        steps = [report.seen for report in reports if report.seen is not None]
+        slowest = max((report.seen for report in reports), key=lambda seen: seen.step_s)
+        profiles = [report.seen.profile for report in reports if report.seen.profile is not None]
+        largest = max(profiles, key=lambda profile: sum(group.kept_bytes for group in profile.groups), default=None)
         return RankReport(
             {tier: min(report.room[tier] for report in reports) for tier in report.room},
+            replace(slowest, profile=largest),
             any(report.is_short for report in reports),
             any(report.is_slow for report in reports),
-            max(steps, key=lambda step: step.step_s) if len(steps) == len(reports) else None,
+            any(report.is_worse for report in reports),
+            max((report.why_grown for report in reports), key=len),
         )
 
     # Trials
 
-    def _try(self, reason: str, report: RankReport, seen: ObservedStep) -> None:
+    def _try(self, reason: str, report: RankReport) -> None:
         """Rank candidates, and try the best of them one after the other."""
-        present, candidates = self._candidates(reason, report, seen)
-        self._usual = None
-        self._pause *= 2
-        self._next["speed"] = self._step + self._pause * EVERY
-        self._trials = Trials(replace(self.plan, predicted=present.predicted), candidates, seen.step_s, reason)
+        present, candidates = self._candidates(reason, report)
+        self._pace.begin_round()
+        present = replace(self.plan, predicted=present.predicted)
+        self._trials = Trials(present, candidates, report.seen.step_s, reason)
         self._try_next()
 
     def _try_next(self) -> None:
@@ -291,24 +287,34 @@ class Adapter(StepObserver):
         if plan is not None:
             self._start(plan)
             return
-        winner = self._trials.winner()
-        reason = self._trials.why
-        before = self._trials.present
+        trials = self._trials
         self._trials = None
-        self._times = []
+        winner = trials.winner()
         text = "; ".join(f"{trial.name}: {trial.measured_s:.3g} s" for trial in winner.trials)
-        log.info("tried after step %d (%s), the first stays: %s", self._step, reason, text)
+        log.info("tried after step %d (%s), the first stays: %s", self._pace.step, trials.why, text)
+        self._pace.replaced = None if is_same(winner, trials.present) else (trials.present, trials.present_s)
+        self._settle(winner, trials.present, trials.why)
+
+    def _undo(self) -> None:
+        """Go back to the plan before the last trials, if there is room for it: its steps took less."""
+        assert self._pace.replaced is not None
+        plan, seconds = self._pace.replaced
+        self._pace.replaced = None
+        if all(self.runtime.gatherer.control.collect(self._room.holds(plan))):
+            reason = f"steps take {self._pace.median_s:.3g} s and took {seconds:.3g} s under the plan before"
+            log.info("the plan is undone after step %d: %s", self._pace.step, reason)
+            self._settle(plan, self.plan, reason)
+
+    def _settle(self, plan: Plan, before: Plan, reason: str) -> None:
+        """Obey a plan that real steps have chosen, and remember it for the next start."""
         if self.runtime.world.rank == 0:
-            remember(winner, plan_file(self.runtime.settings, self.runtime.blueprints, self.runtime.world))
-        is_other = winner.homes != before.homes or winner.activations != before.activations
-        if is_other or winner.speculate != before.speculate:
-            note = f"Revised after step {self._step}: {reason}."
-            winner = replace(winner, notes=(*winner.notes, note))
-        self._start(winner)
-        if winner.notes != before.notes:
+            remember(plan, plan_file(self.runtime.settings, self.runtime.blueprints, self.runtime.world))
+        if not is_same(plan, before):
+            plan = replace(plan, notes=(*plan.notes, f"Revised after step {self._pace.step}: {reason}."))
             names = [group.name for group in self.runtime.blueprints if group.members]
-            moved = tuple(name for name in names if winner.homes_of(name) != before.homes_of(name))
-            self.revisions.append(Revision(self._step, reason, moved, winner))
+            moved = tuple(name for name in names if plan.homes_of(name) != before.homes_of(name))
+            self.revisions.append(Revision(self._pace.step, reason, moved, plan))
+        self._start(plan)
 
     def _start(self, plan: Plan) -> None:
         """Begin to obey a plan; states move in the steps to come."""
@@ -332,42 +338,45 @@ class Adapter(StepObserver):
 
     def _end_move(self) -> None:
         self._moving = None
+        self._room.recompute()
         self.meter.give_cache_back()  # what was given up is there for others
         self.meter.reset()
-        self._begun = time.perf_counter()
+        self._pace.restart()
         if self._trials is not None:
             self._begin_watch(self._trials.why)
 
     # Room that has to be made at once
 
-    def _revise(self, reason: str, report: RankReport) -> None:
-        """Obey the best plan that fits, at once, if the present one does not."""
+    def _revise(self, reason: str, report: RankReport) -> bool:
+        """Obey the best plan that fits, at once, if the present one does not. False if none fits."""
         if self._has_gradients:
-            return
+            return False
         if self._moving is not None:
             self._moving.advance()
-        seen = report.seen or self._rough()
+            self._end_move()
+        seen = report.seen
         if report.is_short and Tier.DEVICE in report.room:  # a device that ran out needs more room
             more = int((self.meter.activation_bytes() or 0) + MORE_ROOM * report.room[Tier.DEVICE])
-            seen = replace(seen, activation_bytes=more)
-        present, candidates = self._candidates(reason, report, seen)
-        self._times = []
-        self._usual = None
+            report = replace(report, seen=replace(seen, activation_bytes=more))
+        present, candidates = self._candidates(reason, report)
         self._trials = None
         self._watch = None
+        if not candidates:
+            return False
         limits = self.meter.limits(report.room).items()
-        if not candidates or all(present.predicted.total(tier) <= limit for tier, limit in limits):
-            return
-        note = f"Revised after step {self._step}: {reason}."
-        plan = replace(candidates[0], notes=(*candidates[0].notes, note))
-        log.info("the plan is revised after step %d (%s): it no longer fits\n%s", self._step, reason, plan.explain())
+        if all(present.predicted.total(tier) <= limit for tier, limit in limits):
+            return True
+        step = self._pace.step
+        plan = replace(candidates[0], notes=(*candidates[0].notes, f"Revised after step {step}: {reason}."))
+        log.info("the plan is revised after step %d (%s): it no longer fits\n%s", step, reason, plan.explain())
         self.meter.give_cache_back()  # so that what moves does not lie in the blocks of activations
         move = HomeMove(self.runtime, plan)
         move.advance()
-        self.revisions.append(Revision(self._step, reason, tuple(move.names), plan))
+        self.revisions.append(Revision(step, reason, tuple(move.names), plan))
         self._end_move()
+        return True
 
-    def _candidates(self, reason: str, report: RankReport, seen: ObservedStep) -> tuple[Plan, list[Plan]]:
+    def _candidates(self, reason: str, report: RankReport) -> tuple[Plan, list[Plan]]:
         """Return the present plan as it was observed, and others, the best first; none if nothing fits."""
         world = self.runtime.world
         plans: list[str] = []
@@ -378,24 +387,13 @@ class Adapter(StepObserver):
                 self._search.settings = self.runtime.settings
                 speculates = self._search.may_speculate and not self._clips.are_usual
                 present, others = self._search.revise(
-                    self.meter.limits(report.room), machine, seen, speculates=speculates
+                    self.meter.limits(report.room), machine, report.seen, speculates=speculates
                 )
                 plans = [present.to_json(), *(plan.to_json() for plan in others)]
         except (PrepareError, torch.OutOfMemoryError) as error:  # training goes on as it did
             if world.size > 1 and not isinstance(error, PrepareError):
                 raise
-            log.warning("the plan is kept after step %d (%s): %s", self._step, reason, error)
+            log.warning("the plan is kept after step %d (%s): %s", self._pace.step, reason, error)
         texts: Sequence[str] = json.loads(self.runtime.gatherer.control.collect(json.dumps(plans))[0])
         present, *others = [Plan.from_json(text) for text in texts] or [self.plan]
         return present, others
-
-    # Memory
-
-    def _rough(self) -> ObservedStep:
-        """What is known before steps were watched: a third of a step is forward."""
-        if self._seen is None:
-            step_s = median(self._times) if self._times else 0.0
-            self._seen = ObservedStep(step_s, step_s / 3, 2 * step_s / 3)
-        profile = self._seen.profile or counted_profile(self.runtime)
-        self._seen = replace(self._seen, activation_bytes=self.meter.activation_bytes(), profile=profile)
-        return self._seen

@@ -45,7 +45,6 @@ def plan_late_states(runtime: Runtime, inner: torch.optim.Optimizer) -> Plan | N
             refusal = str(error)
     text, refusal = control.collect((text, refusal))[0]
     if refusal:
-        raise PrepareError(
-            f"the states of {type(inner).__name__}, which was made after prepare, do not fit beside the model: {refusal}"
-        )
+        name = type(inner).__name__
+        raise PrepareError(f"the states of {name}, made after prepare, do not fit beside the model: {refusal}")
     return Plan.from_json(text)

@@ -13,6 +13,7 @@ import torch
 from zerostd.engine.runtime import Runtime
 from zerostd.measuring.identity import free_bytes
 from zerostd.planning import ModelProfile, Plan
+from zerostd.planning.demands import NUM_BUFFERS
 from zerostd.planning.request import MARGIN
 from zerostd.policy import Tier
 
@@ -98,10 +99,16 @@ class DeviceMeter:
         """Return the bytes of activations under a plan: those of a profile that was counted, and what else a pass took
         that was not."""
         counted = 0.0
-        inside = 0.0
+        inside = 0.0  # of a group that is recomputed
+        passing = 0.0  # of a group whose activations leave
         for group in profile.groups:
-            is_recomputed = plan.activations_of(group.name) == "recompute" and group.boundary_bytes < group.kept_bytes
-            counted += group.boundary_bytes if is_recomputed else group.kept_bytes
-            inside = max(inside, group.kept_bytes if is_recomputed else 0.0)
+            way = plan.activations_of(group.name)
+            if way == "host":
+                passing = max(passing, NUM_BUFFERS * group.kept_bytes)
+            elif way == "recompute" and group.boundary_bytes < group.kept_bytes:
+                counted += group.boundary_bytes
+                inside = max(inside, group.kept_bytes)
+            else:
+                counted += group.kept_bytes
         more = max(0, (self.activation_bytes() or 0) - self._activations.counted_bytes())
-        return int(counted + inside) + more
+        return int(counted + inside + passing) + more

@@ -27,6 +27,7 @@ class Trials:
             if is_new and (plan.predicted.step_s or 0.0) <= MOST_LONGER * shortest_s:
                 self._left.append(plan)
         self._left = self._left[:MOST_TRIED]
+        self.present_s = measured_s
         self._measured = [(present, measured_s)]
 
     def next(self) -> Plan | None:

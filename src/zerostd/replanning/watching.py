@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import replace
 from statistics import median
@@ -13,11 +14,15 @@ from zerostd.measuring.model import untried_profile
 from zerostd.monitoring.events import LoopPhase
 from zerostd.optimizers.updater import NUM_FACTORS
 from zerostd.parameters.blueprints import ROOT
-from zerostd.planning import ModelProfile
+from zerostd.planning import ModelProfile, Plan
 from zerostd.planning.solution import ObservedStep
 from zerostd.tiers import Transfer
 
 NUM_WATCHED = 3  # steps that rates and seconds are taken from
+EVERY = 10  # steps between two looks at memory, at clipping and at how long steps take
+SLOWER = 1.3  # times as long as before: worth looking for another plan
+WORSE = 1.05  # times as long as under the plan before: that one comes back
+NUM_JUDGED = 5  # steps by which a plan is judged
 NUM_USUAL = 10  # steps in a row that were clipped, or were not: so will the next ones be
 
 
@@ -57,6 +62,62 @@ class StepWatch:
     def _busy(self) -> dict[str, float]:
         optimizer = self._runtime.optimizer
         return {} if optimizer is None or optimizer.updater.offload is None else optimizer.updater.offload.busy()
+
+
+class Pace:
+    """How long steps take, and when to look for a faster plan again. Each round of trials doubles the time to the
+    next: a plan does not go back and forth."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step  # that has begun
+        self.next_search = EVERY  # the first step at which slow steps are searched for again
+        self.num_rounds = 0  # of trials
+        self.usual_s: float | None = None  # of a step under this plan
+        self.replaced: tuple[Plan, float] | None = None  # the plan before the last trials, and its seconds
+        self._begun = time.perf_counter()  # that step
+        self._times: list[float] = []  # seconds of the steps since the last check
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        now = time.perf_counter()
+        self._times.append(now - self._begun)
+        self.step = step
+        self._begun = now
+
+    def begin_round(self) -> None:
+        """Trials begin."""
+        self.num_rounds += 1
+        self.next_search = self.step + 2**self.num_rounds * EVERY
+
+    def restart(self) -> None:
+        """Another plan is obeyed: what steps took does not count for it."""
+        self.usual_s = None
+        self._times = []
+        self._begun = time.perf_counter()
+
+    def clear(self) -> None:
+        """A check was made: a plan that was not worse in it stays."""
+        if len(self._times) >= NUM_JUDGED:
+            self.replaced = None
+        self._times = []
+
+    @property
+    def median_s(self) -> float:
+        """Seconds of a step since the last check."""
+        return median(self._times) if self._times else 0.0
+
+    def is_slower(self) -> bool:
+        """Return whether steps take longer than they did under this plan at first."""
+        if self.usual_s is None:
+            self.usual_s = self.median_s
+            return False
+        return self.step >= self.next_search and self.median_s > SLOWER * self.usual_s
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether steps take longer than under the plan that the last trials replaced."""
+        is_judged = self.replaced is not None and len(self._times) >= NUM_JUDGED
+        return is_judged and self.replaced is not None and self.median_s > WORSE * self.replaced[1]
 
 
 class ClipCounter:
