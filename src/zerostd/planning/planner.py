@@ -29,6 +29,7 @@ WORTH_A_DISK = 0.02  # of all bytes, and of a step: less is not worth the buffer
 MOST_ROUNDS = 8  # of making room for what the program does not know
 ROUNDING = 1.002  # the linear program keeps to its limits only this exactly
 PLENTY = 1 << 60  # bytes of a tier: more than anything takes
+SCRAP = 0.1  # of a group's states on the host: not worth a second worker
 MOST_SPLITS = 6  # of updates between CPU and device, that are looked at
 NEIGHBOURS = (0.8, 1.2)  # times the CPU's part of an update: how busy a processor is with other things, nobody knows
 
@@ -138,11 +139,11 @@ def _simpler(request: PlanRequest, solution: Solution) -> Iterator[PlanRequest]:
 
 
 def _splits(request: PlanRequest, shares: list[GroupShares]) -> list[list[GroupShares]]:
-    """Return the shares, and with the CPU's part the same in all groups that are kept alike: the program does not care,
-    but workers that take turns on every group wait less for each other. As long as the simulation finds less or more of
+    """Return the shares, without scraps, and with the CPU's part the same in all groups that are kept alike: the program
+    does not care, but workers that take turns on every group wait less for each other. As long as the simulation finds less or more of
     the CPU better, which has nothing to do for half of backward, that is taken too."""
-    splits = [shares, _with_cpu_part(request, shares, 1.0)]
-    best = Solution(request, splits[1])
+    splits = [shares, [_without_scraps(share) for share in shares], _with_cpu_part(request, shares, 1.0)]
+    best = Solution(request, splits[-1])
     while len(splits) < MOST_SPLITS:
         near = [solution for solution in neighbours(best) if solution.shares not in splits]
         better = min(near, key=lambda solution: solution.timeline.step_s, default=best)
@@ -151,6 +152,16 @@ def _splits(request: PlanRequest, shares: list[GroupShares]) -> list[list[GroupS
         splits.append(better.shares)
         best = better
     return splits
+
+
+def _without_scraps(share: GroupShares) -> GroupShares:
+    """Return the share with all of a group's states on the host updated by one worker, where the other has next to
+    nothing of them: it would hold the group up for that."""
+    on_host = share.cpu + share.streamed
+    if min(share.cpu, share.streamed) > SCRAP * on_host:
+        return share
+    by_cpu = share.cpu > share.streamed
+    return replace(share, cpu=on_host * by_cpu, streamed=on_host * (not by_cpu))
 
 
 def _with_cpu_part(request: PlanRequest, shares: Sequence[GroupShares], times: float) -> list[GroupShares]:
