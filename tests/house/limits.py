@@ -13,9 +13,9 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 27_560  # 24,782 before meshes, averages, checksums, blame, and turns of threads
-MOST_LINES_IN_CORE = 11_600  # 9,990 before those
-MOST_CLASSES = 238  # 225 before those
+MOST_LINES = 28_850  # 27,560 before plans that are tried, and budgets that hold from the first step on
+MOST_LINES_IN_CORE = 11_790  # 11,600 before those
+MOST_CLASSES = 253  # 238 before those
 
 # Habits that give way.
 MOST_LATE_FUNCTIONS = 0  # functions that somebody else sets on an object later

@@ -139,9 +139,9 @@ def _simpler(request: PlanRequest, solution: Solution) -> Iterator[PlanRequest]:
 
 
 def _splits(request: PlanRequest, shares: list[GroupShares]) -> list[list[GroupShares]]:
-    """Return the shares, without scraps, and with the CPU's part the same in all groups that are kept alike: the program
-    does not care, but workers that take turns on every group wait less for each other. As long as the simulation finds less or more of
-    the CPU better, which has nothing to do for half of backward, that is taken too."""
+    """Return the shares, without scraps, and with the CPU's part the same in all groups that are kept alike: the
+    program does not care, but workers that take turns on every group wait less for each other. As long as the
+    simulation finds less or more of the CPU better, which has nothing to do for half of backward, that is taken too."""
     splits = [shares, [_without_scraps(share) for share in shares], _with_cpu_part(request, shares, 1.0)]
     best = Solution(request, splits[-1])
     while len(splits) < MOST_SPLITS:

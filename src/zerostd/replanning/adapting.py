@@ -120,7 +120,7 @@ class Adapter(StepObserver):
 
     @property
     def _is_first_look(self) -> bool:
-        """Whether this plan should be watched for the first time: something is off the device. All ranks say the same."""
+        """Whether this plan is to be watched for the first time: something is off the device. All ranks agree on it."""
         is_time = self._pace.step == NUM_FIRST or self._pace.step % EVERY == 0
         keeps_all = set(self.plan.activations.values()) <= {Way.DEVICE.in_plan}
         return is_time and not self._pace.num_rounds and (self._is_off or not keeps_all)
@@ -293,7 +293,7 @@ class Adapter(StepObserver):
         text = "; ".join(f"{trial.name}: {trial.measured_s:.3g} s" for trial in winner.trials)
         log.info("tried after step %d (%s), the first stays: %s", self._pace.step, trials.why, text)
         self._pace.replaced = None if is_same(winner, trials.present) else (trials.present, trials.present_s)
-        self._settle(winner, trials.present, trials.why)
+        self._choose(winner, trials.present, trials.why)
 
     def _undo(self) -> None:
         """Go back to the plan before the last trials, if there is room for it: its steps took less."""
@@ -303,9 +303,9 @@ class Adapter(StepObserver):
         if all(self.runtime.gatherer.control.collect(self._room.holds(plan))):
             reason = f"steps take {self._pace.median_s:.3g} s and took {seconds:.3g} s under the plan before"
             log.info("the plan is undone after step %d: %s", self._pace.step, reason)
-            self._settle(plan, self.plan, reason)
+            self._choose(plan, self.plan, reason)
 
-    def _settle(self, plan: Plan, before: Plan, reason: str) -> None:
+    def _choose(self, plan: Plan, before: Plan, reason: str) -> None:
         """Obey a plan that real steps have chosen, and remember it for the next start."""
         if self.runtime.world.rank == 0:
             remember(plan, plan_file(self.runtime.settings, self.runtime.blueprints, self.runtime.world))
