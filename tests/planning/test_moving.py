@@ -131,12 +131,29 @@ def test_not_with_gradients_and_not_parameters(tmp_path: Path) -> None:
     runtime = model.__dict__["_zerostd"]
     model(torch.ones(2, WIDTH)).sum().backward()
     with pytest.raises(MisuseError, match=r"zero_grad\(\)"):
-        move(runtime, Plan(PLANS["device"]))
+        move(runtime, Plan({"*": GRADIENTS}))
     optimizer.zero_grad()
     with pytest.raises(MisuseError, match="only states and gradients move"):
         move(runtime, Plan({"*": Homes(parameters=Tier.HOST)}))
     train(model, optimizer)
     assert not wrong_bytes(model)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_states_move_beside_gradients_that_stay(tmp_path: Path, precision: str) -> None:
+    """The step takes them."""
+    states = []
+    for moves in (False, True):
+        model, optimizer = prepared("device", str(tmp_path), precision=precision)
+        for number in range(3):
+            model(torch.full((2, WIDTH), 1.0 + number)).square().mean().backward()
+            if moves and number < 2:
+                assert len(move(model.__dict__["_zerostd"], Plan(PLANS[("host", "device")[number]]))) == DEPTH
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not wrong_bytes(model), "\n".join(wrong_bytes(model))
+        states.append(zerostd.full_state_dict(model))
+    assert_bitwise(*states)
 
 
 def test_a_few_groups_move_before_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

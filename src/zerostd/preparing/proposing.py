@@ -184,7 +184,7 @@ class PlanSearch:
             can_place=frozenset({Kind.OPTIMIZER_STATES}),
         )
         best = fitting(request, self.count)[0]
-        return replace(plan, homes=best.solution.homes, predicted=Prediction(bytes=best.held), limits=limits)
+        return replace(plan, homes=best.solution.homes, predicted=Prediction(bytes=best.held))
 
     def _rests(self, plan: Plan) -> dict[str, Tier]:
         """Return where the parameters of each group are."""

@@ -29,18 +29,19 @@ def plan_late_states(runtime: Runtime, inner: torch.optim.Optimizer) -> Plan | N
     world = runtime.world
     control = runtime.gatherer.control
     here = find_limits(settings.budget, world, runtime.ledger.held[Tier.DEVICE])
-    here[Tier.DEVICE] -= runtime.backward.activations.counted_bytes()  # of the passes to come
     by_rank: list[dict[Tier, int]] = control.collect(here)
     limits = {tier: min(limits[tier] for limits in by_rank) for tier in here}
+    activations: int = max(control.collect(runtime.backward.activations.counted_bytes()))  # of the passes to come
+    beside: dict[Tier, int] = {**limits, Tier.DEVICE: limits[Tier.DEVICE] - activations}
     search = PlanSearch(settings, runtime.blueprints, world)
-    if search.fits(settings.plan, limits):
+    if search.fits(settings.plan, beside):
         return None
     machine = load_or_measure(world.device, disk_path=settings.budget.disk_path, mesh=settings.mesh)
     text = ""
     refusal = ""
     if world.rank == 0:
         try:
-            text = search.place_states(limits, machine).to_json()
+            text = replace(search.place_states(beside, machine), limits=limits).to_json()
         except PrepareError as error:
             refusal = str(error)
     text, refusal = control.collect((text, refusal))[0]

@@ -107,7 +107,8 @@ class HomeMove:
         if runtime.optimizer is None:
             raise MisuseError("moving to another plan needs the optimizer: pass it to prepare")
         has_gradients = any(trained.parameter.grad is not None for trained in runtime.backward.trained)
-        if runtime.backward.is_running or (has_gradients and self._moves_gradients):
+        has_begun = runtime.gradients.locked is not None  # updates, inside backward
+        if runtime.backward.is_running or (has_gradients and (self._moves_gradients or has_begun)):
             raise MisuseError("moving to another plan while there are gradients: do it after optimizer.zero_grad()")
 
     @property

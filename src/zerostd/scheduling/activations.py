@@ -89,7 +89,7 @@ class Activations:
         for group, way in self._ways.items():
             for module in group.blueprint.modules:
                 has_parts = next(module.children(), None) is not None  # else it keeps its inputs and little else
-                if way.recomputes and has_parts:
+                if way.recomputes and has_parts and module is not self._root():
                     counting = functools.partial(self.counter.within, group.name)
                     keep = functools.partial(self._keep_input, group.name)
                     self._undo.callback(_recompute(module, device, keep, counting))
