@@ -180,17 +180,17 @@ def enlargements(request: PlanRequest) -> list[dict[Tier, float]]:
     return [fewest, *(sizes for sizes in alone if sizes)]
 
 
-def explain_missing(request: PlanRequest, larger: Sequence[Mapping[Tier, float]] | None = None) -> str:
-    """Return what a request is refused with; `larger` are bytes that would be enough, if those are counted."""
-    larger = larger or enlargements(request)
-    whole = larger[0]
-    least = {tier: size for tier, size in missing_bytes(request).items() if size > FEW}
+def explain_missing(request: PlanRequest, counted: Sequence[Mapping[Tier, float]] = ()) -> str:
+    """Return what a request is refused with; `counted` are bytes that are enough by account, the fewest first."""
+    larger = counted or enlargements(request)
+    least = counted[0] if counted else {tier: size for tier, size in missing_bytes(request).items() if size > FEW}
     limits = ", ".join(f"{size_text(size)} of the {tier.value}" for tier, size in request.limits.items())
     if least:
         where = f"at least {_of_tiers(least)} is missing"
     else:
+        whole = _of_tiers(larger[0])
         largest = max(cost.gathered for cost in request.costs)
-        where = f"{_of_tiers(whole)} is missing, since groups move as a whole (the largest has {int(largest)} bytes)"
+        where = f"{whole} is missing, since groups move as a whole (the largest has {int(largest)} bytes)"
     return (
         f"no placement fits {request.model.numel / 1e9:.4g} B parameters at stage {request.stage.value} on "
         f"{request.world_size} rank(s) into {limits} each: {where}. What would fit: "
