@@ -116,6 +116,25 @@ def test_gradients_of_several_passes_rest_in_fp32(ranks):
     agree(ranks(2, several_passes))
 
 
+def test_a_forward_frees_the_memory_of_dropped_gradients():
+    model = Tower(32, 2)
+    model, optimizer = zerostd.prepare(model, torch.optim.AdamW(model.parameters()), groups=["layers.*"])
+    assert zerostd.memory(model).now["device"].get("gradients", 0) == 0
+    model(data(2, 32)).sum().backward()
+    held = zerostd.memory(model).now["device"]["gradients"]
+    kept = model.layers[0].weight.grad
+    optimizer.step()
+    optimizer.zero_grad()
+    before = kept.clone()
+    loss = model(data(2, 32)).sum()
+    assert before.any()
+    assert zerostd.memory(model).now["device"]["gradients"] == 0
+    with pytest.raises(zerostd.MisuseError, match=r"'layers\.0\.weight' was dropped .* p\.grad\.clone"):
+        kept.clone()
+    loss.backward()
+    assert zerostd.memory(model).now["device"]["gradients"] == held == 4 * padded_numel(model)
+
+
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()

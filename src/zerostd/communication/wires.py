@@ -82,10 +82,10 @@ class Wires:
         self._receive = torch.empty(0, dtype=torch.uint8, device=world.device)
         self._receiving: Collective | None = None  # the last one that uses the receive buffer; without streams
         self._largest_slice = 0  # bytes of the largest gradient that is received
-        self._has_streams = world.device.type != "cpu" and world.size > 1
+        has_streams = world.device.type != "cpu" and world.size > 1
         # See [Note: streams]. Compute waits for gathers, so they come first.
-        self._gathers = torch.Stream(world.device, priority=-1) if self._has_streams else None
-        self._reduces = torch.Stream(world.device) if self._has_streams else None
+        self._gathers = torch.Stream(world.device, priority=-1) if has_streams else None
+        self._reduces = torch.Stream(world.device) if has_streams else None
         replicas = None if world.channels is None else world.channels.replicas
         # See [Note: replicas].
         self._across = None if replicas is None else Wires(world.inside(replicas), ledger, REPLICAS)
@@ -114,7 +114,7 @@ class Wires:
         world = self.world
         mine = largest // world.num_shards
         self._largest_slice = mine
-        if self._has_streams:  # the buffer is made when a gradient is first added to another
+        if self._reduces is not None:  # the buffer is made when a gradient is first added to another
             return
         num_bytes = self.buffer_bytes(largest, world.num_shards, world.num_replicas, has_streams=False)
         if self._across is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from torch import nn
 
@@ -54,7 +54,6 @@ def join(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
             if num_present == 0:
                 return
             runtime.backward.weight = len(states) / num_present if state == HAS_BATCH else 0.0
-            assert mine is not None
-            yield mine
+            yield cast(T, mine)
     finally:
         runtime.backward.weight = 1.0

@@ -25,8 +25,8 @@ from zerostd.parameters.gradient import vector_norm
 from zerostd.parameters.observing import StepObserver
 
 DROPPED = (
-    "the gradient of {!r} is used after optimizer.zero_grad() and a forward, which has its memory: keep a copy, made "
-    "with p.grad.clone()"
+    "the gradient of {!r} was dropped by optimizer.zero_grad(), and a forward has taken its memory since: copy it "
+    "before zero_grad(), with p.grad.clone()"
 )
 HOMOGENEOUS = (torch.ops.aten.mul_.Tensor, torch.ops.aten.zero_.default)  # whatever factor is still to come
 
@@ -282,6 +282,7 @@ class Gradients(StepObserver):
         if not self._are_dropped:
             return
         self._are_dropped = False
+        self._whole = None  # it may be a view of that memory
         for group in self.groups:
             if not group.is_updated_later:
                 for flat in group.trainable:
