@@ -23,6 +23,7 @@ TRANSIENT = {  # errors that a later try may not see
     errno.EDQUOT,
     errno.ETIMEDOUT,
 }
+FULL = {errno.ENOSPC, errno.EDQUOT}
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,6 +37,15 @@ class Retries:
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
+        self._clean: Callable[[], None] | None = None
+
+    def cleaning(self, clean: Callable[[], None]) -> Retries:
+        """Return retries with the same counts that call `clean` before they try again where a file system is full."""
+        retries = Retries()
+        retries._counts = self._counts
+        retries._lock = self._lock
+        retries._clean = clean
+        return retries
 
     @property
     def counts(self) -> dict[str, int]:
@@ -53,6 +63,8 @@ class Retries:
                 if error.errno not in TRANSIENT:
                     raise
                 self.count(verb, errno.errorcode[error.errno], where)
+                if self._clean is not None and error.errno in FULL:
+                    self._clean()
             time.sleep(pause_s)
         return function(*args, **kwargs)
 
