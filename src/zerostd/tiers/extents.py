@@ -49,13 +49,14 @@ class Scratch(NamedTuple):
         return cls(aligned(PAGE), torch.empty(BLOCK_BYTES // PAGE, dtype=torch.int32))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fallback:
     """Host memory for extents whose file can no longer be written."""
 
     host: Host
     ledger: Ledger
     limit: int | None = None  # most bytes of host memory that this rank may have in all
+    is_used: bool = False  # the drive has failed: other extents do not try it again and again, while ranks wait
 
     def take(self, extent: Extent) -> torch.Tensor:
         """Return memory for the whole pages of an extent; raise PrepareError if there is no room for them."""
@@ -63,6 +64,7 @@ class Fallback:
         left = None if self.limit is None else max(0, self.limit - used)
         num_bytes = max(PAGE, padded(extent.num_bytes))
         check_host(num_bytes, extent.label, left)
+        self.is_used = True
         with self.ledger.leaks.ignored():
             return self.host.allocate(num_bytes, extent.kind)
 
@@ -122,12 +124,7 @@ class Extent:
     def read(self, offset: int, block: torch.Tensor, scratch: Scratch) -> None:
         """Fill a block from `offset` on, and check it. A block that is not as it was written is read once more."""
         with self._moving():
-            damage = self._read(offset, block, scratch)
-            if damage is not None:
-                self.ledger.retries.count("reading", "checksum", f"{self.file}, {self.label}")
-                damage = self._read(offset, block, scratch)
-        if damage is not None:
-            raise damage
+            self._read_again_if_damaged(offset, block, scratch)
 
     def write(self, offset: int, block: torch.Tensor, scratch: Scratch) -> None:
         """Write a block to `offset`. Raises OSError if neither the file nor host memory can take it."""
@@ -150,6 +147,14 @@ class Extent:
             with self._gate:
                 self._num_moving -= 1
                 self._gate.notify_all()
+
+    def _read_again_if_damaged(self, offset: int, block: torch.Tensor, scratch: Scratch) -> None:
+        damage = self._read(offset, block, scratch)
+        if damage is not None:
+            self.ledger.retries.count("reading", "checksum", f"{self.file}, {self.label}")
+            damage = self._read(offset, block, scratch)
+        if damage is not None:
+            raise damage
 
     def _read(self, offset: int, block: torch.Tensor, scratch: Scratch) -> StorageError | None:
         """Fill a block; return an error if a page of it does not have its checksum."""
@@ -182,10 +187,8 @@ class Extent:
         checksums[: body // PAGE] = scratch.checksums[: body // PAGE]
         if body == len(block):
             return
-        shares_page = offset + len(block) < self.num_bytes  # the file has more in the last page, which must be kept
-        damage = self._read(offset + body, scratch.page, scratch) if shares_page else None
-        if damage is not None:
-            raise damage
+        if offset + len(block) < self.num_bytes:  # the file has more in the last page, which must be kept
+            self._read_again_if_damaged(offset + body, scratch.page, scratch)
         scratch.page[: len(block) - body] = block[body:]
         self._move(os.pwritev, scratch.page, offset + body)
         crc32_pages(scratch.page, PAGE, checksums[body // PAGE : body // PAGE + 1])
@@ -204,7 +207,10 @@ class Extent:
         done = 0
         while done < len(view):
             where = f"{len(view) - done} bytes at offset {offset + done} of {self.file}"
-            count = self.ledger.retries.attempt(verb, where, move, fd, [view[done:]], offset + done)
+            if is_write and self.fallback is not None and self.fallback.is_used:
+                count = move(fd, [view[done:]], offset + done)
+            else:
+                count = self.ledger.retries.attempt(verb, where, move, fd, [view[done:]], offset + done)
             start = (done + count) // PAGE * PAGE
             if start <= done:
                 raise StorageError(
