@@ -34,18 +34,14 @@ log = logging.getLogger("zerostd")
 class Retries:
     """Makes calls again, and counts how often by what was done and why. Any thread may use it."""
 
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
-        self._clean: Callable[[], None] | None = None
+    def __init__(self, shared: Retries | None = None, clean: Callable[[], None] | None = None) -> None:
+        self._counts: Counter[str] = Counter() if shared is None else shared._counts
+        self._lock = threading.Lock() if shared is None else shared._lock
+        self._clean = clean  # called before another try where a file system is full
 
     def cleaning(self, clean: Callable[[], None]) -> Retries:
         """Return retries with the same counts that call `clean` before they try again where a file system is full."""
-        retries = Retries()
-        retries._counts = self._counts
-        retries._lock = self._lock
-        retries._clean = clean
-        return retries
+        return Retries(self, clean)
 
     @property
     def counts(self) -> dict[str, int]:
