@@ -13,7 +13,7 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 28_120  # 24,782 before meshes, averages, checksums, blame, turns of threads, joins and retries
+MOST_LINES = 28_150  # 24,782 before meshes, averages, checksums, blame, turns of threads, joins and retries
 MOST_LINES_IN_CORE = 12_160  # 9,990 before those
 MOST_CLASSES = 241  # 225 before those
 
