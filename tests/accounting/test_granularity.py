@@ -118,10 +118,7 @@ def test_nothing_grows_with_the_square_of_parameters_or_groups(form: dict[str, A
         assert lines.total() <= 12 * few[name].total(), name
 
 
-MOST_CALLS = {
-    "a step": 4.0,
-    "a clipped step": 21.0,
-}  # functions of ours for each parameter, in forward, backward and step
+MOST_CALLS = {"a step": 4.0, "a clipped step": 21.0}  # of functions of ours, for each parameter
 
 
 def calls_in_a_step(depth: int) -> dict[str, int]:

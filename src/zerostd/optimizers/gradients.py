@@ -339,10 +339,15 @@ class Gradients(StepObserver):
         memory."""
         self._are_dropped = len(parameters) == len(self._places)
 
-    def put_back(self, handle: GradientHandle) -> None:
-        """Note that the user keeps a gradient after all; raise if its memory is gone."""
+    def put_back(self, handle: GradientHandle, parameter: nn.Parameter) -> None:
+        """Note that the user keeps a gradient after all; raise if its memory is gone, or it is another parameter's."""
+        flat, index = self._places[handle.of]
+        if flat.parameters[index] is not parameter:
+            raise MisuseError(
+                f"p.grad = the gradient of another parameter, {handle.of!r}: in torch the two would be one tensor, "
+                "which those of a prepared model cannot be. Write p.grad = q.grad.clone()"
+            )
         self._are_dropped = False
-        flat, _ = self._places[handle.of]
         assert flat.gradient is not None
         if flat.gradient.is_given_back:
             raise MisuseError(DROPPED.format(handle.of))
