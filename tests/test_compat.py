@@ -140,6 +140,15 @@ def test_versions_count_changes_in_place_of_all_views():
     alias, before = x.detach()[1:], compat.version_of(x)
     x.add_(1)
     assert compat.version_of(alias) == compat.version_of(x) == before + 1
+    assert compat.versions_of([alias, torch.ones(1)]) == [before + 1, 0]
+
+
+def test_foreach_norm_computes_each_norm_in_the_dtype_that_is_asked_for():
+    tensors = [torch.full((4096,), 0.01, dtype=torch.bfloat16), torch.tensor([3.0, -4.0], dtype=torch.bfloat16)]
+    for order in (1.0, 2.0, float("inf")):
+        norms = compat.foreach_norm(tensors, order, torch.float32)
+        assert [n.dtype for n in norms] == [torch.float32] * 2
+        assert norms == [torch.linalg.vector_norm(t, order, dtype=torch.float32) for t in tensors]
 
 
 def test_hooks_on_saved_tensors_are_seen():

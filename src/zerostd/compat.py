@@ -65,6 +65,11 @@ def foreach_add_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> No
     torch._foreach_add_(targets, sources)
 
 
+def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the norm of each of many tensors, computed in `dtype`, with one launch."""
+    return list(torch._foreach_norm(tensors, order, dtype))
+
+
 def default_store() -> Any:
     """Return the key-value store of the default process group."""
     return torch.distributed.distributed_c10d._get_default_store()
@@ -152,6 +157,12 @@ def move_step_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor, or another with the same memory, was changed in place."""
     return int(tensor._version)
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the same for many, without a call for each."""
+    with no_torch_function():
+        return [tensor._version for tensor in tensors]
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from zerostd.compat import no_torch_function, version_of
+from zerostd.compat import no_torch_function, version_of, versions_of
 from zerostd.parameters.gradient import Gradient
 from zerostd.parameters.lending import DATA, set_data
 from zerostd.parameters.prepared import classes_for
@@ -253,8 +253,7 @@ class Flat:
         return self._is_edited or self.has_edits
 
     def _read_versions(self) -> list[int]:
-        with no_torch_function():
-            return [version_of(parameter) for parameter in self.parameters]
+        return versions_of(self.parameters)
 
     def keep_all(self, full: torch.Tensor) -> None:
         """Keep all values of a gathered buffer: the user may have written to any."""

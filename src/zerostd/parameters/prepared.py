@@ -172,7 +172,7 @@ class PreparedParameter(nn.Parameter):
             self.source.access.set_gradient(self, gradient)
             return
         if isinstance(gradient, GradientHandle) and not in_backward():
-            gradient.ops.put_back(gradient)
+            gradient.ops.put_back(gradient, self)
         if gradient is None and not in_backward() and ACCESS in self.__dict__:
             self.source.access.check_unlocked("p.grad = None")
         GRAD.__set__(self, gradient)

@@ -120,6 +120,7 @@ class Guards:
             raise MisuseError("load_state_dict(assign=True) would replace prepared parameters: leave assign out")
         if self._depth == 0:
             self._access.check_unlocked("load_state_dict()")
+            self._access.forget()
             self._finish_updates()
         self._depth += 1
         wanted = dict.fromkeys(self._places[parameter][0] for parameter in module.parameters(recurse=False))

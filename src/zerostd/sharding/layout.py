@@ -7,6 +7,7 @@ and starts aligned. Each keeps its name and its interval: everything that reshar
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 ALIGNMENT = 64  # elements: a slice starts on a cache line in every dtype, and kernels see whole vectors
@@ -20,11 +21,11 @@ class Interval:
     offset: int
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def end(self) -> int:
         return self.offset + self.numel
 
