@@ -38,7 +38,7 @@ from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import scalar_states
-from zerostd.parameters.flat import SavedInterval
+from zerostd.parameters.intervals import SavedInterval
 
 log = logging.getLogger("zerostd")
 

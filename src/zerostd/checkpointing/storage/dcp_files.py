@@ -42,8 +42,8 @@ from zerostd.checkpointing.storage.reading import OnBytes, Target
 from zerostd.compat import fsspec_storage
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import decode
-from zerostd.parameters.flat import SavedInterval, tensor_interval
-from zerostd.sharding.boxes import Box, boxes_of
+from zerostd.parameters.intervals import SavedInterval, tensor_interval
+from zerostd.sharding.boxes import Box, Stretch
 
 MODEL = "model"
 OPTIMIZER = "optim"
@@ -57,14 +57,12 @@ class ShardedValue:
     """What this rank keeps of one tensor, as boxes. torch calls the methods with two underscores."""
 
     def __init__(self, records: Sequence[SavedInterval]) -> None:
-        self.shape = torch.Size(records[0].shape)
+        self.shape = torch.Size(records[0].full_shape)
         self.dtype = records[0].dtype
         self.places: dict[torch.Size, tuple[Box, SavedInterval, int]] = {}  # by offsets; the first element
         for record in records:
-            low = 0
-            for box in boxes_of(record.shape, record.start, record.stop):
+            for low, box in record.stretch.boxes():
                 self.places[torch.Size(box.offsets)] = (box, record, low)
-                low += box.numel
 
     def size(self) -> torch.Size:
         return self.shape
@@ -289,7 +287,7 @@ class DcpCheckpoint:
             except FAILURES as error:
                 raise CheckpointError(f"{self._path} cannot be read: {first_failure(error)}") from error
 
-    def verify(self, wanted: Iterable[tuple[TensorEntry, int, int]], on_bytes: OnBytes) -> None:
+    def verify(self, wanted: Iterable[tuple[TensorEntry, Stretch]], on_bytes: OnBytes) -> None:
         """Check nothing: DCP has no checksums."""
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
