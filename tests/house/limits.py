@@ -13,8 +13,8 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 28_480  # 24,782 before meshes, DTensors, averages, checksums, blame, turns of threads, and joins
-MOST_LINES_IN_CORE = 12_220  # 9,990 before those
+MOST_LINES = 28_430  # 24,782 before meshes, DTensors, averages, checksums, blame, turns of threads, and joins
+MOST_LINES_IN_CORE = 12_290  # 9,990 before those
 MOST_CLASSES = 242  # 225 before those
 
 # Habits that give way.
