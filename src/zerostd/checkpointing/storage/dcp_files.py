@@ -49,6 +49,7 @@ MODEL = "model"
 OPTIMIZER = "optim"
 OURS = "zerostd"  # what other programs do not have, as JSON: `extra`, states of modules, the number of steps
 TENSORS_OF_OURS = "zerostd_tensors"  # that the JSON names by number
+AVERAGES = "zerostd_averages"  # by name of average, then of the parameter or buffer
 FAILURES = (Exception, CheckpointException)  # the latter holds those of all ranks, and is no Exception
 OPTION = re.compile(r"param_groups\.(\d+)\.(.+)")
 
@@ -229,6 +230,9 @@ class DcpCheckpoint:
         for key, stored in self._metadata.items():
             if key.startswith(f"{TENSORS_OF_OURS}.") and isinstance(stored, TensorStorageMetadata):
                 entries.append(self._entry("extra", key.rpartition(".")[2], key, stored))
+            elif key.startswith(f"{AVERAGES}.") and isinstance(stored, TensorStorageMetadata):
+                _, average, of = key.split(".", 2)
+                entries.append(self._entry("average", of, key, stored, average))
         return Manifest(
             zerostd="",
             saved=0.0,
@@ -240,6 +244,7 @@ class DcpCheckpoint:
             optimizer=optimizer,
             extra=ours.get("extra"),
             modules=modules | ours.get("modules", {}),
+            averages=ours.get("averages", {}),
         )
 
     def _describe_optimizer(self, prefix: str, entries: list[TensorEntry], values: Mapping[str, Any]) -> OptimizerEntry:
