@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -373,3 +375,14 @@ def test_a_dispatch_mode_is_below_autograd():
     with torch.inference_mode():
         assert not compat.is_below_autograd()
     assert seen and all(seen)
+
+
+def test_a_dtensor_has_local_values_at_offsets(ranks):
+    assert ranks(2, _dtensor) == [((0, 0), 4.0), ((0, 2), 0.0)]
+
+
+def _dtensor(rank: int) -> tuple[tuple[int, ...], float]:
+    mesh = init_device_mesh("cpu", (2,))
+    dtensor = distribute_tensor(torch.ones(2, 3), mesh, [Shard(1)])
+    compat.set_local(dtensor, torch.zeros_like(compat.local_of(dtensor)) + (1 - rank))
+    return compat.offsets_of(dtensor.shape, mesh, dtensor.placements), float(dtensor.to_local().sum())

@@ -117,8 +117,8 @@ def untried_profile(
     """
     groups = []
     for blueprint in blueprints:
-        numel = sum(member.parameter.numel() for member in blueprint.members)
-        trained = sum(member.parameter.numel() for member in blueprint.members if member.options is not None)
+        numel = sum(member.numel for member in blueprint.members)
+        trained = sum(member.numel for member in blueprint.members if member.options is not None)
         groups.append(GroupProfile(blueprint.name, trained, numel - trained))
     members = [member for blueprint in blueprints for member in blueprint.members]
     dtype = _most([member for member in members if member.options is not None] or members)
@@ -141,7 +141,7 @@ def untried_profile(
 def _most(members: list[Member]) -> torch.dtype:
     numels = Counter[torch.dtype]()
     for member in members:
-        numels[member.dtype] += member.parameter.numel()
+        numels[member.dtype] += member.numel
     return numels.most_common(1)[0][0]
 
 

@@ -28,7 +28,8 @@ def make_flat(plan: FlatPlan, resources: Resources, value_of: ValueOf) -> Flat:
     allocator = resources.allocator
     parameters = [member.parameter for member in plan.members]
     shards = [_make_shard(plan, portion, allocator) for portion in plan.portions]
-    flat = Flat(plan.layout, parameters, plan.dtype, allocator, region=plan.region, state_shards=shards)
+    specs = [member.spec for member in plan.members]
+    flat = Flat(plan.layout, parameters, plan.dtype, allocator, plan.region, shards, specs)
     for position, member in enumerate(plan.members):
         flat.adopt(position, value_of(member))
     rest: TierTensor | None = None

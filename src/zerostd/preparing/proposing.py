@@ -342,7 +342,7 @@ def _notes(request: PlanRequest) -> list[str]:
 def sizes_of(blueprints: Sequence[Blueprint]) -> dict[str, float]:
     """Return the number of trained parameters by name of group."""
     return {
-        group.name: float(sum(member.parameter.numel() for member in group.members if member.options is not None))
+        group.name: float(sum(member.numel for member in group.members if member.options is not None))
         for group in blueprints
         if group.members
     }
@@ -350,5 +350,5 @@ def sizes_of(blueprints: Sequence[Blueprint]) -> dict[str, float]:
 
 def _held(blueprints: Sequence[Blueprint], world: World) -> int:
     """Return the bytes of parameters that are on the device already."""
-    parameters = [member.parameter for group in blueprints for member in group.members]
-    return sum(p.numel() * p.element_size() for p in parameters if p.device == world.device)
+    members = [member for group in blueprints for member in group.members if member.parameter.device == world.device]
+    return sum(member.numel * member.parameter.element_size() for member in members)

@@ -32,7 +32,7 @@ from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
 from zerostd.monitoring.progress import ByteProgress
 from zerostd.monitoring.retrying import Retries
-from zerostd.parameters.flat import SavedInterval
+from zerostd.parameters.intervals import SavedInterval
 from zerostd.parameters.observing import StepObserver
 from zerostd.policy import Tier
 from zerostd.tiers import Done, Stream, Transfer, Work, record_event
@@ -182,7 +182,9 @@ class Saving(PendingSave):
             for entry, record in zip(manifest.tensors, records, strict=True):
                 if record in tensors:
                     key = tensors[record].key
-                    entry = replace(entry, parts=(TensorPart(record.start, record.stop, name, key, checksums[key]),))
+                    box = (record.origin, record.shape) if record.origin else ((), ())
+                    part = TensorPart(record.start, record.stop, name, key, checksums[key], *box)
+                    entry = replace(entry, parts=(part,))
                 entries.append(entry)
             self._outcome = replace(manifest, files={name: FileEntry(num_bytes)}, tensors=tuple(entries))
         except BaseException as error:
@@ -271,7 +273,7 @@ def _merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
         for entry in manifest.tensors:
             earlier = entries.setdefault(entry.identity, entry)
             if earlier is not entry:
-                parts = sorted((*earlier.parts, *entry.parts), key=lambda part: part.start)
+                parts = sorted((*earlier.parts, *entry.parts), key=lambda part: (part.origin, part.start))
                 entries[entry.identity] = replace(earlier, parts=tuple(parts))
     optimizer = manifests[0].optimizer
     if optimizer is not None:
