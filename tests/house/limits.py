@@ -13,7 +13,7 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 28_850  # 24,782 before meshes, DTensors, averages, checksums, blame, turns of threads, and joins
+MOST_LINES = 28_860  # 24,782 before meshes, DTensors, averages, checksums, blame, turns of threads, and joins
 MOST_LINES_IN_CORE = 12_690  # 9,990 before those
 MOST_CLASSES = 245  # 225 before those
 

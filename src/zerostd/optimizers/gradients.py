@@ -113,7 +113,7 @@ class Gradients(StepObserver):
 
     def before_backward(self) -> None:
         """Multiply into gradients what waits for the update: those of the next pass are not meant. They change then."""
-        self.settle()
+        self.flush()
         if self.loss_scale is None:
             self._apply_factor()
         self._are_dropped = False
@@ -131,7 +131,7 @@ class Gradients(StepObserver):
     def total_norm(self, order: float = 2.0) -> torch.Tensor:
         """Return the norm of all gradients as one vector, with `factor`; fp32, on the device."""
         self._wait()
-        self.settle()
+        self.flush()
         norms = [norm for flat in self._flats for norm in self._counted_norms(flat, order)]
         stacked = torch.stack(norms) if norms else torch.zeros(1, device=self.wires.world.device)
         total = stacked.max() if math.isinf(order) else stacked.pow(order).sum()
@@ -179,7 +179,7 @@ class Gradients(StepObserver):
     def take_factor(self) -> torch.Tensor | None:
         """Return the factor for the update that comes now, and begin anew with one. It is fp32 and one element long,
         so that it lifts 16-bit gradients to fp32 while it is multiplied in; None for one."""
-        self.settle()
+        self.flush()
         factor = self.factor
         self.factor = 1.0
         self.clip_norm = None
@@ -194,7 +194,7 @@ class Gradients(StepObserver):
         """Return one parameter's norm. The first call computes all of them with one exchange."""
         if (order, handle.of) not in self._norms:
             self._wait()
-            self.settle()
+            self.flush()
             parts = torch.cat([self._norms_of(flat, order) for flat in self._flats])
             names = list(self._places)
             if self.wires.world.num_splits > 1:  # in one order on all splits, whose flats may be laid out in others
@@ -234,7 +234,7 @@ class Gradients(StepObserver):
             return
         self._wait()
         self.check_unlocked("a change of p.grad")
-        self.settle()
+        self.flush()
         self._change(handle, func, args, kwargs)
 
     def _put_off(self, handle: GradientHandle, factor: Any) -> bool:
@@ -246,7 +246,7 @@ class Gradients(StepObserver):
         scaled = self._scaled
         if scaled is None or not scaled.has(factor) or handle.of not in scaled.missing:
             self._wait()
-            self.settle()
+            self.flush()
             with no_torch_function():
                 names = [name for name, (f, i) in self._places.items() if GRAD.__get__(f.parameters[i]) is not None]
             if handle.of not in names:  # it was dropped, and is being used all the same
@@ -261,7 +261,7 @@ class Gradients(StepObserver):
             self.factor = self.factor * scaled.value.to(self.wires.world.device)
         return True
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Multiply what `_put_off` has put off, since not all gradients were multiplied by the same number."""
         scaled = self._scaled
         self._scaled = None
@@ -295,7 +295,7 @@ class Gradients(StepObserver):
         """Return all of one parameter's gradient, as a copy; of a DTensor this is one too. Every rank must ask."""
         self._wait()
         self.check_unlocked("a use of p.grad")
-        self.settle()
+        self.flush()
         self._apply_factor()
         flat, index = self._places[handle.of]
         if self._whole is None or self._whole[0] is not flat:
