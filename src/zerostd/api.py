@@ -40,6 +40,8 @@ from zerostd.preparing.building import attach_optimizer, build
 from zerostd.preparing.options import check_budget, check_settings
 from zerostd.preparing.proposing import plan_for
 from zerostd.replanning.adapting import adapt
+from zerostd.replanning.late import plan_late_states
+from zerostd.replanning.moving import move
 
 
 def prepare(
@@ -70,7 +72,8 @@ def prepare(
         accumulate: Backward passes in a step, if known. With 1, gradients are kept in the reduce dtype, else as fp32
             sums, and updates off the device begin inside the last backward. None: observed; they begin at step().
         max_grad_norm: Clip gradients to this global norm in every step.
-        budget: How much of each tier may be used, and where the disk is; a size such as '24GiB' limits the device.
+        budget: How much of each tier may be used, from the first step on, and where the disk is; a size such as
+            '24GiB' limits the device.
         plan: A plan from `zerostd.plan`, or the path of a saved one. It replaces stage and placement.
         groups: Globs of module names whose parameters travel together, such as ['blocks.*'].
         mesh: The ranks that train this model: a process group or a DeviceMesh. The ranks of a row shard the model;
@@ -98,7 +101,7 @@ def prepare(
     runtime = build(model, optimizer, settings)
     object.__setattr__(model, MARK, runtime)
     if optimizer is None:
-        runtime.late_optimizer = LateOptimizer(functools.partial(_attach, runtime), runtime.gradients)
+        runtime.late_optimizer = LateOptimizer(functools.partial(_attach_late, runtime), runtime.gradients)
         return model, None
     return model, _attach(runtime, optimizer)
 
@@ -106,6 +109,14 @@ def prepare(
 def _attach(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
     optimizer = attach_optimizer(runtime, inner)
     adapt(runtime)
+    return optimizer
+
+
+def _attach_late(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
+    plan = plan_late_states(runtime, inner)
+    optimizer = _attach(runtime, inner)
+    if plan is not None:
+        move(runtime, plan)
     return optimizer
 
 

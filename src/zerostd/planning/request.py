@@ -224,7 +224,9 @@ def _group_cost(request: PlanRequest, index: int, group: GroupProfile, forward_s
     wire_forward_s = gather_s if request.stage > Stage.DATA_PARALLEL else 0.0
     wire_backward_s = (gather_s if shards(request.stage, Kind.PARAMETERS) else 0.0) + reduce_s
     backward_s = forward_s * (3.0 if model.recomputes else 2.0 + model.recomputed)
-    if model.backward_s is not None and model.forward_s:
+    if model.backward_s is not None and group.backward_part is not None:
+        backward_s = model.backward_s * group.backward_part
+    elif model.backward_s is not None and model.forward_s:
         backward_s = forward_s * model.backward_s / model.forward_s
     if request.chooses and model.recomputes:
         backward_s = max(0.0, backward_s - forward_s)
@@ -276,6 +278,9 @@ def _forward_seconds(request: PlanRequest) -> list[float]:
     if not any(flops):
         flops = [float(group.trained + group.frozen) for group in model.groups]
     if model.forward_s is not None:
+        parts = [group.forward_part for group in model.groups if group.forward_part is not None]
+        if len(parts) == len(model.groups):
+            return [model.forward_s * part for part in parts]
         total = sum(flops) or 1.0
         return [model.forward_s * count / total for count in flops]
     if model.samples is None:

@@ -77,6 +77,7 @@ class PassCounter:
         self.num_done = 0
         self.num_before = 1  # in the step before
         self.num_steps = 0
+        self.input_bytes = 0  # of the forward of training that began last
 
     @property
     def is_last(self) -> bool:

@@ -39,7 +39,7 @@ class Hooks:
         root: nn.Module,
         backward: Backward,
         access: ParameterAccess,
-        before_forward: Callable[[nn.Module], None],
+        before_forward: Callable[[nn.Module, Any], None],
         on_input: OnTensor | None,
         on_output: OnTensor | None,
     ) -> None:
@@ -111,18 +111,18 @@ class Hooks:
             self._depth += 1
             changed = None
             if self._depth == 1:  # else it calls itself: this is no new pass
-                self._begin_forward(module)
+                self._begin_forward(module, (args, kwargs))
                 changed = self._cast_inputs(args, kwargs)
             if self._knows_groups:
                 for group in self._of_root:
                     self._before_group(group, module, *(changed or (args, kwargs)))
         return changed
 
-    def _begin_forward(self, module: nn.Module) -> None:
+    def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
         self.backward.abandon()
         if not self.backward.is_running:
             self.gatherer.wires.world.enter("forward")
-            self._before_forward(module)
+            self._before_forward(module, inputs)
             self.gatherer.timer.mark(LoopPhase.FORWARD if torch.is_grad_enabled() else LoopPhase.OUTSIDE)
             self.activations.begin()
             self.gatherer.begin(LoopPhase.FORWARD)
