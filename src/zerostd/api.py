@@ -25,7 +25,7 @@ from zerostd.checkpointing.storage import latest as newest
 from zerostd.communication import World
 from zerostd.communication.world import Mesh
 from zerostd.engine.averaging import Average, AverageOptions, make_average
-from zerostd.engine.runtime import Runtime, owner_of, runtime_of
+from zerostd.engine.runtime import owner_of, runtime_of
 from zerostd.engine.settings import Settings
 from zerostd.errors import CheckpointError, MisuseError, PrepareError
 from zerostd.measuring.identity import device_for, device_of, parse_device
@@ -40,8 +40,7 @@ from zerostd.preparing.building import attach_optimizer, build
 from zerostd.preparing.options import check_budget, check_settings
 from zerostd.preparing.proposing import plan_for
 from zerostd.replanning.adapting import adapt
-from zerostd.replanning.late import plan_late_states
-from zerostd.replanning.moving import move
+from zerostd.replanning.late import attach_late
 
 
 def prepare(
@@ -101,23 +100,11 @@ def prepare(
     runtime = build(model, optimizer, settings)
     object.__setattr__(model, MARK, runtime)
     if optimizer is None:
-        runtime.late_optimizer = LateOptimizer(functools.partial(_attach_late, runtime), runtime.gradients)
+        runtime.late_optimizer = LateOptimizer(functools.partial(attach_late, runtime), runtime.gradients)
         return model, None
-    return model, _attach(runtime, optimizer)
-
-
-def _attach(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
-    optimizer = attach_optimizer(runtime, inner)
+    prepared = attach_optimizer(runtime, optimizer)
     adapt(runtime)
-    return optimizer
-
-
-def _attach_late(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
-    plan = plan_late_states(runtime, inner)
-    optimizer = _attach(runtime, inner)
-    if plan is not None:
-        move(runtime, plan)
-    return optimizer
+    return model, prepared
 
 
 def plan(

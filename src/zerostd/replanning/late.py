@@ -1,7 +1,7 @@
 """An optimizer that is made after prepare: its states are placed before its first step makes them.
 
-`plan_late_states` is called when that step begins, before the optimizer is taken over. There are gradients then, so
-only states are placed; the next forward places everything by what the first pass took.
+`attach_late` is called when that step begins. There are gradients then, so only states are placed; the next forward
+places everything by what the first pass took.
 """
 
 from __future__ import annotations
@@ -14,14 +14,29 @@ from zerostd.engine.runtime import Runtime
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_or_measure
 from zerostd.optimizers.elementwise import find_states
+from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.planning import Plan
 from zerostd.policy import Tier
+from zerostd.preparing.building import attach_optimizer
 from zerostd.preparing.proposing import PlanSearch, find_limits
+from zerostd.replanning.adapting import adapt
+from zerostd.replanning.moving import move
 
 
-def plan_late_states(runtime: Runtime, inner: torch.optim.Optimizer) -> Plan | None:
+def attach_late(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
+    """Take over an optimizer, with its states where they fit. Raises PrepareError with what is missing. All ranks call
+    it together."""
+    plan = _plan_states(runtime, inner)
+    optimizer = attach_optimizer(runtime, inner)
+    adapt(runtime)
+    if plan is not None:
+        move(runtime, plan)
+    return optimizer
+
+
+def _plan_states(runtime: Runtime, inner: torch.optim.Optimizer) -> Plan | None:
     """Return the plan with the states of an optimizer placed inside the limits; None if they fit on the device, or if
-    the user placed them. Raises PrepareError with what is missing. All ranks call it together."""
+    the user placed them."""
     settings = replace(runtime.settings, states=find_states(inner))
     runtime.settings = settings
     if settings.plan is None or not settings.plan.limits:
