@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import zerostd
 from support.agreement import agree
 from support.compare import assert_bitwise
-from zerostd import Budget, PrepareError
+from zerostd import Budget, Plan, PrepareError
 from zerostd.monitoring import Ledger
-from zerostd.policy import Kind, Tier
+from zerostd.policy import Homes, Kind, Tier
 from zerostd.replanning import adapting
 from zerostd.replanning.adapting import EVERY, Adapter
 
@@ -80,10 +80,10 @@ def only(model: nn.Module, num_bytes: int) -> Iterator[None]:
         yield
 
 
-def train(model: nn.Module, optimizer: Any, steps: int, rows: int = ROWS) -> list[int]:
+def train(model: nn.Module, optimizer: Any, steps: int, rows: int = ROWS, *, first: int = 0) -> list[int]:
     """Return the most bytes of the device in each step."""
     peaks = []
-    for step in range(steps):
+    for step in range(first, first + steps):
         adapter = adapter_of(model)
         adapter.meter.reset()
         torch.manual_seed(step)
@@ -181,6 +181,34 @@ def test_a_batch_that_nothing_can_hold_is_refused_with_numbers() -> None:
     assert_bitwise(zerostd.full_state_dict(model), before)
     peaks += train(model, optimizer, 2)  # and training goes on with what fits
     assert max(peaks) <= 12_000_000
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_plan_that_passes_the_budget_is_revised() -> None:
+    """It was made for a smaller batch: the first step shows it, and no step after that passes the budget."""
+    most, expected = unlimited(3 * EVERY)
+    budget = Budget(device=int(0.6 * most), host="1GiB")
+    limits = {Tier.DEVICE: int(0.6 * most), Tier.HOST: 2**30}
+    plan = Plan({"*": Homes()}, limits=limits, activations={str(index): "keep" for index in range(DEPTH)})
+    model, optimizer = prepared(budget, plan=plan)
+    first = train(model, optimizer, 2)
+    rest = train(model, optimizer, 3 * EVERY - 2, first=2)
+    assert first[0] > int(0.6 * most) >= max(rest)
+    (revision,) = adapter_of(model).revisions
+    assert revision.step == 1 and "more than its budget" in revision.reason
+    assert_bitwise(zerostd.full_state_dict(model), expected)
+
+
+def test_a_device_that_runs_out_in_forward_says_what_is_held() -> None:
+    class Full(Wide):
+        def forward(self, x: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError("not a byte left")
+
+    model, _ = zerostd.prepare(nn.Sequential(Wide(), Full()), groups=["*"])
+    with pytest.raises(torch.OutOfMemoryError, match="not a byte left") as caught:
+        model(torch.randn(2, WIDTH))
+    (note,) = caught.value.__notes__
+    assert "parameters 258.50 KiB" in note and "Budget(device=...)" in note
 
 
 class Fails(Wide):

@@ -170,6 +170,8 @@ class Runtime:
             module.__dict__.pop(OWNER, None)
         self.world.close()
         self.resources.allocator.close()
+        for observer in self.observers:
+            observer.after_release()
 
     def _on_input(self, casts: Casts) -> OnTensor | None:
         if casts is None and self.loss_scale is None:

@@ -19,3 +19,6 @@ class StepObserver:
 
     def after_step(self) -> None:
         """`optimizer.step()` has started or skipped its updates."""
+
+    def after_release(self) -> None:
+        """`zerostd.release` has made the model an ordinary one again."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,7 +35,7 @@ from zerostd.replanning.meter import DeviceMeter
 from zerostd.replanning.moving import HomeMove
 from zerostd.replanning.room import PassRoom
 from zerostd.replanning.trials import Trials, is_same
-from zerostd.replanning.watching import EVERY, ClipCounter, Pace, StepWatch
+from zerostd.replanning.watching import EVERY, ClipCounter, Pace, RankReport, StepWatch, worst_of
 
 NUM_FIRST = 2  # steps that are not looked at: the first ones are slower
 MORE_ROOM = 0.1  # of the device, for activations, when it ran out of memory
@@ -52,18 +52,6 @@ class Revision:
     reason: str
     moved: tuple[str, ...]  # groups
     plan: Plan
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """Memory and step times of one rank when they are checked."""
-
-    room: Mapping[Tier, int]  # bytes of a tier that are ours or free
-    seen: ObservedStep
-    is_short: bool = False  # the device's allocator had to search for memory, or ran out of it
-    is_slow: bool = False
-    is_worse: bool = False  # steps take longer than under the plan before
-    why_grown: str = ""  # a batch needs more room than the plan has
 
 
 def adapt(runtime: Runtime) -> None:
@@ -90,6 +78,10 @@ class Adapter(StepObserver):
         self._moving: HomeMove | None = None  # under way
         self._clips = ClipCounter(runtime)
         self.meter.reset()
+        self.meter.cap(is_on=self.plan.is_untried)
+        if runtime.settings.budget.device is not None or self._is_off:
+            runtime.backward.activations.count()  # of the first pass: what else can be done with them
+            runtime.hooks.renew()
 
     def before_forward(self) -> None:
         """A forward of training begins."""
@@ -99,6 +91,10 @@ class Adapter(StepObserver):
         elif passes.num_done == 0 and self.runtime.world.size == 1:  # the last forward may have come to nothing
             self._check(only_short=True)
         self._follow_input()
+
+    def after_release(self) -> None:
+        """The model is an ordinary one again."""
+        self.meter.cap(is_on=False)
 
     def _begin_step(self, step: int) -> None:
         """Do what is due before a step."""
@@ -117,6 +113,8 @@ class Adapter(StepObserver):
             self._begin_watch("after the first steps")
         elif step % EVERY == 0:
             self._check()
+        elif step == 1 and self.runtime.world.size == 1:
+            self._check(only_short=True)
 
     @property
     def _is_first_look(self) -> bool:
@@ -148,6 +146,7 @@ class Adapter(StepObserver):
         all where it is, then the best plan that fits. Where nothing could be counted, groups go on recomputing."""
         control = self.runtime.gatherer.control
         self.runtime.backward.activations.counter.is_on = False
+        self.meter.cap(is_on=False)
         way = Way.RECOMPUTE if self._room.count() is None else Way.DEVICE
         ways = {group.name: way.in_plan for group in self.runtime.blueprints}
         kept = replace(self.plan, activations=ways, notes=self.plan.notes[:-1])
@@ -203,20 +202,21 @@ class Adapter(StepObserver):
         reason = self._watch.reason
         self._seen = self._watch.end(self.meter.activation_bytes())
         self._watch = None
-        report = self._collect(self._report())
-        if self._trials is None:
-            self._try(reason, report)
-        else:
-            self._trials.record(self.plan, report.seen.step_s)
+        report = self._collect(replace(self._report(), why_short=self.meter.shortage()))
+        if self._trials is not None:
+            if not report.why_short:  # what passes the budget is no candidate
+                self._trials.record(self.plan, report.seen.step_s)
             self._try_next()
+        elif not report.why_short or not self._revise(report.why_short, report):
+            self._try(reason, report)
 
     def _check(self, *, only_short: bool = False) -> None:
         """Check memory, clipping and how long steps take. All ranks call it together."""
-        is_short = self.meter.ran_short()
-        if self.runtime.optimizer is None or (only_short and not is_short):
+        why_short = self.meter.shortage()
+        if self.runtime.optimizer is None or (only_short and not why_short):
             return
         pace = self._pace
-        report = replace(self._report(), is_short=is_short)
+        report = replace(self._report(), why_short=why_short)
         if not only_short:
             is_slow = pace.is_slower() and self._is_off
             report = replace(report, is_slow=is_slow, is_worse=pace.is_worse, why_grown=self._room.why_grown)
@@ -237,8 +237,8 @@ class Adapter(StepObserver):
 
     def _shortage(self, report: RankReport, *, only_short: bool) -> str:
         """Return why room has to be made; empty if there is enough."""
-        if report.is_short:
-            return "the device ran out of memory"
+        if report.why_short:
+            return report.why_short
         if only_short or self._pace.step < self._next_room:
             return ""
         if report.why_grown:
@@ -253,23 +253,13 @@ class Adapter(StepObserver):
             step_s = self._pace.median_s
             self._seen = ObservedStep(step_s, step_s / 3, 2 * step_s / 3)
         activation_bytes = self.meter.activation_bytes()
-        self._seen = replace(self._seen, activation_bytes=activation_bytes, profile=self._room.profile)
+        self._seen = replace(self._seen, activation_bytes=activation_bytes, profile=self._room.count())
         return RankReport(self.meter.room(), self._seen)
 
     def _collect(self, report: RankReport) -> RankReport:
         """Return the worst of all ranks."""
         reports: list[RankReport] = self.runtime.gatherer.control.collect(report)
-        slowest = max((report.seen for report in reports), key=lambda seen: seen.step_s)
-        profiles = [report.seen.profile for report in reports if report.seen.profile is not None]
-        largest = max(profiles, key=lambda profile: sum(group.kept_bytes for group in profile.groups), default=None)
-        return RankReport(
-            {tier: min(report.room[tier] for report in reports) for tier in report.room},
-            replace(slowest, profile=largest),
-            any(report.is_short for report in reports),
-            any(report.is_slow for report in reports),
-            any(report.is_worse for report in reports),
-            max((report.why_grown for report in reports), key=len),
-        )
+        return worst_of(reports)
 
     # Trials
 
@@ -355,8 +345,8 @@ class Adapter(StepObserver):
             self._moving.advance()
             self._end_move()
         seen = report.seen
-        if report.is_short and Tier.DEVICE in report.room:  # a device that ran out needs more room
-            more = int((self.meter.activation_bytes() or 0) + MORE_ROOM * report.room[Tier.DEVICE])
+        if report.why_short and Tier.DEVICE in report.room:  # a device that ran out needs more room
+            more = int((self.meter.activation_bytes() or 0) + self.meter.missing(MORE_ROOM * report.room[Tier.DEVICE]))
             report = replace(report, seen=replace(seen, activation_bytes=more))
         present, candidates = self._candidates(reason, report)
         self._trials = None

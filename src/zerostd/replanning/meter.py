@@ -12,10 +12,11 @@ import torch
 
 from zerostd.engine.runtime import Runtime
 from zerostd.measuring.identity import free_bytes
+from zerostd.monitoring.texts import size_text
 from zerostd.planning import ModelProfile, Plan
 from zerostd.planning.demands import NUM_BUFFERS
 from zerostd.planning.request import MARGIN
-from zerostd.policy import Tier
+from zerostd.policy import Tier, parse_bytes
 
 
 class DeviceMeter:
@@ -28,6 +29,9 @@ class DeviceMeter:
         self._activations = runtime.backward.activations
         self.has_allocator = self._device.type != "cpu"
         self._num_short = self._read_num_short()
+        budget = runtime.settings.budget.device
+        self._budget = None if budget is None else parse_bytes(budget)
+        self._part_before: float | None = None  # of the device, that torch's allocator might use before `cap`
 
     def now(self) -> int:
         """Return the bytes that are allocated now."""
@@ -47,11 +51,36 @@ class DeviceMeter:
             torch.accelerator.reset_peak_memory_stats(self._device)
         self._ledger.most[Tier.DEVICE] = self._ledger.held[Tier.DEVICE]
 
-    def ran_short(self) -> bool:
-        """Return whether the allocator had to free its cache to find memory, or failed, since this was asked last."""
+    def shortage(self) -> str:
+        """Return what the device lacked since `reset`; empty: nothing. The allocator had to free its cache to find
+        memory, or failed, or the peak passed the user's limit."""
         before = self._num_short
         self._num_short = self._read_num_short()
-        return self._num_short > before
+        if self._num_short > before:
+            return "the device ran out of memory"
+        if self._budget is not None and self.peak() > self._budget:
+            return f"the device held {size_text(self.peak())}, more than its budget of {size_text(self._budget)}"
+        return ""
+
+    def missing(self, otherwise: float) -> float:
+        """Return the bytes by which the peak passed the user's limit; if it did not, `otherwise`."""
+        passed = 0 if self._budget is None else self.peak() - self._budget
+        return passed if passed > 0 else otherwise
+
+    def cap(self, *, is_on: bool) -> None:
+        """Let torch's allocator refuse, in a pass that nobody has seen yet, what passes the user's limit. It counts
+        cached blocks too, so later passes, whose peaks are known, are not held to it."""
+        if self._budget is None or self._device.type != "cuda" or is_on == (self._part_before is not None):
+            return
+        part = self._part_before
+        if is_on:
+            self._part_before = torch.cuda.get_per_process_memory_fraction(self._device)
+            part = min(self._part_before, self._budget / torch.cuda.mem_get_info(self._device)[1])
+        else:
+            self._part_before = None
+        assert part is not None
+        self.give_cache_back()
+        torch.cuda.set_per_process_memory_fraction(part, self._device)
 
     def _read_num_short(self) -> int:
         module = torch.get_device_module(self._device) if self.has_allocator else None

@@ -80,6 +80,8 @@ class HomeMove:
         self._left.sort(key=_growth_on_device)  # what leaves the device comes first
         self._next: list[_Change] = []  # whose memory is being taken
         self._taken: Transfer = Done()
+        has_kernels = runtime.world.size > 1 and runtime.world.device.type != "cpu"
+        self._is_aside = not has_kernels  # pinning memory while collectives wait for each other can hold them up
         self._ways: dict[str, Way] | None = None  # what groups do with activations in the end; None: as before
         self._worker = Worker("the memory of states that move", runtime.world.device)
         self.names = list(dict.fromkeys(change.group.name for change in self._left))  # of groups that move
@@ -128,7 +130,10 @@ class HomeMove:
             for change in taking:
                 change.arenas = reserve_states(change.wanted, allocator)
 
-        self._taken = self._worker.submit(take) if taking else Done()
+        if self._is_aside:
+            self._taken = self._worker.submit(take) if taking else Done()
+        else:
+            take()
 
     @torch.no_grad()
     def advance(self, most_bytes: float = math.inf) -> int:

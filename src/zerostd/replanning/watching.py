@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -16,6 +17,7 @@ from zerostd.optimizers.updater import NUM_FACTORS
 from zerostd.parameters.blueprints import ROOT
 from zerostd.planning import ModelProfile, Plan
 from zerostd.planning.solution import ObservedStep
+from zerostd.policy import Tier
 from zerostd.tiers import Transfer
 
 NUM_WATCHED = 3  # steps that rates and seconds are taken from
@@ -24,6 +26,33 @@ SLOWER = 1.3  # times as long as before: worth looking for another plan
 WORSE = 1.05  # times as long as under the plan before: that one comes back
 NUM_JUDGED = 5  # steps by which a plan is judged
 NUM_USUAL = 10  # steps in a row that were clipped, or were not: so will the next ones be
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Memory and step times of one rank when they are checked."""
+
+    room: Mapping[Tier, int]  # bytes of a tier that are ours or free
+    seen: ObservedStep
+    why_short: str = ""  # the device's allocator had to search for memory, ran out of it or passed the budget
+    is_slow: bool = False
+    is_worse: bool = False  # steps take longer than under the plan before
+    why_grown: str = ""  # a batch needs more room than the plan has
+
+
+def worst_of(reports: Sequence[RankReport]) -> RankReport:
+    """Return the least room, the slowest steps and the largest activations of all ranks."""
+    slowest = max((report.seen for report in reports), key=lambda seen: seen.step_s)
+    profiles = [report.seen.profile for report in reports if report.seen.profile is not None]
+    largest = max(profiles, key=lambda profile: sum(group.kept_bytes for group in profile.groups), default=None)
+    return RankReport(
+        {tier: min(report.room[tier] for report in reports) for tier in reports[0].room},
+        replace(slowest, profile=largest),
+        max((report.why_short for report in reports), key=len),
+        any(report.is_slow for report in reports),
+        any(report.is_worse for report in reports),
+        max((report.why_grown for report in reports), key=len),
+    )
 
 
 class StepWatch:
@@ -160,8 +189,8 @@ class ClipCounter:
 
 
 def counted_profile(runtime: Runtime) -> ModelProfile | None:
-    """Return the model with the activations that the last counted pass left in each group; None: nothing was counted.
-    A group that was not recomputed in it is not taken for one that can be."""
+    """Return the model with the activations that the last counted pass left in each group; None: nothing was
+    counted."""
     counted = runtime.backward.activations.counter.groups
     if not counted:
         return None

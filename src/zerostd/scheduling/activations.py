@@ -75,6 +75,10 @@ class Activations:
         is_changed = any(way is not Way.DEVICE for way in self._ways.values())
         return self.offloader.peers is not None or is_changed or self.counter.is_on
 
+    def count(self) -> None:
+        """Count what groups keep of the next pass, where none of it leaves."""
+        self.counter.is_on = all(way.tier is Tier.DEVICE for way in self._ways.values())
+
     def change(self, ways: Mapping[str, Way]) -> None:
         """Do something else with activations from the next forward on."""
         self._undo.close()
@@ -88,8 +92,7 @@ class Activations:
         device = self._gatherer.wires.world.device
         for group, way in self._ways.items():
             for module in group.blueprint.modules:
-                has_parts = next(module.children(), None) is not None  # else it keeps its inputs and little else
-                if way.recomputes and has_parts and module is not self._root():
+                if way.recomputes and _has_parts(module) and module is not self._root():
                     counting = functools.partial(self.counter.within, group.name)
                     keep = functools.partial(self._keep_input, group.name)
                     self._undo.callback(_recompute(module, device, keep, counting))
@@ -129,12 +132,14 @@ class Activations:
         buffers = [] if root is None else root.buffers()
         self._ours = {id(tensor.untyped_storage()) for tensor in (*flats, *buffers)}
 
-    def enter(self, group: Group, module: nn.Module) -> None:
+    def enter(self, group: Group, module: nn.Module, inputs: Any) -> None:
         """Begin a group's forward."""
         way = self._ways[group]
         is_kept = way.tier is Tier.DEVICE and module not in self.counter.recomputed and module is not self._root()
         if self.counter.is_on and is_kept and not in_backward():
             self.counter.enter(group.name)
+            for tensor in tensors_in(inputs) if _has_parts(module) else ():
+                self.counter.take_input(group.name, tensor)
         stays = way.tier is Tier.DEVICE and (self.offloader.peers is None or way.recomputes)
         if stays or module is self._root() or self._running or not torch.is_grad_enabled() or in_backward():
             return
@@ -251,6 +256,11 @@ class Activations:
         if saved.is_spoilt():
             raise _changed(layout[1])
         return saved.tensor(layout)
+
+
+def _has_parts(module: nn.Module) -> bool:
+    """Return whether recomputing a module spares anything: one without parts keeps its inputs and little else."""
+    return next(module.children(), None) is not None
 
 
 def _kept(tensor: torch.Tensor, *, may_change: bool = False) -> GiveBack:
