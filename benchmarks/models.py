@@ -1,19 +1,24 @@
-"""Plans for models that nobody tuned for: does a budget hold, is there a better placement by hand, was it predicted?
+"""Plans for models that nobody tuned for: does a budget hold, was the step predicted, is there better by hand?
 
-    python benchmarks/models.py run --records models.json --limit 240      (as many rows as fit into so many seconds)
-    python benchmarks/models.py run --records models.json --model llama --model t5
-    python benchmarks/models.py report --records models.json --write NAME
-    python benchmarks/models.py run --records toy.json --toy               (no GPU: shows that it works)
+    python benchmarks/models.py run --limit 540 --model vit_h_14 --model mixture    (rows that fit into 540 seconds)
+    python benchmarks/models.py run --kind plain --kind budget --model llama        (prepare is shown no batch)
+    python benchmarks/models.py run --kind plain --kind plan --kind hand --part 0.4
+    python benchmarks/models.py report --write NAME
+    python benchmarks/models.py run --toy --records toy.json                        (no GPU: shows that it works)
 
 A row is a model at a part of the peak without a limit, with or without clipping; before it the model trains with all on
-the device. Each row is a process of its own, written to the records at once. Rows that are in there are not run again,
-so a table is made in pieces. The plan trains past its trials; then twelve placements by hand train a few steps each.
+the device. Each row is a process of its own that is given up after `--each` seconds, and is written to the records
+(models.json in $OUT, or here) when it is done. Rows that are in there are not run again, so a table is made in pieces.
+The plan trains past its trials. By hand, twelve placements train a few steps each.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -37,6 +42,9 @@ CLIP = 1.0
 GIB = 2**30
 STEPS, STEADY = 60, 40  # of the plan; those after STEADY count
 BY_HAND_STEPS = 6
+KINDS = ("plain", "plan", "budget", "hand")  # hand: placements by hand; budget: prepare is shown no batch
+OVER = "took too long"
+LEAST_SECONDS = 20.0  # for a row to begin
 LEAST_TOY = 64 << 20  # bytes of a budget on a CPU, which has no allocator to ask
 
 
@@ -44,42 +52,50 @@ def main() -> None:
     options = parse()
     if options.row:
         print(json.dumps(run_row(json.loads(options.row), toy=options.toy)))
-    elif options.verb == "run":
+        return
+    if options.verb == "run":
         run_rows(options)
-    else:
-        report(options)
+    report(options)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verb", choices=("run", "report"))
-    parser.add_argument("--records", type=Path, required=True, help="a JSON file that rows are added to")
+    default = Path(os.environ.get("OUT", ".")) / "models.json"
+    parser.add_argument("--records", type=Path, default=default, help="a JSON file that rows are added to")
     parser.add_argument("--model", action="append", default=[], choices=sorted(ZOO), help="only these")
-    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no other row begins")
-    parser.add_argument("--each", type=float, default=300, help="seconds after which a row is given up")
+    parser.add_argument("--kind", action="append", default=[], choices=KINDS, help="only these; plain and plan if none")
+    parser.add_argument("--part", action="append", default=[], type=float, choices=PARTS, help="only these")
+    parser.add_argument("--clip", action="append", default=[], choices=("yes", "no"), help="only these")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which everything ends")
+    parser.add_argument("--each", type=float, default=150, help="seconds after which a row is given up")
     parser.add_argument("--toy", action="store_true", help="small models and few steps")
     parser.add_argument("--write", metavar="NAME", help="write results/models-NAME.md")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def wanted(models: list[str]) -> Iterator[Record]:
+def wanted(options: argparse.Namespace) -> Iterator[Record]:
     """The rows of the table, plain torch's before those that need its peak."""
-    for model in models or ZOO:
+    kinds = options.kind or ["plain", "plan"]
+    clips = [clip == "yes" for clip in options.clip or ("no", "yes")]
+    for model in options.model or ZOO:
         yield {"model": model, "kind": "plain"}
-        for part in PARTS:
-            for clips in (False, True):
-                yield {"model": model, "kind": "plan", "part": part, "clips": clips}
-                yield {"model": model, "kind": "by hand", "part": part, "clips": clips}
+        for part in options.part or PARTS:
+            for is_clipped in clips:
+                for kind in KINDS[1:]:
+                    if kind in kinds:
+                        yield {"model": model, "kind": kind, "part": part, "clips": is_clipped}
 
 
 def run_rows(options: argparse.Namespace) -> None:
-    begun = time.monotonic()
+    end = time.monotonic() + options.limit
     records: list[Record] = json.loads(options.records.read_text()) if options.records.exists() else []
-    for row in wanted(options.model):
+    for row in wanted(options):
         if any(record["row"] == row for record in records):
             continue
-        if time.monotonic() - begun > options.limit:
+        left = end - time.monotonic()
+        if left < LEAST_SECONDS:
             print("the time is over; run again for the rest", file=sys.stderr)
             return
         plain = next((r for r in records if r["row"] == {"model": row["model"], "kind": "plain"}), None)
@@ -87,25 +103,34 @@ def run_rows(options: argparse.Namespace) -> None:
             result: Record = {"error": "plain torch did not run"}
         else:
             peak = 0 if plain is None else plain.get("peak_bytes", 0)
-            result = ask({**row, "plain_bytes": peak}, options)
+            result = ask({**row, "plain_bytes": peak}, options, min(options.each, left))
+        if result.get("error") == OVER and left < options.each:
+            return  # the whole ended, not the row
         records.append({"row": row, **result})
         options.records.write_text(json.dumps(records, indent=1))
-        print(row, result.get("error") or f"{result.get('step_s', 0.0):.4g} s", file=sys.stderr)
+        print(row, result.get("error") or f"{result.get('step_s') or 0.0:.4g} s", file=sys.stderr, flush=True)
 
 
-def ask(row: Record, options: argparse.Namespace) -> Record:
-    """Run one row in a process of its own."""
-    command = [sys.executable, __file__, "run", "--records", str(options.records), "--row", json.dumps(row)]
-    try:
-        done = subprocess.run(
-            command + ["--toy"] * options.toy, capture_output=True, text=True, timeout=options.each, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"took more than {options.each:.0f} s"}
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["no word"])[-1]}
-    found: Record = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+def ask(row: Record, options: argparse.Namespace, seconds: float) -> Record:
+    """Run one row in a process of its own; what it started ends with it."""
+    command = [sys.executable, __file__, "run", "--row", json.dumps(row), *["--toy"] * options.toy]
+    folder = options.records.resolve().parent / "cache"
+    for kept in folder.glob("plan-*"):  # every row begins without what another one has learnt
+        kept.unlink()
+    environment = {"ZEROSTD_CACHE": str(folder), **os.environ}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return {"error": OVER}
+    if process.returncode:
+        return {"error": (errors.strip().splitlines() or [f"ended with {process.returncode}"])[-1][:300]}
+    result: Record = json.loads(output.strip().splitlines()[-1])
+    return result
 
 
 def run_row(row: Record, *, toy: bool) -> Record:
@@ -118,8 +143,8 @@ def run_row(row: Record, *, toy: bool) -> Record:
         return plain(model, batch, 3 if toy else 12)
     budget = max(int(row["part"] * row["plain_bytes"]), LEAST_TOY if DEVICE == "cpu" else 0)
     clip = CLIP if row["clips"] else None
-    if row["kind"] == "plan":
-        return planned(model, batch, budget, clip, steps)
+    if row["kind"] in ("plan", "budget"):
+        return planned(model, batch, budget, clip, steps, shows_batch=row["kind"] == "plan")
     return by_hand(row, budget, clip, toy=toy)
 
 
@@ -160,12 +185,17 @@ def plain(model: torch.nn.Module, batch: Any, steps: int) -> Record:
     return {"step_s": statistics.median(seconds[steps // 2 :]), "peak_bytes": peak, "size": size}
 
 
-def planned(model: torch.nn.Module, batch: Any, budget: int, clip: float | None, steps: int) -> Record:
+def planned(
+    model: torch.nn.Module, batch: Any, budget: int, clip: float | None, steps: int, *, shows_batch: bool
+) -> Record:
+    """Train with the planner's placement; without a batch it is made when the first pass was seen."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=DEVICE == "cuda")
     options: Record = {"precision": "bf16", "accumulate": 1, "max_grad_norm": clip}
     limits = zerostd.Budget(device=budget)
+    plan = None
     begun = time.perf_counter()
-    plan = zerostd.plan(model, optimizer, batch=batch, budget=limits, **options)
+    if shows_batch:
+        plan = zerostd.plan(model, optimizer, batch=batch, budget=limits, **options)
     planned_s = time.perf_counter() - begun
     _, prepared = zerostd.prepare(model, optimizer, plan=plan, budget=limits, **options)
     seconds, peak = train(model, prepared, batch, steps)
@@ -173,13 +203,14 @@ def planned(model: torch.nn.Module, batch: Any, budget: int, clip: float | None,
     return {
         "budget_bytes": budget,
         "planned_s": planned_s,
-        "predicted_s": plan.predicted.step_s,
-        "predicted_bytes": plan.predicted.total(Tier.DEVICE),
+        "predicted_s": None if plan is None else plan.predicted.step_s,
+        "predicted_bytes": None if plan is None else plan.predicted.total(Tier.DEVICE),
         "peak_bytes": peak,
         "step_s": statistics.median(seconds[min(STEADY, steps // 2) :]),
         "slowest_s": max(seconds[2:]),
         "seconds": seconds,
         "trials": [[trial.name, trial.predicted_s, trial.measured_s] for trial in obeyed.trials],
+        "notes": list(obeyed.notes),
     }
 
 
@@ -231,29 +262,45 @@ def report(options: argparse.Namespace) -> None:
 
 def lines(records: list[Record]) -> Iterator[str]:
     by_row = {json.dumps(record["row"], sort_keys=True): record for record in records}
-    yield "| model | part, clip | plain | predicted | measured | by hand | peak / budget | slowest step |"
+
+    def at(**row: Any) -> Record:
+        return by_row.get(json.dumps(row, sort_keys=True), {})
+
+    yield "| model | part, clip | plain s, GiB | predicted s, GiB | measured | by hand | peak / budget | slowest |"
     yield "|---|---|--:|--:|--:|--:|--:|--:|"
-    for model in sorted({record["row"]["model"] for record in records}, key=lambda name: (name in HELD_OUT, name)):
-        plain_row = by_row.get(json.dumps({"kind": "plain", "model": model}, sort_keys=True), {})
+    models = {record["row"]["model"] for record in records}
+    for model in sorted(models, key=lambda name: (name in HELD_OUT, name)):
+        plain_row = at(model=model, kind="plain")
+        if "error" in plain_row:
+            yield f"| {model} | | {plain_row['error']} | | | | | |"
         for part in PARTS:
             for clips in (False, True):
                 of = {"model": model, "part": part, "clips": clips}
-                plan = by_row.get(json.dumps({**of, "kind": "plan"}, sort_keys=True), {})
-                hand = by_row.get(json.dumps({**of, "kind": "by hand"}, sort_keys=True), {})
-                if plan or plain_row.get("error"):
-                    yield _line(model, of, plain_row, plan, hand)
+                for kind in ("plan", "budget"):
+                    plan = at(**of, kind=kind)
+                    if plan and "error" not in plain_row:
+                        yield _line({**of, "kind": kind}, plain_row, plan, at(**of, kind="hand"))
 
 
-def _line(model: str, of: Record, plain_row: Record, plan: Record, hand: Record) -> str:
-    name = f"{model} (held out)" if model in HELD_OUT else model
-    what = f"{of['part']:.0%}{', clip' if of['clips'] else ''}"
-    error = plain_row.get("error") or plan.get("error")
-    if error:
-        return f"| {name} | {what} | {error} | | | | | |"
-    bytes_ = f"{plan['peak_bytes'] / GIB:.2f} / {plan['budget_bytes'] / GIB:.2f} GiB"
-    cells = [plain_row.get("step_s"), plan.get("predicted_s"), plan.get("step_s"), hand.get("step_s")]
-    numbers = " | ".join("-" if value is None else f"{value:.3f}" for value in cells)
-    return f"| {name} | {what} | {numbers} | {bytes_} | {plan['slowest_s']:.3f} |"
+def _line(of: Record, plain_row: Record, plan: Record, hand: Record) -> str:
+    name = f"{of['model']} (held out)" if of["model"] in HELD_OUT else of["model"]
+    words = [f"{of['part']:.0%}", *["clip"] * of["clips"], *["no batch shown"] * (of["kind"] == "budget")]
+    begin = f"| {name} | {', '.join(words)} | {_cell(plain_row['step_s'], plain_row['peak_bytes'])} |"
+    if "error" in plan:
+        return f"{begin} {plan['error']} | | | | |"
+    predicted = _cell(plan["predicted_s"], plan["predicted_bytes"])
+    passed = " **passed**" if plan["peak_bytes"] > plan["budget_bytes"] else ""
+    peak = f"{plan['peak_bytes'] / GIB:.2f} / {plan['budget_bytes'] / GIB:.2f}{passed}"
+    return (
+        f"{begin} {predicted} | {_cell(plan['step_s'])} | {_cell(hand.get('step_s'))} | {peak} | "
+        f"{_cell(plan['slowest_s'])} |"
+    )
+
+
+def _cell(seconds: float | None, num_bytes: int | None = None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.3f}" + ("" if num_bytes is None else f", {num_bytes / GIB:.2f}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 __all__ = ["HELD_OUT", "ZOO", "loss_of"]
 
 Made = tuple[nn.Module, Any]
-HELD_OUT = ("convnext_large", "gru", "t5")
+HELD_OUT = ("convnext_large", "gru", "graph")
 ZOO: dict[str, Callable[[bool], Made]] = {}
 
 
@@ -212,28 +212,20 @@ def gru(toy: bool) -> Made:
 # -- graphs --
 
 
-class GraphLayer(nn.Module):
-    """The mean over neighbours, and a feed-forward part."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.own, self.others = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(width, 4 * width)
-        self.out = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        y = self.norm(x)
-        gathered = torch.zeros_like(y).index_add(0, edges[1], y[edges[0]])
-        return x + self.out(nn.functional.gelu(self.own(y) + self.others(gathered)))
-
-
 class GraphNetwork(nn.Module):
+    """Layers of torch_geometric with feed-forward parts between; they take the mean over neighbours."""
+
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(GraphLayer(width) for _ in range(depth))
+        geometric = importlib.import_module("torch_geometric.nn")
+        self.layers = nn.ModuleList(geometric.SAGEConv(width, width) for _ in range(depth))
+        parts = (nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU()) for _ in range(depth))
+        self.inner = nn.ModuleList(parts)
+        self.outer = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(depth))
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, edges)
+        for layer, inner, outer in zip(self.layers, self.inner, self.outer, strict=True):
+            x = x + outer(inner(layer(x, edges)))
         return x
 
 
