@@ -92,6 +92,11 @@ class Adapter(StepObserver):
             self._check(only_short=True)
         self._follow_input()
 
+    def after_backward(self) -> None:
+        """A backward pass has ended. The first step makes states only now, which would hide what the pass took."""
+        if self.plan.is_untried:
+            self.meter.note_pass()
+
     def after_release(self) -> None:
         """The model is an ordinary one again."""
         self.meter.cap(is_on=False)

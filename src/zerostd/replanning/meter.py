@@ -31,6 +31,7 @@ class DeviceMeter:
         self._num_short = self._read_num_short()
         budget = runtime.settings.budget.device
         self._budget = None if budget is None else parse_bytes(budget)
+        self._pass_bytes = 0  # of passes that `note_pass` was told of, since `reset`
         self._part_before: float | None = None  # of the device, that torch's allocator might use before `cap`
 
     def now(self) -> int:
@@ -50,6 +51,11 @@ class DeviceMeter:
         if self.has_allocator:
             torch.accelerator.reset_peak_memory_stats(self._device)
         self._ledger.most[Tier.DEVICE] = self._ledger.held[Tier.DEVICE]
+        self._pass_bytes = 0
+
+    def note_pass(self) -> None:
+        """Remember what a pass took, before a step makes states."""
+        self._pass_bytes = max(self._pass_bytes, self.peak() - self._ledger.most[Tier.DEVICE])
 
     def shortage(self) -> str:
         """Return what the device lacked since `reset`; empty: nothing. The allocator had to free its cache to find
@@ -81,6 +87,7 @@ class DeviceMeter:
         assert part is not None
         self.give_cache_back()
         torch.cuda.set_per_process_memory_fraction(part, self._device)
+        self._num_short = self._read_num_short()  # the cap made the allocator search
 
     def _read_num_short(self) -> int:
         module = torch.get_device_module(self._device) if self.has_allocator else None
@@ -122,7 +129,9 @@ class DeviceMeter:
 
     def activation_bytes(self) -> int | None:
         """Return the most that the device held beside model state since `reset`; None where only counts tell."""
-        return max(0, self.peak() - self._ledger.most[Tier.DEVICE]) if self.has_allocator else None
+        if not self.has_allocator:
+            return None
+        return max(0, self._pass_bytes, self.peak() - self._ledger.most[Tier.DEVICE])
 
     def activations_of(self, plan: Plan, profile: ModelProfile) -> int:
         """Return the bytes of activations under a plan: those of a profile that was counted, and what else a pass took

@@ -270,6 +270,8 @@ class Backward:
         self._pass = None
         self.gatherer.turn.end_pass()
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)
+        for observer in self.observers:
+            observer.after_backward()
         if self.gatherer.wires.world.size > 1:
             if not self.is_syncing:
                 self.passes.num_done += bool(arrived) or self.weight == 0.0
