@@ -36,11 +36,10 @@ from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters.blueprints import MARK, check_model, find_blueprints
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage, Tier
-from zerostd.preparing.building import attach_optimizer, build
+from zerostd.preparing.building import build
 from zerostd.preparing.options import check_budget, check_settings
 from zerostd.preparing.proposing import plan_for
-from zerostd.replanning.adapting import adapt
-from zerostd.replanning.late import attach_late
+from zerostd.replanning.late import attach, attach_late
 
 
 def prepare(
@@ -102,9 +101,7 @@ def prepare(
     if optimizer is None:
         runtime.late_optimizer = LateOptimizer(functools.partial(attach_late, runtime), runtime.gradients)
         return model, None
-    prepared = attach_optimizer(runtime, optimizer)
-    adapt(runtime)
-    return model, prepared
+    return model, attach(runtime, optimizer)
 
 
 def plan(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,7 @@ from zerostd import Budget, Plan
 from zerostd.planning import Prediction
 from zerostd.planning.solution import ObservedStep
 from zerostd.policy import Homes, Kind, Route, Tier
+from zerostd.preparing.proposing import PlanSearch
 from zerostd.replanning import adapting, meter
 from zerostd.replanning.adapting import EVERY, NUM_FIRST, Adapter, Revision
 from zerostd.replanning.moving import HomeMove
@@ -185,6 +187,31 @@ def test_the_next_start_begins_with_the_winner(tmp_path: Path, monkeypatch: pyte
     again, _ = start()
     begun = again.__dict__["_zerostd"].settings.plan
     assert begun.homes == winner.homes and begun.trials == winner.trials
+
+
+def test_candidates_are_ranked_beside_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is where an accelerator computes: steps go on while a thread searches, and trials begin when it is done."""
+    slow_disk(monkeypatch)
+    limits = {**LIMITS, Tier.DEVICE: 1700 << 10}
+    model, optimizer = prepared(Plan({"*": DISK}, limits=limits), str(tmp_path), FEW)
+    adapter = adapter_of(model)
+    adapter._ranks_aside = True
+    is_released = threading.Event()
+    revise = PlanSearch.revise
+
+    def waits(*arguments: Any, **options: Any) -> Any:
+        assert is_released.wait(60)
+        return revise(*arguments, **options)
+
+    monkeypatch.setattr(PlanSearch, "revise", waits)
+    train(model, optimizer, EVERY + 2)
+    assert adapter._ranking is not None and adapter._trials is None and held(model, "disk") >= FEW * LAYER
+    is_released.set()
+    adapter._ranking._work.wait()
+    train(model, optimizer, 3 * EVERY)
+    (revision,) = adapter.revisions
+    assert revision.reason == "after the first steps" and held(model, "disk") == 0
+    same_numbers(model, str(tmp_path), EVERY + 2, 3 * EVERY, depth=FEW)
 
 
 # -- memory and speed --

@@ -14,7 +14,7 @@ MOST_ATTRIBUTES = 15
 
 # Of the whole library.
 MOST_LINES = 29_350  # 24,782 before meshes, averages, checksums, blame, turns, joins and trials of plans
-MOST_LINES_IN_CORE = 12_050  # 9,990 before those
+MOST_LINES_IN_CORE = 12_070  # 9,990 before those
 MOST_CLASSES = 256  # 225 before those
 
 # Habits that give way.

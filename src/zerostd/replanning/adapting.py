@@ -13,7 +13,6 @@ the same steps and obey one plan.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +20,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from zerostd.engine.runtime import Runtime
-from zerostd.errors import PrepareError
-from zerostd.measuring import load_or_measure
 from zerostd.monitoring.texts import size_text
 from zerostd.parameters.observing import StepObserver
 from zerostd.planning import Plan
@@ -33,6 +30,7 @@ from zerostd.preparing.proposing import PlanSearch
 from zerostd.preparing.remembering import plan_file, recall, remember
 from zerostd.replanning.meter import DeviceMeter
 from zerostd.replanning.moving import HomeMove
+from zerostd.replanning.ranking import Ranking
 from zerostd.replanning.room import PassRoom
 from zerostd.replanning.trials import Trials, is_same
 from zerostd.replanning.watching import EVERY, ClipCounter, Pace, RankReport, StepWatch, worst_of
@@ -74,6 +72,8 @@ class Adapter(StepObserver):
         self._next_room = 0  # the first step at which to look for room again, after it was looked for in vain
         self._watch: StepWatch | None = None  # steps that are watched now
         self._seen: ObservedStep | None = None  # when it was watched last
+        self._ranks_aside = self.meter.has_allocator
+        self._ranking: Ranking | None = None  # of candidates, beside the steps
         self._trials: Trials | None = None  # under way
         self._moving: HomeMove | None = None  # under way
         self._clips = ClipCounter(runtime)
@@ -114,6 +114,8 @@ class Adapter(StepObserver):
             self._advance()
         elif self._watch is not None:
             self._look()
+        elif self._ranking is not None and step % EVERY:
+            self._take_candidates()
         elif self._is_first_look:
             self._begin_watch("after the first steps")
         elif step % EVERY == 0:
@@ -270,8 +272,22 @@ class Adapter(StepObserver):
 
     def _try(self, reason: str, report: RankReport) -> None:
         """Rank candidates, and try the best of them one after the other."""
-        present, candidates = self._candidates(reason, report)
         self._pace.begin_round()
+        if self._ranks_aside:
+            self._ranking = self._rank(reason, report, is_aside=True)
+        else:
+            self._begin_trials(reason, report, *self._candidates(reason, report))
+
+    def _take_candidates(self) -> None:
+        """Begin to try candidates, if they were found."""
+        ranking = self._ranking
+        assert ranking is not None
+        if ranking.is_done():
+            self._ranking = None
+            present, others = ranking.plans()
+            self._begin_trials(ranking.reason, ranking.report, present or self.plan, others)
+
+    def _begin_trials(self, reason: str, report: RankReport, present: Plan, candidates: Sequence[Plan]) -> None:
         present = replace(self.plan, predicted=present.predicted)
         self._trials = Trials(present, candidates, report.seen.step_s, reason)
         self._try_next()
@@ -355,6 +371,7 @@ class Adapter(StepObserver):
             report = replace(report, seen=replace(seen, activation_bytes=more))
         present, candidates = self._candidates(reason, report)
         self._trials = None
+        self._ranking = None
         self._watch = None
         if not candidates:
             return False
@@ -373,22 +390,11 @@ class Adapter(StepObserver):
 
     def _candidates(self, reason: str, report: RankReport) -> tuple[Plan, list[Plan]]:
         """Return the present plan as it was observed, and others, the best first; none if nothing fits."""
-        world = self.runtime.world
-        plans: list[str] = []
-        try:
-            settings = self.runtime.settings
-            machine = load_or_measure(world.device, disk_path=settings.budget.disk_path, mesh=settings.mesh)
-            if world.rank == 0:
-                self._search.settings = self.runtime.settings
-                speculates = self._search.may_speculate and not self._clips.are_usual
-                present, others = self._search.revise(
-                    self.meter.limits(report.room), machine, report.seen, speculates=speculates
-                )
-                plans = [present.to_json(), *(plan.to_json() for plan in others)]
-        except (PrepareError, torch.OutOfMemoryError) as error:  # training goes on as it did
-            if world.size > 1 and not isinstance(error, PrepareError):
-                raise
-            log.warning("the plan is kept after step %d (%s): %s", self._pace.step, reason, error)
-        texts: Sequence[str] = json.loads(self.runtime.gatherer.control.collect(json.dumps(plans))[0])
-        present, *others = [Plan.from_json(text) for text in texts] or [self.plan]
-        return present, others
+        present, others = self._rank(reason, report, is_aside=False).plans()
+        return present or self.plan, others
+
+    def _rank(self, reason: str, report: RankReport, *, is_aside: bool) -> Ranking:
+        ranking = Ranking(self.runtime, reason, report)
+        speculates = self._search.may_speculate and not self._clips.are_usual
+        ranking.begin(self.meter.limits(report.room), speculates=speculates, is_aside=is_aside)
+        return ranking

@@ -23,12 +23,18 @@ from zerostd.replanning.adapting import adapt
 from zerostd.replanning.moving import move
 
 
+def attach(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
+    """Take over an optimizer, and let the plan follow what steps show."""
+    optimizer = attach_optimizer(runtime, inner)
+    adapt(runtime)
+    return optimizer
+
+
 def attach_late(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
     """Take over an optimizer, with its states where they fit. Raises PrepareError with what is missing. All ranks call
     it together."""
     plan = _plan_states(runtime, inner)
-    optimizer = attach_optimizer(runtime, inner)
-    adapt(runtime)
+    optimizer = attach(runtime, inner)
     if plan is not None:
         move(runtime, plan)
     return optimizer
