@@ -33,7 +33,7 @@ from zerostd.replanning import adapting, meter
 from zerostd.replanning.adapting import EVERY, NUM_FIRST, Adapter, Revision
 from zerostd.replanning.moving import HomeMove
 from zerostd.replanning.trials import MOST_TRIED
-from zerostd.replanning.watching import NUM_WATCHED
+from zerostd.replanning.watching import NUM_WATCHED, Pace
 
 WIDTH, DEPTH = 128, 10
 MIB = 2**20
@@ -369,7 +369,10 @@ def test_what_else_the_loop_does_is_seen(tmp_path: Path) -> None:
 def test_speculation_goes_while_every_step_is_clipped_and_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Candidates with and without are planted: which are asked for depends on what the last steps did."""
+    """Candidates with and without are planted: which are asked for depends on what the last steps did, and on no
+    seconds."""
+    monkeypatch.setattr(Pace, "is_worse", False)
+    monkeypatch.setattr(Pace, "is_slower", lambda self: False)
     plan = replace(predicted(HOST, 1.0), speculate=True)
     model, optimizer = prepared(plan, str(tmp_path), FEW, accumulate=1, max_grad_norm=1e-6)
     asked = list[bool]()
