@@ -189,6 +189,27 @@ def test_the_next_start_begins_with_the_winner(tmp_path: Path, monkeypatch: pyte
     assert begun.homes == winner.homes and begun.trials == winner.trials
 
 
+def test_moves_pass_no_limit_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the host is to spare but checksums of the disk. States that trade places with others move, those first
+    that leave it; a candidate that can only be reached with some of them there twice is not tried."""
+    names = [str(index) for index in range(FEW)]
+    here = {name: HOST if index < FEW // 2 else DISK for index, name in enumerate(names)}
+    there = {name: DISK if index < FEW // 2 else HOST for index, name in enumerate(names)}
+    model, optimizer = prepared(Plan(here, limits=LIMITS, predicted=Prediction(step_s=1.0)), str(tmp_path), FEW)
+    runtime = model.__dict__["_zerostd"]
+    ledger = runtime.ledger
+    limits = {**LIMITS, Tier.HOST: ledger.held[Tier.HOST] + LAYER // 100}
+    runtime.settings = replace(runtime.settings, plan=replace(runtime.settings.plan, limits=limits))
+    part = Homes(states=((Tier.DEVICE, Route.RESIDENT, 0.1), (Tier.HOST, Route.CPU, 0.9)))
+    twice = Plan({**here, "0": part}, limits=limits, predicted=Prediction(step_s=0.5))
+    traded = Plan(there, limits=limits, predicted=Prediction(step_s=0.5))
+    started = plant(model, monkeypatch, twice, traded)
+    train(model, optimizer, 4 * EVERY)
+    assert traded.homes in [plan.homes for plan in started] and twice.homes not in [plan.homes for plan in started]
+    assert ledger.most[Tier.HOST] <= limits[Tier.HOST]
+    same_numbers(model, str(tmp_path), 4 * EVERY, depth=FEW)
+
+
 def test_candidates_are_ranked_beside_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is where an accelerator computes: steps go on while a thread searches, and trials begin when it is done."""
     slow_disk(monkeypatch)

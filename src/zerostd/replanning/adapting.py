@@ -29,7 +29,7 @@ from zerostd.policy import Tier, Way
 from zerostd.preparing.proposing import PlanSearch
 from zerostd.preparing.remembering import plan_file, recall, remember
 from zerostd.replanning.meter import DeviceMeter
-from zerostd.replanning.moving import HomeMove
+from zerostd.replanning.moving import HomeMove, can_move
 from zerostd.replanning.ranking import Ranking
 from zerostd.replanning.room import PassRoom
 from zerostd.replanning.trials import Trials, is_same
@@ -294,10 +294,10 @@ class Adapter(StepObserver):
 
     def _try_next(self) -> None:
         assert self._trials is not None
-        plan = self._trials.next()
-        if plan is not None:
-            self._start(plan)
-            return
+        while (plan := self._trials.next()) is not None:
+            if all(self.runtime.gatherer.control.collect(can_move(self.runtime, plan))):
+                self._start(plan)
+                return
         trials = self._trials
         self._trials = None
         winner = trials.winner()

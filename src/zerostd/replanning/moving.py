@@ -8,7 +8,8 @@ old place to the new one. Groups that do not move go on with their updates meanw
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,6 +45,7 @@ class _Change:
 
     group: Group
     flat: Flat
+    before: FlatPlan
     wanted: FlatPlan
     arenas: Arenas = field(default_factory=dict)  # its memory off the device, once that is taken
 
@@ -52,22 +54,79 @@ class _Change:
         """Bytes of states that it will hold."""
         return sum(size for (_, kind), size in self.wanted.demand().items() if kind is Kind.OPTIMIZER_STATES)
 
+    @property
+    def sizes(self) -> tuple[Counter[Tier], Counter[Tier]]:
+        """Bytes of states off the device that it takes, and then gives back."""
+        return _states_off(self.wanted), _states_off(self.before)
+
+
+def can_move(runtime: Runtime, plan: Plan) -> bool:
+    """Return whether states can go to another plan and back, flat by flat, inside its limits of host and disk: what
+    moves is there twice for a moment."""
+    sizes = [change.sizes for change in _changes(runtime, _obeying(runtime, plan))]
+    held = Counter(runtime.ledger.held)
+    _, goes = _in_order(sizes, held, plan.limits)
+    for taken, given in sizes:
+        held.update(taken)
+        held.subtract(given)
+    _, comes_back = _in_order([(given, taken) for taken, given in reversed(sizes)], held, plan.limits)
+    return goes and comes_back
+
+
+def _obeying(runtime: Runtime, plan: Plan) -> Settings:
+    settings = runtime.settings.obeying(plan, sizes_of(runtime.blueprints))
+    check_world(settings, runtime.world)
+    return settings
+
+
+def _changes(runtime: Runtime, settings: Settings) -> list[_Change]:
+    """Return the flats that move, those that leave the device first."""
+    plans = [
+        plan_flats(runtime.blueprints, rules_for(each, runtime.world, runtime.blueprints))
+        for each in (runtime.settings, settings)
+    ]
+    speculates = settings.plan is not None and settings.plan.speculate
+    changes = [
+        _Change(group, flat, before, wanted)
+        for group, old, new in zip(runtime.groups, *plans, strict=True)
+        for flat, before, wanted in zip(group.flats, old, new, strict=True)
+        if not _is_as(flat, wanted, speculates=speculates)
+    ]
+    return sorted(changes, key=_growth_on_device)
+
+
+def _in_order(
+    sizes: Sequence[tuple[Counter[Tier], Counter[Tier]]], held: Counter[Tier], limits: Mapping[Tier, int]
+) -> tuple[list[int], bool]:
+    """Return an order in which bytes are taken and then given back without passing the limits, as far as there is one;
+    and whether there is."""
+    held = Counter(held)
+    left = list(range(len(sizes)))
+    order: list[int] = []
+    while left:
+        for index in left:
+            taken, given = sizes[index]
+            if all(held[tier] + size <= limits.get(tier, math.inf) for tier, size in taken.items()):
+                break
+        else:
+            return [*order, *left], False
+        left.remove(index)
+        order.append(index)
+        held.update(taken)
+        held.subtract(given)
+    return order, True
+
 
 class HomeMove:
     """A change of plan that is under way. Every rank makes the same one, and advances it before the same forward."""
 
     def __init__(self, runtime: Runtime, plan: Plan) -> None:
-        settings = runtime.settings.obeying(plan, sizes_of(runtime.blueprints))
-        check_world(settings, runtime.world)
-        rules = rules_for(settings, runtime.world, runtime.blueprints)
-        plans = plan_flats(runtime.blueprints, rules)
+        settings = _obeying(runtime, plan)
         self._runtime = runtime
-        self._left = [
-            _Change(group, flat, wanted)
-            for group, flats in zip(runtime.groups, plans, strict=True)
-            for flat, wanted in zip(group.flats, flats, strict=True)
-            if not _is_as(flat, wanted, speculates=plan.speculate)
-        ]
+        self._limits = plan.limits
+        changes = _changes(runtime, settings)
+        order, _ = _in_order([change.sizes for change in changes], runtime.ledger.held, plan.limits)
+        self._left = [changes[index] for index in order]
         for change in self._left:
             if change.flat.rest.tier is not change.wanted.parameters:
                 raise MisuseError(
@@ -77,7 +136,6 @@ class HomeMove:
                 )
         self._moves_gradients = any(_moves_gradient(change.flat, change.wanted) for change in self._left)
         self._check()
-        self._left.sort(key=_growth_on_device)  # what leaves the device comes first
         self._next: list[_Change] = []  # whose memory is being taken
         self._taken: Transfer = Done()
         has_kernels = runtime.world.size > 1 and runtime.world.device.type != "cpu"
@@ -118,10 +176,16 @@ class HomeMove:
         return not self._left and not self._next
 
     def take_ahead(self, most_bytes: float = math.inf) -> None:
-        """Let a thread take the memory of the flats that move next: of so many bytes, or of one."""
+        """Let a thread take the memory of the flats that move next: of so many bytes inside the limits, or of one."""
         total = 0
-        while self._left and (not self._next or total + self._left[0].num_bytes <= most_bytes):
+        held = Counter(self._runtime.ledger.held)
+        while self._left:
+            taken, _ = self._left[0].sizes
+            held.update(taken)
             total += self._left[0].num_bytes
+            passes = total > most_bytes or any(held[tier] > self._limits.get(tier, math.inf) for tier in taken)
+            if self._next and passes:
+                break
             self._next.append(self._left.pop(0))
         taking = list(self._next)
         allocator = self._runtime.resources.allocator
@@ -194,6 +258,14 @@ class HomeMove:
             runtime.backward.activations.change(self._ways)
         runtime.hooks.renew()
         runtime.backward.order_is_learnt = False
+
+
+def _states_off(plan: FlatPlan) -> Counter[Tier]:
+    """Return the bytes of states that a flat has off the device."""
+    sizes = plan.demand().items()
+    return Counter(
+        {tier: size for (tier, kind), size in sizes if kind is Kind.OPTIMIZER_STATES and tier is not Tier.DEVICE}
+    )
 
 
 def _is_as(flat: Flat, wanted: FlatPlan, *, speculates: bool) -> bool:
