@@ -13,9 +13,9 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 29_340  # 24,782 before meshes, averages, checksums, blame, turns of threads, joins and trials of plans
-MOST_LINES_IN_CORE = 12_065  # 9,990 before those
-MOST_CLASSES = 254  # 225 before those
+MOST_LINES = 29_727  # 24,782 before meshes, averages, checksums, blame, turns of threads, joins, retries and trials of plans
+MOST_LINES_IN_CORE = 12_378  # 9,990 before those
+MOST_CLASSES = 257  # 225 before those
 
 # Habits that give way.
 MOST_LATE_FUNCTIONS = 0  # functions that somebody else sets on an object later
