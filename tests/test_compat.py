@@ -167,6 +167,30 @@ def test_hooks_on_saved_tensors_are_seen():
     assert seen == [True] and not compat.has_saved_tensor_hooks()
 
 
+def test_hooks_on_saved_tensors_are_given_to_whoever_looks_on():
+    """A hook inside checkpointing hands what is saved on to it, and recomputing gives the same gradient."""
+    counted = []
+
+    def square(x):
+        pack, unpack = compat.saved_tensor_hooks()
+
+        def look(tensor):
+            counted.append(tensor.numel())
+            return pack(tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(look, unpack):
+            return x * x
+
+    assert compat.saved_tensor_hooks() is None
+    x = torch.arange(3.0, requires_grad=True)
+
+    def first_only(x):
+        return square(x) if not counted else x * x
+
+    checkpoint(first_only, x, use_reentrant=False).sum().backward()
+    assert counted and set(counted) == {3} and torch.equal(x.grad, 2 * x.detach())
+
+
 def test_schedulers_know_of_steps_that_were_noted():
     optimizer = torch.optim.SGD([torch.zeros(1)], 0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -241,6 +241,12 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """Return the functions that pack and unpack what autograd saves now; None: there are none."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
 def in_checkpoint() -> bool:
     """Whether a forward runs inside torch.utils.checkpoint, which recomputes it."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)

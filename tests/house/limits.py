@@ -13,9 +13,9 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 28_860  # 24,782 before meshes, DTensors, averages, checksums, blame, turns of threads, and joins
-MOST_LINES_IN_CORE = 12_690  # 9,990 before those
-MOST_CLASSES = 245  # 225 before those
+MOST_LINES = 30_460  # 24,782 before meshes, averages, checksums, blame, turns, joins, retries and trials of plans
+MOST_LINES_IN_CORE = 12_920  # 9,990 before those
+MOST_CLASSES = 261  # 225 before those
 
 # Habits that give way.
 MOST_LATE_FUNCTIONS = 0  # functions that somebody else sets on an object later

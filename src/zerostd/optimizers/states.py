@@ -143,14 +143,11 @@ def put_states(updater: Updater, saved: Mapping[nn.Parameter, States]) -> None:
 
 @torch.no_grad()
 def take_states(updater: Updater, flat: Flat) -> dict[nn.Parameter, States]:
-    """Return the states of one flat, long ones as copies on the host, and forget them. The master is the flat's."""
+    """Return the states of one flat, long ones where they are, and forget them. The master is the flat's."""
     spans = updater.spans[flat]
-    saved = {}
-    for parameter, places in spans.by_parameter().items():
-        states = _read(spans, places)
+    saved = {parameter: _read(spans, places) for parameter, places in spans.by_parameter().items()}
+    for states in saved.values():
         states.pop(MASTER, None)
-        pairs = states.items()
-        saved[parameter] = {key: value.to("cpu", copy=True) if _is_long(value) else value for key, value in pairs}
     _forget(updater, flat)
     return saved
 

@@ -104,6 +104,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
     left = {Tier.HOST: _left_on_host(need, settings.budget, world), Tier.DISK: None}  # a disk knows its own limit
     copies = ActivationCopies(allocator, streams, left)
     activations = Activations(model, gatherer, ways, ActivationOffloader(copies, peers))
+    activations.counter.is_on = settings.plan is not None and settings.plan.is_untried
     runtime = Runtime(model, gatherer, activations, resources, settings=settings, original_dtypes=original_dtypes)
     runtime.install()
     return runtime

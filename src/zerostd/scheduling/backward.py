@@ -77,6 +77,7 @@ class PassCounter:
         self.num_done = 0
         self.num_before = 1  # in the step before
         self.num_steps = 0
+        self.input_bytes = 0  # of the forward of training that began last
 
     @property
     def is_last(self) -> bool:
@@ -271,6 +272,8 @@ class Backward:
         self._pass = None
         self.gatherer.turn.end_pass()
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)
+        for observer in self.observers:
+            observer.after_backward()
         if self.gatherer.wires.world.size > 1:
             if not self.is_syncing:
                 self.passes.num_done += bool(arrived) or self.weight == 0.0
