@@ -54,7 +54,7 @@ def save_checkpoint(
             "zerostd.save after backward passes under zerostd.no_sync, whose gradients are not reduced yet: call it "
             "after a pass outside no_sync, or after optimizer.step()"
         )
-    runtime.gradients.settle()
+    runtime.gradients.flush()
     factor = runtime.gradients.factor  # not 1 when gradients are no longer as backward has left them
     if runtime.backward.passes.num_done and not (isinstance(factor, float) and factor == 1.0):
         raise MisuseError(

@@ -111,7 +111,7 @@ class Gradients(StepObserver):
 
     def before_backward(self) -> None:
         """Multiply into gradients what waits for the update: those of the next pass are not meant. They change then."""
-        self.settle()
+        self.flush()
         if self.loss_scale is None:
             self._apply_factor()
         self._are_dropped = False
@@ -129,7 +129,7 @@ class Gradients(StepObserver):
     def total_norm(self, order: float = 2.0) -> torch.Tensor:
         """Return the norm of all gradients as one vector, with `factor`; fp32, on the device."""
         self._wait()
-        self.settle()
+        self.flush()
         norms = [self._norm_of(flat, order) for flat in self._flats]
         stacked = torch.stack(norms) if norms else torch.zeros(1, device=self.wires.world.device)
         total = stacked.max() if math.isinf(order) else stacked.pow(order).sum()
@@ -169,7 +169,7 @@ class Gradients(StepObserver):
     def take_factor(self) -> torch.Tensor | None:
         """Return the factor for the update that comes now, and begin anew with one. It is fp32 and one element long,
         so that it lifts 16-bit gradients to fp32 while it is multiplied in; None for one."""
-        self.settle()
+        self.flush()
         factor = self.factor
         self.factor = 1.0
         self.clip_norm = None
@@ -184,7 +184,7 @@ class Gradients(StepObserver):
         """Return one parameter's norm. The first call computes all of them with one exchange."""
         if (order, handle.of) not in self._norms:
             self._wait()
-            self.settle()
+            self.flush()
             parts = torch.cat([self._norms_of(flat, order) for flat in self._flats])
             norms = self._across_ranks(parts if math.isinf(order) else parts.pow(order), order)
             self._norms = {(order, name): norm for name, norm in zip(self._places, norms.unbind(), strict=True)}
@@ -215,7 +215,7 @@ class Gradients(StepObserver):
             return
         self._wait()
         self.check_unlocked("a change of p.grad")
-        self.settle()
+        self.flush()
         self._change(handle, func, args, kwargs)
 
     def _put_off(self, handle: GradientHandle, factor: Any) -> bool:
@@ -227,7 +227,7 @@ class Gradients(StepObserver):
         scaled = self._scaled
         if scaled is None or not scaled.has(factor) or handle.of not in scaled.missing:
             self._wait()
-            self.settle()
+            self.flush()
             with no_torch_function():
                 names = [name for name, (f, i) in self._places.items() if GRAD.__get__(f.parameters[i]) is not None]
             if handle.of not in names:  # it was dropped, and is being used all the same
@@ -242,7 +242,7 @@ class Gradients(StepObserver):
             self.factor = self.factor * scaled.value.to(self.wires.world.device)
         return True
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Multiply what `_put_off` has put off, since not all gradients were multiplied by the same number."""
         scaled = self._scaled
         self._scaled = None
@@ -276,7 +276,7 @@ class Gradients(StepObserver):
         """Return all of one parameter's gradient, as a copy. Every rank must ask."""
         self._wait()
         self.check_unlocked("a use of p.grad")
-        self.settle()
+        self.flush()
         self._apply_factor()
         flat, index = self._places[handle.of]
         if self._whole is None or self._whole[0] is not flat:
