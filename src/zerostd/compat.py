@@ -86,6 +86,25 @@ def named_group(ranks: Sequence[int], backend: str, limit: timedelta, name: str)
     return group
 
 
+def local_of(dtensor: Any) -> torch.Tensor:
+    """Return the local tensor of a DTensor, when it is there."""
+    local: Any = dtensor._local_tensor
+    return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
+
+
+def set_local(dtensor: Any, local: torch.Tensor) -> None:
+    """Let a DTensor have other local values of the same shape and dtype."""
+    dtensor._local_tensor = local
+
+
+def offsets_of(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> tuple[int, ...]:
+    """Return where the local tensor of a DTensor begins in the whole one, by dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+    return tuple(int(offset) for offset in offsets)
+
+
 def fsspec_storage() -> tuple[Any, Any]:
     """Return the reader and the writer of torch.distributed.checkpoint for URLs that fsspec knows."""
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
@@ -220,6 +239,12 @@ def replaced_trunc_normal(function: Callable[..., Any]) -> Iterator[None]:
 def has_saved_tensor_hooks() -> bool:
     """Return whether somebody packs what autograd saves now; checkpointing does."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """Return the functions that pack and unpack what autograd saves now; None: there are none."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
 
 
 def in_checkpoint() -> bool:

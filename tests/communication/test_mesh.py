@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zerostd
 from support.agreement import agree
@@ -242,17 +241,3 @@ def refused(rank: int) -> list[str]:
 
 def test_meshes_that_cannot_be_used_are_refused(ranks):
     agree(ranks(2, refused))
-
-
-def test_a_model_of_dtensors_is_refused(ranks):
-    agree(ranks(2, with_dtensors))
-
-
-def with_dtensors(rank: int) -> list[str]:
-    mesh = init_device_mesh("cpu", (2,))
-    model = parallelize_module(seeded(Net), mesh, {"inlet": ColwiseParallel()})
-    try:
-        zerostd.prepare(model, adamw(model))
-    except zerostd.PrepareError as error:
-        return [] if "'inlet.weight' is a DTensor" in str(error) else [f"rank {rank}: {error}"]
-    return [f"rank {rank}: the model was taken"]

@@ -13,9 +13,9 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 27_910  # 24,782 before meshes, averages, checksums, blame, turns of threads, joins, foreach norms
-MOST_LINES_IN_CORE = 11_930  # 9,990 before those
-MOST_CLASSES = 239  # 225 before those
+MOST_LINES = 30_460  # 24,782 before meshes, averages, checksums, blame, turns, joins, retries and trials of plans
+MOST_LINES_IN_CORE = 12_920  # 9,990 before those
+MOST_CLASSES = 261  # 225 before those
 
 # Habits that give way.
 MOST_LATE_FUNCTIONS = 0  # functions that somebody else sets on an object later

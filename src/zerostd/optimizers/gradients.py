@@ -8,6 +8,7 @@ backward, so the user's loop stays as it is, and the update takes it out again. 
 rank is skipped on all, and the scale halved.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from zerostd.communication import Wires
+from zerostd.communication.dtensors import local_values
 from zerostd.compat import no_torch_function, version_of
 from zerostd.errors import MisuseError
 from zerostd.parameters import Flat, GradientHandle, Group
@@ -130,27 +132,35 @@ class Gradients(StepObserver):
         """Return the norm of all gradients as one vector, with `factor`; fp32, on the device."""
         self._wait()
         self.flush()
-        norms = [self._norm_of(flat, order) for flat in self._flats]
+        norms = [norm for flat in self._flats for norm in self._counted_norms(flat, order)]
         stacked = torch.stack(norms) if norms else torch.zeros(1, device=self.wires.world.device)
         total = stacked.max() if math.isinf(order) else stacked.pow(order).sum()
         return torch.mul(self._across_ranks(total, order), self.factor)
 
-    def _norm_of(self, flat: Flat, order: float) -> torch.Tensor:
+    def _counted_norms(self, flat: Flat, order: float) -> list[torch.Tensor]:
+        """Return norms of what this rank keeps of a flat, such that each number counts once over all splits."""
         assert flat.gradient is not None
-        if all(parameter.grad is not None for parameter in flat.parameters):
-            return flat.gradient.norm(order)
-        norms = [
-            flat.gradient.norm(order, piece.place)
-            for piece in flat.layout.pieces(flat.region)
-            if flat.parameters[piece.index].grad is not None
-        ]
-        return vector_norm(torch.stack(norms), order) if norms else torch.zeros((), device=self.wires.world.device)
+        num_splits = self.wires.world.num_splits
+        with no_torch_function():
+            has_gradient = [GRAD.__get__(parameter) is not None for parameter in flat.parameters]
+        if all(has_gradient) and num_splits == 1:
+            return [flat.gradient.norm(order)]
+        pieces = [piece for piece in flat.layout.pieces(flat.region) if has_gradient[piece.index]]
+        norms = []
+        for num_copies, same in itertools.groupby(pieces, lambda piece: flat.num_copies(piece.index, num_splits)):
+            parts = [flat.gradient.norm(order, piece.place) for piece in same]
+            norms.append(vector_norm(torch.stack(parts), order) / num_copies ** (1.0 / order))
+        return norms
 
     def _across_ranks(self, value: torch.Tensor, order: float) -> torch.Tensor:
         """Return norms over all ranks, from sums of powers (or from the maximum) on this one. Where each rank holds
-        all gradients, nothing is exchanged."""
+        all gradients, nothing is exchanged, but with other splits."""
+        world = self.wires.world
         is_sharded = any(flat.gradient is not None and flat.gradient.numel < flat.layout.numel for flat in self._flats)
-        with self.wires.world.at("the norm of gradients"):
+        if world.num_splits > 1 and not is_sharded:
+            is_sharded = True
+            value = value if math.isinf(order) else value / world.num_shards
+        with world.at("the norm of gradients"):
             if math.isinf(order):
                 return self.wires.largest(value) if is_sharded else value
             return (self.wires.sum(value) if is_sharded else value).pow(1.0 / order)
@@ -186,8 +196,13 @@ class Gradients(StepObserver):
             self._wait()
             self.flush()
             parts = torch.cat([self._norms_of(flat, order) for flat in self._flats])
+            names = list(self._places)
+            if self.wires.world.num_splits > 1:  # in one order on all splits, whose flats may be laid out in others
+                rows = sorted(range(len(names)), key=names.__getitem__)
+                parts = parts[rows]
+                names.sort()
             norms = self._across_ranks(parts if math.isinf(order) else parts.pow(order), order)
-            self._norms = {(order, name): norm for name, norm in zip(self._places, norms.unbind(), strict=True)}
+            self._norms = {(order, name): norm for name, norm in zip(names, norms.unbind(), strict=True)}
         unscale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
         return self._norms[order, handle.of] * (self.factor * unscale)
 
@@ -200,6 +215,10 @@ class Gradients(StepObserver):
         if pieces and flat.gradient is not None:
             rows = torch.tensor([piece.index for piece in pieces], device=norms.device)
             norms[rows] = flat.gradient.norms(order, [piece.place for piece in pieces])
+        num_splits = self.wires.world.num_splits
+        if num_splits > 1:  # each number counts once over all splits
+            copies = [flat.num_copies(index, num_splits) for index in range(len(flat.parameters))]
+            norms /= torch.tensor(copies, device=norms.device) ** (1.0 / order)
         return norms
 
     def scale(self, handle: GradientHandle, factor: torch.Tensor | float) -> None:
@@ -267,13 +286,13 @@ class Gradients(StepObserver):
             if not isinstance(value, torch.Tensor):
                 return value
             if value.dim():
-                value = value.expand(handle.shape).reshape(-1)[piece.start : piece.stop]
-            return value.to(part.device)
+                value = flat.local(index, value.expand(handle.shape)).reshape(-1)[piece.start : piece.stop]
+            return local_values(value).to(part.device)
 
         func(part, *tree_map(local, tuple(args)), **tree_map(local, dict(kwargs)))
 
     def read(self, handle: GradientHandle) -> torch.Tensor:
-        """Return all of one parameter's gradient, as a copy. Every rank must ask."""
+        """Return all of one parameter's gradient, as a copy; of a DTensor this is one too. Every rank must ask."""
         self._wait()
         self.check_unlocked("a use of p.grad")
         self.flush()
@@ -287,9 +306,7 @@ class Gradients(StepObserver):
                 with self.wires.world.at(f"the gather of the gradient of {handle.of!r}"):
                     self.wires.gather(whole, mine).wait()
             self._whole = (flat, whole)
-        interval = flat.layout.intervals[index]
-        values = self._whole[1][interval.offset : interval.end].view(interval.shape)
-        return values.to(handle.dtype, copy=True)
+        return flat.shown(index, self._whole[1]).to(handle.dtype, copy=True)
 
     def replace(self, name: str, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Let `gradient`, which must be alike on all ranks, be the gradient of a parameter."""

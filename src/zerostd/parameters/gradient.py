@@ -282,6 +282,12 @@ class Gradient:
         if self.host_copy is not None:
             self.host_copy.send(self.current)
 
+    def change_host_copy(self, copy: HostGradientCopy | None) -> None:
+        """Let the CPU read other parts of it, or none."""
+        if self.host_copy is not None:
+            self.host_copy.close()
+        self.host_copy = copy
+
     def host_view(self, part: slice) -> tuple[torch.Tensor, Transfer]:
         """Return a part of the region in host memory, and its transfer there, which is started if it was not."""
         if self.host_copy is None:

@@ -92,17 +92,16 @@ class ParameterAccess:
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the parameter itself, if it shows its values then, else a copy of them outside autograd."""
         group, flat, index = self.places[parameter]
-        interval = flat.layout.intervals[index]
         if group in self._held:
-            return self._held[group][flat][interval.offset : interval.end].view(interval.shape)
+            return flat.shown(index, self._held[group][flat])
         has_copy = self._copied is not None and self._copied[0] is group and not self.active
         if group.state is not GroupState.GATHERED and not has_copy:
             with self.gatherer.turn, outside_transforms():
-                self._bring(group, interval.name)
+                self._bring(group, flat.layout.intervals[index].name)
         if group.state is GroupState.GATHERED:
             return parameter
         assert self._copied is not None
-        return self._copied[1][flat][interval.offset : interval.end].view(interval.shape)
+        return flat.shown(index, self._copied[1][flat])
 
     def _bring(self, group: Group, name: str) -> None:
         """Gather a group, or make a copy of its values."""

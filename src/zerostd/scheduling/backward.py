@@ -77,6 +77,7 @@ class PassCounter:
         self.num_done = 0
         self.num_before = 1  # in the step before
         self.num_steps = 0
+        self.input_bytes = 0  # of the forward of training that began last
 
     @property
     def is_last(self) -> bool:
@@ -188,6 +189,7 @@ class Backward:
         adds = isinstance(grad, GradientHandle)
         if adds:
             grad = grad.take_incoming()
+        grad = trained.flat.local(trained.index, grad)
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         if grad.requires_grad:
@@ -270,13 +272,18 @@ class Backward:
         self._pass = None
         self.gatherer.turn.end_pass()
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)
+        for observer in self.observers:
+            observer.after_backward()
         if self.gatherer.wires.world.size > 1:
             if not self.is_syncing:
                 self.passes.num_done += bool(arrived) or self.weight == 0.0
                 return
             used = [self._is_used(trained) for trained in self.trained]
             facts = [fact for observer in self.observers for fact in observer.facts()]
-            used_anywhere = self.reducer.control.agree(used, self.gatherer.sequence, facts)
+            flags = [*used, self.gatherer.is_short]
+            *used_anywhere, is_short = self.reducer.control.agree(flags, self.gatherer.sequence, facts)
+            if is_short:
+                self.gatherer.gather_on_demand()
             with no_torch_function():
                 for trained, is_used in zip(self.trained, used_anywhere, strict=True):
                     if is_used and trained.parameter.grad is None:  # only other ranks had a gradient

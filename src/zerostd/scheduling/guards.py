@@ -132,8 +132,9 @@ class Guards:
             value = state_dict.get(prefix + short)
             if parameter is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 flat, index = self._places[parameter][1:]
-                flat.set_master(index, value)
-                self.gatherer.control.note_values(prefix + short, value)
+                flat.set_master(index, flat.local(index, value))
+                if flat.specs[index] is None:
+                    self.gatherer.control.note_values(prefix + short, value)
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         self._depth -= 1

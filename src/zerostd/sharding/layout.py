@@ -20,6 +20,13 @@ class Interval:
     name: str
     offset: int
     shape: tuple[int, ...]
+    whole: tuple[int, ...] | None = None  # shape of the tensor that this is a box of; None: it is whole
+    origin: tuple[int, ...] = ()  # where the box begins
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor that it is, or is a box of."""
+        return self.shape if self.whole is None else self.whole
 
     @cached_property
     def numel(self) -> int:

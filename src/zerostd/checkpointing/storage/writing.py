@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 from msgspec.structs import replace
 
-from zerostd.checkpointing.storage.directory import PendingDirectory, keep_newest
+from zerostd.checkpointing.storage.directory import PendingDirectory, keep_newest, make_room
 from zerostd.checkpointing.storage.manifest import BLOCK, FileEntry, Manifest, TensorEntry, TensorPart
 from zerostd.checkpointing.storage.safetensors_files import DirectFileWriter, OutputTensor, write_file
 from zerostd.communication import Control
@@ -32,7 +32,7 @@ from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
 from zerostd.monitoring.progress import ByteProgress
 from zerostd.monitoring.retrying import Retries
-from zerostd.parameters.flat import SavedInterval
+from zerostd.parameters.intervals import SavedInterval
 from zerostd.parameters.observing import StepObserver
 from zerostd.policy import Tier
 from zerostd.tiers import Done, Stream, Transfer, Work, record_event
@@ -96,7 +96,7 @@ class Saving(PendingSave):
         retries: Retries,
     ) -> None:
         self.target = target
-        self._retries = retries
+        self._retries = retries.cleaning(partial(make_room, target.absolute(), keep))
         self.error: CheckpointError | None = None  # why it failed, if it did
         self.is_finished = False
         self._control = control
@@ -182,7 +182,9 @@ class Saving(PendingSave):
             for entry, record in zip(manifest.tensors, records, strict=True):
                 if record in tensors:
                     key = tensors[record].key
-                    entry = replace(entry, parts=(TensorPart(record.start, record.stop, name, key, checksums[key]),))
+                    box = (record.origin, record.shape) if record.origin else ((), ())
+                    part = TensorPart(record.start, record.stop, name, key, checksums[key], *box)
+                    entry = replace(entry, parts=(part,))
                 entries.append(entry)
             self._outcome = replace(manifest, files={name: FileEntry(num_bytes)}, tensors=tuple(entries))
         except BaseException as error:
@@ -271,7 +273,7 @@ def _merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
         for entry in manifest.tensors:
             earlier = entries.setdefault(entry.identity, entry)
             if earlier is not entry:
-                parts = sorted((*earlier.parts, *entry.parts), key=lambda part: part.start)
+                parts = sorted((*earlier.parts, *entry.parts), key=lambda part: (part.origin, part.start))
                 entries[entry.identity] = replace(earlier, parts=tuple(parts))
     optimizer = manifests[0].optimizer
     if optimizer is not None:
