@@ -557,7 +557,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "tensor among states": (
         lambda d: d["optimizer"]["singles"].update(x={"step": {"$tensor": 0}}),
-        "where no tensor can be",
+        "which cannot hold tensors",
     ),
     "generator": (lambda d: d["random"]["0"].update(python=[3, [1, 2], None]), "invalid random state"),
     "another generator": (
