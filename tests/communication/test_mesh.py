@@ -241,3 +241,23 @@ def refused(rank: int) -> list[str]:
 
 def test_meshes_that_cannot_be_used_are_refused(ranks):
     agree(ranks(2, refused))
+
+
+def differs_in_a_row(rank: int) -> str:
+    """Rank 3 has another learning rate than rank 2, with which it shares a model."""
+    rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+    model = seeded(Net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if rank == 3 else 0.1)
+    try:
+        zerostd.prepare(model, optimizer, mesh=rows["shard"])
+    except zerostd.PrepareError as error:
+        return str(error)
+    zerostd.release(model)
+    return ""
+
+
+def test_errors_name_ranks_as_the_launcher_does(ranks):
+    first, second, *others = ranks(4, differs_in_a_row)
+    assert not first and not second
+    for message in others:
+        assert "on rank 2" in message and "on rank 3" in message

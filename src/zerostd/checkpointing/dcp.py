@@ -99,7 +99,7 @@ def save_dcp(runtime: Runtime, optimizer: ZeroOptimizer | None, path: str, extra
         cause = error
     for rank, problem in enumerate(runtime.gatherer.control.collect(cause, "zerostd.save_dcp()")):
         if problem is not None:
-            raise CheckpointError(f"rank {rank}: {problem}; nothing was saved") from cause
+            raise CheckpointError(f"{runtime.world.name(rank)}: {problem}; nothing was saved") from cause
     group = runtime.world.checkpoint_group()
     call = partial(async_save if is_async else save, state, planner=SavePlanner(), no_dist=group is None)
     future: Future[Any] = Future()

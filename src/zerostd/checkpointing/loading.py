@@ -88,7 +88,7 @@ def _on_all_ranks(runtime: Runtime, where: str, remark: str, work: Callable[[], 
     message = None if cause is None else str(checkpoint_error(cause))
     for rank, said in enumerate(runtime.gatherer.control.collect(message, where)):
         if said is not None:
-            who = f"rank {rank}: " if runtime.world.size > 1 else ""
+            who = f"{runtime.world.name(rank)}: " if runtime.world.size > 1 else ""
             raise CheckpointError(f"{who}{said}. {remark}") from cause
     return result
 

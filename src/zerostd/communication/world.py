@@ -128,7 +128,7 @@ class World:
         size = len(ranks)
         local_size = min(size, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
         rank = ranks.index(dist.get_rank())
-        peers = Peers(_store_of(ranks), rank, size, timeout_s)
+        peers = Peers(_store_of(ranks), rank, ranks, timeout_s)
         with contextlib.ExitStack() as on_failure, _environment(WATCHDOG):
             on_failure.callback(peers.close)
             with peers.at("the making of its process groups"), peers.waiting():
@@ -146,6 +146,12 @@ class World:
         if local_size is None:
             local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return cls(0, size, min(size, local_size), device, _timeout_s(), None)
+
+    def name(self, rank: int) -> str:
+        """Return what a rank of this world is called: by its number in the default process group."""
+        if self.channels is not None and dist.is_initialized():
+            rank = dist.get_process_group_ranks(self.channels.control)[rank]
+        return f"rank {rank}"
 
     def inside(self, group: dist.ProcessGroup) -> World:
         """Return this process among those of a process group, which stays the user's."""

@@ -322,7 +322,7 @@ def make_average(runtime: Runtime, options: AverageOptions) -> Average:
     for rank, problem in enumerate(control.collect(None if cause is None else str(cause), "zerostd.averaged()")):
         if problem is not None:
             average.close()
-            who = f"rank {rank}: " if runtime.world.size > 1 else ""
+            who = f"{runtime.world.name(rank)}: " if runtime.world.size > 1 else ""
             raise PrepareError(f"{who}{problem}") from cause
     return average
 

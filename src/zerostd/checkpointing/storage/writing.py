@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from zerostd.checkpointing.storage.directory import PendingDirectory, keep_newest, make_room
 from zerostd.checkpointing.storage.manifest import BLOCK, FileEntry, Manifest, TensorEntry, TensorPart
 from zerostd.checkpointing.storage.safetensors_files import DirectFileWriter, OutputTensor, write_file
-from zerostd.communication import Control
+from zerostd.communication import Control, World
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
 from zerostd.monitoring.progress import ByteProgress
@@ -114,7 +114,7 @@ class Saving(PendingSave):
                     folder = self._directory.folder
             except CheckpointError as error:
                 folder = error
-            folder = _first_value(control.collect(folder, "zerostd.save()"))
+            folder = _first_value(control.collect(folder, "zerostd.save()"), control.world)
             self._cleanup = cleanup.pop_all()
         arguments = (folder, records, manifest, tensors)
         self._thread = threading.Thread(target=self._write, args=arguments, name="zerostd save")
@@ -203,7 +203,7 @@ class Saving(PendingSave):
             outcomes = self._control.collect_on_first(self._outcome, where)
             problem = self._commit(outcomes)
         try:
-            _first_value(self._control.collect(problem, where))
+            _first_value(self._control.collect(problem, where), self._control.world)
         except CheckpointError as error:
             self.error = error
             log.error("the checkpoint %s was not saved: %s", self.target, error)
@@ -219,7 +219,7 @@ class Saving(PendingSave):
         try:
             for rank, outcome in enumerate(outcomes):
                 if isinstance(outcome, CheckpointError):
-                    raise CheckpointError(f"rank {rank}: {outcome}; nothing was saved")
+                    raise CheckpointError(f"{self._control.world.name(rank)}: {outcome}; nothing was saved")
             manifests = [outcome for outcome in outcomes if isinstance(outcome, Manifest)]
             self._directory.commit(_merge_manifests(manifests))
         except Exception as error:
@@ -287,9 +287,9 @@ def checkpoint_error(error: BaseException) -> CheckpointError:
     return error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
 
 
-def _first_value(values: list[Any]) -> Any:
+def _first_value(values: list[Any], world: World) -> Any:
     """Return rank 0's value, or raise on all ranks the error of the first rank that has one."""
     for rank, value in enumerate(values):
         if isinstance(value, CheckpointError):
-            raise CheckpointError(f"rank {rank}: {value}" if rank else str(value)) from value
+            raise CheckpointError(f"{world.name(rank)}: {value}" if rank else str(value)) from value
     return values[0]
