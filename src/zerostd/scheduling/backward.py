@@ -327,6 +327,15 @@ class Backward:
         self.num_gradients = sum(trained.handle.of in names for trained in self.trained)
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether any trained parameter has a gradient."""
+        with no_torch_function():
+            for trained in self.trained:
+                if GRAD.__get__(trained.parameter) is not None:
+                    return True
+        return False
+
+    @property
     def has_unsynced(self) -> bool:
         """Whether gradients that are still wanted wait for a pass outside no_sync."""
         with no_torch_function():
