@@ -524,7 +524,7 @@ def without(kind: str) -> Callable[[dict[str, Any]], None]:
 
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "newer": (lambda d: d.update(version=99), "version 99, and this zerostd reads 2; use a newer zerostd"),
+    "newer": (lambda d: d.update(version=99), "version 99, and this zerostd reads 3; use a newer zerostd"),
     "path up": (rename_file("../other.safetensors"), r"'\.\./other\.safetensors' is not a plain file name"),
     "absolute path": (rename_file("/etc/passwd.safetensors"), "'/etc/passwd.safetensors' is not a plain file name"),
     "huge length": (lambda d: d["files"].update({SHARD: {"bytes": 1 << 61}}), "should have 2305843009213693952"),
