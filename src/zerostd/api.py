@@ -165,7 +165,7 @@ def plan(
         profile = profile_model(
             model, optimizer, precision=settings.precision, groups=groups, batch=batch, probe=machine is None
         )
-    return plan_for(blueprints, settings, world, profile, machine, has_optimizer=optimizer is not None)
+    return plan_for(blueprints, settings, world, profile, machine)
 
 
 def apply_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:

@@ -20,7 +20,7 @@ from zerostd.preparing.homes import FlatPlan
 from zerostd.sharding import Portion
 from zerostd.tiers import TierAllocator, TierTensor
 
-ValueOf = Callable[[Member], torch.Tensor]
+ValueOf = Callable[[Member], torch.Tensor | None]  # None: they come later
 
 
 def make_flat(plan: FlatPlan, resources: Resources, value_of: ValueOf) -> Flat:
@@ -29,12 +29,15 @@ def make_flat(plan: FlatPlan, resources: Resources, value_of: ValueOf) -> Flat:
     parameters = [member.parameter for member in plan.members]
     shards = [_make_shard(plan, portion, allocator) for portion in plan.portions]
     flat = Flat(plan.layout, parameters, plan.dtype, allocator, region=plan.region, state_shards=shards)
+    has_values = True
     for position, member in enumerate(plan.members):
-        flat.adopt(position, value_of(member))
+        value = value_of(member)
+        flat.adopt(position, value)
+        has_values = value is not None
     rest: TierTensor | None = None
     if plan.gives_back:
         rest = allocator.allocate(plan.owner, plan.parameters, Kind.PARAMETERS, plan.rest_numel, plan.dtype)
-    flat.keep(rest, is_sharded=plan.rules.shards(Kind.PARAMETERS))
+    flat.keep(rest, is_sharded=plan.rules.shards(Kind.PARAMETERS), has_values=has_values)
     if plan.is_trained:
         flat.gradient = _make_gradient(plan, resources)
     return flat
@@ -59,6 +62,17 @@ def move_flat(flat: Flat, plan: FlatPlan, resources: Resources) -> None:
         if not shard.holds_parameters:
             shard.master.write(slice(0, shard.numel), region[shard.region])
     flat.gradient = _make_gradient(plan, resources)
+
+
+def make_masters(flat: Flat, plan: FlatPlan, allocator: TierAllocator) -> None:
+    """Give a flat that did without them masters, as `plan` says: an optimizer is there now."""
+    kept = flat.rest.read(slice(0, flat.rest.numel))
+    values = kept if flat.is_sharded else kept[flat.region]
+    flat.state_shards = tuple(_make_shard(plan, portion, allocator) for portion in plan.portions)
+    flat.share_masters()
+    for shard in flat.state_shards:
+        if not shard.holds_parameters:
+            shard.master.write(slice(0, shard.numel), values[shard.region])
 
 
 def _make_shard(plan: FlatPlan, portion: Portion, allocator: TierAllocator) -> StateShard:

@@ -18,14 +18,16 @@ from zerostd.errors import PrepareError
 from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import free_bytes
 from zerostd.measuring.model import untried_profile
+from zerostd.monitoring.texts import size_text
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.planning import MachineProfile, ModelProfile, Plan, PlanRequest, Prediction
 from zerostd.planning.planner import if_most_are_clipped, place_states, plan_from, solve
 from zerostd.planning.profiles import WAYS
 from zerostd.planning.program import SLACK
-from zerostd.planning.request import WORTH_SPECULATING, limits_for, stages_of, threads_of
+from zerostd.planning.request import FOR_ACTIVATIONS, FOR_PASSES, WORTH_SPECULATING, limits_for, stages_of, threads_of
 from zerostd.planning.solution import ObservedStep, Solution, evaluate, model_state, refit
-from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier
+from zerostd.planning.streaming import explain_pass, place_groups, predict_pass
+from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, shards
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats
 from zerostd.preparing.options import check_placement, homes_of, rules_for
@@ -41,37 +43,37 @@ log = logging.getLogger("zerostd")
 Bytes = Mapping[Tier, Mapping[Kind, int]]
 
 
-def decide(settings: Settings, blueprints: Sequence[Blueprint], control: Control, *, has_optimizer: bool) -> Settings:
+def decide(settings: Settings, blueprints: Sequence[Blueprint], control: Control) -> Settings:
     """Return the settings with stage, placement and plan filled in. All ranks call it together."""
     if settings.plan is None and settings.placement is not None:
         return replace(settings, stage=Stage.PARAMETERS if settings.stage is None else settings.stage)
     world = control.world
     plan = settings.plan
     if plan is None:
-        plan = _plan_together(settings, blueprints, control, has_optimizer=has_optimizer)
+        plan = _plan_together(settings, blueprints, control)
     elif plan.world_size != world.num_shards:
         raise PrepareError(
             f"the plan is for {plan.world_size} rank(s), and {world.num_shards} share this model: plan again for that"
         )
     obeying = settings.obeying(plan, sizes_of(blueprints))
-    check_placement(obeying, obeying.decided[1], has_optimizer=has_optimizer)
+    check_placement(obeying, obeying.decided[1])
     return obeying
 
 
-def _plan_together(
-    settings: Settings, blueprints: Sequence[Blueprint], control: Control, *, has_optimizer: bool
-) -> Plan:
+def _plan_together(settings: Settings, blueprints: Sequence[Blueprint], control: Control) -> Plan:
     """Return the plan of the first rank, for what the rank with the least has."""
     world = control.world
     held = _held(blueprints, world)
+    search = PlanSearch(settings, blueprints, world)
 
     def least(budget: Budget) -> dict[Tier, int]:
-        by_rank: list[dict[Tier, int]] = control.collect(find_limits(budget, world, held))
+        by_rank: list[dict[Tier, int]] = control.collect(find_limits(budget, world, held, left=search.left))
         return {tier: min(limits[tier] for limits in by_rank) for tier in by_rank[0]}
 
-    search = PlanSearch(settings, blueprints, world, has_optimizer=has_optimizer)
     plan = search.all_on_device(least(replace(settings.budget, disk_path=None)))
-    if plan is None:
+    if plan is None and not search.updates:  # no rate decides what is kept where
+        plan = search.stream(least(settings.budget), None, None)
+    elif plan is None:
         limits = least(settings.budget)
         machine = load_or_measure(world.device, disk_path=settings.budget.disk_path, mesh=settings.mesh)
         plan = search.propose(limits, None, machine)
@@ -87,16 +89,13 @@ def plan_for(
     world: World,
     profile: ModelProfile | None,
     machine: MachineProfile | None,
-    *,
-    has_optimizer: bool,
 ) -> Plan:
     """Return a plan for a world that need not be here. Without a profile the batch is not known."""
-    search = PlanSearch(settings, blueprints, world, has_optimizer=has_optimizer)
-    knows_activations = profile is not None
+    search = PlanSearch(settings, blueprints, world)
+    left = search.left if profile is None else 0.0
     if machine is not None:
-        limits = find_limits(settings.budget, world, 0, machine.free, knows_activations=knows_activations)
-        return search.propose(limits, profile, machine)
-    limits = find_limits(settings.budget, world, _held(blueprints, world), knows_activations=knows_activations)
+        return search.propose(find_limits(settings.budget, world, 0, machine.free, left=left), profile, machine)
+    limits = find_limits(settings.budget, world, _held(blueprints, world), left=left)
     plan = search.all_on_device(limits) if profile is None else None
     if plan is not None:
         return plan
@@ -109,10 +108,11 @@ def find_limits(
     held: int,
     free: Mapping[str, int] | None = None,
     *,
-    knows_activations: bool = False,
+    left: float = 0.0,
 ) -> dict[Tier, int]:
     """Return the bytes that this rank may use of each tier: the budget's, or what is free less a margin. `held` bytes
-    of the device are the model's own already; `free` is given for another machine."""
+    of the device are the model's own already; `free` is given for another machine. `left` is the part that activations
+    get, without a budget."""
     if free is None:
         free = free_bytes(world.device, budget.disk_path)
     return limits_for(
@@ -122,20 +122,27 @@ def find_limits(
         is_host=world.device.type == "cpu",
         has_disk=budget.disk_path is not None or (budget.disk is not None and "disk" in free),
         held=held,
-        knows_activations=knows_activations,
+        for_activations=left,
     )
 
 
 class PlanSearch:
     """Finds plans for one model in one world."""
 
-    def __init__(
-        self, settings: Settings, blueprints: Sequence[Blueprint], world: World, *, has_optimizer: bool = True
-    ) -> None:
+    def __init__(self, settings: Settings, blueprints: Sequence[Blueprint], world: World) -> None:
         self.settings = settings
         self.blueprints = blueprints
         self.world = world
-        self.has_optimizer = has_optimizer
+
+    @property
+    def updates(self) -> bool:
+        """Whether anything of the model is updated."""
+        return self.settings.has_optimizer and any(m.options is not None for g in self.blueprints for m in g.members)
+
+    @property
+    def left(self) -> float:
+        """The part of the device that is left to activations while the batch is not known."""
+        return FOR_ACTIVATIONS if self.updates else FOR_PASSES
 
     def all_on_device(self, limits: Mapping[Tier, int]) -> Plan | None:
         """Return the plan with everything on the device, at the first stage at which it fits; None if at none."""
@@ -151,6 +158,8 @@ class PlanSearch:
     def propose(self, limits: Mapping[Tier, int], profile: ModelProfile | None, machine: MachineProfile) -> Plan:
         """Return the plan with the shortest step inside the limits, over all stages that are open. Without a profile
         nothing is known of the model's time and activations."""
+        if not self.updates:
+            return self.stream(limits, profile, machine)
         plans: list[Plan] = []
         refused: list[PrepareError] = []
         for stage in stages_of(self.settings.stage, self.world.num_shards):
@@ -168,6 +177,39 @@ class PlanSearch:
         notes = [str(error) for error in refused]
         notes += if_most_are_clipped(best, without_s)
         return replace(best, notes=(*best.notes, *notes))
+
+    def stream(
+        self, limits: Mapping[Tier, int], profile: ModelProfile | None, machine: MachineProfile | None
+    ) -> Plan:
+        """Return the plan of a model that is not updated: what fits stays on the device, the rest is streamed."""
+        activations = 0 if profile is None else profile.activations()
+        refusal = ""
+        for stage in stages_of(self.settings.stage, self.world.num_shards):
+            is_whole = not shards(stage, Kind.PARAMETERS)
+            num_ranks = 1 if is_whole else self.world.num_shards
+            sizes = {group.name: _bytes_of(group) // num_ranks for group in self.blueprints}
+            room = dict(limits)
+            if is_whole and self.world.num_shards > 1:  # what is whole on every rank stays on the device
+                room = {Tier.DEVICE: limits[Tier.DEVICE]}
+            tiers: dict[str, Tier] = {}
+            for _ in range(MOST_TRIES):
+                placed = place_groups(sizes, room)
+                homes = {name: Homes(parameters=tier) for name, tier in placed.items()}
+                plan = Plan(homes, stage, self.world.num_shards, limits=limits)
+                counted = self._predict(self.settings.obeying(plan, sizes_of(self.blueprints)))
+                if activations:
+                    counted.setdefault(Tier.DEVICE, {})[Kind.ACTIVATIONS] = activations
+                over = {tier: sum(counted.get(tier, {}).values()) - limits.get(tier, 0) for tier in Tier}
+                if all(size <= 0 for size in over.values()):
+                    predicted = replace(predict_pass(placed, sizes, profile, machine), bytes=counted)
+                    return replace(plan, predicted=predicted, notes=_streaming_notes(placed, sizes))
+                if placed == tiers:
+                    break
+                tiers = placed
+                held = {tier: sum(size for name, size in sizes.items() if placed[name] is tier) for tier in Tier}
+                room = {tier: max(0, held[tier] - over[tier]) if over[tier] > 0 else room[tier] for tier in room}
+            refusal = explain_pass(placed, sizes, limits, over)
+        raise PrepareError(refusal)
 
     def revise(self, limits: Mapping[Tier, int], machine: MachineProfile, seen: ObservedStep) -> tuple[Plan, Plan]:
         """Return the present plan with its cost as steps were observed, and the best one with parameters where they
@@ -196,7 +238,7 @@ class PlanSearch:
         settings = self.settings
         profile = profile or untried_profile(self.blueprints, settings.precision, settings.states)
         placed = {Kind.PARAMETERS}
-        if self.has_optimizer:
+        if self.settings.has_optimizer:
             placed |= {Kind.GRADIENTS, Kind.OPTIMIZER_STATES}
         return PlanRequest(
             model=profile,
@@ -339,13 +381,30 @@ def _notes(request: PlanRequest) -> list[str]:
     return notes
 
 
+def _streaming_notes(tiers: Mapping[str, Tier], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    held = {tier: sum(size for name, size in sizes.items() if tiers[name] is tier) for tier in Tier}
+    off = [f"{size_text(held[tier])} from the {tier.value}" for tier in (Tier.HOST, Tier.DISK) if held[tier]]
+    if not off:
+        return ("Everything fits on the device, so nothing has to move.",)
+    return (f"{size_text(held[Tier.DEVICE])} of parameters stay on the device; in every pass {' and '.join(off)} pass "
+            "through it.",)
+
+
 def sizes_of(blueprints: Sequence[Blueprint]) -> dict[str, float]:
-    """Return the number of trained parameters by name of group."""
-    return {
+    """Return the number of trained parameters by name of group; of all parameters, if none train."""
+    trained = {
         group.name: float(sum(member.parameter.numel() for member in group.members if member.options is not None))
         for group in blueprints
         if group.members
     }
+    if any(trained.values()):
+        return trained
+    return {group.name: float(sum(m.parameter.numel() for m in group.members)) for group in blueprints if group.members}
+
+
+def _bytes_of(group: Blueprint) -> int:
+    """Return the bytes of a group's parameters as they compute."""
+    return sum(member.parameter.numel() * member.dtype.itemsize for member in group.members)
 
 
 def _held(blueprints: Sequence[Blueprint], world: World) -> int:

@@ -4,11 +4,16 @@ Hooks say which group is needed in which pass; the group does the work. The orde
 each group and phase, who came next last time. It is a prediction only: a group that was not expected is gathered when
 it is needed, one expected wrongly is released at the end of the pass. Results do not depend on it. Ranks that took
 different branches would meet in different gathers, so all confirm a gather that was not expected before it starts.
+
+[Note: streaming] In a forward without gradients, in a world of one, the link has nothing else to carry. So copies enter
+its stream at once, behind events and never behind the host; two groups are on their way while one computes; and behind
+the last group come the first ones of the next forward, which stay gathered until then. A loop that makes tokens keeps
+the link busy while it waits for each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -19,6 +24,7 @@ from zerostd.parameters import Flat, Group, GroupState
 from zerostd.scheduling.turns import Turn
 
 PREFETCH_DEPTH = 1  # groups gathered ahead
+STREAM_DEPTH = 2  # the same in a forward without gradients, see [Note: streaming]
 
 
 class Gatherer:
@@ -36,6 +42,8 @@ class Gatherer:
         self._next: dict[tuple[LoopPhase, Group | None], Group] = {}  # by phase and group; None: the first
         self._last: dict[LoopPhase, Group | None] = {}  # the group needed last, in forward and in backward
         self._kept: list[Group] = []  # that this forward leaves gathered, if it ends with them
+        self._is_streaming = False  # see [Note: streaming]
+        self._stream: torch.Stream | None = None  # of the last forward: groups that it left were gathered there
 
     def need(self, group: Group, phase: LoopPhase) -> None:
         """Return when `group` and those it borrows are gathered; the groups expected next are on their way then."""
@@ -44,15 +52,31 @@ class Gatherer:
         self.timer.at(group.name)
         for needed in group.needed:
             self.gather(needed)
-        ahead: Group | None = group
-        for _ in range(self.prefetch_depth):
-            ahead = self._next.get((phase, ahead))
-            if ahead is None:
-                break
+        for ahead in self._stream_ahead(group) if self._is_streaming else self._ahead(group, phase):
             # A rank by itself does not hold the host up for an update. Several start gathers in the same order.
             if self.wires.world.size == 1 and not all(update.is_done() for update in ahead.updates):
                 break
             self.start_gather(ahead)
+
+    def _ahead(self, group: Group | None, phase: LoopPhase) -> Iterator[Group]:
+        """Yield the groups that are expected next."""
+        for _ in range(self.prefetch_depth):
+            group = self._next.get((phase, group))
+            if group is None:
+                return
+            yield group
+
+    def _stream_ahead(self, group: Group | None) -> Iterator[Group]:
+        """Yield the groups to come that are not gathered, in this forward and then in the next one."""
+        current = group
+        num_left = STREAM_DEPTH if self.prefetch_depth else 0
+        for _ in self.groups:
+            group = self._next.get((LoopPhase.FORWARD, group)) or self._next.get((LoopPhase.FORWARD, None))
+            if group is None or group is current or not num_left:
+                return
+            if group.state is not GroupState.GATHERED:
+                num_left -= 1
+                yield group
 
     def gather(self, group: Group) -> None:
         """Return when a group is gathered."""
@@ -66,7 +90,7 @@ class Gatherer:
         self.wait_updates(group)
         self.sequence.append(group.name)
         with self.wires.world.at(f"the gather of group {group.name!r}"):
-            group.start_gather()
+            group.start_gather(at_once=self._is_streaming)
 
     def wait_gather(self, group: Group) -> None:
         """Wait for a gather that was started; nothing to do for others."""
@@ -138,18 +162,38 @@ class Gatherer:
     def begin(self, phase: LoopPhase) -> None:
         """Begin a pass: the next group needed is its first, and the one that was first last time may start."""
         self._last[phase] = None
+        if phase is LoopPhase.FORWARD:
+            self._begin_forward()
         first = self._next.get((phase, None))
         if first is not None and self.prefetch_depth:
             self.start_gather(first)
-        if phase is LoopPhase.FORWARD:
-            self._kept = self._first_in_backward() if torch.is_grad_enabled() else []
 
-    def _first_in_backward(self) -> list[Group]:
-        """Return the groups that backward has gathered as soon as it begins: releasing them before saves no memory."""
+    def _begin_forward(self) -> None:
+        device = self.wires.world.device
+        stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+        if stream != self._stream:  # memory belongs to the stream that it was taken in
+            self.drop_kept(self.groups)
+        self._stream = stream
+        self._is_streaming = not torch.is_grad_enabled() and self.wires.world.size == 1
+        # What the pass behind this one has gathered as soon as it begins: releasing it before saves no memory.
+        self._kept = self._first_in(LoopPhase.FORWARD if self._is_streaming else LoopPhase.BACKWARD)
+        if not (self._is_streaming or torch.is_grad_enabled()):
+            self._kept = []
+
+    def drop_kept(self, groups: Iterable[Group]) -> None:
+        """Release what a forward has left gathered for the next one."""
+        for group in groups:
+            if group.is_releasable and not group.in_backward:
+                for gather in group.gathers:
+                    gather.synchronize()
+                self.release(group)
+
+    def _first_in(self, phase: LoopPhase) -> list[Group]:
+        """Return the groups that are gathered when a pass begins."""
         first: list[Group] = []
         group: Group | None = None
-        for _ in range(1 + self.prefetch_depth):
-            group = self._next.get((LoopPhase.BACKWARD, group))
+        for _ in range(1 + (STREAM_DEPTH if self._is_streaming and self.prefetch_depth else self.prefetch_depth)):
+            group = self._next.get((phase, group))
             if group is None:
                 break
             first.append(group)
