@@ -35,6 +35,8 @@ def sleep(model: nn.Module) -> None:
         MisuseError: It sleeps already, or a forward, a backward or `zerostd.gathered` uses it.
     """
     runtime = runtime_of(model, "sleep")
+    if runtime.resources.aside.is_out:
+        raise MisuseError("zerostd.sleep of a model that sleeps already: call zerostd.wake(model) before")
     with runtime.turn:
         _check_idle(runtime)
         runtime.wait_gradients()
@@ -81,8 +83,6 @@ def wake(model: nn.Module) -> None:
 
 
 def _check_idle(runtime: Runtime) -> None:
-    if runtime.resources.aside.is_out:
-        raise MisuseError("zerostd.sleep of a model that sleeps already: call zerostd.wake(model) before")
     if runtime.backward.is_running:
         raise MisuseError("zerostd.sleep inside a backward pass: call it when backward has returned")
     if runtime.hooks.is_running:

@@ -64,7 +64,8 @@ class Gradient:
     @property
     def memories(self) -> list[torch.Tensor]:
         """All tensors on the device that it has."""
-        return self._memories if self._unsynced is None else [*self._memories, self._unsynced]
+        kept = self._memories if self.tier is Tier.DEVICE else []
+        return kept if self._unsynced is None else [*kept, self._unsynced]
 
     @property
     def _memories(self) -> list[torch.Tensor]:

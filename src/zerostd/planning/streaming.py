@@ -86,14 +86,14 @@ def explain_pass(
     parts = []
     for tier, size in over.items():
         if size > 0:
-            beside = "" if tier is not Tier.DEVICE else (
-                f": {size_text(held[tier])} stay there, and groups on their way through it take the rest"
-            )
             limit = limits.get(tier, 0)
-            parts.append(f"the {tier.value} must hold {size_text(limit + size)} ({limit + size} bytes){beside}, "
-                         f"and the limit is {size_text(limit)}")
+            beside = ""
+            if tier is Tier.DEVICE:
+                beside = f": {size_text(held[tier])} stay there, and groups on their way through it take the rest"
+            needed = f"{size_text(limit + size)} ({limit + size} bytes){beside}"
+            parts.append(f"the {tier.value} must hold {needed}, and the limit is {size_text(limit)}")
     remedies = [f"Budget({tier.value}={limits.get(tier, 0) + size})" for tier, size in over.items() if size > 0]
-    if Tier.DISK not in limits:
+    if Tier.DISK not in limits and over.get(Tier.HOST, 0) > 0:
         remedies.append("a disk, with Budget(disk_path=...)")
     if over.get(Tier.DEVICE, 0) > 0:
         remedies.append("smaller groups, with groups=[...]")
