@@ -62,6 +62,14 @@ def test_dispatched_files_generate_as_plain_torch_does(saved, tmp_path: Path, bu
         assert sum(memory.peak["device"].values()) <= limit
 
 
+def test_from_pretrained_loads_straight_into_tiers(saved) -> None:
+    integration = pytest.importorskip("zerostd.integrations.transformers")
+    folder, plain, total = saved
+    model = integration.from_pretrained(str(folder), budget=total // 2, groups=GROUPS)
+    assert torch.equal(generate(model, 2), generate(plain, 2)) and not model.training
+    assert zerostd.memory(model).peak["host"]["parameters"] >= total // 2
+
+
 def test_prediction_of_a_plan_is_what_is_taken(saved, tmp_path: Path) -> None:
     folder, _, total = saved
     model = make_empty()
@@ -185,7 +193,7 @@ def test_too_small_a_budget_is_refused_with_numbers(saved) -> None:
 
 
 def test_bad_input_is_refused_before_anything_changes(saved, tmp_path: Path) -> None:
-    folder, _, total = saved
+    folder, _, _ = saved
     model = make_empty()
     with pytest.raises(zerostd.PrepareError, match="one process uses one device"):
         zerostd.dispatch(model, folder, budget={0: "1GiB", 1: "1GiB"})
@@ -198,7 +206,7 @@ def test_bad_input_is_refused_before_anything_changes(saved, tmp_path: Path) -> 
         zerostd.dispatch(model, tmp_path / "other.pt")
     with torch.device("meta"):
         bare = type(model)(model.config)
-    with pytest.raises(zerostd.PrepareError, match="inv_freq.*empty_init"):
+    with pytest.raises(zerostd.PrepareError, match=r"inv_freq.*empty_init"):
         zerostd.dispatch(bare, folder)
     zerostd.dispatch(model, folder)
     with pytest.raises(zerostd.PrepareError, match="prepared already"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +26,7 @@ def test_groups_are_spread_over_the_model() -> None:
     groups = {str(index): 10 for index in range(32)}
     taken = sorted(int(name) for name in spread(groups, 80))
     assert len(taken) == 8
-    assert max(b - a for a, b in zip(taken, taken[1:], strict=False)) <= 5
+    assert max(b - a for a, b in itertools.pairwise(taken)) <= 5
 
 
 @given(SIZES, st.integers(0, 300), st.integers(0, 300))

@@ -211,7 +211,7 @@ def _sentences(plan: Plan) -> list[str]:
             lines.append(f"Updates begin before the norm is known. {clipped}")
         for tier in Tier:
             gain = predicted.prices.get(tier, 0.0) * GIB
-            if tier in plan.limits:
+            if tier in plan.limits and predicted.samples is None:
                 worth = f"would save {gain * 1e3:.2g} ms a step" if gain > 1e-6 else "would change nothing"
                 lines.append(f"One more GiB of the {tier.value} {worth}.")
     return [*lines, *plan.notes]

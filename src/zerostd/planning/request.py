@@ -178,8 +178,8 @@ def limits_for(
 ) -> dict[Tier, int]:
     """Return the bytes by tier that one of `local` ranks of a node may use: its part of the budget, or of what is free
     less a margin. Host and disk are left out if nothing is known of them. Where the device is the CPU (`is_host`) ranks
-    share its memory too. `held` bytes of the device are the model's own already. `for_activations` is the part of what is
-    free that is left to them, without a budget."""
+    share its memory too. `held` bytes of the device are the model's own already. `for_activations` is the part of it
+    that is left to them, without a budget."""
     usable = 1.0 - MARGIN
     if budget.device is not None:
         device = max(0, parse_bytes(budget.device) - (0 if is_host else FOR_LIBRARIES))

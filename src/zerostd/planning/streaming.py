@@ -78,6 +78,16 @@ def predict_pass(
     return Prediction(step_s=step_s, compute_s=compute_s, busy=busy, samples=model.samples)
 
 
+def describe_pass(tiers: Mapping[str, Tier], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return in a sentence what stays, and what passes through the device."""
+    held = {tier: sum(size for name, size in sizes.items() if tiers[name] is tier) for tier in Tier}
+    off = [f"{size_text(held[tier])} from the {tier.value}" for tier in (Tier.HOST, Tier.DISK) if held[tier]]
+    if not off:
+        return ("Everything fits on the device, so nothing has to move.",)
+    stays = f"{size_text(held[Tier.DEVICE])} of parameters stay on the device"
+    return (f"{stays}; in every pass {' and '.join(off)} pass through it.",)
+
+
 def explain_pass(
     tiers: Mapping[str, Tier], sizes: Mapping[str, int], limits: Mapping[Tier, int], over: Mapping[Tier, int]
 ) -> str:

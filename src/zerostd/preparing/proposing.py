@@ -18,7 +18,6 @@ from zerostd.errors import PrepareError
 from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import free_bytes
 from zerostd.measuring.model import untried_profile
-from zerostd.monitoring.texts import size_text
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.planning import MachineProfile, ModelProfile, Plan, PlanRequest, Prediction
 from zerostd.planning.planner import if_most_are_clipped, place_states, plan_from, solve
@@ -26,7 +25,7 @@ from zerostd.planning.profiles import WAYS
 from zerostd.planning.program import SLACK
 from zerostd.planning.request import FOR_ACTIVATIONS, FOR_PASSES, WORTH_SPECULATING, limits_for, stages_of, threads_of
 from zerostd.planning.solution import ObservedStep, Solution, evaluate, model_state, refit
-from zerostd.planning.streaming import explain_pass, place_groups, predict_pass
+from zerostd.planning.streaming import describe_pass, explain_pass, place_groups, predict_pass
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, shards
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats
@@ -178,9 +177,7 @@ class PlanSearch:
         notes += if_most_are_clipped(best, without_s)
         return replace(best, notes=(*best.notes, *notes))
 
-    def stream(
-        self, limits: Mapping[Tier, int], profile: ModelProfile | None, machine: MachineProfile | None
-    ) -> Plan:
+    def stream(self, limits: Mapping[Tier, int], profile: ModelProfile | None, machine: MachineProfile | None) -> Plan:
         """Return the plan of a model that is not updated: what fits stays on the device, the rest is streamed."""
         activations = 0 if profile is None else profile.activations()
         refusal = ""
@@ -202,7 +199,7 @@ class PlanSearch:
                 over = {tier: sum(counted.get(tier, {}).values()) - limits.get(tier, 0) for tier in Tier}
                 if all(size <= 0 for size in over.values()):
                     predicted = replace(predict_pass(placed, sizes, profile, machine), bytes=counted)
-                    return replace(plan, predicted=predicted, notes=_streaming_notes(placed, sizes))
+                    return replace(plan, predicted=predicted, notes=describe_pass(placed, sizes))
                 if placed == tiers:
                     break
                 tiers = placed
@@ -381,25 +378,14 @@ def _notes(request: PlanRequest) -> list[str]:
     return notes
 
 
-def _streaming_notes(tiers: Mapping[str, Tier], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    held = {tier: sum(size for name, size in sizes.items() if tiers[name] is tier) for tier in Tier}
-    off = [f"{size_text(held[tier])} from the {tier.value}" for tier in (Tier.HOST, Tier.DISK) if held[tier]]
-    if not off:
-        return ("Everything fits on the device, so nothing has to move.",)
-    return (f"{size_text(held[Tier.DEVICE])} of parameters stay on the device; in every pass {' and '.join(off)} pass "
-            "through it.",)
-
-
 def sizes_of(blueprints: Sequence[Blueprint]) -> dict[str, float]:
     """Return the number of trained parameters by name of group; of all parameters, if none train."""
-    trained = {
-        group.name: float(sum(member.parameter.numel() for member in group.members if member.options is not None))
+    trains = any(member.options is not None for group in blueprints for member in group.members)
+    return {
+        group.name: float(sum(m.parameter.numel() for m in group.members if m.options is not None or not trains))
         for group in blueprints
         if group.members
     }
-    if any(trained.values()):
-        return trained
-    return {group.name: float(sum(m.parameter.numel() for m in group.members)) for group in blueprints if group.members}
 
 
 def _bytes_of(group: Blueprint) -> int:
