@@ -157,7 +157,7 @@ def from_pretrained(
 
     Args:
         name: A directory that save_pretrained wrote, or a name on the Hub.
-        model_class: One of transformers' AutoModel classes, or a class of model.
+        model_class: One of transformers' AutoModel classes.
         budget: As for `zerostd.dispatch`, and so are device and groups.
         dtype: Of the parameters. None: as the configuration says.
     """
@@ -165,9 +165,8 @@ def from_pretrained(
     if not folder.is_dir():
         folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
     config = transformers.AutoConfig.from_pretrained(folder)
-    make = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
     with zerostd.empty_init():
-        model: nn.Module = make(config, dtype=dtype or config.dtype or torch.float32)
+        model: nn.Module = model_class.from_config(config, dtype=dtype or config.dtype or torch.float32)
     if (folder / GENERATION_CONFIG_NAME).exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return zerostd.dispatch(model.eval(), folder, budget=budget, device=device, groups=groups)
