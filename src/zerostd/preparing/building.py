@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zerostd.communication import Control, Wires, World
+from zerostd.communication.dtensors import local_values, mesh_of
 from zerostd.communication.wires import wires_to_peers
 from zerostd.engine.runtime import Resources, Runtime
 from zerostd.engine.settings import Settings
@@ -32,12 +33,13 @@ from zerostd.parameters.deferred import draw_seeds, make_real
 from zerostd.parameters.flat import separate_counters
 from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.replaying import is_deferred
+from zerostd.planning import Plan
 from zerostd.policy import Budget, Kind, Tier, limit_of, parse_bytes
 from zerostd.preparing.accounting import host_buffers, largest_on_disk
 from zerostd.preparing.groups import ValueOf, make_flat, make_masters
 from zerostd.preparing.homes import Demand, FlatPlan, demand, plan_flats
 from zerostd.preparing.options import check_world, num_threads, rules_for, ways_for
-from zerostd.preparing.proposing import decide
+from zerostd.preparing.proposing import decide, sizes_of
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.offloading import ActivationOffloader
@@ -69,7 +71,7 @@ def build(
     for name, parameter in model.named_parameters() if has_values else ():
         if parameter.device.type == "meta" and not is_deferred(parameter):
             make_real(name, parameter, seed=0, device=device)  # raises: nobody knows its values
-    world = World.discover(device, settings.mesh)
+    world = World.discover(device, settings.mesh, mesh_of(model.parameters()))
     control = Control(world)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(world.close)
@@ -106,6 +108,7 @@ def build(
     left = {Tier.HOST: _left_on_host(need, settings.budget, world), Tier.DISK: None}  # a disk knows its own limit
     copies = ActivationCopies(allocator, streams, left)
     activations = Activations(model, gatherer, ways, ActivationOffloader(copies, peers))
+    activations.counter.is_on = settings.plan is not None and settings.plan.is_untried
     runtime = Runtime(model, gatherer, activations, resources, settings=settings, original_dtypes=original_dtypes)
     runtime.install()
     return runtime
@@ -168,7 +171,7 @@ def _first_values(model: nn.Module, wires: Wires, seed: int) -> ValueOf:
     def value_of(member: Member) -> torch.Tensor:
         if member.parameter.device.type == "meta":
             return make_real(member.name, member.parameter, seed=seeds[member.name], device=device)
-        value = member.parameter.data.to(device)
+        value: torch.Tensor = local_values(member.parameter.data).to(device)
         with wires.world.at(f"the broadcast of {member.name!r}"):
             wires.broadcast([value])
         return value
@@ -194,10 +197,12 @@ def _place_buffers(model: nn.Module, device: torch.device, seed: int) -> None:
 
 def attach_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
     """Return the optimizer that updates the runtime's groups as `inner` would; states that it has are taken over."""
-    if not runtime.settings.has_optimizer:
-        add_masters(runtime)
+    add_masters(runtime)
     settings = runtime.settings
-    earlier: dict[Any, dict[str, Any]] = {parameter: dict(states) for parameter, states in inner.state.items()}
+    earlier: dict[Any, dict[str, Any]] = {
+        parameter: {name: local_values(value) for name, value in states.items()}
+        for parameter, states in inner.state.items()
+    }
     offload = make_offload_updater(runtime, inner)
     updater = Updater(inner, runtime.groups, runtime.world.device, runtime.ledger, offload, settings.states)
     if earlier:
@@ -210,17 +215,22 @@ def attach_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOpti
     return optimizer
 
 
-def add_masters(runtime: Runtime) -> None:
-    """Give trained parameters the masters that they did without while there was no optimizer."""
-    settings = replace(runtime.settings, has_optimizer=True)
+def add_masters(runtime: Runtime, plan: Plan | None = None) -> None:
+    """Give trained parameters the masters that they did without while there was no optimizer, where `plan` or the
+    settings say; those that have some keep them."""
+    if runtime.settings.has_optimizer:
+        return
+    runtime.settings = replace(runtime.settings, has_optimizer=True)
+    sizes = sizes_of(runtime.blueprints)
+    settings = runtime.settings if plan is None else runtime.settings.obeying(plan, sizes)
     plans = plan_flats(runtime.blueprints, rules_for(settings, runtime.world, runtime.blueprints))
-    _check_device(demand(plans), settings.budget)
+    if _total(demand(plans), Tier.DISK):
+        runtime.resources.allocator.open_disk(settings.budget, runtime.world.local_size)
     for group, flat_plans in zip(runtime.groups, plans, strict=True):
         group.commit_edits()
-        for flat, plan in zip(group.flats, flat_plans, strict=True):
-            if plan.has_masters and not flat.state_shards:
-                make_masters(flat, plan, runtime.resources.allocator)
-    runtime.settings = settings
+        for flat, wanted in zip(group.flats, flat_plans, strict=True):
+            if wanted.has_masters and not flat.state_shards:
+                make_masters(flat, wanted, runtime.resources)
 
 
 def make_offload_updater(runtime: Runtime, inner: torch.optim.Optimizer) -> OffloadUpdater | None:
