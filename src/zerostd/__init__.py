@@ -31,6 +31,8 @@ from zerostd.errors import (
     StorageError,
     ZerostdError,
 )
+from zerostd.inference.dispatching import dispatch
+from zerostd.inference.sleeping import sleep, wake
 from zerostd.measuring import measure_machine
 from zerostd.monitoring import Memory
 from zerostd.parameters.deferred import empty_init
@@ -60,6 +62,7 @@ __all__ = [
     "ZerostdError",
     "apply_to_device",
     "averaged",
+    "dispatch",
     "empty_init",
     "full_state_dict",
     "gathered",
@@ -77,5 +80,7 @@ __all__ = [
     "release",
     "save",
     "save_dcp",
+    "sleep",
     "track",
+    "wake",
 ]

@@ -28,15 +28,15 @@ from zerostd.engine.averaging import Average, AverageOptions, make_average
 from zerostd.engine.runtime import owner_of, runtime_of
 from zerostd.engine.settings import Settings
 from zerostd.errors import CheckpointError, MisuseError, PrepareError
-from zerostd.measuring.identity import device_for, device_of, parse_device
-from zerostd.measuring.model import profile_model
+from zerostd.measuring.identity import choose_device, device_for, device_of, parse_device
+from zerostd.measuring.model import frozen, profile_model
 from zerostd.monitoring import Memory
 from zerostd.monitoring.decoding import path_of
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters.blueprints import MARK, check_model, find_blueprints
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage, Tier
-from zerostd.preparing.building import build
+from zerostd.preparing.building import add_masters, build
 from zerostd.preparing.options import check_budget, check_settings
 from zerostd.preparing.proposing import plan_for
 from zerostd.replanning.late import attach, attach_late
@@ -95,6 +95,10 @@ def prepare(
         mesh=mesh,
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
     )
+    return _start(model, optimizer, settings)
+
+
+def _start(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> tuple[nn.Module, Any]:
     settings = check_settings(settings, model, optimizer)
     check_budget(settings.budget)
     runtime = build(model, optimizer, settings)
@@ -123,7 +127,7 @@ def plan(
 
     Args:
         model: Any module, real, under `zerostd.empty_init()` or on the meta device.
-        optimizer: As for prepare. None: only parameters are placed.
+        optimizer: As for prepare. None: only parameters are placed, and a step is one forward.
         budget: What may be used of each tier. None: what is free, less a margin.
         batch: What one forward takes, for time and activations: a tensor, a tuple of arguments or a dict of keywords.
             A real model takes a few passes of a real batch, and is as before then; of tensors on the meta device, and
@@ -158,23 +162,20 @@ def plan(
     world = World.pretend(device, world_size, machine.ranks_per_node if machine is not None else None)
     profile = None
     if batch is not None:
-        profile = profile_model(
-            model, optimizer, precision=settings.precision, groups=groups, batch=batch, probe=machine is None
-        )
-    return plan_for(blueprints, settings, world, profile, machine, has_optimizer=optimizer is not None)
+        with contextlib.nullcontext() if optimizer is not None else frozen(model):
+            profile = profile_model(
+                model, optimizer, precision=settings.precision, groups=groups, batch=batch, probe=machine is None
+            )
+    return plan_for(blueprints, settings, world, profile, machine)
 
 
 def apply_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
     """Move a model to a device and shard it; any element-wise optimizer made from it afterwards works as it is."""
     check_model(model)
     device = parse_device(device)
-    if any(p.device.type == "meta" for p in model.parameters()):
-        if device_of(model).type != device.type:
-            raise PrepareError(f"a model built under empty_init goes to {device_of(model)}, not to {device}")
-    else:
-        model = model.to(device)
-    prepared, _ = prepare(model)
-    return prepared
+    if any(p.device.type == "meta" for p in model.parameters()) and device_of(model).type != device.type:
+        raise PrepareError(f"a model built under empty_init goes to {device_of(model)}, not to {device}")
+    return _start(model, None, Settings(device=choose_device(device)))[0]
 
 
 def averaged(
@@ -204,7 +205,9 @@ def averaged(
         The average: `with average.applied():` evaluates with it, `zerostd.full_state_dict(average)` returns it.
     """
     home = None if tier is None else Tier.parse(tier)
-    return make_average(runtime_of(model, "averaged"), AverageOptions(decay, start, every, home, use_buffers))
+    runtime = runtime_of(model, "averaged")
+    add_masters(runtime)
+    return make_average(runtime, AverageOptions(decay, start, every, home, use_buffers))
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ PUBLIC_NAMES = [
     "ZerostdError",
     "apply_to_device",
     "averaged",
+    "dispatch",
     "empty_init",
     "full_state_dict",
     "gathered",
@@ -43,7 +44,9 @@ PUBLIC_NAMES = [
     "release",
     "save",
     "save_dcp",
+    "sleep",
     "track",
+    "wake",
 ]
 
 

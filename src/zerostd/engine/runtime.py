@@ -37,7 +37,7 @@ from zerostd.scheduling.hooks import Hooks
 from zerostd.scheduling.reducing import Reducer, TrainedParameter
 from zerostd.scheduling.tensors import tensors_in
 from zerostd.scheduling.turns import Turn
-from zerostd.tiers import Streams, TierAllocator, Uploader
+from zerostd.tiers import Aside, Streams, TierAllocator, Uploader
 
 Casts = tuple[torch.dtype, torch.dtype] | None
 OnTensor = Callable[[torch.Tensor], torch.Tensor]
@@ -51,6 +51,7 @@ class Resources:
     streams: Streams  # queues of work on the device
     uploader: Uploader  # brings parameters that rest elsewhere to the device
     staging: Staging  # buffers on the device for gradients that rest on the host
+    aside: Aside  # where everything goes while the model sleeps
     num_threads: int  # for updates on the CPU
 
 
@@ -293,6 +294,8 @@ def runtime_of(model: nn.Module, call: str) -> Runtime:
 def _entered(runtime: Runtime, call: str) -> Runtime:
     """Return the runtime, which the user calls in the process that made it."""
     runtime.turn.check_process()
+    if call not in ("memory", "sleep", "wake"):
+        runtime.turn.check_awake()
     runtime.world.enter(f"zerostd.{call}()")
     return runtime
 

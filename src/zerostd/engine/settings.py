@@ -26,6 +26,8 @@ class Settings:
     plan: Plan | None = None  # obeyed instead of a placement
     mesh: Mesh = None  # of the ranks that train the model
     states: Mapping[str, torch.dtype] = field(default_factory=dict)  # long states of the optimizer, by name
+    device: torch.device | None = None  # to compute on; None: where the model lies
+    has_optimizer: bool = True  # False: there are no states, and no masters where parameters keep their own dtype
 
     def describe(self) -> list[str]:
         """Return the options that must be the same on all ranks, a line each."""

@@ -95,6 +95,7 @@ class Gradients(StepObserver):
         self.factor: torch.Tensor | float = 1.0  # still to be multiplied in: clipping, unscaling
         self.clip_norm: float | None = None  # of the step that comes; None: not clipped
         self.locked: str | None = None  # why gradients cannot be changed any more: an update is using them
+        self.refusal: str | None = None  # why nothing can be read or changed: the model sleeps
         self._are_dropped = False  # by zero_grad, all of them
         self._wait = wait  # until all gradients have landed, before they are read
         self._groups = {flat: group for group in groups for flat in group.flats}
@@ -121,7 +122,9 @@ class Gradients(StepObserver):
         self._whole = None
 
     def check_unlocked(self, call: str) -> None:
-        """Raise if `call` would change gradients that an update is using already."""
+        """Raise if `call` would change gradients that an update is using already, or the model sleeps."""
+        if self.refusal is not None:
+            raise MisuseError(f"{call}: {self.refusal}")
         if self.locked is not None:
             raise MisuseError(
                 f"{call} between backward and optimizer.step(), but {self.locked}: call step() first, pass "

@@ -37,6 +37,7 @@ class Rules:
     homes: Mapping[str, Homes] | None = None  # by name of group, instead of the placement's shares of the whole
     reduces_all: bool = False  # `reduce_dtype` is for gradients of fp32 parameters too
     num_replicas: int = 1  # of the model state
+    has_optimizer: bool = True  # whose states are placed too
 
     @property
     def keeps_whole_gradients(self) -> bool:
@@ -68,6 +69,13 @@ class FlatPlan:
     @property
     def is_trained(self) -> bool:
         return self.members[0].options is not None
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether this rank keeps what an update needs. Without an optimizer only parameters that compute in another
+        dtype than they had have masters: their exact values are nowhere else."""
+        is_cast = any(member.dtype != member.parameter.dtype for member in self.members)
+        return self.is_trained and (self.rules.has_optimizer or is_cast)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -120,7 +128,7 @@ class FlatPlan:
         rules = self.rules
         need = Demand()
         need[self.parameters, Kind.PARAMETERS] += _taken(self.parameters, self.rest_numel * self.dtype.itemsize)
-        if not self.is_trained:
+        if not self.is_trained or not (self.rules.has_optimizer or self.has_masters or self.gradients is Tier.HOST):
             return need
         dtype = self.gradient_dtype
         itemsize = max(4, dtype.itemsize) if rules.sums_gradients else dtype.itemsize
@@ -168,7 +176,7 @@ def plan_flats(blueprints: Sequence[Blueprint], rules: Rules) -> list[list[FlatP
         gradients = [home.gradients for home in homes]
         portions = [cut_by_shares(numel, home.states) for numel, home in zip(numels, homes, strict=True)]
     for index, flat in enumerate(flats):
-        flats[index] = replace(flat, portions=portions[index])
+        flats[index] = replace(flat, portions=portions[index] if flat.has_masters else ())
         if sizes[index]:  # there is no arena of no bytes: what has no elements is on the device
             flats[index] = replace(flats[index], parameters=parameters[index], gradients=gradients[index])
     placed = iter(flats)

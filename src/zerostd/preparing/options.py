@@ -33,6 +33,7 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
     if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0):
         raise PrepareError(f"max_grad_norm={norm!r} must be a positive number; leave it out for no clipping")
     check_model(model)
+    settings = replace(settings, has_optimizer=optimizer is not None)
     if optimizer is not None:
         check_optimizer(model, optimizer)
         check_elementwise(optimizer)
@@ -40,18 +41,18 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
     elif settings.max_grad_norm is not None:
         raise PrepareError(f"max_grad_norm={settings.max_grad_norm} needs the optimizer: pass it to prepare")
     if settings.placement is not None:
-        check_placement(settings, settings.placement, has_optimizer=optimizer is not None)
+        check_placement(settings, settings.placement)
     return settings
 
 
-def check_placement(settings: Settings, placement: Placement, *, has_optimizer: bool) -> None:
+def check_placement(settings: Settings, placement: Placement) -> None:
     """Refuse what cannot be honoured, before anything is looked at."""
     if Tier.DISK in placement.shares(Kind.GRADIENTS):
         raise NotSupportedError(
             f"Placement(gradients={placement.gradients!r}): gradients are written and read once a step, and rest on "
             "the device or the host; use 'host'"
         )
-    if not has_optimizer and set(placement.shares(Kind.OPTIMIZER_STATES)) != {Tier.DEVICE}:
+    if not settings.has_optimizer and set(placement.shares(Kind.OPTIMIZER_STATES)) != {Tier.DEVICE}:
         raise PrepareError(
             f"Placement(optimizer_states={placement.optimizer_states!r}) needs the optimizer, to know what it keeps: "
             "pass it to prepare"
@@ -119,6 +120,7 @@ def rules_for(settings: Settings, world: World, blueprints: Sequence[Blueprint])
         homes=None if settings.plan is None else homes_of(settings.plan, blueprints),
         reduces_all=settings.precision.compute is None,
         num_replicas=world.num_replicas,
+        has_optimizer=settings.has_optimizer,
     )
 
 
