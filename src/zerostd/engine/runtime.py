@@ -13,7 +13,7 @@ from torch import nn
 
 from zerostd.communication import Wires, World
 from zerostd.communication.peers import STEP
-from zerostd.compat import no_torch_function
+from zerostd.compat import no_torch_function, runs_in_ddp
 from zerostd.engine.agreeing import StepAgreement
 from zerostd.engine.settings import Settings
 from zerostd.errors import MisuseError
@@ -195,6 +195,11 @@ class Runtime:
     def _before_forward(self, model: nn.Module) -> None:
         """Whoever looks after the plan comes first. Then DDP's rule for buffers: after a forward that may have changed
         them, all ranks take rank 0's."""
+        if runs_in_ddp(model):
+            raise MisuseError(
+                "the prepared model runs inside DistributedDataParallel, which would reduce gradients a second time: "
+                "delete the line that wraps it, and write model where the script says model.module"
+            )
         if self.optimizer is not None and self.gradients.locked is not None:
             self.optimizer.check_consistent("a forward")
         self.access.forget()
