@@ -261,7 +261,13 @@ class Runtime:
         if self.backward.has_unsynced:
             raise MisuseError(
                 "optimizer.step() after backward passes under zerostd.no_sync that no later pass has reduced: run "
-                "the last backward pass of a step outside no_sync"
+                "the last backward pass of a step outside no_sync. With servers, prepare(accumulate=...) says how many "
+                "passes make a step"
+            )
+        if self.world.is_worker and any(flat.awaits_commit for group in self.groups for flat in group.trainable):
+            raise MisuseError(
+                "parameters were written to on a worker, and the servers' values would take their place: write them "
+                "before zerostd.prepare, or load a checkpoint"
             )
         num_gradients = 0
         with no_torch_function():

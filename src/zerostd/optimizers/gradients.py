@@ -105,8 +105,17 @@ class Gradients(StepObserver):
                 "max_grad_norm= to prepare to clip, or leave accumulate= out to keep gradients until step()"
             )
 
+    def check_here(self, call: str) -> None:
+        """Raise if `call` needs gradients or states that parameter servers hold."""
+        if self.wires.world.is_worker:
+            raise MisuseError(
+                f"{call} on a worker: reduced gradients and states are with the servers. Clip with "
+                "prepare(max_grad_norm=...), and use zerostd.save and zerostd.load"
+            )
+
     def total_norm(self, order: float = 2.0) -> torch.Tensor:
         """Return the norm of all gradients as one vector, with `factor`; fp32, on the device."""
+        self.check_here("the norm of gradients")
         self._wait()
         norms = [self._norm_of(flat, order) for flat in self._flats]
         stacked = torch.stack(norms) if norms else torch.zeros(1, device=self.wires.world.device)
@@ -159,6 +168,7 @@ class Gradients(StepObserver):
 
     def norm(self, handle: GradientHandle, order: float) -> torch.Tensor:
         """Return one parameter's norm. The first call computes all of them with one exchange."""
+        self.check_here("the norm of p.grad")
         self._wait()
         if (order, handle.of) not in self._norms:
             parts = torch.zeros(len(self._places), device=self.wires.world.device)
@@ -180,6 +190,7 @@ class Gradients(StepObserver):
 
     def change(self, handle: GradientHandle, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Change one parameter's gradient in place, element by element: here this rank's part of it."""
+        self.check_here("a change of p.grad")
         self._wait()
         self.check_unlocked("a change of p.grad")
         if func not in HOMOGENEOUS:
@@ -205,6 +216,7 @@ class Gradients(StepObserver):
 
     def read(self, handle: GradientHandle) -> torch.Tensor:
         """Return all of one parameter's gradient, as a copy. Every rank must ask."""
+        self.check_here("a use of p.grad")
         self._wait()
         self.check_unlocked("a use of p.grad")
         self._apply_factor()

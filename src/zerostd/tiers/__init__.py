@@ -7,6 +7,7 @@ host.py         pinned memory of exact size, and pages
 extents.py      space in scratch files, in pages that have checksums
 disk.py         threads that move bytes between extents and host memory
 allocator.py    tier tensors: their allocator, pools of blocks, and the way to the device
+store.py        users' own tensors, by name, in any tier
 debug.py        modes that make mistakes visible
 """
 
