@@ -13,9 +13,9 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 28_980  # 24,782 before meshes, averages, checksums, blame, turns, joins, servers and stores
-MOST_LINES_IN_CORE = 12_500  # 9,990 before those
-MOST_CLASSES = 252  # 225 before those
+MOST_LINES = 29_320  # 24,782 before meshes, averages, checksums, blame, turns, joins, retries, servers and stores
+MOST_LINES_IN_CORE = 12_830  # 9,990 before those
+MOST_CLASSES = 256  # 225 before those
 
 # Habits that give way.
 MOST_LATE_FUNCTIONS = 0  # functions that somebody else sets on an object later

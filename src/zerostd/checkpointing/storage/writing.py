@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 from msgspec.structs import replace
 
-from zerostd.checkpointing.storage.directory import PendingDirectory, keep_newest
+from zerostd.checkpointing.storage.directory import PendingDirectory, keep_newest, make_room
 from zerostd.checkpointing.storage.manifest import BLOCK, FileEntry, Manifest, TensorEntry, TensorPart
 from zerostd.checkpointing.storage.safetensors_files import DirectFileWriter, OutputTensor, write_file
 from zerostd.communication import Control
@@ -96,7 +96,7 @@ class Saving(PendingSave):
         retries: Retries,
     ) -> None:
         self.target = target
-        self._retries = retries
+        self._retries = retries.cleaning(partial(make_room, target.absolute(), keep))
         self.error: CheckpointError | None = None  # why it failed, if it did
         self.is_finished = False
         self._control = control
