@@ -103,7 +103,9 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.start_processes(rank_main, (port, args.servers, args.reduce), NUM_WORKERS + args.servers, start_method="fork")
+    mp.start_processes(
+        rank_main, (port, args.servers, args.reduce), NUM_WORKERS + args.servers, start_method="forkserver"
+    )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from zerostd.checkpointing.storage import latest as newest
 from zerostd.communication import World
 from zerostd.communication.world import Mesh
 from zerostd.engine.averaging import Average, AverageOptions, make_average
-from zerostd.engine.runtime import Runtime, owner_of, runtime_of
+from zerostd.engine.runtime import owner_of, runtime_of
 from zerostd.engine.settings import Settings
 from zerostd.errors import CheckpointError, MisuseError, PrepareError
 from zerostd.measuring.identity import device_for, device_of, parse_device
@@ -31,10 +31,10 @@ from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters.blueprints import MARK, check_model, find_blueprints
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage, Tier
-from zerostd.preparing.building import attach_optimizer, build
+from zerostd.preparing.building import build
 from zerostd.preparing.options import check_budget, check_settings
 from zerostd.preparing.proposing import plan_for
-from zerostd.replanning.adapting import adapt
+from zerostd.replanning.late import attach, attach_late
 from zerostd.serving.calls import full_state_of, load_model, release_any, save_model
 from zerostd.serving.server import begin_role
 from zerostd.tiers import Done
@@ -67,7 +67,7 @@ def prepare(
         accumulate: Backward passes in a step, if known. With 1, gradients are kept in the reduce dtype, else as fp32
             sums, and updates off the device begin inside the last backward. None: observed; they begin at step().
         max_grad_norm: Clip gradients to this global norm in every step.
-        budget: How much of each tier may be used, and where the disk is; a size such as '24GiB' limits the device.
+        budget: How much of each tier may be used, from the first step on, and where the disk is; '24GiB' of the device.
         plan: A plan from `zerostd.plan`, or the path of a saved one. It replaces stage and placement.
         groups: Globs of module names whose parameters travel together, such as ['blocks.*'].
         mesh: A process group or DeviceMesh of the ranks that train it; of (replicate, shard) a row is a replica.
@@ -97,15 +97,9 @@ def prepare(
     runtime = build(model, optimizer, check_settings(settings, model, optimizer))
     object.__setattr__(model, MARK, runtime)
     if optimizer is None:
-        runtime.late_optimizer = LateOptimizer(functools.partial(_attach, runtime), runtime.gradients)
+        runtime.late_optimizer = LateOptimizer(functools.partial(attach_late, runtime), runtime.gradients)
         return model, None
-    return model, begin_role(runtime, _attach(runtime, optimizer))
-
-
-def _attach(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
-    optimizer = attach_optimizer(runtime, inner)
-    adapt(runtime)
-    return optimizer
+    return model, begin_role(runtime, attach(runtime, optimizer))
 
 
 def plan(
@@ -220,7 +214,7 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     inside = set(module.parameters())
     groups = [g for g in runtime.groups if any(p in inside for flat in g.flats for p in flat.parameters)]
     if write:
-        runtime.gradients.check_here("zerostd.gathered(write=True)")
+        runtime.world.check_here("zerostd.gathered(write=True)")
         runtime.finish_updates()  # masters must be home before they are changed
     with runtime.access.held(groups, write=write):
         yield module
@@ -316,7 +310,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
     prepared = _prepared(optimizer, "load")
     source = path_of(path, "path", CheckpointError)
     if is_model(source):
-        runtime.gradients.check_here("zerostd.load() of an ordinary model")
+        runtime.world.check_here("zerostd.load() of an ordinary model")
         return import_model(runtime, prepared, source)
     return load_model(runtime, prepared, source)
 

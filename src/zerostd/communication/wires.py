@@ -77,14 +77,14 @@ class Wires:
         self.world = world
         self.ledger = ledger
         self.sums = sums  # gradients of ranks are added up, not averaged
-        self.is_alone = world.size == 1  # nothing is to be sent
+        self.is_alone = world.is_alone  # no gradient is to be sent
         self._entry = entry  # of the ledger, for the bytes of gradients
         self.in_backward = False  # gathers are those of a backward pass
         self._num_threads = thread_budget(world.local_size)
         self._receive = torch.empty(0, dtype=torch.uint8, device=world.device)
         self._receiving: Collective | None = None  # the last one that uses the receive buffer; without streams
         self._largest_slice = 0  # bytes of the largest gradient that is received
-        has_streams = world.device.type != "cpu" and world.size > 1
+        has_streams = world.device.type != "cpu" and not world.is_alone
         # See [Note: streams]. Compute waits for gathers, so they come first.
         self._gathers = torch.Stream(world.device, priority=-1) if has_streams else None
         self._reduces = torch.Stream(world.device) if has_streams else None

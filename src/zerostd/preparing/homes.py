@@ -204,9 +204,15 @@ def _lay_out(blueprint: Blueprint, rules: Rules) -> list[FlatPlan]:
 def _make_plan(members: Sequence[Member], dtype: torch.dtype, rules: Rules) -> FlatPlan:
     """Return one flat of these members, without homes."""
     by_name = {member.name: member for member in members}
-    shapes = [(name, tuple(member.parameter.shape)) for name, member in by_name.items()]
+    shapes = [(name, member.shape) for name, member in by_name.items()]
     num_shards = rules.num_servers or rules.size
     layout = make_layout(shapes, num_shards, dtype.itemsize, num_replicas=rules.num_replicas)
+    specs = [by_name[interval.name].spec for interval in layout.intervals]
+    intervals = [
+        interval if spec is None else replace(interval, whole=spec.shape, origin=spec.box.offsets)
+        for interval, spec in zip(layout.intervals, specs, strict=True)
+    ]
+    layout = replace(layout, intervals=tuple(intervals))
     region = layout.shard(rules.rank) if rules.shards(Kind.OPTIMIZER_STATES) else slice(0, layout.numel)
     if rules.num_servers:
         region = slice(0, 0)
