@@ -40,6 +40,7 @@ from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
 from zerostd.reporting.recording import Recording, record
 from zerostd.reporting.tracking import track
+from zerostd.tiers.store import TierStore
 
 __version__ = "0.1.0"
 
@@ -59,6 +60,7 @@ __all__ = [
     "Recording",
     "Stage",
     "StorageError",
+    "TierStore",
     "ZerostdError",
     "apply_to_device",
     "averaged",

@@ -23,6 +23,7 @@ PUBLIC_NAMES = [
     "Recording",
     "Stage",
     "StorageError",
+    "TierStore",
     "ZerostdError",
     "apply_to_device",
     "averaged",

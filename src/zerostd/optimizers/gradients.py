@@ -133,6 +133,7 @@ class Gradients(StepObserver):
 
     def total_norm(self, order: float = 2.0) -> torch.Tensor:
         """Return the norm of all gradients as one vector, with `factor`; fp32, on the device."""
+        self.wires.world.check_here("the norm of gradients")
         self._wait()
         self.flush()
         norms = [norm for flat in self._flats for norm in self._counted_norms(flat, order)]
@@ -195,6 +196,7 @@ class Gradients(StepObserver):
 
     def norm(self, handle: GradientHandle, order: float) -> torch.Tensor:
         """Return one parameter's norm. The first call computes all of them with one exchange."""
+        self.wires.world.check_here("the norm of p.grad")
         if (order, handle.of) not in self._norms:
             self._wait()
             self.flush()
@@ -233,6 +235,7 @@ class Gradients(StepObserver):
 
     def change(self, handle: GradientHandle, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Change one parameter's gradient in place, element by element: here this rank's part of it."""
+        self.wires.world.check_here("a change of p.grad")
         if func is torch.ops.aten.mul_.Tensor and self._put_off(handle, args[0]):
             return
         self._wait()
@@ -296,6 +299,7 @@ class Gradients(StepObserver):
 
     def read(self, handle: GradientHandle) -> torch.Tensor:
         """Return all of one parameter's gradient, as a copy; of a DTensor this is one too. Every rank must ask."""
+        self.wires.world.check_here("a use of p.grad")
         self._wait()
         self.check_unlocked("a use of p.grad")
         self.flush()

@@ -21,7 +21,7 @@ from zerostd.communication import Wires
 from zerostd.monitoring.events import Span
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.flat import Flat
-from zerostd.tiers import Transfer, Uploader
+from zerostd.tiers import Done, Transfer, Uploader
 
 
 class GroupState(enum.Enum):
@@ -109,6 +109,8 @@ class Group:
     def _gather(self, flat: Flat, full: torch.Tensor, *, at_once: bool = False) -> Transfer:
         """Bring this rank's part of a flat to the device, and from there to all ranks."""
         world = self._wires.world
+        if world.is_worker:  # the servers have what trains
+            return Done() if flat.gradient is None else self._wires.gather(full)
         if world.num_shards == 1:
             return self._uploader.upload(flat.rest, full, self.name, at_once=at_once)
         mine = flat.rest.tensor if flat.is_sharded else full[flat.layout.shard(world.shard_rank)]

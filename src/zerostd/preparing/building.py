@@ -17,6 +17,7 @@ from torch import nn
 
 from zerostd.communication import Control, Wires, World
 from zerostd.communication.dtensors import local_values, mesh_of
+from zerostd.communication.servers import WorkerWires
 from zerostd.communication.wires import wires_to_peers
 from zerostd.engine.runtime import Resources, Runtime
 from zerostd.engine.settings import Settings
@@ -38,7 +39,7 @@ from zerostd.policy import Budget, Kind, Tier, limit_of, parse_bytes
 from zerostd.preparing.accounting import host_buffers, largest_on_disk
 from zerostd.preparing.groups import ValueOf, make_flat, make_masters
 from zerostd.preparing.homes import Demand, FlatPlan, demand, plan_flats
-from zerostd.preparing.options import check_world, num_threads, rules_for, ways_for
+from zerostd.preparing.options import check_world, for_role, num_threads, rules_for, ways_for
 from zerostd.preparing.proposing import decide, sizes_of
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.gathering import Gatherer
@@ -71,12 +72,15 @@ def build(
     for name, parameter in model.named_parameters() if has_values else ():
         if parameter.device.type == "meta" and not is_deferred(parameter):
             make_real(name, parameter, seed=0, device=device)  # raises: nobody knows its values
-    world = World.discover(device, settings.mesh, mesh_of(model.parameters()))
+    world = World.discover(device, settings.mesh, mesh_of(model.parameters()), settings.servers or 0)
     control = Control(world)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(world.close)
         lines = [*settings.describe(), *describe(model, optimizer, blueprints)]
         control.check_equal("models or options", lines)
+        if world.link is not None:
+            world.link.check_equal("models or options", lines)
+        settings = for_role(settings, world)
         settings = decide(settings, blueprints, control)
         check_world(settings, world)
         rules = rules_for(settings, world, blueprints)
@@ -94,9 +98,9 @@ def build(
     streams = Streams(device)
     uploader = Uploader(allocator, streams, largest_on_disk=largest_on_disk(plans))
     resources = Resources(allocator, streams, uploader, Staging(), Aside(allocator, streams), num_threads(world))
-    wires = Wires(world, ledger)
+    wires = WorkerWires(world, ledger) if world.is_worker else Wires(world, ledger, sums=settings.reduce == "sum")
     original_dtypes = {parameter: parameter.dtype for parameter in model.parameters()}
-    seed = control.collect(torch.initial_seed())[0]
+    seed = (control if world.link is None else world.link).collect(torch.initial_seed())[0]
     separate_counters(list(model.parameters()))
     value_of = _first_values(model, wires, seed) if has_values else _no_values
     groups = []
@@ -104,6 +108,9 @@ def build(
         flats = [make_flat(plan, resources, value_of) for plan in flat_plans]
         groups.append(Group(blueprint, index, flats, wires, uploader))
     _place_buffers(model, device, seed)
+    if isinstance(wires, WorkerWires):
+        flats = [flat for group in groups for flat in group.trainable]
+        wires.register([(flat.full, flat.gradient.whole) for flat in flats if flat.gradient is not None])
     gatherer = Gatherer(tuple(groups), wires, control)
     left = {Tier.HOST: _left_on_host(need, settings.budget, world), Tier.DISK: None}  # a disk knows its own limit
     copies = ActivationCopies(allocator, streams, left)
@@ -173,6 +180,8 @@ def _first_values(model: nn.Module, wires: Wires, seed: int) -> ValueOf:
             return make_real(member.name, member.parameter, seed=seeds[member.name], device=device)
         value: torch.Tensor = local_values(member.parameter.data).to(device)
         with wires.world.at(f"the broadcast of {member.name!r}"):
+            if wires.world.link is not None:
+                return wires.world.link.broadcast(value)
             wires.broadcast([value])
         return value
 

@@ -65,7 +65,7 @@ class Gatherer:
             self.gather(needed)
         for ahead in self._stream_ahead(group) if self._is_streaming else self._ahead(group, phase):
             # A rank by itself does not hold the host up for an update. Several start gathers in the same order.
-            if self.wires.world.size == 1 and not all(update.is_done() for update in ahead.updates):
+            if self.wires.is_alone and not all(update.is_done() for update in ahead.updates):
                 break
             self.start_gather(ahead, is_ahead=True)
 

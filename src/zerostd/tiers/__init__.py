@@ -9,6 +9,7 @@ extents.py      space in scratch files, in pages that have checksums
 disk.py         threads that move bytes between extents and host memory
 allocator.py    tier tensors: their allocator, pools of blocks, and the way to the device
 aside.py        device memory that is given to others for a while
+store.py        users' own tensors, by name, in any tier
 debug.py        modes that make mistakes visible
 """
 
