@@ -1,6 +1,6 @@
 """A parameter server: ten workers add up gradients, a server updates 1,000 parameters and hands them out.
 
-    python examples/parameter_server.py
+    torchrun --nproc-per-node 11 examples/parameter_server.py
     torchrun --nproc-per-node 13 examples/parameter_server.py --servers 3
 
 Each worker runs ten mini-batches, adds their gradients up and pushes the sum once. The server adds up what the workers
@@ -10,11 +10,9 @@ parameters are those of one process that sees all hundred mini-batches.
 
 import argparse
 import os
-import socket
 import sys
 
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 
 import zerostd
@@ -84,28 +82,15 @@ def train(servers: int, reduce: str) -> None:
         sys.exit(1)
 
 
-def rank_main(rank: int, port: int, servers: int, reduce: str) -> None:
-    size = NUM_WORKERS + servers
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    train(servers, reduce)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--reduce", choices=("sum", "mean"), default="sum")
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        train(args.servers, args.reduce)
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.start_processes(
-        rank_main, (port, args.servers, args.reduce), NUM_WORKERS + args.servers, start_method="forkserver"
-    )
+    if "RANK" not in os.environ:
+        parser.error(f"start it with torchrun --nproc-per-node {NUM_WORKERS + args.servers} {sys.argv[0]}")
+    torch.set_num_threads(1)
+    train(args.servers, args.reduce)
 
 
 if __name__ == "__main__":
