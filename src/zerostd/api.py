@@ -75,7 +75,7 @@ def prepare(
         plan: A plan from `zerostd.plan`, or the path of a saved one. It replaces stage and placement.
         groups: Globs of module names whose parameters travel together, such as ['blocks.*'].
         mesh: The ranks that train this model: a process group or a DeviceMesh. The ranks of a row shard the model;
-            with two dimensions (replicate, shard) every row holds a replica. None: all ranks. DTensors are sharded further.
+            with two dimensions (replicate, shard) every row holds a replica. None: all. DTensors are sharded further.
 
     Returns:
         The same module, and a torch.optim.Optimizer to use instead of the one passed (None if none was).
