@@ -195,6 +195,21 @@ def test_gathered_groups_are_few_at_any_depth(ranks):
     agree(ranks(2, gathered_at_once))
 
 
+def test_scratch_of_the_update_has_memory_in_a_step_alone():
+    model = seeded(lambda: Tower(64, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = zerostd.prepare(model, optimizer, precision="bf16", groups=["layers.*"])
+    before = zerostd.memory(model).now["device"]["buffers"]
+    largest = max(flat.layout.numel for group in groups_of(model) for flat in group.flats)
+    for step in range(2):
+        model(data(2, 64, number=step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert zerostd.memory(model).now["device"]["buffers"] == before
+    assert zerostd.memory(model).peak["device"]["buffers"] == before + 4 * largest
+    zerostd.release(model)
+
+
 def private_bytes() -> int:
     """Memory that is this process's alone, without what malloc keeps for later."""
     gc.collect()

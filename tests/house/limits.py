@@ -13,8 +13,8 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 32_440  # 24,782 before meshes, DTensors, averages, checksums, blame, turns, joins, retries, servers
-MOST_LINES_IN_CORE = 13_830  # 9,990 before those
+MOST_LINES = 32_447  # 24,782 before meshes, DTensors, averages, checksums, blame, turns, joins, retries, servers
+MOST_LINES_IN_CORE = 13_833  # 9,990 before those
 MOST_CLASSES = 275  # 225 before those
 
 # Habits that give way.

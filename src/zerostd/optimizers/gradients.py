@@ -157,8 +157,7 @@ class Gradients(StepObserver):
         return norms
 
     def _across_ranks(self, value: torch.Tensor, order: float) -> torch.Tensor:
-        """Return norms over all ranks, from sums of powers (or from the maximum) on this one. Where each rank holds
-        all gradients, nothing is exchanged, but with other splits."""
+        """Return norms over all ranks, from sums of powers (or from the maximum) on this one."""
         world = self.wires.world
         is_sharded = any(flat.gradient is not None and flat.gradient.numel < flat.layout.numel for flat in self._flats)
         if world.num_splits > 1 and not is_sharded:

@@ -155,7 +155,7 @@ class Updater:
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)  # keyed by the tensors of resident spans
         self._note_members()
         self.spans = {flat: self.make_spans(flat) for group in self.groups for flat in group.trainable}
-        # As long as the largest group's resident part: gradients as the update reads them
+        # As long as the largest group's resident part: gradients as the update reads them. It has memory in a step.
         self.scratch = torch.empty(0, dtype=torch.float32, device=device)
         self._num_counted = 0  # tensors with states that the ledger knows
         self._num_booked = 0  # bytes of states that the ledger knows
@@ -211,9 +211,15 @@ class Updater:
         ]
         gradients = [flat.gradient for flat in self.spans if flat.gradient is not None]
         num_bytes = self.buffer_bytes(resident, [(gradient.dtype, gradient.comes_up) for gradient in gradients])
-        self.ledger.leave(Kind.BUFFERS, self.scratch.nbytes)
+        self.give_back()
         self.scratch = self.scratch.new_empty(num_bytes // 4)
-        self.ledger.enter(Kind.BUFFERS, num_bytes)
+        self.scratch.untyped_storage().resize_(0)
+
+    def give_back(self) -> None:
+        """Give the memory of the scratch back after the last group: forward and backward need it."""
+        storage = self.scratch.untyped_storage()
+        self.ledger.leave(Kind.BUFFERS, storage.nbytes())
+        storage.resize_(0)
 
     @staticmethod
     def buffer_bytes(resident: Iterable[int], gradients: Iterable[tuple[torch.dtype, bool]]) -> int:
@@ -279,6 +285,7 @@ class Updater:
         resident = [span.tensor for spans in self.spans.values() for span in spans if span.tensor is not None]
         missing = [tensor for tensor in resident if tensor not in self.state]
         states = [torch.empty_like(tensor, dtype=dtype) for tensor in missing for dtype in self.states.values()]
+        states.append(torch.empty_like(self.scratch))
         del states
         self._has_memory = True
 
@@ -310,6 +317,10 @@ class Updater:
         assert flat.gradient is not None and span.tensor is not None
         gradient = flat.gradient.current[span.region]
         if gradient.dtype != span.tensor.dtype or gradient.device != span.tensor.device:
+            storage = self.scratch.untyped_storage()
+            if not storage.nbytes():
+                storage.resize_(self.scratch.nbytes)
+                self.ledger.enter(Kind.BUFFERS, self.scratch.nbytes)
             gradient = self.scratch[used : used + span.numel]
             flat.gradient.copy_to(gradient, span.region)
             used += span.numel
