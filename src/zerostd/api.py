@@ -70,7 +70,7 @@ def prepare(
         accumulate: Backward passes in a step, if known. With 1, gradients are kept in the reduce dtype, else as fp32
             sums, and updates off the device begin inside the last backward. None: observed; they begin at step().
         max_grad_norm: Clip gradients to this global norm in every step.
-        budget: Most of each tier from the first step on, and where the disk is; a size such as '24GiB' limits the device.
+        budget: Most of each tier from the first step on, and where the disk is; a size like '24GiB' limits the device.
         plan: A plan from `zerostd.plan`, or the path of a saved one. It replaces stage and placement.
         groups: Globs of module names whose parameters travel together, such as ['blocks.*'].
         mesh: The ranks that train this model: a process group or a DeviceMesh. The ranks of a row shard the model;
