@@ -401,6 +401,20 @@ def test_a_dispatch_mode_is_below_autograd():
     assert seen and all(seen)
 
 
+def test_the_forward_of_ddp_is_noticed_by_what_it_wraps(tmp_path):
+    inner = nn.Linear(2, 2)
+    other = nn.Linear(2, 2)
+    seen = []
+    inner.register_forward_pre_hook(lambda *_: seen.append((compat.runs_in_ddp(inner), compat.runs_in_ddp(other))))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        nn.parallel.DistributedDataParallel(nn.Sequential(inner))(torch.ones(1, 2))
+    finally:
+        dist.destroy_process_group()
+    inner(torch.ones(1, 2))
+    assert seen == [(True, False), (False, False)]
+
+
 def test_a_dtensor_has_local_values_at_offsets(ranks):
     assert ranks(2, _dtensor) == [((0, 0), 4.0), ((0, 2), 0.0)]
 

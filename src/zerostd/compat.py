@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -30,6 +31,12 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Return whether this thread runs inside a backward pass (recomputed forwards run there too)."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def runs_in_ddp(module: torch.nn.Module) -> bool:
+    """Return whether the forward of a DistributedDataParallel around this module is running."""
+    wrapper = DistributedDataParallel._active_ddp_module
+    return wrapper is not None and any(inner is module for inner in wrapper.modules())
 
 
 def python_thread() -> threading.Thread | None:

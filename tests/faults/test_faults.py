@@ -107,7 +107,7 @@ def test_the_judge_asks_for_an_end_of_the_connection_for_the_file_and_for_the_ow
 
     lost = End(1, "CommunicationError", "", [])
     assert not problems(reset, "rank 1 waits in the gather", lost)
-    assert not problems(reset, "all ranks wait in it, so the network between them has failed", lost)
+    assert not problems(reset, "all ranks are there, so the network between them has failed", lost)
     assert problems(reset, "rank 2 is gone", lost)
     cut = replace(SAMPLE[0], kind="file cut")
     assert not problems(cut, "rank 1 is gone", End(1, "StorageError", "", []))

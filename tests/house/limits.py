@@ -13,9 +13,9 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 30_464  # 24,782 before meshes, DTensors, averages, checksums, blame, turns of threads, joins, retries
-MOST_LINES_IN_CORE = 12_928  # 9,990 before those
-MOST_CLASSES = 261  # 225 before those
+MOST_LINES = 32_440  # 24,782 before meshes, DTensors, averages, checksums, blame, turns, joins, retries, servers
+MOST_LINES_IN_CORE = 13_830  # 9,990 before those
+MOST_CLASSES = 275  # 225 before those
 
 # Habits that give way.
 MOST_LATE_FUNCTIONS = 0  # functions that somebody else sets on an object later

@@ -12,12 +12,13 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from zerostd.checkpointing.loading import load_in_two_phases
 from zerostd.checkpointing.model_parts import buffers_of, flats_of, kept_values, named_tensors, parameters_of
@@ -43,6 +44,7 @@ MOST_INDEX = 256 << 20
 MAPPED = 16 << 20  # bytes of a mapped file that may stay in memory
 
 TensorReader: TypeAlias = "SafetensorsReader | StateDictReader"
+ModelTensor = tuple[torch.Tensor, str, tuple[int, ...], torch.dtype]  # with its name, shape and dtype as it is kept
 
 log = logging.getLogger("zerostd")
 
@@ -59,7 +61,7 @@ def import_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) 
                 "zerostd.load. Its masters take the new values, and its states begin with training"
             )
         readers.update(open_model(path, files))
-        return _match_names(runtime, readers)
+        return _match_names(runtime.model, _model_tensors(runtime), readers)
 
     sources = load_in_two_phases(runtime, optimizer, check, lambda sources: _apply(runtime, readers, sources))
     if runtime.world.rank == 0:
@@ -73,7 +75,7 @@ def import_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) 
         log.info("%d tensors loaded from %s: %s", len(sources), path, "; ".join(how) or "nothing was converted")
 
 
-def _model_tensors(runtime: Runtime) -> Iterator[tuple[torch.Tensor, str, tuple[int, ...], torch.dtype]]:
+def _model_tensors(runtime: Runtime) -> Iterator[ModelTensor]:
     """Yield every parameter and persistent buffer with its name, its shape and the dtype in which it is kept."""
     for flat, parameter, interval in parameters_of(runtime):
         kept = flat.state_shards[0].master if flat.state_shards else flat.rest
@@ -82,16 +84,26 @@ def _model_tensors(runtime: Runtime) -> Iterator[tuple[torch.Tensor, str, tuple[
         yield buffer, name, tuple(buffer.shape), buffer.dtype
 
 
-def _match_names(runtime: Runtime, readers: Mapping[str, TensorReader]) -> dict[str, str]:
+def check_files(model: nn.Module, path: Path) -> None:
+    """Raise CheckpointError if ordinary files do not have what a model needs, which is not prepared yet."""
+    named = [*model.named_parameters(), *buffers_of(model).items()]
+    with ExitStack() as files:
+        readers = open_model(path, files)
+        _match_names(model, [(t, name, tuple(t.shape), t.dtype) for name, t in named], readers)
+
+
+def _match_names(
+    model: nn.Module, tensors: Iterable[ModelTensor], readers: Mapping[str, TensorReader]
+) -> dict[str, str]:
     """Return the name in the files of every tensor with elements, by its name in the model; raise if any is amiss."""
     aliases: dict[torch.Tensor, list[str]] = {}
-    for name, tensor, _ in named_tensors(runtime.model):
+    for name, tensor, _ in named_tensors(model):
         aliases.setdefault(tensor, []).append(name)
     known = {name for names in aliases.values() for name in names}
     missing: list[str] = []
     unlike: list[str] = []
     sources: dict[str, str] = {}
-    for tensor, model_name, shape, dtype in _model_tensors(runtime):
+    for tensor, model_name, shape, dtype in tensors:
         names = aliases[tensor]
         present = [name for name in names if name in readers]
         if not present and 0 not in shape:

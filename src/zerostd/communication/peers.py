@@ -42,6 +42,8 @@ ABORT_S = 5.0  # that a failure waits for the abort of process groups; it goes o
 WATCH_S = 0.5  # between two looks at what is queued on the device
 HELD_S = 1.0  # a rank whose device has waited so long for a collective waits itself
 DOUBT_S = 5.0  # a collective that takes longer may wait for a rank that is gone: the next one is asked
+BROKEN = ("connection closed", "connection reset", "broken pipe")  # in the words of gloo and of the system
+NETWORK = "all ranks are there, so the network between them has failed"
 GONE = "is gone"  # begins what is said of a rank whose process has ended
 BACKWARD = "backward"  # calls that are counted
 STEP = "optimizer.step()"
@@ -176,16 +178,22 @@ class Peers:
         is_late = any(word in cause.lower() for word in ("timed out", "timeout"))
         limit = f" (time limit {self.timeout_s:g} s)" if is_late else ""
         verb = f"{'gave up waiting' if is_late else 'failed'} in {here.where}{limit}"
-        self.place.verdict = self._blame(self._ask_all(), here)
+        is_broken = any(word in cause.lower() for word in BROKEN)
+        verdict = self._blame(self._ask_all(), here, is_broken=is_broken)
+        if is_broken and verdict == NETWORK:  # a rank that gave up closes its connections before it knows why
+            time.sleep(HEARTBEAT_S)
+            verdict = self._blame(self._ask_all(), here, is_broken=True)
+        self.place.verdict = verdict
         self._tell_all()
         return (
             f"rank {self.ranks[self.place.rank]} {verb}, {self.place.counts}: {self.place.verdict}. Every rank must "
             f"make the same calls in the same order. Cause: {cause}"
         )
 
-    def _blame(self, answers: dict[int, Place | str], here: Place) -> str:
+    def _blame(self, answers: dict[int, Place | str], here: Place, *, is_broken: bool) -> str:
         """Return who is to blame: ranks that are gone, else those that do not wait, else those that wait elsewhere and
-        the first that raised, with its verdict. Those that raised later did so because of others."""
+        the first that raised, with its verdict. Those that raised later did so because of others. No rank that is there
+        has broken a connection, wherever it is."""
         heard = sorted(self._seen.items(), key=lambda item: item[1][0])  # the first verdict is nearest to the cause
         verdicts = {rank: place for rank, (_, place) in heard if place.verdict}
         missing: list[str] = []
@@ -198,6 +206,8 @@ class Peers:
                 end = self._seen[rank][1].end if rank in self._seen else ""
                 reason = f"{GONE}: {end}" if end else answer
                 missing.append(f"rank {self.ranks[rank]} {reason}. {self._last_seen(rank)}")
+            elif is_broken:
+                continue
             elif not answer.is_waiting:
                 running.append(f"rank {self.ranks[rank]} {answer.describe()}")
             elif not answer.is_beside(here):
@@ -209,7 +219,7 @@ class Peers:
                 f"rank {self.ranks[first]} failed before. It {place.describe()}, and said: {place.verdict}"
             )
         culprits = missing or running or elsewhere
-        return "; ".join(culprits) or "all ranks wait in it, so the network between them has failed"
+        return "; ".join(culprits) or NETWORK
 
     def _last_seen(self, rank: int) -> str:
         """Return where a rank that does not answer was, as far as somebody knows."""

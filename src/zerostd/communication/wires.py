@@ -1,4 +1,4 @@
-"""The bulk collectives: gather a flat buffer from its slices, reduce one to the mean of its slices.
+"""The bulk collectives: gather a flat buffer from its slices, reduce one to the mean, or the sum, of its slices.
 
 In come flat buffers as long as the layout says and this rank's slice of them; out comes a `Transfer`. Nothing is
 copied in or out. Two wirings of the same verbs: gloo for the CPU, nccl for devices with streams. Every byte this rank
@@ -73,9 +73,11 @@ class Collective(Transfer):
 class Wires:
     """The collectives of one prepared model. In a world of one they return at once."""
 
-    def __init__(self, world: World, ledger: Ledger, entry: str = "reduce") -> None:
+    def __init__(self, world: World, ledger: Ledger, entry: str = "reduce", *, sums: bool = False) -> None:
         self.world = world
         self.ledger = ledger
+        self.sums = sums  # gradients of ranks are added up, not averaged
+        self.is_alone = world.is_alone  # no gradient is to be sent
         self._entry = entry  # of the ledger, for the bytes of gradients
         self.in_backward = False  # gathers are those of a backward pass
         self._num_threads = thread_budget(world.local_size)
@@ -88,12 +90,16 @@ class Wires:
         self._reduces = torch.Stream(world.device) if has_streams else None
         replicas = None if world.channels is None else world.channels.replicas
         # See [Note: replicas].
-        self._across = None if replicas is None else Wires(world.inside(replicas), ledger, REPLICAS)
+        self._across = None if replicas is None else Wires(world.inside(replicas), ledger, REPLICAS, sums=sums)
 
     @property
     def _channels(self) -> Channels:
         assert self.world.channels is not None
         return self.world.channels
+
+    @property
+    def _operation(self) -> dist.ReduceOp.RedOpType:
+        return dist.ReduceOp.SUM if self.sums else dist.ReduceOp.AVG
 
     @property
     def _gathering(self) -> dist.ProcessGroup:
@@ -171,7 +177,7 @@ class Wires:
         if self._across is None:
             self.ledger.sent[self._entry] += mine.nbytes * (self.world.num_shards - 1)
             group = self._channels.reduce
-            return self._on_stream(self._reduces, group, lambda: dist.all_reduce(full, dist.ReduceOp.AVG, group=group))
+            return self._on_stream(self._reduces, group, lambda: dist.all_reduce(full, self._operation, group=group))
 
         def run() -> None:
             self._reduce_slice(full, mine)
@@ -185,17 +191,18 @@ class Wires:
     def _reduce_slice(self, full: torch.Tensor, mine: torch.Tensor) -> None:
         """Write the mean of my slice to `mine`, which may be that slice of `full`, on the current stream."""
         self.ledger.sent[self._entry] += mine.nbytes * (self.world.num_shards - 1)
-        dist.reduce_scatter_tensor(mine, full, op=dist.ReduceOp.AVG, group=self._channels.reduce)
+        dist.reduce_scatter_tensor(mine, full, op=self._operation, group=self._channels.reduce)
         if self._across is not None:
             num_replicas = self.world.num_replicas
             self.ledger.sent[REPLICAS] += 2 * mine.nbytes * (num_replicas - 1) // num_replicas
-            dist.all_reduce(mine, dist.ReduceOp.AVG, group=self._channels.replicas)
+            dist.all_reduce(mine, self._operation, group=self._channels.replicas)
 
     def _collect(
         self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False, then: Start | None = None
     ) -> Transfer:
         """Sum everyone's version of my slice, by gloo, and start what comes `then`; see [Note: gloo]."""
         size = self.world.num_shards
+        factor = 1.0 if self.sums else 1.0 / size
         if self._receiving is not None:
             self._receiving.land()
         self.ledger.sent[self._entry] += full.nbytes // size * (size - 1)
@@ -207,10 +214,10 @@ class Wires:
 
         def finish() -> Transfer | None:
             if self._across is None:
-                sum_slices(received, size, 1.0 / size, land, accumulate=accumulate, num_threads=self._num_threads)
+                sum_slices(received, size, factor, land, accumulate=accumulate, num_threads=self._num_threads)
                 return None if then is None else then()
             mine = self._receive[full.nbytes :][: full.nbytes // size].view(full.dtype)
-            sum_slices(received, size, 1.0 / size, mine, num_threads=self._num_threads)
+            sum_slices(received, size, factor, mine, num_threads=self._num_threads)
             averaged = self._across.reduce_everywhere(mine)
 
             def finish_average() -> Transfer | None:

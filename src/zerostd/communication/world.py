@@ -4,6 +4,8 @@ Three cases on one path: torchrun (or anything that sets its variables) with or 
 and no launcher at all, which is a world of one without a process group. Each prepared model makes its own channels, so
 several of them in one process never mix their messages.
 
+With parameter servers, ranks have one of two roles, and those of one role are a world: see link.py.
+
 A mesh of two dimensions (replicate, shard) is hybrid sharding: the ranks of a row share the model state, every row
 holds a replica of it, and the ranks of a column hold the same shard. Without it there is one row. Where parameters are
 DTensors over another mesh, there are such rows for each of its coordinates: splits (dtensors.py).
@@ -25,9 +27,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerostd.communication.dtensors import Rows, find_splits
+from zerostd.communication.link import ServerLink
 from zerostd.communication.peers import Peers
 from zerostd.compat import default_store, named_group
-from zerostd.errors import CommunicationError, PrepareError
+from zerostd.errors import CommunicationError, MisuseError, PrepareError
 from zerostd.policy import MOST_RANKS
 
 Mesh = DeviceMesh | dist.ProcessGroup | None  # the ranks that train a model; None: all of them
@@ -80,6 +83,20 @@ class World:
     channels: Channels | None  # None in a world of one
     num_replicas: int = 1  # of the model state, one in each row of a mesh
     num_splits: int = 1  # that DTensors divide the model into
+    link: ServerLink | None = None  # between workers and servers, if there are any
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether servers hold the masters and states that belong to this rank's model."""
+        return self.link is not None and not self.link.is_server
+
+    def check_here(self, call: str) -> None:
+        """Raise if `call` needs gradients or states that parameter servers hold."""
+        if self.is_worker:
+            raise MisuseError(
+                f"{call} on a worker: reduced gradients and states are with the servers. Clip with "
+                "prepare(max_grad_norm=...), and use zerostd.save and zerostd.load"
+            )
 
     @property
     def num_shards(self) -> int:
@@ -112,9 +129,11 @@ class World:
         return self.num_shards * self.num_replicas == 1
 
     @classmethod
-    def discover(cls, device: torch.device, mesh: Mesh = None, beside: DeviceMesh | None = None) -> World:
+    def discover(
+        cls, device: torch.device, mesh: Mesh = None, beside: DeviceMesh | None = None, num_servers: int = 0
+    ) -> World:
         """Join the ranks that the launcher started, or those of a mesh; or be a world of one. `beside` is the mesh of
-        parameters that are DTensors."""
+        parameters that are DTensors. The last `num_servers` ranks are a world of their own."""
         timeout_s = _timeout_s()
         limit = timedelta(seconds=timeout_s)
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) != 1:
@@ -122,19 +141,34 @@ class World:
                 _join(device, limit)
         rows = _rows(mesh, device)
         splits = find_splits(rows, beside)
-        ranks = [rank for split in splits for row in split for rank in row]
-        if len(ranks) == 1:
+        everyone = [rank for split in splits for row in split for rank in row]
+        if 0 < len(everyone) <= num_servers:
+            raise PrepareError(
+                f"servers={num_servers} of {len(everyone)} rank(s) leaves none to train: start more ranks, or use "
+                "fewer servers"
+            )
+        if len(everyone) == 1:
             return cls(0, 1, 1, device, timeout_s, None)
+        here = everyone.index(dist.get_rank())
+        num_workers = len(everyone) - num_servers
+        if num_servers:
+            rows = [everyone[:num_workers] if here < num_workers else everyone[num_workers:]]
+            splits = [rows]
+        ranks = [rank for split in splits for row in split for rank in row]
         size = len(ranks)
         local_size = min(size, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
-        rank = ranks.index(dist.get_rank())
-        peers = Peers(_store_of(ranks), rank, ranks, timeout_s)
+        peers = Peers(_store_of(everyone), here, everyone, timeout_s)
+        channels = link = None
         with contextlib.ExitStack() as on_failure, _environment(WATCHDOG):
             on_failure.callback(peers.close)
             with peers.at("the making of its process groups"), peers.waiting():
-                channels = _make_channels(splits, dist.get_default_backend_for_device(device), limit, peers)
+                if size > 1:
+                    channels = _make_channels(splits, dist.get_default_backend_for_device(device), limit, peers)
+                if num_servers:
+                    link = ServerLink(_new_group(everyone, "gloo", limit), peers, here, num_workers, num_servers)
             on_failure.pop_all()
-        return cls(rank, size, local_size, device, timeout_s, channels, len(rows), len(splits))
+        rank = ranks.index(dist.get_rank())
+        return cls(rank, size, local_size, device, timeout_s, channels, len(rows), len(splits), link)
 
     @classmethod
     def pretend(cls, device: torch.device, size: int | None, local_size: int | None) -> World:
@@ -162,19 +196,27 @@ class World:
 
     def enter(self, call: str) -> None:
         """Note the call that this rank makes now, for errors on other ranks. Backward passes and steps are counted."""
-        if self.channels is not None:
-            self.channels.peers.enter(call)
+        if self._peers is not None:
+            self._peers.enter(call)
 
     def at(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Return a context for a collective; errors inside name it, and so do those of ranks that wait for this one."""
-        return contextlib.nullcontext() if self.channels is None else self.channels.peers.at(what)
+        return contextlib.nullcontext() if self._peers is None else self._peers.at(what)
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for calls of torch.distributed. What they raise becomes a CommunicationError that says who
         is to blame."""
-        assert self.channels is not None
+        assert self._peers is not None
+        if self.channels is None:
+            return self._peers.waiting()
         groups = (self.channels.gather, self.channels.reduce, self.channels.replicas)  # with kernels, on a device
-        return self.channels.peers.waiting(*(group for group in groups if group is not None))
+        return self._peers.waiting(*(group for group in groups if group is not None))
+
+    @property
+    def _peers(self) -> Peers | None:
+        if self.channels is not None:
+            return self.channels.peers
+        return None if self.link is None else self.link.peers
 
     def checkpoint_group(self) -> dist.ProcessGroup | None:
         """Return a group for checkpoints that threads write beside training and the user's own collectives; None in a
@@ -189,6 +231,8 @@ class World:
     def close(self) -> None:
         """Close the channels, if they are still open; the user's own process group stays. They are dropped, for the
         model may stay after its release, and gloo ends its threads with the last reference to a group."""
+        if self.link is not None:
+            self.link.close()
         if self.channels is None:
             return
         self.channels.peers.close()

@@ -311,6 +311,7 @@ class Average(StepObserver):
 
 def make_average(runtime: Runtime, options: AverageOptions) -> Average:
     """Return an average of a model, or raise PrepareError on all ranks. All ranks call it."""
+    runtime.world.check_here("zerostd.averaged()")
     control = runtime.gatherer.control
     control.check_equal("options of zerostd.averaged", options.describe())
     average = Average(runtime, options)

@@ -14,7 +14,7 @@ from torch import nn
 
 from zerostd.communication import Wires, World
 from zerostd.communication.peers import STEP
-from zerostd.compat import no_torch_function
+from zerostd.compat import no_torch_function, runs_in_ddp
 from zerostd.engine.agreeing import StepAgreement
 from zerostd.engine.settings import Settings
 from zerostd.errors import MisuseError
@@ -37,7 +37,7 @@ from zerostd.scheduling.hooks import Hooks
 from zerostd.scheduling.reducing import Reducer, TrainedParameter
 from zerostd.scheduling.tensors import tensors_in
 from zerostd.scheduling.turns import Turn
-from zerostd.tiers import Streams, TierAllocator, Uploader
+from zerostd.tiers import Aside, Streams, TierAllocator, Uploader
 
 Casts = tuple[torch.dtype, torch.dtype] | None
 OnTensor = Callable[[torch.Tensor], torch.Tensor]
@@ -51,6 +51,7 @@ class Resources:
     streams: Streams  # queues of work on the device
     uploader: Uploader  # brings parameters that rest elsewhere to the device
     staging: Staging  # buffers on the device for gradients that rest on the host
+    aside: Aside  # where everything goes while the model sleeps
     num_threads: int  # for updates on the CPU
 
 
@@ -194,6 +195,11 @@ class Runtime:
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         """Whoever looks after the plan comes first. Then DDP's rule for buffers: after a forward that may have changed
         them, all ranks take rank 0's."""
+        if runs_in_ddp(model):
+            raise MisuseError(
+                "the prepared model runs inside DistributedDataParallel, which would reduce gradients a second time: "
+                "delete the line that wraps it, and write model where the script says model.module"
+            )
         if self.optimizer is not None and self.gradients.locked is not None:
             self.optimizer.check_consistent("a forward")
         self.access.forget()
@@ -256,7 +262,13 @@ class Runtime:
         if self.backward.has_unsynced:
             raise MisuseError(
                 "optimizer.step() after backward passes under zerostd.no_sync that no later pass has reduced: run "
-                "the last backward pass of a step outside no_sync"
+                "the last backward pass of a step outside no_sync. With servers, prepare(accumulate=...) says how many "
+                "passes make a step"
+            )
+        if self.world.is_worker and any(flat.awaits_commit for group in self.groups for flat in group.trainable):
+            raise MisuseError(
+                "parameters were written to on a worker, and the servers' values would take their place: write them "
+                "before zerostd.prepare, or load a checkpoint"
             )
         num_gradients = 0
         with no_torch_function():
@@ -293,6 +305,8 @@ def runtime_of(model: nn.Module, call: str) -> Runtime:
 def _entered(runtime: Runtime, call: str) -> Runtime:
     """Return the runtime, which the user calls in the process that made it."""
     runtime.turn.check_process()
+    if call not in ("memory", "sleep", "wake"):
+        runtime.turn.check_awake()
     runtime.world.enter(f"zerostd.{call}()")
     return runtime
 

@@ -6,10 +6,11 @@ what does not fit or cannot run nothing is known, and counts have to do.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,6 +84,19 @@ def profile_model(
     )
     probed = _probe(model, blueprints, checked, batch) if probe else None
     return profile if probed is None else _as_timed(profile, probed)
+
+
+@contextlib.contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """A context in which nothing of a model trains: a forward keeps nothing for backward."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 def _num_samples(batch: Any) -> int:
@@ -290,7 +304,8 @@ def _pass(model: nn.Module, batch: Any, device: torch.device, clock: GroupClock)
     output = call(model, batch)
     between = Timestamp(device)
     ends = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+    if ends:  # else nothing trains
+        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
     ended = Timestamp(device)
     del output, ends
     finish(device)

@@ -95,6 +95,7 @@ class Gradients(StepObserver):
         self.factor: torch.Tensor | float = 1.0  # still to be multiplied in: clipping, unscaling
         self.clip_norm: float | None = None  # of the step that comes; None: not clipped
         self.locked: str | None = None  # why gradients cannot be changed any more: an update is using them
+        self.refusal: str | None = None  # why nothing can be read or changed: the model sleeps
         self._are_dropped = False  # by zero_grad, all of them
         self._wait = wait  # until all gradients have landed, before they are read
         self._groups = {flat: group for group in groups for flat in group.flats}
@@ -121,7 +122,9 @@ class Gradients(StepObserver):
         self._whole = None
 
     def check_unlocked(self, call: str) -> None:
-        """Raise if `call` would change gradients that an update is using already."""
+        """Raise if `call` would change gradients that an update is using already, or the model sleeps."""
+        if self.refusal is not None:
+            raise MisuseError(f"{call}: {self.refusal}")
         if self.locked is not None:
             raise MisuseError(
                 f"{call} between backward and optimizer.step(), but {self.locked}: call step() first, pass "
@@ -130,6 +133,7 @@ class Gradients(StepObserver):
 
     def total_norm(self, order: float = 2.0) -> torch.Tensor:
         """Return the norm of all gradients as one vector, with `factor`; fp32, on the device."""
+        self.wires.world.check_here("the norm of gradients")
         self._wait()
         self.flush()
         norms = [norm for flat in self._flats for norm in self._counted_norms(flat, order)]
@@ -192,6 +196,7 @@ class Gradients(StepObserver):
 
     def norm(self, handle: GradientHandle, order: float) -> torch.Tensor:
         """Return one parameter's norm. The first call computes all of them with one exchange."""
+        self.wires.world.check_here("the norm of p.grad")
         if (order, handle.of) not in self._norms:
             self._wait()
             self.flush()
@@ -230,6 +235,7 @@ class Gradients(StepObserver):
 
     def change(self, handle: GradientHandle, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Change one parameter's gradient in place, element by element: here this rank's part of it."""
+        self.wires.world.check_here("a change of p.grad")
         if func is torch.ops.aten.mul_.Tensor and self._put_off(handle, args[0]):
             return
         self._wait()
@@ -293,6 +299,7 @@ class Gradients(StepObserver):
 
     def read(self, handle: GradientHandle) -> torch.Tensor:
         """Return all of one parameter's gradient, as a copy; of a DTensor this is one too. Every rank must ask."""
+        self.wires.world.check_here("a use of p.grad")
         self._wait()
         self.check_unlocked("a use of p.grad")
         self.flush()

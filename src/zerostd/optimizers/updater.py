@@ -325,6 +325,16 @@ class Updater:
                 if key != "params" and not isinstance(value, torch.Tensor):
                     self.user_groups[index][key] = value
 
+    def resident_states(self) -> list[torch.Tensor]:
+        """Return the states on the device that are as long as their spans."""
+        states = [state for states in self.state.values() for state in states.values()]
+        return [s for s in states if isinstance(s, torch.Tensor) and s.dim() and s.device == self.scratch.device]
+
+    def scratch_memory(self) -> list[torch.Tensor]:
+        """Return working memory on the device; nothing may be under way."""
+        streamed = self.offload.updaters.get("streamed") if self.offload is not None else None
+        return [self.scratch, *(streamed.memories if isinstance(streamed, StreamedUpdater) else ())]
+
     def count_states(self) -> None:
         """After all groups: enter the memory of states that the inner optimizer made into the ledger. Cut spans share
         theirs."""

@@ -159,7 +159,8 @@ def _check_wrapper(model: nn.Module) -> None:
             where = f"submodule {name!r} of the model" if name else "the model"
             raise PrepareError(
                 f"{where} is wrapped in {wrapper}, which {WRAPPERS[wrapper]} as zerostd does: delete the line that "
-                f"wraps it and pass the plain module. zerostd.prepare replaces {wrapper}"
+                f"wraps it and pass the plain module, and write model for model.module. zerostd.prepare replaces "
+                f"{wrapper}"
             )
 
 
@@ -204,6 +205,11 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse optimizers that were built on something else than this model."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PrepareError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if type(optimizer).__module__.startswith("horovod."):
+        raise PrepareError(
+            "the optimizer is Horovod's DistributedOptimizer, which reduces gradients as zerostd does: pass the one "
+            "inside it; or keep the script and write import zerostd.horovod as hvd for import horovod.torch as hvd"
+        )
     known = set(model.parameters())
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):

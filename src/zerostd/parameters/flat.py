@@ -153,11 +153,12 @@ class Flat:
     # Filling, when the model is prepared or moved
 
     @torch.no_grad()
-    def adopt(self, index: int, value: torch.Tensor) -> None:
-        """Take a parameter's values, before rounding, and let the parameter's own memory go."""
+    def adopt(self, index: int, value: torch.Tensor | None) -> None:
+        """Take a parameter's values, before rounding, if they are known, and let the parameter's own memory go."""
         view = self._faces[index][0]
-        view.copy_(value)
-        self.set_master(index, value)
+        if value is not None:
+            view.copy_(value)
+            self.set_master(index, value)
         parameter = self.parameters[index]
         if parameter.device.type == "meta":  # torch lets no tensor change between meta and a real device in place
             real = torch.empty(0, dtype=self.full.dtype, device=self.full.device)  # own version: [Note: storage]
@@ -182,13 +183,14 @@ class Flat:
                 for part, here in shard.parts(pieces):
                     shard.master.write(here, value.reshape(-1)[part.start : part.stop])
 
-    def keep(self, rest: TierTensor | None, *, is_sharded: bool) -> None:
+    def keep(self, rest: TierTensor | None, *, is_sharded: bool, has_values: bool = True) -> None:
         """Keep what this rank needs of the values that were adopted: in `rest`, or in the gathered buffer itself."""
         self.is_sharded = is_sharded
         if rest is None:
             self.allocator.ledger.enter(Kind.PARAMETERS, self.full.nbytes)
         else:
-            rest.write(slice(0, rest.numel), self.own_part())
+            if has_values:
+                rest.write(slice(0, rest.numel), self.own_part())
             self.rest = rest
             self.allocator.ledger.enter(Kind.BUFFERS, self.full.nbytes)
         self.share_masters()

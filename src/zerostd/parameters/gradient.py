@@ -62,6 +62,12 @@ class Gradient:
         return any(tensor.untyped_storage().nbytes() == 0 for tensor in self._memories)
 
     @property
+    def memories(self) -> list[torch.Tensor]:
+        """All tensors on the device that it has."""
+        kept = self._memories if self.tier is Tier.DEVICE else []
+        return kept if self._unsynced is None else [*kept, self._unsynced]
+
+    @property
     def _memories(self) -> list[torch.Tensor]:
         """The tensors on the device that it rests in, one for each storage."""
         tensors = (self._rest if self.whole is None else self.whole, self._sum)

@@ -226,7 +226,7 @@ def limits_of(
         min(world_size, machine.ranks_per_node),
         is_host=machine.link is None,
         has_disk=machine.disk is not None,
-        knows_activations=knows_activations,
+        for_activations=0.0 if knows_activations else FOR_ACTIVATIONS,
     )
 
 

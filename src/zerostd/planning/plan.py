@@ -59,9 +59,15 @@ class Prediction:
     bytes: Mapping[Tier, Mapping[Kind, int]] = field(default_factory=dict)  # at their peak
     busy: Mapping[str, float] = field(default_factory=dict)  # seconds of work in a step, by resource
     prices: Mapping[Tier, float] = field(default_factory=dict)  # seconds a step is shorter for a byte of the next GiB
+    samples: int | None = None  # in a pass, of a model that is not updated: then a step is a pass
 
     def total(self, tier: Tier) -> int:
         return sum(self.bytes.get(tier, {}).values())
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples a second of a model that is not updated: tokens, where a pass makes one for each sequence."""
+        return self.samples / self.step_s if self.samples and self.step_s else None
 
     @property
     def bottleneck(self) -> str:
@@ -216,17 +222,23 @@ def _sentences(plan: Plan) -> list[str]:
     if predicted.step_s is not None and predicted.step_s > 0:
         busy = {**predicted.busy, "compute": predicted.compute_s or 0.0}
         first, *rest = sorted(busy, key=lambda name: -busy[name])
+        what = "step" if predicted.samples is None else "pass"
         lines.append(
-            f"A step takes {predicted.step_s:.3g} s. The bottleneck is {WORDS.get(first, first)}, busy "
+            f"A {what} takes {predicted.step_s:.3g} s. The bottleneck is {WORDS.get(first, first)}, busy "
             f"{busy[first] / predicted.step_s:.0%} of it"
             + (f"; next is {WORDS.get(rest[0], rest[0])} with {busy[rest[0]] / predicted.step_s:.0%}." if rest else ".")
         )
+        if predicted.samples_per_s is not None:
+            lines.append(
+                f"That is {predicted.samples_per_s:.3g} samples a second, or as many tokens where a pass makes one for "
+                "each sequence."
+            )
         if predicted.clipped_s is not None:
             clipped = f"A step whose gradients are clipped takes {predicted.clipped_s:.3g} s."
             lines.append(f"Updates begin before the norm is known. {clipped}")
         for tier in Tier:
             gain = predicted.prices.get(tier, 0.0) * GIB
-            if tier in plan.limits:
+            if tier in plan.limits and predicted.samples is None:
                 worth = f"would save {gain * 1e3:.2g} ms a step" if gain > 1e-6 else "would change nothing"
                 lines.append(f"One more GiB of the {tier.value} {worth}.")
     if plan.trials:

@@ -18,7 +18,8 @@ from zerostd.planning.profiles import DiskRates, GroupProfile, MachineProfile, M
 from zerostd.policy import Budget, Kind, Stage, Tier, parse_bytes, shards
 
 MARGIN = 0.1  # of what is free: the part that no plan uses
-FOR_ACTIVATIONS = 0.4  # of the device, if the batch is not known and there is no budget
+FOR_ACTIVATIONS = 0.4  # of the device, if the batch is not known and there is no budget,
+FOR_PASSES = 0.15  # and where nothing is kept for backward
 FOR_LIBRARIES = 128 << 20  # bytes of an accelerator that matrix products take to work in: 110 to 125 MiB were seen
 UNSEEN = 0.01  # of an accelerator's budget, or as much as for libraries: what operations take that nobody counts
 WORTH_SPECULATING = 0.03  # of a step, for twice the host memory
@@ -174,11 +175,12 @@ def limits_for(
     is_host: bool,
     has_disk: bool,
     held: int = 0,
-    knows_activations: bool = True,
+    for_activations: float = 0.0,
 ) -> dict[Tier, int]:
     """Return the bytes by tier that one of `local` ranks of a node may use: its part of the budget, or of what is free
     less a margin. Host and disk are left out if nothing is known of them. Where the device is the CPU (`is_host`) ranks
-    share its memory too. `held` bytes of the device are the model's own already."""
+    share its memory too. `held` bytes of the device are the model's own already. `for_activations` is the part of it
+    that is left to them, without a budget."""
     usable = 1.0 - MARGIN
     if budget.device is not None:
         whole = parse_bytes(budget.device)
@@ -186,7 +188,7 @@ def limits_for(
     elif "device" not in free:
         raise PrepareError("machine profile: free.device is missing; complete it, or give a budget for the device")
     else:
-        part = usable if knows_activations else usable * (1.0 - FOR_ACTIVATIONS)
+        part = usable * (1.0 - for_activations)
         device = int((free["device"] // (local if is_host else 1) + held) * part)
     limits: dict[Tier, int] = {Tier.DEVICE: device}
     if budget.host is not None:

@@ -21,7 +21,7 @@ from zerostd.sharding import Portion
 from zerostd.tiers import TierAllocator, TierTensor
 from zerostd.tiers.extents import Extent
 
-ValueOf = Callable[[Member], torch.Tensor]
+ValueOf = Callable[[Member], torch.Tensor | None]  # None: they come later
 Arenas = Mapping[Tier, torch.Tensor | Extent]  # memory off the device for the states of one flat
 
 
@@ -32,12 +32,15 @@ def make_flat(plan: FlatPlan, resources: Resources, value_of: ValueOf) -> Flat:
     shards = [_make_shard(plan, portion, allocator) for portion in plan.portions]
     specs = [member.spec for member in plan.members]
     flat = Flat(plan.layout, parameters, plan.dtype, allocator, plan.region, shards, specs)
+    has_values = True
     for position, member in enumerate(plan.members):
-        flat.adopt(position, value_of(member))
+        value = value_of(member)
+        flat.adopt(position, value)
+        has_values = value is not None
     rest: TierTensor | None = None
     if plan.gives_back:
         rest = allocator.allocate(plan.owner, plan.parameters, Kind.PARAMETERS, plan.rest_numel, plan.dtype)
-    flat.keep(rest, is_sharded=plan.rules.shards(Kind.PARAMETERS))
+    flat.keep(rest, is_sharded=plan.rules.shards(Kind.PARAMETERS), has_values=has_values)
     if plan.is_trained:
         flat.gradient = _make_gradient(plan, resources)
     return flat
@@ -77,6 +80,23 @@ def move_flat(flat: Flat, plan: FlatPlan, resources: Resources, arenas: Arenas) 
         flat.gradient.close()
         flat.gradient = _make_gradient(plan, resources)
     return give_back
+
+
+def make_masters(flat: Flat, plan: FlatPlan, resources: Resources) -> None:
+    """Give a flat that did without them masters, as `plan` says: an optimizer is there now."""
+    allocator = resources.allocator
+    kept = flat.rest.read(slice(0, flat.rest.numel))
+    values = kept if flat.is_sharded else kept[flat.region]
+    for (tier, kind), num_bytes in plan.demand().items():
+        if kind is Kind.OPTIMIZER_STATES:
+            allocator.reserve(plan.owner, tier, kind, num_bytes)
+    flat.state_shards = tuple(_make_shard(plan, portion, allocator) for portion in plan.portions)
+    flat.share_masters()
+    for shard in flat.state_shards:
+        if not shard.holds_parameters:
+            shard.master.write(slice(0, shard.numel), values[shard.region])
+    if flat.gradient is not None and flat.gradient.tier is plan.gradients:
+        flat.gradient.change_host_copy(_make_host_copy(plan, resources))
 
 
 def _make_shard(plan: FlatPlan, portion: Portion, allocator: TierAllocator) -> StateShard:

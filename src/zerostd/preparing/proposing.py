@@ -23,61 +23,63 @@ from zerostd.planning import MachineProfile, ModelProfile, Plan, PlanRequest, Pr
 from zerostd.planning.planner import Counted, SearchResult, fitting, fixed_bytes, neighbours, search, total
 from zerostd.planning.pricing import bare_plan, if_most_are_clipped, plan_from
 from zerostd.planning.profiles import WAYS
-from zerostd.planning.request import FOR_ACTIVATIONS, limits_for, stages_of, threads_of
+from zerostd.planning.request import FOR_ACTIVATIONS, FOR_PASSES, limits_for, stages_of, threads_of
 from zerostd.planning.solution import ObservedStep, Solution, evaluate, model_state, refit
-from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier
+from zerostd.planning.streaming import describe_pass, explain_pass, place_groups, predict_pass
+from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, shards
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats
 from zerostd.preparing.options import check_placement, homes_of, rules_for
 from zerostd.preparing.remembering import plan_file, recall
 
+MOST_TRIES = 12  # to place groups that are streamed
 FIRST_PASS = "The first pass recomputes activations; the plan is made again by what it took."
 
 log = logging.getLogger("zerostd")
 
 
-def decide(settings: Settings, blueprints: Sequence[Blueprint], control: Control, *, has_optimizer: bool) -> Settings:
+def decide(settings: Settings, blueprints: Sequence[Blueprint], control: Control) -> Settings:
     """Return the settings with stage, placement and plan filled in. All ranks call it together."""
     if settings.plan is None and settings.placement is not None:
         return replace(settings, stage=Stage.PARAMETERS if settings.stage is None else settings.stage)
     world = control.world
     plan = settings.plan
     if plan is None:
-        plan = _plan_together(settings, blueprints, control, has_optimizer=has_optimizer)
+        plan = _plan_together(settings, blueprints, control)
     elif plan.world_size != world.num_shards:
         raise PrepareError(
             f"the plan is for {plan.world_size} rank(s), and {world.num_shards} share this model: plan again for that"
         )
     obeying = settings.obeying(plan, sizes_of(blueprints))
-    check_placement(obeying, obeying.decided[1], has_optimizer=has_optimizer)
+    check_placement(obeying, obeying.decided[1])
     return obeying
 
 
-def _plan_together(
-    settings: Settings, blueprints: Sequence[Blueprint], control: Control, *, has_optimizer: bool
-) -> Plan:
+def _plan_together(settings: Settings, blueprints: Sequence[Blueprint], control: Control) -> Plan:
     """Return the plan of the first rank, for what the rank with the least has. The batch is not known, so where memory
     is scarce the first pass takes as little of it as can be; then the plan is made again by what it took."""
     world = control.world
     held = _held(blueprints, world)
+    search = PlanSearch(settings, blueprints, world)
 
     def least(budget: Budget) -> dict[Tier, int]:
-        by_rank: list[dict[Tier, int]] = control.collect(find_limits(budget, world, held))
+        by_rank: list[dict[Tier, int]] = control.collect(find_limits(budget, world, held, left=search.left))
         return {tier: min(limits[tier] for limits in by_rank) for tier in by_rank[0]}
 
-    search = PlanSearch(settings, blueprints, world, has_optimizer=has_optimizer)
     limits = least(replace(settings.budget, disk_path=None))
     plan = search.all_on_device(limits)
     is_scarce = plan is None or settings.budget.device is not None
-    if plan is None:
+    if plan is None and not search.updates:  # no rate decides what is kept where
+        plan = search.stream(least(settings.budget), None, None)
+    elif plan is None:
         limits = least(settings.budget)
         machine = load_or_measure(world.device, disk_path=settings.budget.disk_path, mesh=settings.mesh)
         plan = search.propose_untried(limits, machine)
-    remembered = recall(plan_file(settings, blueprints, world)) if has_optimizer else None
+    remembered = recall(plan_file(settings, blueprints, world)) if search.updates else None
     if remembered is not None and search.fits(remembered, limits):
         predicted = Prediction(bytes=search.account(remembered))
         plan = replace(remembered, limits=plan.limits, activations={}, predicted=predicted)
-    if is_scarce:
+    if is_scarce and search.trains:
         plan = replace(plan, activations={"*": "recompute"}, notes=(*plan.notes, FIRST_PASS))
     plan = Plan.from_json(control.collect(plan.to_json())[0])
     if world.rank == 0:
@@ -91,16 +93,13 @@ def plan_for(
     world: World,
     profile: ModelProfile | None,
     machine: MachineProfile | None,
-    *,
-    has_optimizer: bool,
 ) -> Plan:
     """Return a plan for a world that need not be here. Without a profile the batch is not known."""
-    search = PlanSearch(settings, blueprints, world, has_optimizer=has_optimizer)
-    knows_activations = profile is not None
+    search = PlanSearch(settings, blueprints, world)
+    left = search.left if profile is None else 0.0
     if machine is not None:
-        limits = find_limits(settings.budget, world, 0, machine.free, knows_activations=knows_activations)
-        return search.propose(limits, profile, machine)
-    limits = find_limits(settings.budget, world, _held(blueprints, world), knows_activations=knows_activations)
+        return search.propose(find_limits(settings.budget, world, 0, machine.free, left=left), profile, machine)
+    limits = find_limits(settings.budget, world, _held(blueprints, world), left=left)
     plan = search.all_on_device(limits) if profile is None else None
     if plan is not None:
         return plan
@@ -113,10 +112,11 @@ def find_limits(
     held: int,
     free: Mapping[str, int] | None = None,
     *,
-    knows_activations: bool = False,
+    left: float = FOR_ACTIVATIONS,
 ) -> dict[Tier, int]:
     """Return the bytes that this rank may use of each tier: the budget's, or what is free less a margin. `held` bytes
-    of the device are the model's own already; `free` is given for another machine."""
+    of the device are the model's own already; `free` is given for another machine. `left` is the part that activations
+    get, without a budget."""
     if free is None:
         free = free_bytes(world.device, budget.disk_path)
     return limits_for(
@@ -126,20 +126,32 @@ def find_limits(
         is_host=world.device.type == "cpu",
         has_disk=budget.disk_path is not None or (budget.disk is not None and "disk" in free),
         held=held,
-        knows_activations=knows_activations,
+        for_activations=left,
     )
 
 
 class PlanSearch:
     """Finds plans for one model in one world."""
 
-    def __init__(
-        self, settings: Settings, blueprints: Sequence[Blueprint], world: World, *, has_optimizer: bool = True
-    ) -> None:
+    def __init__(self, settings: Settings, blueprints: Sequence[Blueprint], world: World) -> None:
         self.settings = settings
         self.blueprints = blueprints
         self.world = world
-        self.has_optimizer = has_optimizer
+
+    @property
+    def updates(self) -> bool:
+        """Whether an optimizer updates anything of the model."""
+        return self.settings.has_optimizer and self.trains
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything of the model may be trained."""
+        return any(member.options is not None for group in self.blueprints for member in group.members)
+
+    @property
+    def left(self) -> float:
+        """The part of the device that is left to activations while the batch is not known."""
+        return FOR_ACTIVATIONS if self.updates else FOR_PASSES
 
     def all_on_device(self, limits: Mapping[Tier, int]) -> Plan | None:
         """Return the plan with everything on the device, at the first stage at which it fits; None if at none."""
@@ -155,6 +167,8 @@ class PlanSearch:
     def propose(self, limits: Mapping[Tier, int], profile: ModelProfile | None, machine: MachineProfile) -> Plan:
         """Return the plan with the shortest step inside the limits, over all stages that are open. Without a profile
         nothing is known of the model's time and activations."""
+        if not self.updates:
+            return self.stream(limits, profile, machine)
         stages = stages_of(self.settings.stage, self.world.num_shards)
         requests = [self._request(limits, profile, machine, stage) for stage in stages]
         result = search(requests, self.count, may_speculate=self.may_speculate)
@@ -163,6 +177,37 @@ class PlanSearch:
         plan = plan_from(best.solution, best.solution.homes, best.held, _notes(best.solution.request))
         notes = [*(str(error) for _, error in result.refused), *if_most_are_clipped(plan, without.seconds)]
         return replace(plan, notes=(*plan.notes, *notes))
+
+    def stream(self, limits: Mapping[Tier, int], profile: ModelProfile | None, machine: MachineProfile | None) -> Plan:
+        """Return the plan of a model that is not updated: what fits stays on the device, the rest is streamed."""
+        activations = 0 if profile is None else profile.activations()
+        refusal = ""
+        for stage in stages_of(self.settings.stage, self.world.num_shards):
+            is_whole = not shards(stage, Kind.PARAMETERS)
+            num_ranks = 1 if is_whole else self.world.num_shards
+            sizes = {group.name: _bytes_of(group) // num_ranks for group in self.blueprints}
+            room = dict(limits)
+            if is_whole and self.world.num_shards > 1:  # what is whole on every rank stays on the device
+                room = {Tier.DEVICE: limits[Tier.DEVICE]}
+            tiers: dict[str, Tier] = {}
+            for _ in range(MOST_TRIES):
+                placed = place_groups(sizes, room)
+                homes = {name: Homes(parameters=tier) for name, tier in placed.items()}
+                plan = Plan(homes, stage, self.world.num_shards, limits=limits)
+                counted = self.account(plan)
+                if activations:
+                    counted.setdefault(Tier.DEVICE, {})[Kind.ACTIVATIONS] = activations
+                over = {tier: sum(counted.get(tier, {}).values()) - limits.get(tier, 0) for tier in Tier}
+                if all(size <= 0 for size in over.values()):
+                    predicted = replace(predict_pass(placed, sizes, profile, machine), bytes=counted)
+                    return replace(plan, predicted=predicted, notes=describe_pass(placed, sizes))
+                if placed == tiers:
+                    break
+                tiers = placed
+                held = {tier: sum(size for name, size in sizes.items() if placed[name] is tier) for tier in Tier}
+                room = {tier: max(0, held[tier] - over[tier]) if over[tier] > 0 else room[tier] for tier in room}
+            refusal = explain_pass(placed, sizes, limits, over)
+        raise PrepareError(refusal)
 
     def propose_untried(self, limits: Mapping[Tier, int], machine: MachineProfile) -> Plan:
         """Return a plan for a batch that nobody knows, with a part of the device left to its activations; without,
@@ -250,7 +295,7 @@ class PlanSearch:
         settings = self.settings
         profile = profile or untried_profile(self.blueprints, settings.precision, settings.states)
         placed = {Kind.PARAMETERS}
-        if self.has_optimizer:
+        if self.settings.has_optimizer:
             placed |= {Kind.GRADIENTS, Kind.OPTIMIZER_STATES}
         return PlanRequest(
             model=profile,
@@ -299,12 +344,18 @@ def _notes(request: PlanRequest) -> list[str]:
 
 
 def sizes_of(blueprints: Sequence[Blueprint]) -> dict[str, float]:
-    """Return the number of trained parameters by name of group."""
+    """Return the number of trained parameters by name of group; of all parameters, if none train."""
+    trains = any(member.options is not None for group in blueprints for member in group.members)
     return {
-        group.name: float(sum(member.numel for member in group.members if member.options is not None))
+        group.name: float(sum(m.numel for m in group.members if m.options is not None or not trains))
         for group in blueprints
         if group.members
     }
+
+
+def _bytes_of(group: Blueprint) -> int:
+    """Return the bytes of a group's parameters as they compute."""
+    return sum(member.numel * member.dtype.itemsize for member in group.members)
 
 
 def _held(blueprints: Sequence[Blueprint], world: World) -> int:

@@ -139,7 +139,7 @@ class Adapter(StepObserver):
 
     @property
     def _has_gradients(self) -> bool:
-        return any(trained.parameter.grad is not None for trained in self.runtime.backward.trained)
+        return self.runtime.backward.has_gradients
 
     @property
     def _is_off(self) -> bool:

@@ -17,7 +17,7 @@ from zerostd.optimizers.elementwise import find_states
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.planning import Plan
 from zerostd.policy import Tier
-from zerostd.preparing.building import attach_optimizer
+from zerostd.preparing.building import add_masters, attach_optimizer
 from zerostd.preparing.proposing import PlanSearch, find_limits
 from zerostd.replanning.adapting import adapt
 from zerostd.replanning.moving import move
@@ -34,6 +34,7 @@ def attach_late(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer
     """Take over an optimizer, with its states where they fit. Raises PrepareError with what is missing. All ranks call
     it together."""
     plan = _plan_states(runtime, inner)
+    add_masters(runtime, plan)
     optimizer = attach(runtime, inner)
     if plan is not None:
         move(runtime, plan)
@@ -43,8 +44,8 @@ def attach_late(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer
 def _plan_states(runtime: Runtime, inner: torch.optim.Optimizer) -> Plan | None:
     """Return the plan with the states of an optimizer placed inside the limits; None if they fit on the device, or if
     the user placed them."""
-    settings = replace(runtime.settings, states=find_states(inner))
-    runtime.settings = settings
+    runtime.settings = replace(runtime.settings, states=find_states(inner))
+    settings = replace(runtime.settings, has_optimizer=True)
     if settings.plan is None or not settings.plan.limits:
         return None
     world = runtime.world

@@ -165,6 +165,8 @@ class ParameterAccess:
         for group in (group for group in groups if not group.gives_back):
             self.gatherer.gather(group)
             group.keep_edits()  # from before the context
+        if not self.active:
+            self.gatherer.drop_kept(group for group in groups if group not in self._held)
         copies = {group: self.gatherer.copy(group) for group in groups if group.gives_back and group not in self._held}
         self._held = copies | self._held
 

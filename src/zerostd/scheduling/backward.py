@@ -139,6 +139,11 @@ class Backward:
     def is_running(self) -> bool:
         return self._pass is not None
 
+    @property
+    def _syncs(self) -> bool:
+        """Whether this pass sends gradients. A worker of parameter servers does so once a step, in the last pass."""
+        return self.is_syncing and (self.passes.is_last or not self.gatherer.wires.world.is_worker)
+
     def begin(self, trainer: threading.Thread | None = None) -> BackwardPass:
         """Begin a pass, if none is running: by the thread `trainer`, or by this one. Its first sign may be any hook."""
         turn = self.gatherer.turn
@@ -235,7 +240,7 @@ class Backward:
 
     def _report(self, running: BackwardPass, group: Group) -> None:
         """Start the update of a group, if it may begin inside this pass and the group is ready."""
-        is_last = self.passes.is_last and self.passes.is_certain and self.is_syncing
+        is_last = self.passes.is_last and self.passes.is_certain and self._syncs
         if self.group_updates is not None and is_last and running.report(group):
             self.group_updates.start(group)
 
@@ -243,7 +248,7 @@ class Backward:
         """Reduce in the shared order, as far as groups are complete."""
         while (gradients := running.next_to_send(only_complete=only_complete)) is not None:
             self.gatherer.wait_updates(gradients.group)  # its last update reads what is now overwritten
-            landed = self.reducer.launch(gradients, sync=self.is_syncing, is_last=self.passes.is_last)
+            landed = self.reducer.launch(gradients, sync=self._syncs, is_last=self.passes.is_last)
             if only_complete:
                 for group in landed:
                     running.landed.add(group)
@@ -264,7 +269,7 @@ class Backward:
             for trained in arrived:
                 GRAD.__set__(trained.parameter, trained.handle)
         for late in running.late.values():
-            self.reducer.launch(late, sync=self.is_syncing)
+            self.reducer.launch(late, sync=self._syncs)
         if not running.keeps_graph:  # else its backward, or the next forward, ends with that
             self.gatherer.release_all(is_backward=True)
         self.gatherer.wires.in_backward = False
@@ -274,10 +279,10 @@ class Backward:
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)
         for observer in self.observers:
             observer.after_backward()
+        if not self._syncs and (self.gatherer.wires.world.size > 1 or not self.gatherer.wires.is_alone):
+            self.passes.num_done += bool(arrived) or self.weight == 0.0
+            return
         if self.gatherer.wires.world.size > 1:
-            if not self.is_syncing:
-                self.passes.num_done += bool(arrived) or self.weight == 0.0
-                return
             used = [self._is_used(trained) for trained in self.trained]
             facts = [fact for observer in self.observers for fact in observer.facts()]
             flags = [*used, self.gatherer.is_short]
@@ -325,6 +330,15 @@ class Backward:
             observer.before_backward()
         self.passes.num_done = num_passes
         self.num_gradients = sum(trained.handle.of in names for trained in self.trained)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any trained parameter has a gradient."""
+        with no_torch_function():
+            for trained in self.trained:
+                if GRAD.__get__(trained.parameter) is not None:
+                    return True
+        return False
 
     @property
     def has_unsynced(self) -> bool:

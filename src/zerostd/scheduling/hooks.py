@@ -62,6 +62,11 @@ class Hooks:
         self._depth = 0  # calls of the root, one inside the other
         self._graphs = KeptGraphs()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward of the root runs."""
+        return bool(self._depth)
+
     def install(self) -> None:
         """Register everything."""
         self.activations.install()
