@@ -204,10 +204,12 @@ def test_moves_pass_no_limit_of_the_host(tmp_path: Path, monkeypatch: pytest.Mon
     twice = Plan({**here, "0": part}, limits=limits, predicted=Prediction(step_s=0.5))
     traded = Plan(there, limits=limits, predicted=Prediction(step_s=0.5))
     started = plant(model, monkeypatch, twice, traded)
-    train(model, optimizer, 4 * EVERY)
-    assert traded.homes in [plan.homes for plan in started] and twice.homes not in [plan.homes for plan in started]
+    adapter = adapter_of(model)
+    while not runtime.settings.plan.trials or adapter._moving is not None:  # one round of trials
+        train(model, optimizer, 1)
+    assert [plan.homes for plan in started] in ([traded.homes, here], [traded.homes, traded.homes])
     assert ledger.most[Tier.HOST] <= limits[Tier.HOST]
-    same_numbers(model, str(tmp_path), 4 * EVERY, depth=FEW)
+    same_numbers(model, str(tmp_path), *([1] * runtime.backward.passes.num_steps), depth=FEW)
 
 
 def test_candidates_are_ranked_beside_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,6 +168,34 @@ def test_a_processor_that_others_use_gets_less_to_do() -> None:
             other.kill()
 
 
+@pytest.mark.parametrize("part", [0.4, 0.6])
+def test_no_step_passes_the_budget_by_the_allocator(part: float) -> None:
+    """Nobody shows a batch, and activations take more than half of what the first run had."""
+
+    def run(**options: Any) -> tuple[int, dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(DEPTH // 2))
+        model = nn.Sequential(*blocks).to(DEVICE, torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        model, prepared_optimizer = zerostd.prepare(
+            model, optimizer, precision="bf16", accumulate=1, groups=["*"], **options
+        )
+        torch.cuda.reset_peak_memory_stats()
+        train(model, prepared_optimizer, 6 * EVERY, rows=32_768)
+        peak = torch.cuda.max_memory_allocated()
+        values = zerostd.full_state_dict(model)
+        zerostd.release(model)
+        assert torch.cuda.get_per_process_memory_fraction() == 1.0
+        return peak, values
+
+    most, expected = run(placement=zerostd.Placement())
+    budget = int(part * most)
+    peak, values = run(budget=zerostd.Budget(device=budget))
+    assert peak <= budget
+    for name, value in values.items():
+        assert torch.allclose(value.float(), expected[name].float(), atol=1e-2), name
+
+
 def test_what_a_plan_leaves_for_activations_is_used_once_they_are_known() -> None:
     torch.cuda.set_per_process_memory_fraction(1.45 * GIB / torch.cuda.mem_get_info()[1])
     model, optimizer = prepared()
