@@ -55,6 +55,7 @@ def prepare(
     plan: Plan | str | os.PathLike[str] | None = None,
     groups: Sequence[str] | None = None,
     mesh: Mesh = None,
+    exact: bool = True,
 ) -> tuple[nn.Module, Any]:
     """Shard a model and its optimizer over the ranks, in place.
 
@@ -75,6 +76,7 @@ def prepare(
         groups: Globs of module names whose parameters travel together, such as ['blocks.*'].
         mesh: The ranks that train this model: a process group or a DeviceMesh. The ranks of a row shard the model;
             with two dimensions (replicate, shard) every row holds a replica. None: all ranks, in one row.
+        exact: Refuse what changes results: `Placement(codec=...)`. False allows it.
 
     Returns:
         The same module, and a torch.optim.Optimizer to use instead of the one passed (None if none was).
@@ -91,6 +93,7 @@ def prepare(
         budget=Budget.parse(budget),
         globs=groups,
         mesh=mesh,
+        exact=exact,
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
     )
     settings = check_settings(settings, model, optimizer)

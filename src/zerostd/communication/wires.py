@@ -18,7 +18,7 @@ one replica, and each slice is then averaged over replicas. Only slices cross fr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,12 @@ from zerostd.tiers import Done, StreamEvent, Transfer
 
 Start = Callable[[], Transfer]  # of a collective
 REPLICAS = "replicas"  # the ledger's entry for bytes from replica to replica
+
+
+class WriteMean(Protocol):
+    """Writes the mean of received slices to `out`, or adds it."""
+
+    def __call__(self, out: torch.Tensor, *, accumulate: bool) -> None: ...
 
 
 class Collective(Transfer):
@@ -78,6 +84,7 @@ class Wires:
         self.ledger = ledger
         self._entry = entry  # of the ledger, for the bytes of gradients
         self.in_backward = False  # gathers are those of a backward pass
+        self.rounds_weights = False  # on their way to a forward or a backward
         self._num_threads = thread_budget(world.local_size)
         self._receive = torch.empty(0, dtype=torch.uint8, device=world.device)
         self._receiving: Collective | None = None  # the last one that uses the receive buffer; without streams
@@ -88,7 +95,11 @@ class Wires:
         self._reduces = torch.Stream(world.device) if has_streams else None
         replicas = None if world.channels is None else world.channels.replicas
         # See [Note: replicas].
-        self._across = None if replicas is None else Wires(world.inside(replicas), ledger, REPLICAS)
+        self._across = None if replicas is None else self._like(world.inside(replicas), ledger, REPLICAS)
+
+    def _like(self, world: World, ledger: Ledger, entry: str) -> Self:
+        """Return wires of the same kind between other ranks."""
+        return type(self)(world, ledger, entry)
 
     @property
     def _channels(self) -> Channels:
@@ -99,28 +110,31 @@ class Wires:
     def _gathering(self) -> dist.ProcessGroup:
         return self._channels.regather if self.in_backward else self._channels.gather
 
-    @staticmethod
-    def buffer_bytes(largest: int, num_shards: int, num_replicas: int = 1, *, has_streams: bool) -> int:
+    @classmethod
+    def buffer_bytes(cls, largest: int, num_shards: int, num_replicas: int = 1, *, has_streams: bool) -> int:
         """Return the bytes of receive buffers; the largest flat buffer that will be reduced has `largest`."""
         if num_shards * num_replicas == 1:
             return 0
         mine = largest // num_shards
         if has_streams:
             return mine
-        return largest + (2 * mine if num_replicas > 1 else 0)  # what replicas send, and the slice it is added to
+        across = mine + cls._exchanged_bytes(mine)  # the slice that replicas average, and what they send
+        return cls._exchanged_bytes(largest) + (across if num_replicas > 1 else 0)
+
+    @staticmethod
+    def _exchanged_bytes(num_bytes: int) -> int:
+        """Return the bytes for what comes in while a buffer of `num_bytes` is exchanged, by gloo."""
+        return num_bytes
 
     def reserve(self, largest: int) -> None:
         """Allocate receive buffers."""
-        world = self.world
-        mine = largest // world.num_shards
+        mine = largest // self.world.num_shards
         self._largest_slice = mine
         if self._reduces is not None:  # the buffer is made when a gradient is first added to another
             return
-        num_bytes = self.buffer_bytes(largest, world.num_shards, world.num_replicas, has_streams=False)
         if self._across is not None:
             self._across.reserve(mine)
-            num_bytes -= mine
-        self._reserve(num_bytes)
+        self._reserve(self._exchanged_bytes(largest) + (mine if self._across is not None else 0))
 
     def _reserve(self, num_bytes: int) -> None:
         """Make the receive buffer at least this large."""
@@ -140,6 +154,10 @@ class Wires:
             group = self._gathering
             return self._on_stream(self._gathers, lambda: dist.all_gather_into_tensor(full, shard, group=group))
         return self._spread(full, shard, "gather")
+
+    def gather_weights(self, full: torch.Tensor, shard: torch.Tensor) -> Transfer:
+        """Start filling `full` for a forward or a backward, which may take rounded values from coded wires."""
+        return self.gather(full, shard)
 
     def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Transfer:
         """Start writing the mean over ranks of my slice of `full` to `land`, or adding it. `full` must stay untouched
@@ -165,29 +183,28 @@ class Wires:
         mine = self._mine(full)
         if self._reduces is None:
             return self._collect(full, mine, then=lambda: self._spread(full, mine, self._entry))
-        self.ledger.sent[self._entry] += mine.nbytes * (self.world.num_shards - 1)
-        if self._across is None:
-            self.ledger.sent[self._entry] += mine.nbytes * (self.world.num_shards - 1)
-            group = self._channels.reduce
-            return self._on_stream(self._reduces, lambda: dist.all_reduce(full, dist.ReduceOp.AVG, group=group))
-
-        def run() -> None:
-            self._reduce_slice(full, mine)
-            dist.all_gather_into_tensor(full, mine, group=self._channels.reduce)
-
-        return self._on_stream(self._reduces, run)
+        return self._on_stream(self._reduces, lambda: self._average(full, mine))
 
     def _mine(self, full: torch.Tensor) -> torch.Tensor:
         return full.view(self.world.num_shards, -1)[self.world.shard_rank]
+
+    def _average(self, full: torch.Tensor, mine: torch.Tensor) -> None:
+        """Replace `full` by its mean over ranks, on the current stream; `mine` is my slice of it."""
+        num_bytes = mine.nbytes * (self.world.num_shards - 1)
+        self.ledger.sent[self._entry] += num_bytes
+        if self._across is None:
+            self.ledger.sent[self._entry] += num_bytes
+            dist.all_reduce(full, dist.ReduceOp.AVG, group=self._channels.reduce)
+        else:
+            self._reduce_slice(full, mine)
+            dist.all_gather_into_tensor(full, mine, group=self._channels.reduce)
 
     def _reduce_slice(self, full: torch.Tensor, mine: torch.Tensor) -> None:
         """Write the mean of my slice to `mine`, which may be that slice of `full`, on the current stream."""
         self.ledger.sent[self._entry] += mine.nbytes * (self.world.num_shards - 1)
         dist.reduce_scatter_tensor(mine, full, op=dist.ReduceOp.AVG, group=self._channels.reduce)
         if self._across is not None:
-            num_replicas = self.world.num_replicas
-            self.ledger.sent[REPLICAS] += 2 * mine.nbytes * (num_replicas - 1) // num_replicas
-            dist.all_reduce(mine, dist.ReduceOp.AVG, group=self._channels.replicas)
+            self._across._average(mine, self._across._mine(mine))
 
     def _collect(
         self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False, then: Start | None = None
@@ -196,19 +213,14 @@ class Wires:
         size = self.world.num_shards
         if self._receiving is not None:
             self._receiving.land()
-        self.ledger.sent[self._entry] += full.nbytes // size * (size - 1)
-        received = self._receive[: full.nbytes].view(full.dtype)
-        sent = full.view(torch.uint8)  # gloo has no all-to-all for every dtype
-        group = self._channels.reduce
-        with self.world.waiting():
-            work = dist.all_to_all_single(received.view(torch.uint8), sent, group=group, async_op=True)
+        work, write_mean = self._exchange(full)
 
         def finish() -> Transfer | None:
             if self._across is None:
-                sum_slices(received, size, 1.0 / size, land, accumulate=accumulate, num_threads=self._num_threads)
+                write_mean(land, accumulate=accumulate)
                 return None if then is None else then()
-            mine = self._receive[full.nbytes :][: full.nbytes // size].view(full.dtype)
-            sum_slices(received, size, 1.0 / size, mine, num_threads=self._num_threads)
+            mine = self._receive[self._exchanged_bytes(full.nbytes) :][: full.nbytes // size].view(full.dtype)
+            write_mean(mine, accumulate=False)
             averaged = self._across.reduce_everywhere(mine)
 
             def finish_average() -> Transfer | None:
@@ -223,6 +235,21 @@ class Wires:
 
         self._receiving = Collective(self.world, [work], finish)
         return self._receiving
+
+    def _exchange(self, full: torch.Tensor) -> tuple[dist.Work, WriteMean]:
+        """Send each rank its slice of `full`, by gloo; return that, and what writes the mean of what has come in."""
+        size = self.world.num_shards
+        self.ledger.sent[self._entry] += full.nbytes // size * (size - 1)
+        received = self._receive[: full.nbytes].view(full.dtype)
+        sent = full.view(torch.uint8)  # gloo has no all-to-all for every dtype
+        group = self._channels.reduce
+        with self.world.waiting():
+            work = dist.all_to_all_single(received.view(torch.uint8), sent, group=group, async_op=True)
+
+        def write_mean(out: torch.Tensor, *, accumulate: bool) -> None:
+            sum_slices(received, size, 1.0 / size, out, accumulate=accumulate, num_threads=self._num_threads)
+
+        return work, write_mean
 
     def _spread(self, full: torch.Tensor, shard: torch.Tensor, verb: str) -> Transfer:
         """Send everyone's slice to everyone, by gloo; see [Note: gloo]."""

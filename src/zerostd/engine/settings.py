@@ -25,6 +25,7 @@ class Settings:
     globs: Sequence[str] | None = None  # of the names of modules whose parameters travel together
     plan: Plan | None = None  # obeyed instead of a placement
     mesh: Mesh = None  # of the ranks that train the model
+    exact: bool = True  # nothing that changes results
     states: Mapping[str, torch.dtype] = field(default_factory=dict)  # long states of the optimizer, by name
 
     def describe(self) -> list[str]:

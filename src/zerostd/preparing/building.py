@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zerostd.communication import Control, Wires, World
+from zerostd.communication.coded_wires import make_wires
 from zerostd.communication.wires import wires_to_peers
 from zerostd.engine.runtime import Resources, Runtime
 from zerostd.engine.settings import Settings
@@ -89,7 +90,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
     streams = Streams(device)
     uploader = Uploader(allocator, streams, largest_on_disk=largest_on_disk(plans))
     resources = Resources(allocator, streams, uploader, Staging(), num_threads(world))
-    wires = Wires(world, ledger)
+    wires = make_wires(settings.decided[1], world, ledger)
     original_dtypes = {parameter: parameter.dtype for parameter in model.parameters()}
     seed = control.collect(torch.initial_seed())[0]
     separate_counters(list(model.parameters()))

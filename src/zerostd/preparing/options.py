@@ -61,6 +61,11 @@ def check_placement(settings: Settings, placement: Placement, *, has_optimizer: 
             "Placement(speculate=True) updates before the norm is known, inside the last backward of a step: it needs "
             f"max_grad_norm= (now {settings.max_grad_norm}) and accumulate= (now {settings.accumulate}) in prepare"
         )
+    if placement.codec and settings.exact:
+        raise PrepareError(
+            f"Placement(codec={dict(placement.codec)!r}) changes results: pass exact=False to prepare to allow it, or "
+            "leave the codec out"
+        )
     if placement.speculate and settings.precision.scales_loss:
         raise PrepareError("Placement(speculate=True) does not go with precision='fp16', whose steps may be skipped")
     if placement.speculate and set(placement.shares(Kind.PARAMETERS)) != {Tier.DEVICE}:
@@ -76,8 +81,13 @@ def check_budget(budget: Budget) -> None:
 
 
 def check_world(settings: Settings, world: World) -> None:
-    """Refuse homes that need sharding where there is none."""
+    """Refuse homes and codecs that need sharding where there is none."""
     stage, placement = settings.decided
+    if "gather" in placement.codec and stage < Stage.PARAMETERS:
+        raise PrepareError(
+            f"Placement(codec={dict(placement.codec)!r}) with stage={stage.value}: only stage=3 gathers parameters to "
+            "compute with them; use stage=3, or leave 'gather' out"
+        )
     for kind, least in ((Kind.PARAMETERS, Stage.PARAMETERS), (Kind.GRADIENTS, Stage.GRADIENTS)):
         if world.num_shards > 1 and stage < least and set(placement.shares(kind)) != {Tier.DEVICE}:
             share = getattr(placement, kind.value)
