@@ -68,8 +68,7 @@ def prepare(
         placement: Where each kind of state is kept: device, host or disk, or shares of them. None: planned for the
             shortest step inside the budget, or inside free memory less a margin.
         precision: 'fp32', 'bf16' or 'fp16'; 16-bit runs keep fp32 masters. None keeps each parameter's dtype.
-        accumulate: Backward passes in a step, if known. With 1, gradients are kept in the reduce dtype, else as fp32
-            sums, and updates off the device begin inside the last backward. None: observed; they begin at step().
+        accumulate: Backward passes in a step. Updates off the device then begin inside the last one. None: observed.
         max_grad_norm: Clip gradients to this global norm in every step.
         budget: How much of each tier may be used, and where the disk is; a size such as '24GiB' limits the device.
         plan: A plan from `zerostd.plan`, or the path of a saved one. It replaces stage and placement.

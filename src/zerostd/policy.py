@@ -173,7 +173,7 @@ def _check_fields(option: str, given: Mapping[str, Any], known: list[str]) -> No
         raise PrepareError(f"{option}={dict(given)!r}: unknown field {unknown[0]!r}; the fields are {known}")
 
 
-CODECS = {"gather": ("int8",), "reduce": ("int8",)}  # by what travels coded
+CODECS = {"gather": ("int8",), "reduce": ("int8", "int4")}  # by what travels coded
 Share = str | Mapping[str, float]
 Ways = str | Mapping[str, float] | Mapping[str, str]
 
@@ -206,7 +206,8 @@ class Placement:
 
     `codec` says what travels coded, as integers of fewer bits with a scale for every 64 of them. It is lossy, and needs
     `prepare(exact=False)`. "gather" codes the parameters of stage 3 on their way to a forward or a backward, "reduce"
-    the gradients on their way to the rank that updates them:
+    the gradients on their way to the rank that updates them. With "int4", which is experimental, what coding loses of
+    a gradient is kept and added to the next one; that takes the memory of a gradient that is not sharded:
 
     Placement(codec={"gather": "int8", "reduce": "int8"})
     """

@@ -127,6 +127,52 @@ def test_models_train_nearly_as_without(ranks, stage):
     agree(ranks(2, trains_nearly_alike, stage))
 
 
+def feeds_back(rank: int, stage: int) -> list[str]:
+    """With a constant gradient the mean over steps converges to it: nothing is lost for good."""
+    numel = 640
+    model = nn.Linear(numel, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with torch.no_grad():
+        model.weight.zero_()
+    model, optimizer = zerostd.prepare(model, optimizer, stage=stage, **coded({"reduce": "int4"}))
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    steps = 20
+    errors = []
+    for step in range(steps):
+        (model(x[None]) * (1.0 + rank)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        value = zerostd.full_state_dict(model)["weight"].view(-1)
+        errors.append(float((value / -(step + 1) - 1.5 * x).abs().max()))
+    failures = []
+    if not errors[0] > 0.05:
+        failures.append(f"stage {stage}: one step is off by {errors[0]} only, so nothing was coded")
+    if not errors[-1] < 2 * errors[0] / steps:
+        failures.append(f"stage {stage}: the mean of {steps} steps is off by {errors[-1]}, one step by {errors[0]}")
+    return failures
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_4_bits_lose_comes_with_the_next_gradient(ranks, stage):
+    agree(ranks(2, feeds_back, stage))
+
+
+def counts_what_was_lost(rank: int) -> tuple[int, int]:
+    model = seeded(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = coded({"reduce": "int4"}) | {"stage": 3, "precision": "bf16", "groups": ["*"]}
+    model, optimizer = zerostd.prepare(model, optimizer, **options)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    peak = zerostd.memory(model).peak["device"]["buffers"]
+    return peak, sum(p.numel() for p in model.parameters())
+
+
+def test_what_is_kept_for_feedback_is_counted(ranks):
+    peak, numel = ranks(2, counts_what_was_lost)[0]
+    assert peak >= 2 * numel
+
+
 def sent(rank: int, stage: int, codec: dict[str, str] | None) -> dict[str, int]:
     model = seeded(lambda: nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))))
     options = coded(codec) if codec else {"placement": zerostd.Placement()}
@@ -141,12 +187,14 @@ def sent(rank: int, stage: int, codec: dict[str, str] | None) -> dict[str, int]:
     return {verb: ledger.sent[verb] - before.get(verb, 0) for verb in ("gather", "reduce")}
 
 
-def test_int8_sends_53_hundredths_of_the_bytes(ranks):
+def test_codes_send_53_and_28_hundredths_of_the_bytes(ranks):
     for stage, codec in ((3, BOTH), (2, {"reduce": "int8"}), (0, {"reduce": "int8"})):
         plain = ranks(2, sent, stage, None)[0]
         less = ranks(2, sent, stage, codec)[0]
         for verb in ("gather", "reduce") if stage == 3 else ("reduce",):
             assert less[verb] / plain[verb] == pytest.approx(1.0625 / 2, abs=1e-9), (stage, verb, less, plain)
+    fewest = ranks(2, sent, 2, {"reduce": "int4"})[0]
+    assert fewest["reduce"] / ranks(2, sent, 2, None)[0]["reduce"] == pytest.approx(0.5625 / 2, abs=1e-9)
 
 
 def hybrid_trains(rank: int) -> list[str]:
@@ -227,6 +275,11 @@ def test_unknown_codecs_are_refused(codec, message):
 def test_lossy_codecs_need_a_word(ranks):
     with pytest.raises(zerostd.PrepareError, match="exact=False"):
         zerostd.prepare(net(), placement=zerostd.Placement(codec=BOTH), stage=3)
+
+
+def test_4_bits_do_not_go_with_a_loss_scale():
+    with pytest.raises(zerostd.PrepareError, match="use 'int8' or precision='bf16'"):
+        zerostd.prepare(net(), stage=2, precision="fp16", **coded({"reduce": "int4"}))
 
 
 def test_only_stage_3_gathers_weights():

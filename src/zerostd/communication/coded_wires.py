@@ -24,6 +24,8 @@ from zerostd.policy import Placement
 from zerostd.tiers import Transfer
 
 CODED = (torch.bfloat16, torch.float16, torch.float32)  # others travel as they are
+FED_BACK = 4  # bits of a gradient's codes: so few that what is lost is kept, see [Note: feedback]
+MEAN_BITS = 8  # of a mean that is coded again: what that loses is not kept
 NUM_COPIES = 2  # of coded gradients: sent and received
 ALIGNMENT = 8  # bytes: behind coded gradients lie numbers of any dtype
 
@@ -44,9 +46,10 @@ class CodedWires(Wires):
         self._reduce_bits = reduce_bits
         super().__init__(world, ledger, entry)
         self.rounds_weights = gather_bits is not None
+        self.feeds_back = reduce_bits == FED_BACK
 
     def _like(self, world: World, ledger: Ledger, entry: str) -> Self:
-        return type(self)(world, ledger, entry, reduce_bits=self._reduce_bits)
+        return type(self)(world, ledger, entry, reduce_bits=self._reduce_bits and MEAN_BITS)
 
     @classmethod
     def buffer_bytes(cls, largest: int, num_shards: int, num_replicas: int = 1, *, has_streams: bool) -> int:
@@ -68,12 +71,34 @@ class CodedWires(Wires):
             return self.gather(full, shard)
         return self._spread_coded(full, shard, bits, "gather")
 
-    def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Transfer:
+    def reduce(
+        self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False, lost: torch.Tensor | None = None
+    ) -> Transfer:
         """As `Wires.reduce`, of what the codes say."""
-        if self._reduces is None or not self._codes(full):
+        if not self._codes(full):
+            return super().reduce(full, land, accumulate=accumulate)
+        self._feed(full, lost)
+        if self._reduces is None:
             return super().reduce(full, land, accumulate=accumulate)
         self._reserve(self._exchanged_bytes(self._largest_slice * self.world.num_shards))
         return self._on_stream(self._reduces, lambda: self._write_mean(full, land, accumulate=accumulate))
+
+    def reduce_everywhere(self, full: torch.Tensor, *, lost: torch.Tensor | None = None) -> Transfer:
+        """As `Wires.reduce_everywhere`, of what the codes say; the mean is coded again."""
+        if self._codes(full):
+            self._feed(full, lost)
+        return super().reduce_everywhere(full)
+
+    def _feed(self, full: torch.Tensor, lost: torch.Tensor | None) -> None:
+        """Replace `full` by what its codes say of it and of what was `lost` before, and keep what they lose now."""
+        if lost is None or self._reduce_bits is None:
+            return
+        full += lost
+        coded = torch.empty(coded_bytes(full.numel(), self._reduce_bits), dtype=torch.uint8, device=full.device)
+        encode_blocks(full, self._reduce_bits, coded, num_threads=self._num_threads)
+        lost.copy_(full)
+        decode_blocks(coded, self._reduce_bits, full, num_threads=self._num_threads)
+        lost.sub_(full).nan_to_num_(0.0, 0.0, 0.0)  # an overflow is not carried into the next step
 
     def _codes(self, full: torch.Tensor) -> bool:
         return self._reduce_bits is not None and self.world.num_shards > 1 and full.dtype in CODED
@@ -87,22 +112,22 @@ class CodedWires(Wires):
             return
         mine = torch.empty(full.numel() // self.world.num_shards, dtype=full.dtype, device=full.device)
         write_mean(mine, accumulate=False)
-        self._across._average(mine, self._across._mine(mine))
+        self._across._average(mine)
         if accumulate:
             land.add_(mine)
         else:
             land.copy_(mine)
 
-    def _average(self, full: torch.Tensor, mine: torch.Tensor) -> None:
+    def _average(self, full: torch.Tensor) -> None:
         if not self._codes(full):
-            super()._average(full, mine)
+            super()._average(full)
             return
-        assert self._reduce_bits is not None
+        mine = self._mine(full)
         self._reserve(self._exchanged_bytes(full.nbytes))
         self._write_mean(full, mine, accumulate=False)
-        coded = self._encode(mine, self._reduce_bits, self._entry)
+        coded = self._encode(mine, MEAN_BITS, self._entry)
         dist.all_gather_into_tensor(coded.view(-1), coded[self.world.shard_rank], group=self._channels.reduce)
-        _decode_slices(coded, self._reduce_bits, full, self._num_threads)
+        _decode_slices(coded, MEAN_BITS, full, self._num_threads)
 
     def _exchange(self, full: torch.Tensor) -> tuple[dist.Work, WriteMean]:
         if not self._codes(full):
@@ -128,8 +153,7 @@ class CodedWires(Wires):
     def _spread(self, full: torch.Tensor, shard: torch.Tensor, verb: str) -> Transfer:
         if verb == "gather" or not self._codes(full):
             return super()._spread(full, shard, verb)
-        assert self._reduce_bits is not None
-        return self._spread_coded(full, shard, self._reduce_bits, verb)
+        return self._spread_coded(full, shard, MEAN_BITS, verb)
 
     def _encode(self, shard: torch.Tensor, bits: int, verb: str) -> torch.Tensor:
         """Return the buffer for the coded slices of all ranks, a row each, with mine in it."""

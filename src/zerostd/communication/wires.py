@@ -85,6 +85,7 @@ class Wires:
         self._entry = entry  # of the ledger, for the bytes of gradients
         self.in_backward = False  # gathers are those of a backward pass
         self.rounds_weights = False  # on their way to a forward or a backward
+        self.feeds_back = False  # reduces take a tensor for what coding loses of a gradient
         self._num_threads = thread_budget(world.local_size)
         self._receive = torch.empty(0, dtype=torch.uint8, device=world.device)
         self._receiving: Collective | None = None  # the last one that uses the receive buffer; without streams
@@ -159,9 +160,11 @@ class Wires:
         """Start filling `full` for a forward or a backward, which may take rounded values from coded wires."""
         return self.gather(full, shard)
 
-    def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Transfer:
+    def reduce(
+        self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False, lost: torch.Tensor | None = None
+    ) -> Transfer:
         """Start writing the mean over ranks of my slice of `full` to `land`, or adding it. `full` must stay untouched
-        until the wait; one reduce is in flight at a time, the next waits for it."""
+        until the wait; one reduce is in flight at a time, the next waits for it. `lost` is for wires that feed back."""
         if self._reduces is None:
             return self._collect(full, land, accumulate=accumulate)
         received = land
@@ -178,18 +181,19 @@ class Wires:
 
         return self._on_stream(self._reduces, run)  # the next reduce is ordered behind this one by the stream
 
-    def reduce_everywhere(self, full: torch.Tensor) -> Transfer:
+    def reduce_everywhere(self, full: torch.Tensor, *, lost: torch.Tensor | None = None) -> Transfer:
         """Start replacing `full` by its mean over ranks: reduce my slice, then send everyone's slices to everyone."""
         mine = self._mine(full)
         if self._reduces is None:
             return self._collect(full, mine, then=lambda: self._spread(full, mine, self._entry))
-        return self._on_stream(self._reduces, lambda: self._average(full, mine))
+        return self._on_stream(self._reduces, lambda: self._average(full))
 
     def _mine(self, full: torch.Tensor) -> torch.Tensor:
         return full.view(self.world.num_shards, -1)[self.world.shard_rank]
 
-    def _average(self, full: torch.Tensor, mine: torch.Tensor) -> None:
-        """Replace `full` by its mean over ranks, on the current stream; `mine` is my slice of it."""
+    def _average(self, full: torch.Tensor) -> None:
+        """Replace `full` by its mean over ranks, on the current stream."""
+        mine = self._mine(full)
         num_bytes = mine.nbytes * (self.world.num_shards - 1)
         self.ledger.sent[self._entry] += num_bytes
         if self._across is None:
@@ -204,7 +208,7 @@ class Wires:
         self.ledger.sent[self._entry] += mine.nbytes * (self.world.num_shards - 1)
         dist.reduce_scatter_tensor(mine, full, op=dist.ReduceOp.AVG, group=self._channels.reduce)
         if self._across is not None:
-            self._across._average(mine, self._across._mine(mine))
+            self._across._average(mine)
 
     def _collect(
         self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False, then: Start | None = None

@@ -10,11 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 64
-BLOCKS = 32  # of a program
+BLOCKS = tl.constexpr(32)  # of a program
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _encode(values, codes, scales, num_blocks, MOST: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_blocks"])  # type: ignore[untyped-decorator]
+def _encode(values, codes, scales, num_blocks, MOST: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     mask = block < num_blocks
     places = block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -38,25 +38,24 @@ def _encode(values, codes, scales, num_blocks, MOST: tl.constexpr, BITS: tl.cons
         tl.store(codes + halves, (lower | (upper << 4)).to(tl.int8), mask=mask[:, None])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _decode(  # type: ignore[no-untyped-def]
-    codes, scales, out, num_blocks, code_stride, scale_stride, factor,
-    SLICES: tl.constexpr, BITS: tl.constexpr, ADD: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["num_blocks"])  # type: ignore[untyped-decorator]
+def _decode(codes, scales, out, num_blocks, SLICES: tl.constexpr, BITS: tl.constexpr, ADD: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     mask = block < num_blocks
     places = block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    slice_words = num_blocks.to(tl.int64) * (2 * BITS + 1)  # of 4 bytes: the codes of a block, and its scale
     total = tl.full((BLOCKS, 64), -0.0, tl.float32)  # -0 plus a number is that number
     for index in range(SLICES):
-        scale = tl.load(scales + index * scale_stride + block, mask=mask, other=0.0)
+        scale = tl.load(scales + index * slice_words + block, mask=mask, other=0.0)
+        first = codes + index * slice_words * 4
         if BITS == 8:
-            integers = tl.load(codes + index * code_stride + places, mask=mask[:, None], other=0).to(tl.int32)
+            integers = tl.load(first + places, mask=mask[:, None], other=0).to(tl.int32)
         else:
             halves = block[:, None] * 32 + tl.arange(0, 32)[None, :]
-            pairs = tl.load(codes + index * code_stride + halves, mask=mask[:, None], other=0).to(tl.int32)
+            pairs = tl.load(first + halves, mask=mask[:, None], other=0).to(tl.int32)
             integers = tl.reshape(tl.join(pairs & 15, (pairs >> 4) & 15), (BLOCKS, 64)) - 8
         total += integers.to(tl.float32) * scale[:, None]
-    total *= factor
+    total *= 1.0 / SLICES
     if ADD:
         total += tl.load(out + places, mask=mask[:, None], other=0.0)
     tl.store(out + places, total.to(out.dtype.element_ty), mask=mask[:, None])
@@ -66,19 +65,15 @@ def encode(values: Tensor, bits: int, codes: Tensor, scales: Tensor, most: int) 
     """Write codes and scales."""
     num_blocks = scales.numel()
     if num_blocks:
-        grid = (triton.cdiv(num_blocks, BLOCKS),)
-        _encode[grid](
-            values, codes.view(torch.int8), scales, num_blocks, MOST=float(most), BITS=bits, BLOCKS=BLOCKS,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+        grid = (triton.cdiv(num_blocks, BLOCKS.value),)
+        options = {"MOST": float(most), "BITS": bits, "enable_fp_fusion": False}
+        _encode[grid](values, codes.view(torch.int8), scales, num_blocks, **options)
 
 
 def decode(codes: Tensor, scales: Tensor, bits: int, out: Tensor, *, accumulate: bool) -> None:
-    """Write or add the mean of slices: rows of codes and of scales, strided alike."""
+    """Write or add the mean of slices that lie one after another: rows of codes, and of the scales behind them."""
     num_blocks = out.numel() // BLOCK
     if num_blocks:
-        grid = (triton.cdiv(num_blocks, BLOCKS),)
-        _decode[grid](
-            codes.view(torch.int8), scales, out, num_blocks, codes.stride(0), scales.stride(0), 1.0 / len(codes),
-            SLICES=len(codes), BITS=bits, ADD=accumulate, BLOCKS=BLOCKS, enable_fp_fusion=False,
-        )  # fmt: skip
+        grid = (triton.cdiv(num_blocks, BLOCKS.value),)
+        options = {"SLICES": len(codes), "BITS": bits, "ADD": accumulate, "enable_fp_fusion": False}
+        _decode[grid](codes.view(torch.int8), scales, out, num_blocks, **options)

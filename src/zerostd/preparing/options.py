@@ -66,6 +66,11 @@ def check_placement(settings: Settings, placement: Placement, *, has_optimizer: 
             f"Placement(codec={dict(placement.codec)!r}) changes results: pass exact=False to prepare to allow it, or "
             "leave the codec out"
         )
+    if placement.codec.get("reduce") == "int4" and settings.precision.scales_loss:
+        raise PrepareError(
+            "Placement(codec={'reduce': 'int4'}) does not go with precision='fp16': what coding loses is added to the "
+            "next gradient, whose loss scale may be another; use 'int8' or precision='bf16'"
+        )
     if placement.speculate and settings.precision.scales_loss:
         raise PrepareError("Placement(speculate=True) does not go with precision='fp16', whose steps may be skipped")
     if placement.speculate and set(placement.shares(Kind.PARAMETERS)) != {Tier.DEVICE}:
