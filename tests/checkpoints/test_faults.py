@@ -532,11 +532,11 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "options that are none": (
         lambda d: d["optimizer"]["groups"][0].update(options={"$tuple": [1]}),
-        "options or states of one value are",
+        "invalid options or scalar states",
     ),
     "hidden parameters": (
         lambda d: d["optimizer"]["groups"][0].update(options={"$items": [["params", []]]}),
-        "options or states of one value are",
+        "invalid options or scalar states",
     ),
     "tensor among states": (
         lambda d: d["optimizer"]["singles"].update(x={"step": {"$tensor": 0}}),
