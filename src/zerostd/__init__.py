@@ -31,6 +31,8 @@ from zerostd.errors import (
     StorageError,
     ZerostdError,
 )
+from zerostd.inference.dispatching import dispatch
+from zerostd.inference.sleeping import sleep, wake
 from zerostd.measuring import measure_machine
 from zerostd.monitoring import Memory
 from zerostd.parameters.deferred import empty_init
@@ -38,6 +40,7 @@ from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
 from zerostd.reporting.recording import Recording, record
 from zerostd.reporting.tracking import track
+from zerostd.tiers.store import TierStore
 
 __version__ = "0.1.0"
 
@@ -57,9 +60,11 @@ __all__ = [
     "Recording",
     "Stage",
     "StorageError",
+    "TierStore",
     "ZerostdError",
     "apply_to_device",
     "averaged",
+    "dispatch",
     "empty_init",
     "full_state_dict",
     "gathered",
@@ -77,5 +82,7 @@ __all__ = [
     "release",
     "save",
     "save_dcp",
+    "sleep",
     "track",
+    "wake",
 ]

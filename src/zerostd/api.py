@@ -1,7 +1,6 @@
 """The public functions: check what they are given, put the parts together, and hand the user's own objects back.
 
-prepare   plan -> world -> groups and shards -> hooks -> optimizer
-the rest  asks the Runtime that prepare left on the model
+prepare   plan -> world -> groups and shards -> hooks -> optimizer; the rest asks the Runtime that it left on the model
 """
 
 from __future__ import annotations
@@ -16,30 +15,29 @@ import torch
 from torch import nn
 
 from zerostd.checkpointing.importing import import_model, is_model
-from zerostd.checkpointing.loading import load_checkpoint
-from zerostd.checkpointing.model_parts import full_state
-from zerostd.checkpointing.releasing import release_model
-from zerostd.checkpointing.saving import save_checkpoint
 from zerostd.checkpointing.storage import PendingSave, Saving
 from zerostd.checkpointing.storage import latest as newest
 from zerostd.communication import World
 from zerostd.communication.world import Mesh
 from zerostd.engine.averaging import Average, AverageOptions, make_average
-from zerostd.engine.runtime import Runtime, owner_of, runtime_of
+from zerostd.engine.runtime import owner_of, runtime_of
 from zerostd.engine.settings import Settings
 from zerostd.errors import CheckpointError, MisuseError, PrepareError
-from zerostd.measuring.identity import device_for, device_of, parse_device
-from zerostd.measuring.model import profile_model
+from zerostd.measuring.identity import choose_device, device_for, device_of, parse_device
+from zerostd.measuring.model import frozen, profile_model
 from zerostd.monitoring import Memory
 from zerostd.monitoring.decoding import path_of
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters.blueprints import MARK, check_model, find_blueprints
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage, Tier
-from zerostd.preparing.building import attach_optimizer, build
+from zerostd.preparing.building import add_masters, build
 from zerostd.preparing.options import check_budget, check_settings
 from zerostd.preparing.proposing import plan_for
-from zerostd.replanning.adapting import adapt
+from zerostd.replanning.late import attach, attach_late
+from zerostd.serving.calls import full_state_of, load_model, release_any, save_model
+from zerostd.serving.server import begin_role
+from zerostd.tiers import Done
 
 
 def prepare(
@@ -55,27 +53,27 @@ def prepare(
     plan: Plan | str | os.PathLike[str] | None = None,
     groups: Sequence[str] | None = None,
     mesh: Mesh = None,
+    reduce: str = "mean",
+    servers: int | None = None,
     exact: bool = True,
 ) -> tuple[nn.Module, Any]:
     """Shard a model and its optimizer over the ranks, in place.
 
     Args:
         model: Any module, on the device it will train on, or built under `zerostd.empty_init()`.
-        optimizer: Any element-wise torch optimizer on the model's parameters. None: the optimizer that you make
-            afterwards is taken over at its first step.
-        stage: 0 data parallel, 1 shards optimizer states, 2 also gradients, 3 also parameters. None: planned, or 3 with
-            a placement.
-        placement: Where each kind of state is kept: device, host or disk, or shares of them. None: planned for the
-            shortest step inside the budget, or inside free memory less a margin.
+        optimizer: Any element-wise torch optimizer on its parameters. None: one made afterwards, at its first step.
+        stage: 0 data parallel; 1 shards optimizer states, 2 gradients, 3 parameters too. None: planned; 3 if placed.
+        placement: Where each kind of state is kept, or shares of tiers. None: planned for the shortest step that fits.
         precision: 'fp32', 'bf16' or 'fp16'; 16-bit runs keep fp32 masters. None keeps each parameter's dtype.
         accumulate: Backward passes in a step. Updates off the device then begin inside the last one. None: observed.
         max_grad_norm: Clip gradients to this global norm in every step.
-        budget: How much of each tier may be used, and where the disk is; a size such as '24GiB' limits the device.
+        budget: How much of each tier may be used, from the first step on, and where the disk is; '24GiB' of the device.
         plan: A plan from `zerostd.plan`, or the path of a saved one. It replaces stage and placement.
         groups: Globs of module names whose parameters travel together, such as ['blocks.*'].
-        mesh: The ranks that train this model: a process group or a DeviceMesh. The ranks of a row shard the model;
-            with two dimensions (replicate, shard) every row holds a replica. None: all ranks, in one row.
-        exact: Refuse what changes results: `Placement(codec=...)`. False allows it.
+        mesh: A process group or DeviceMesh of the ranks that train it; of (replicate, shard) a row is a replica.
+        reduce: 'mean' or 'sum' of the gradients of ranks. Those of several passes add up, as in torch.
+        servers: The last so many ranks hold masters and states, and run no forward; there prepare does not return.
+        exact: False allows what changes results: `Placement(codec=...)`.
 
     Returns:
         The same module, and a torch.optim.Optimizer to use instead of the one passed (None if none was).
@@ -92,23 +90,22 @@ def prepare(
         budget=Budget.parse(budget),
         globs=groups,
         mesh=mesh,
+        reduce=reduce,
+        servers=servers,
         exact=exact,
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
     )
-    settings = check_settings(settings, model, optimizer)
+    return _start(model, optimizer, settings)
+
+
+def _start(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> tuple[nn.Module, Any]:
     check_budget(settings.budget)
-    runtime = build(model, optimizer, settings)
+    runtime = build(model, optimizer, check_settings(settings, model, optimizer))
     object.__setattr__(model, MARK, runtime)
     if optimizer is None:
-        runtime.late_optimizer = LateOptimizer(functools.partial(_attach, runtime), runtime.gradients)
+        runtime.late_optimizer = LateOptimizer(functools.partial(attach_late, runtime), runtime.gradients)
         return model, None
-    return model, _attach(runtime, optimizer)
-
-
-def _attach(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
-    optimizer = attach_optimizer(runtime, inner)
-    adapt(runtime)
-    return optimizer
+    return model, begin_role(runtime, attach(runtime, optimizer))
 
 
 def plan(
@@ -129,7 +126,7 @@ def plan(
 
     Args:
         model: Any module, real, under `zerostd.empty_init()` or on the meta device.
-        optimizer: As for prepare. None: only parameters are placed.
+        optimizer: As for prepare. None: only parameters are placed, and a step is one forward.
         budget: What may be used of each tier. None: what is free, less a margin.
         batch: What one forward takes, for time and activations: a tensor, a tuple of arguments or a dict of keywords.
             A real model takes a few passes of a real batch, and is as before then; of tensors on the meta device, and
@@ -164,23 +161,20 @@ def plan(
     world = World.pretend(device, world_size, machine.ranks_per_node if machine is not None else None)
     profile = None
     if batch is not None:
-        profile = profile_model(
-            model, optimizer, precision=settings.precision, groups=groups, batch=batch, probe=machine is None
-        )
-    return plan_for(blueprints, settings, world, profile, machine, has_optimizer=optimizer is not None)
+        with contextlib.nullcontext() if optimizer is not None else frozen(model):
+            profile = profile_model(
+                model, optimizer, precision=settings.precision, groups=groups, batch=batch, probe=machine is None
+            )
+    return plan_for(blueprints, settings, world, profile, machine)
 
 
 def apply_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
     """Move a model to a device and shard it; any element-wise optimizer made from it afterwards works as it is."""
     check_model(model)
     device = parse_device(device)
-    if any(p.device.type == "meta" for p in model.parameters()):
-        if device_of(model).type != device.type:
-            raise PrepareError(f"a model built under empty_init goes to {device_of(model)}, not to {device}")
-    else:
-        model = model.to(device)
-    prepared, _ = prepare(model)
-    return prepared
+    if any(p.device.type == "meta" for p in model.parameters()) and device_of(model).type != device.type:
+        raise PrepareError(f"a model built under empty_init goes to {device_of(model)}, not to {device}")
+    return _start(model, None, Settings(device=choose_device(device)))[0]
 
 
 def averaged(
@@ -210,7 +204,9 @@ def averaged(
         The average: `with average.applied():` evaluates with it, `zerostd.full_state_dict(average)` returns it.
     """
     home = None if tier is None else Tier.parse(tier)
-    return make_average(runtime_of(model, "averaged"), AverageOptions(decay, start, every, home, use_buffers))
+    runtime = runtime_of(model, "averaged")
+    add_masters(runtime)
+    return make_average(runtime, AverageOptions(decay, start, every, home, use_buffers))
 
 
 @contextlib.contextmanager
@@ -223,6 +219,7 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     inside = set(module.parameters())
     groups = [g for g in runtime.groups if any(p in inside for flat in g.flats for p in flat.parameters)]
     if write:
+        runtime.world.check_here("zerostd.gathered(write=True)")
         runtime.finish_updates()  # masters must be home before they are changed
     with runtime.access.held(groups, write=write):
         yield module
@@ -255,7 +252,7 @@ def full_state_dict(model: nn.Module | Average, *, rank: int | None = None) -> d
     if isinstance(model, Average):
         with model.applied() as averaged_model:
             return full_state_dict(averaged_model, rank=rank)
-    return full_state(runtime_of(model, "full_state_dict"), rank)
+    return full_state_of(runtime_of(model, "full_state_dict"), rank)
 
 
 def save(
@@ -267,7 +264,7 @@ def save(
     keep: int | None = None,
     wait: bool = True,
     frozen: bool = True,
-) -> Saving:
+) -> Saving | Done:
     """Write a checkpoint: the directory `path`, which is there whole or not at all, whatever happens meanwhile.
 
     Collective: every rank must call it. Each rank writes the shards it holds; nothing is gathered. Between the backward
@@ -295,7 +292,7 @@ def save(
     """
     runtime = runtime_of(model, "save")
     folder = path_of(path, "path", CheckpointError)
-    return save_checkpoint(runtime, _prepared(optimizer, "save"), folder, extra, keep, frozen=frozen, wait=wait)
+    return save_model(runtime, _prepared(optimizer, "save"), folder, extra, keep, frozen=frozen, wait=wait)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -318,8 +315,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
     prepared = _prepared(optimizer, "load")
     source = path_of(path, "path", CheckpointError)
     if is_model(source):
+        runtime.world.check_here("zerostd.load() of an ordinary model")
         return import_model(runtime, prepared, source)
-    return load_checkpoint(runtime, prepared, source)
+    return load_model(runtime, prepared, source)
 
 
 def save_dcp(
@@ -390,6 +388,6 @@ def _prepared(optimizer: torch.optim.Optimizer | None, call: str) -> ZeroOptimiz
 
 def release(model: nn.Module) -> nn.Module:
     """Undo prepare: an ordinary module again, with full parameters in the dtypes they had. Collective."""
-    release_model(runtime_of(model, "release"))
+    release_any(runtime_of(model, "release"))
     object.__delattr__(model, MARK)
     return model

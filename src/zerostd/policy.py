@@ -186,7 +186,8 @@ class Placement:
     Placement(optimizer_states={"device": 0.3, "host": 0.7})
 
     Shares are taken from the front of the model: what forward needs first is kept nearest. Optimizer states are cut
-    where the share says; parameters and gradients go by whole groups.
+    where the share says, parameters and gradients between two parameters: a share that whole parameters miss by more
+    than a tenth is refused, with the nearest one that works.
 
     `cpu_share` is the part of the states off the device that the processor updates, the rest is streamed through the
     device; None: from the number of cores. `speculate` updates during backward before the norm for `max_grad_norm` is

@@ -183,8 +183,15 @@ def test_table_is_the_papers(plan: Plan_, size: str) -> None:
     result = plan("--table", "--params", size, "--json")
     assert result.exit_code == 0, result.output
     (rows,) = json.loads(result.stdout).values()
-    found = {row["devices"]: " ".join(row[f"stage_{stage}"] for stage in (1, 2, 3)) for row in rows}
-    assert found == PAPER[size]
+    found = {row["devices"]: [row[f"stage_{stage}"] for stage in (1, 2, 3)] for row in rows}
+    assert found == {devices: [float(digits) for digits in row.split()] for devices, row in PAPER[size].items()}
+
+
+@pytest.mark.parametrize("name", ["five-v100", "dgx2-400", "h200-1"])
+def test_clusters_come_with_the_package(plan: Plan_, name: str) -> None:
+    result = plan("--params", "100M", "--cluster", name, "--json")
+    assert made(result).world_size == 1
+    assert "the clusters are dgx2-400, five-v100, h200-1" in refused(plan("--params", "1B", "--cluster", "dgx3"))
 
 
 def test_table_takes_several_models(plan: Plan_) -> None:

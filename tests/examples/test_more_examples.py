@@ -72,3 +72,9 @@ def test_what_is_not_as_claimed_is_said():
     assert judge(251, 0.95) == [False, True, True]
     assert judge(250, 0.956) == [True, False, True]
     assert judge(250, 0.92) == [True, False, False]
+
+
+def test_inference_gives_plain_torchs_tokens_from_three_tiers():
+    said = run("examples/inference.py")
+    assert said.count("True") == 2 and "False" not in said
+    assert re.search(r"^disk +parameters +11\.", said, re.MULTILINE) and re.search(r"^host +parameters", said, re.M)

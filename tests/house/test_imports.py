@@ -34,10 +34,13 @@ ROOMS: dict[str, set[str]] = {
     "preparing": GROUND | CORE | {"planning", "measuring", "engine"},
     "replanning": GROUND | CORE | {"planning", "measuring", "engine", "preparing"},
     "checkpointing": GROUND | CORE | {"engine"},
+    "inference": GROUND | CORE | {"planning", "measuring", "engine", "preparing", "checkpointing"},
+    "serving": GROUND | CORE | {"engine", "checkpointing"},
     "reporting": GROUND | {"monitoring", "parameters", "planning.plan", "measuring.identity", "engine"},
-    "api": GROUND | CORE | {"planning", "measuring", "engine", "preparing", "replanning", "checkpointing"},
+    "api": GROUND | CORE | {"planning", "measuring", "engine", "preparing", "replanning", "checkpointing", "serving"},
     "__init__": GROUND
-    | {"monitoring", "planning", "measuring", "parameters", "engine", "checkpointing", "reporting", "api"},
+    | {"monitoring", "planning", "measuring", "parameters", "engine", "checkpointing", "inference", "reporting", "api"}
+    | {"tiers"},
     "integrations": {PUBLIC},
     "horovod": {PUBLIC},
     "cli": GROUND

@@ -23,9 +23,11 @@ PUBLIC_NAMES = [
     "Recording",
     "Stage",
     "StorageError",
+    "TierStore",
     "ZerostdError",
     "apply_to_device",
     "averaged",
+    "dispatch",
     "empty_init",
     "full_state_dict",
     "gathered",
@@ -43,7 +45,9 @@ PUBLIC_NAMES = [
     "release",
     "save",
     "save_dcp",
+    "sleep",
     "track",
+    "wake",
 ]
 
 

@@ -99,6 +99,8 @@ def arguments(name: str, case: Case, folder: str) -> dict[str, Any]:
         "load_dcp": {"path": case.saved, **trained},
         "latest": {"parent": folder},
         "merge": {"checkpoint": case.saved, "out": os.path.join(folder, "merged")},
+        "dispatch": {"model": model},
+        "sleep": {"model": case.model},
         "record": {"model": case.model, "path": os.path.join(folder, "run")},
     }.get(name, {})
 
@@ -107,7 +109,7 @@ FLAGS = {"write", "wait", "frozen", "speculate"}  # anything that is true or fal
 OF_THE_USERS_CODE = {"batch", "extra"}  # what is wrong with these the model's forward says, or the test of `extra`
 FUNCTIONS = [
     *("prepare", "plan", "apply_to_device", "gathered", "no_sync", "memory", "full_state_dict", "release", "save"),
-    *("load", "save_dcp", "load_dcp", "latest", "merge", "record", "Placement", "Budget"),
+    *("load", "save_dcp", "load_dcp", "latest", "merge", "record", "Placement", "Budget", "dispatch", "sleep"),
 ]
 
 

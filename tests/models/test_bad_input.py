@@ -168,11 +168,49 @@ def test_a_ddp_model_is_refused_with_the_line_to_change(tmp_path):
         model = nn.parallel.DistributedDataParallel(seeded(Net))
         refused(model, None, "wrapped in DistributedDataParallel", "delete the line", "pass the plain module")
         prepared, _ = zerostd.prepare(model.module)
+        with pytest.raises(MisuseError, match=r"inside DistributedDataParallel.*delete the line.*model\.module"):
+            model(torch.ones(2, 8))
+        zerostd.release(prepared)
+        prepared, optimizer = zerostd.prepare(*stepped(), stage=3)
+        wrapped = nn.parallel.DistributedDataParallel(prepared)
+        with pytest.raises(MisuseError, match=r"inside DistributedDataParallel"):
+            wrapped(torch.ones(2, 8))
+        assert prepared(torch.ones(2, 8)).isfinite().all()  # by itself it goes on
+        optimizer.zero_grad()
         zerostd.release(prepared)
         fully_shard(sharded := seeded(Net))
         refused(sharded, None, "FSDPModule", "shards parameters")
     finally:
         dist.destroy_process_group()
+
+
+def test_a_model_may_run_inside_the_ddp_of_another(tmp_path):
+    """A teacher that is prepared, called by a student's loss."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        teacher, _ = zerostd.prepare(*stepped())
+
+        class Student(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net = seeded(Net)
+
+            def forward(self, x):
+                return self.net(x) - teacher(x).detach()
+
+        student = nn.parallel.DistributedDataParallel(Student())
+        student(torch.ones(2, 8)).sum().backward()
+        assert all(parameter.grad is not None for parameter in student.parameters())
+        zerostd.release(teacher)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_optimizer_of_horovod_is_refused_with_the_line_to_change():
+    model, _ = stepped()
+    # As horovod.torch.DistributedOptimizer makes it: a class of the same name, with its own module
+    wrapped = type("AdamW", (torch.optim.AdamW,), {"__module__": "horovod.torch.optimizer"})(model.parameters())
+    refused(model, wrapped, "Horovod's DistributedOptimizer", "import zerostd.horovod as hvd")
 
 
 def test_things_that_are_no_model_or_no_optimizer():

@@ -28,5 +28,9 @@ def _run(rank: int, path: str, words: tuple[str, ...], folder: str, launched: bo
     sys.argv = [path, *words]
     sys.path.insert(0, str(Path(path).resolve().parent))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(path, run_name="__main__")
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
     return printed.getvalue()

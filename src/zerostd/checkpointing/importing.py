@@ -9,24 +9,29 @@ intervals, and no code in them is run. Names, shapes and dtypes are known before
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from zerostd.checkpointing.loading import load_in_two_phases
 from zerostd.checkpointing.model_parts import buffers_of, flats_of, kept_values, named_tensors, parameters_of
 from zerostd.checkpointing.storage.directory import MANIFEST
+from zerostd.checkpointing.storage.reading import copy_shared
 from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader, system_errors
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import convert, decode
 from zerostd.monitoring.progress import ByteProgress
 from zerostd.optimizers.optimizer import ZeroOptimizer
+from zerostd.parameters.intervals import SavedInterval
+from zerostd.sharding.boxes import Stretch
 
 BLOCK = 4 << 20  # bytes read at a time
 MOST_NAMED = 40  # in an error, of each kind; the log has all
@@ -39,6 +44,7 @@ MOST_INDEX = 256 << 20
 MAPPED = 16 << 20  # bytes of a mapped file that may stay in memory
 
 TensorReader: TypeAlias = "SafetensorsReader | StateDictReader"
+ModelTensor = tuple[torch.Tensor, str, tuple[int, ...], torch.dtype]  # with its name, shape and dtype as it is kept
 
 log = logging.getLogger("zerostd")
 
@@ -55,7 +61,7 @@ def import_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) 
                 "zerostd.load. Its masters take the new values, and its states begin with training"
             )
         readers.update(open_model(path, files))
-        return _match_names(runtime, readers)
+        return _match_names(runtime.model, _model_tensors(runtime), readers)
 
     sources = load_in_two_phases(runtime, optimizer, check, lambda sources: _apply(runtime, readers, sources))
     if runtime.world.rank == 0:
@@ -69,25 +75,35 @@ def import_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) 
         log.info("%d tensors loaded from %s: %s", len(sources), path, "; ".join(how) or "nothing was converted")
 
 
-def _model_tensors(runtime: Runtime) -> Iterator[tuple[torch.Tensor, str, tuple[int, ...], torch.dtype]]:
+def _model_tensors(runtime: Runtime) -> Iterator[ModelTensor]:
     """Yield every parameter and persistent buffer with its name, its shape and the dtype in which it is kept."""
     for flat, parameter, interval in parameters_of(runtime):
         kept = flat.state_shards[0].master if flat.state_shards else flat.rest
-        yield parameter, interval.name, interval.shape, kept.dtype
+        yield parameter, interval.name, interval.full_shape, kept.dtype
     for name, buffer in buffers_of(runtime.model).items():
         yield buffer, name, tuple(buffer.shape), buffer.dtype
 
 
-def _match_names(runtime: Runtime, readers: Mapping[str, TensorReader]) -> dict[str, str]:
+def check_files(model: nn.Module, path: Path) -> None:
+    """Raise CheckpointError if ordinary files do not have what a model needs, which is not prepared yet."""
+    named = [*model.named_parameters(), *buffers_of(model).items()]
+    with ExitStack() as files:
+        readers = open_model(path, files)
+        _match_names(model, [(t, name, tuple(t.shape), t.dtype) for name, t in named], readers)
+
+
+def _match_names(
+    model: nn.Module, tensors: Iterable[ModelTensor], readers: Mapping[str, TensorReader]
+) -> dict[str, str]:
     """Return the name in the files of every tensor with elements, by its name in the model; raise if any is amiss."""
     aliases: dict[torch.Tensor, list[str]] = {}
-    for name, tensor, _ in named_tensors(runtime.model):
+    for name, tensor, _ in named_tensors(model):
         aliases.setdefault(tensor, []).append(name)
     known = {name for names in aliases.values() for name in names}
     missing: list[str] = []
     unlike: list[str] = []
     sources: dict[str, str] = {}
-    for tensor, model_name, shape, dtype in _model_tensors(runtime):
+    for tensor, model_name, shape, dtype in tensors:
         names = aliases[tensor]
         present = [name for name in names if name in readers]
         if not present and 0 not in shape:
@@ -125,14 +141,18 @@ def _dtype_text(dtype: torch.dtype) -> str:
 
 def _apply(runtime: Runtime, readers: Mapping[str, TensorReader], sources: Mapping[str, str]) -> None:
     """Read what this rank keeps, into the masters where there are any."""
-    rank = runtime.world.rank
+    rank = runtime.world.shard_rank
     records = [record for flat in flats_of(runtime) for record in kept_values(flat, rank) if record.stop]
     total = sum((record.stop - record.start) * record.dtype.itemsize for record in records)
     memory = torch.empty(BLOCK, dtype=torch.uint8)
-    with ByteProgress("loading", total, is_shown=rank == 0) as progress:
+    with ByteProgress("loading", total, is_shown=runtime.world.rank == 0) as progress:
         for record in records:
             source = sources[record.of]
             block = memory.view(readers[source].tensors[source].dtype)
+            if record.whole is not None:
+                _fill_box(record, readers[source], source, block)
+                progress.add((record.stop - record.start) * record.dtype.itemsize)
+                continue
             for low in range(record.start, record.stop, block.numel()):
                 values = block[: record.stop - low]
                 readers[source].read(source, low, values)
@@ -147,6 +167,21 @@ def _apply(runtime: Runtime, readers: Mapping[str, TensorReader], sources: Mappi
             values = torch.empty(buffer.shape, dtype=readers[source].tensors[source].dtype)
             readers[source].read(source, 0, values.view(-1))
             buffer.copy_(values)
+
+
+def _fill_box(record: SavedInterval, reader: TensorReader, source: str, block: torch.Tensor) -> None:
+    """Read a part of a box of a tensor, of which the file has all rows."""
+    values = torch.empty(record.stop - record.start, dtype=record.dtype)
+    whole = Stretch((), record.full_shape, 0, 0)
+    row = math.prod(whole.shape[1:])
+    end = (record.origin[0] + record.shape[0]) * row
+    for low in range(record.origin[0] * row, end, block.numel()):
+        numbers = block[: end - low]
+        stretch = whole.part(low, low + numbers.numel())
+        if any(True for _ in record.stretch.shared(stretch)):
+            reader.read(source, low, numbers)
+            copy_shared(numbers, stretch, values, record.stretch)
+    record.column.write(record.place, values)
 
 
 def is_model(path: Path) -> bool:

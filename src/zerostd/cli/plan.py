@@ -27,7 +27,8 @@ SEQUENCE = 1024  # tokens of a sample of a model in numbers, if nobody says
 FACTORY = "A function that returns a model, (model, optimizer) or (model, optimizer, batch)."
 META = "Call the function on the meta device: nothing is allocated."
 PARAMS = "A GPT with this many parameters, such as 350M, 7.5B or 1T."
-CLUSTER = "Profile of another machine, as JSON. Default: this machine."
+CLUSTER = "Profile of another machine: a JSON file, or five-v100, dgx2-400, h200-1. Default: this machine."
+CLUSTERS = Path(__file__).parent / "clusters"  # that come with zerostd, by name
 LIMITS = "The most to use of each tier, such as device=24GiB,host=96GiB,disk=200GiB."
 BATCH = "Samples of a step on one rank. Without --samples, the size of a pass is searched."
 RECOMPUTE = "Blocks keep only their inputs and are recomputed in backward."
@@ -169,4 +170,9 @@ def _machine(cluster: Path | None, disk_path: str | None) -> MachineProfile:
         raise PrepareError(
             "--disk-path is of this machine, and --cluster is another: its profile says what disk it has"
         )
-    return load_profile(cluster)
+    packaged = {path.stem: path for path in CLUSTERS.glob("*.json")}
+    if not cluster.exists() and cluster.name == str(cluster) and not cluster.suffix and cluster.name not in packaged:
+        raise PrepareError(
+            f"--cluster {cluster}: there is no such file, and the clusters are {', '.join(sorted(packaged))}"
+        )
+    return load_profile(packaged.get(str(cluster), cluster) if not cluster.exists() else cluster)

@@ -108,7 +108,11 @@ def state_rows(model: ModelProfile) -> list[dict[str, Any]]:
 def show_states(models: Sequence[ModelProfile], *, as_json: bool) -> None:
     """Print the columns of Table 1 for each model."""
     if as_json:
-        typer.echo(json.dumps({model.name: state_rows(model) for model in models}, indent=2))
+        numbers = {
+            model.name: [{name: json.loads(str(value)) for name, value in row.items()} for row in state_rows(model)]
+            for model in models
+        }
+        typer.echo(json.dumps(numbers, indent=2))
         return
     for model in models:
         table = _table("devices", "stage 0", "stage 1", "stage 2", "stage 3")

@@ -81,7 +81,9 @@ class CodedWires(Wires):
         if self._reduces is None:
             return super().reduce(full, land, accumulate=accumulate)
         self._reserve(self._exchanged_bytes(self._largest_slice * self.world.num_shards))
-        return self._on_stream(self._reduces, lambda: self._write_mean(full, land, accumulate=accumulate))
+        return self._on_stream(
+            self._reduces, self._channels.reduce, lambda: self._write_mean(full, land, accumulate=accumulate)
+        )
 
     def reduce_everywhere(self, full: torch.Tensor, *, lost: torch.Tensor | None = None) -> Transfer:
         """As `Wires.reduce_everywhere`, of what the codes say; the mean is coded again."""
@@ -174,7 +176,7 @@ class CodedWires(Wires):
                 dist.all_gather_into_tensor(coded.view(-1), coded[self.world.shard_rank], group=group)
                 _decode_slices(coded, bits, full, self._num_threads)
 
-            return self._on_stream(self._gathers, run)
+            return self._on_stream(self._gathers, group, run)
         coded = self._encode(shard, bits, verb)
         with self.world.waiting():
             works = [dist.broadcast(part, group_src=r, group=group, async_op=True) for r, part in enumerate(coded)]
@@ -190,10 +192,10 @@ def wires_class(placement: Placement) -> type[Wires]:
     return CodedWires if placement.codec else Wires
 
 
-def make_wires(placement: Placement, world: World, ledger: Ledger) -> Wires:
-    """Return the wires that a placement asks for."""
+def make_wires(placement: Placement, world: World, ledger: Ledger, *, sums: bool) -> Wires:
+    """Return the wires that a placement asks for. Coded gradients are averaged, never added up."""
     if not placement.codec:
-        return Wires(world, ledger)
+        return Wires(world, ledger, sums=sums)
     return CodedWires(world, ledger, gather_bits=placement.bits("gather"), reduce_bits=placement.bits("reduce"))
 
 

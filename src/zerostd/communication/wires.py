@@ -1,4 +1,4 @@
-"""The bulk collectives: gather a flat buffer from its slices, reduce one to the mean of its slices.
+"""The bulk collectives: gather a flat buffer from its slices, reduce one to the mean, or the sum, of its slices.
 
 In come flat buffers as long as the layout says and this rank's slice of them; out comes a `Transfer`. Nothing is
 copied in or out. Two wirings of the same verbs: gloo for the CPU, nccl for devices with streams. Every byte this rank
@@ -28,7 +28,7 @@ from zerostd.errors import PrepareError
 from zerostd.kernels import sum_slices
 from zerostd.monitoring import Ledger
 from zerostd.policy import Kind
-from zerostd.tiers import Done, StreamEvent, Transfer
+from zerostd.tiers import Done, StreamEvent, Transfer, record_event
 
 Start = Callable[[], Transfer]  # of a collective
 REPLICAS = "replicas"  # the ledger's entry for bytes from replica to replica
@@ -79,9 +79,11 @@ class Collective(Transfer):
 class Wires:
     """The collectives of one prepared model. In a world of one they return at once."""
 
-    def __init__(self, world: World, ledger: Ledger, entry: str = "reduce") -> None:
+    def __init__(self, world: World, ledger: Ledger, entry: str = "reduce", *, sums: bool = False) -> None:
         self.world = world
         self.ledger = ledger
+        self.sums = sums  # gradients of ranks are added up, not averaged
+        self.is_alone = world.is_alone  # no gradient is to be sent
         self._entry = entry  # of the ledger, for the bytes of gradients
         self.in_backward = False  # gathers are those of a backward pass
         self.rounds_weights = False  # on their way to a forward or a backward
@@ -90,7 +92,7 @@ class Wires:
         self._receive = torch.empty(0, dtype=torch.uint8, device=world.device)
         self._receiving: Collective | None = None  # the last one that uses the receive buffer; without streams
         self._largest_slice = 0  # bytes of the largest gradient that is received
-        has_streams = world.device.type != "cpu" and world.size > 1
+        has_streams = world.device.type != "cpu" and not world.is_alone
         # See [Note: streams]. Compute waits for gathers, so they come first.
         self._gathers = torch.Stream(world.device, priority=-1) if has_streams else None
         self._reduces = torch.Stream(world.device) if has_streams else None
@@ -100,12 +102,16 @@ class Wires:
 
     def _like(self, world: World, ledger: Ledger, entry: str) -> Self:
         """Return wires of the same kind between other ranks."""
-        return type(self)(world, ledger, entry)
+        return type(self)(world, ledger, entry, sums=self.sums)
 
     @property
     def _channels(self) -> Channels:
         assert self.world.channels is not None
         return self.world.channels
+
+    @property
+    def _operation(self) -> dist.ReduceOp.RedOpType:
+        return dist.ReduceOp.SUM if self.sums else dist.ReduceOp.AVG
 
     @property
     def _gathering(self) -> dist.ProcessGroup:
@@ -153,7 +159,7 @@ class Wires:
         if self._gathers is not None:
             self.ledger.sent["gather"] += shard.nbytes * (self.world.num_shards - 1)
             group = self._gathering
-            return self._on_stream(self._gathers, lambda: dist.all_gather_into_tensor(full, shard, group=group))
+            return self._on_stream(self._gathers, group, lambda: dist.all_gather_into_tensor(full, shard, group=group))
         return self._spread(full, shard, "gather")
 
     def gather_weights(self, full: torch.Tensor, shard: torch.Tensor) -> Transfer:
@@ -179,14 +185,16 @@ class Wires:
             elif received is not land:
                 land.copy_(received)
 
-        return self._on_stream(self._reduces, run)  # the next reduce is ordered behind this one by the stream
+        return self._on_stream(
+            self._reduces, self._channels.reduce, run
+        )  # the next reduce is ordered behind this one by the stream
 
     def reduce_everywhere(self, full: torch.Tensor, *, lost: torch.Tensor | None = None) -> Transfer:
         """Start replacing `full` by its mean over ranks: reduce my slice, then send everyone's slices to everyone."""
         mine = self._mine(full)
         if self._reduces is None:
             return self._collect(full, mine, then=lambda: self._spread(full, mine, self._entry))
-        return self._on_stream(self._reduces, lambda: self._average(full))
+        return self._on_stream(self._reduces, self._channels.reduce, lambda: self._average(full))
 
     def _mine(self, full: torch.Tensor) -> torch.Tensor:
         return full.view(self.world.num_shards, -1)[self.world.shard_rank]
@@ -198,7 +206,7 @@ class Wires:
         self.ledger.sent[self._entry] += num_bytes
         if self._across is None:
             self.ledger.sent[self._entry] += num_bytes
-            dist.all_reduce(full, dist.ReduceOp.AVG, group=self._channels.reduce)
+            dist.all_reduce(full, self._operation, group=self._channels.reduce)
         else:
             self._reduce_slice(full, mine)
             dist.all_gather_into_tensor(full, mine, group=self._channels.reduce)
@@ -206,7 +214,7 @@ class Wires:
     def _reduce_slice(self, full: torch.Tensor, mine: torch.Tensor) -> None:
         """Write the mean of my slice to `mine`, which may be that slice of `full`, on the current stream."""
         self.ledger.sent[self._entry] += mine.nbytes * (self.world.num_shards - 1)
-        dist.reduce_scatter_tensor(mine, full, op=dist.ReduceOp.AVG, group=self._channels.reduce)
+        dist.reduce_scatter_tensor(mine, full, op=self._operation, group=self._channels.reduce)
         if self._across is not None:
             self._across._average(mine)
 
@@ -250,8 +258,10 @@ class Wires:
         with self.world.waiting():
             work = dist.all_to_all_single(received.view(torch.uint8), sent, group=group, async_op=True)
 
+        factor = 1.0 if self.sums else 1.0 / size
+
         def write_mean(out: torch.Tensor, *, accumulate: bool) -> None:
-            sum_slices(received, size, 1.0 / size, out, accumulate=accumulate, num_threads=self._num_threads)
+            sum_slices(received, size, factor, out, accumulate=accumulate, num_threads=self._num_threads)
 
         return work, write_mean
 
@@ -279,6 +289,7 @@ class Wires:
         if self.world.channels is not None:
             with self.world.waiting():
                 dist.all_reduce(value, operation, group=self.world.channels.scalars)
+            self._expect_current(self.world.channels.scalars)
             self.ledger.sent["scalars"] += value.nbytes
         return value
 
@@ -293,15 +304,23 @@ class Wires:
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
             with self.world.waiting():
                 dist.broadcast(flat.view(torch.uint8), group_src=0, group=self.world.channels.broadcast)
+            self._expect_current(self.world.channels.broadcast)
             for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
                 tensor.detach().copy_(part.view(tensor.shape))
 
-    def _on_stream(self, stream: torch.Stream, run: Callable[[], object]) -> Transfer:
-        """Run collectives of nccl in a stream, behind what is in the current one."""
+    def _expect_current(self, group: dist.ProcessGroup) -> None:
+        """Note a collective in the current stream."""
+        if self._gathers is not None:
+            self._channels.peers.expect(record_event(self.world.device), group)
+
+    def _on_stream(self, stream: torch.Stream, group: dist.ProcessGroup, run: Callable[[], object]) -> Transfer:
+        """Run collectives of nccl in a stream, behind what is in the current one. `group` is the one they are of."""
         stream.wait_stream(torch.accelerator.current_stream(self.world.device))
         with stream, self.world.waiting():
             run()
-        return StreamEvent(stream, self.world.device)
+        event = StreamEvent(stream, self.world.device)
+        self._channels.peers.expect(event, group)
+        return event
 
 
 def wires_to_peers(group: Any, world: World, ledger: Ledger) -> Wires | None:

@@ -4,8 +4,11 @@ Three cases on one path: torchrun (or anything that sets its variables) with or 
 and no launcher at all, which is a world of one without a process group. Each prepared model makes its own channels, so
 several of them in one process never mix their messages.
 
+With parameter servers, ranks have one of two roles, and those of one role are a world: see link.py.
+
 A mesh of two dimensions (replicate, shard) is hybrid sharding: the ranks of a row share the model state, every row
-holds a replica of it, and the ranks of a column hold the same shard. Without it there is one row.
+holds a replica of it, and the ranks of a column hold the same shard. Without it there is one row. Where parameters are
+DTensors over another mesh, there are such rows for each of its coordinates: splits (dtensors.py).
 """
 
 from __future__ import annotations
@@ -23,15 +26,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerostd.communication.dtensors import Rows, find_splits
+from zerostd.communication.link import ServerLink
 from zerostd.communication.peers import Peers
 from zerostd.compat import default_store, named_group
-from zerostd.errors import CommunicationError, PrepareError
+from zerostd.errors import CommunicationError, MisuseError, PrepareError
 from zerostd.policy import MOST_RANKS
 
 Mesh = DeviceMesh | dist.ProcessGroup | None  # the ranks that train a model; None: all of them
 
 TIMEOUT_VARIABLE = "ZEROSTD_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
+LATER = timedelta(seconds=30)  # torch's watchdog acts where ours could not: see [Note: waiting on a device] of peers.py
 # Torch's watchdog would end the process without a Python exception. It aborts the communicators instead, and the next
 # collective raises. See [Note: aborted communicators]. Before it aborts it would wait a minute for a dump of its own.
 WATCHDOG = {
@@ -56,7 +62,9 @@ class Channels:
     regather: dist.ProcessGroup  # gathers in backward, while a rank that strays may be in a forward
     reduce: dist.ProcessGroup
     broadcast: dist.ProcessGroup
-    scalars: dist.ProcessGroup  # between backward and step: ranks that go on gather for a forward before they regather
+    scalars: (
+        dist.ProcessGroup
+    )  # between backward and step, of one replica: ranks that go on gather before they regather
     control: dist.ProcessGroup  # of all, gloo, on the CPU: reading its results costs no device synchronisation
     peers: Peers  # who and where the others are, beside these groups
     replicas: dist.ProcessGroup | None = None  # of the ranks that hold the same shard, if there are several
@@ -74,11 +82,26 @@ class World:
     timeout_s: float
     channels: Channels | None  # None in a world of one
     num_replicas: int = 1  # of the model state, one in each row of a mesh
+    num_splits: int = 1  # that DTensors divide the model into
+    link: ServerLink | None = None  # between workers and servers, if there are any
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether servers hold the masters and states that belong to this rank's model."""
+        return self.link is not None and not self.link.is_server
+
+    def check_here(self, call: str) -> None:
+        """Raise if `call` needs gradients or states that parameter servers hold."""
+        if self.is_worker:
+            raise MisuseError(
+                f"{call} on a worker: reduced gradients and states are with the servers. Clip with "
+                "prepare(max_grad_norm=...), and use zerostd.save and zerostd.load"
+            )
 
     @property
     def num_shards(self) -> int:
-        """The ranks that share one replica of the model state."""
-        return self.size // self.num_replicas
+        """The ranks that share one replica of the model state, or of its split."""
+        return self.size // (self.num_replicas * self.num_splits)
 
     @property
     def shard_rank(self) -> int:
@@ -86,32 +109,66 @@ class World:
         return self.rank % self.num_shards
 
     @property
+    def row(self) -> slice:
+        """Those, among all ranks."""
+        return slice(self.rank - self.shard_rank, self.rank - self.shard_rank + self.num_shards)
+
+    @property
     def replica(self) -> int:
         """The number of the replica that this rank holds a shard of."""
-        return self.rank // self.num_shards
+        return self.rank // self.num_shards % self.num_replicas
+
+    @property
+    def split(self) -> int:
+        """The number of the split that this rank holds a shard of."""
+        return self.rank // (self.num_shards * self.num_replicas)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank has gradients of the same parameters."""
+        return self.num_shards * self.num_replicas == 1
 
     @classmethod
-    def discover(cls, device: torch.device, mesh: Mesh = None) -> World:
-        """Join the ranks that the launcher started, or those of a mesh; or be a world of one."""
+    def discover(
+        cls, device: torch.device, mesh: Mesh = None, beside: DeviceMesh | None = None, num_servers: int = 0
+    ) -> World:
+        """Join the ranks that the launcher started, or those of a mesh; or be a world of one. `beside` is the mesh of
+        parameters that are DTensors. The last `num_servers` ranks are a world of their own."""
         timeout_s = _timeout_s()
         limit = timedelta(seconds=timeout_s)
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) != 1:
             with _environment(WATCHDOG):
                 _join(device, limit)
         rows = _rows(mesh, device)
-        ranks = [rank for row in rows for rank in row]
-        if len(ranks) == 1:
+        splits = find_splits(rows, beside)
+        everyone = [rank for split in splits for row in split for rank in row]
+        if 0 < len(everyone) <= num_servers:
+            raise PrepareError(
+                f"servers={num_servers} of {len(everyone)} rank(s) leaves none to train: start more ranks, or use "
+                "fewer servers"
+            )
+        if len(everyone) == 1:
             return cls(0, 1, 1, device, timeout_s, None)
+        here = everyone.index(dist.get_rank())
+        num_workers = len(everyone) - num_servers
+        if num_servers:
+            rows = [everyone[:num_workers] if here < num_workers else everyone[num_workers:]]
+            splits = [rows]
+        ranks = [rank for split in splits for row in split for rank in row]
         size = len(ranks)
         local_size = min(size, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
-        rank = ranks.index(dist.get_rank())
-        peers = Peers(_store_of(ranks), rank, size, timeout_s)
+        peers = Peers(_store_of(everyone), here, everyone, timeout_s)
+        channels = link = None
         with contextlib.ExitStack() as on_failure, _environment(WATCHDOG):
             on_failure.callback(peers.close)
             with peers.at("the making of its process groups"), peers.waiting():
-                channels = _make_channels(rows, dist.get_default_backend_for_device(device), limit, peers)
+                if size > 1:
+                    channels = _make_channels(splits, dist.get_default_backend_for_device(device), limit, peers)
+                if num_servers:
+                    link = ServerLink(_new_group(everyone, "gloo", limit), peers, here, num_workers, num_servers)
             on_failure.pop_all()
-        return cls(rank, size, local_size, device, timeout_s, channels, len(rows))
+        rank = ranks.index(dist.get_rank())
+        return cls(rank, size, local_size, device, timeout_s, channels, len(rows), len(splits), link)
 
     @classmethod
     def pretend(cls, device: torch.device, size: int | None, local_size: int | None) -> World:
@@ -124,6 +181,12 @@ class World:
             local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return cls(0, size, min(size, local_size), device, _timeout_s(), None)
 
+    def name(self, rank: int) -> str:
+        """Return what a rank of this world is called: by its number in the default process group."""
+        if self.channels is not None and dist.is_initialized():
+            rank = dist.get_process_group_ranks(self.channels.control)[rank]
+        return f"rank {rank}"
+
     def inside(self, group: dist.ProcessGroup) -> World:
         """Return this process among those of a process group, which stays the user's."""
         assert self.channels is not None
@@ -133,19 +196,27 @@ class World:
 
     def enter(self, call: str) -> None:
         """Note the call that this rank makes now, for errors on other ranks. Backward passes and steps are counted."""
-        if self.channels is not None:
-            self.channels.peers.enter(call)
+        if self._peers is not None:
+            self._peers.enter(call)
 
     def at(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Return a context for a collective; errors inside name it, and so do those of ranks that wait for this one."""
-        return contextlib.nullcontext() if self.channels is None else self.channels.peers.at(what)
+        return contextlib.nullcontext() if self._peers is None else self._peers.at(what)
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for calls of torch.distributed. What they raise becomes a CommunicationError that says who
         is to blame."""
-        assert self.channels is not None
-        groups = (self.channels.gather, self.channels.reduce, self.channels.replicas)
-        return self.channels.peers.waiting(*(group for group in groups if group is not None))
+        assert self._peers is not None
+        if self.channels is None:
+            return self._peers.waiting()
+        groups = (self.channels.gather, self.channels.reduce, self.channels.replicas)  # with kernels, on a device
+        return self._peers.waiting(*(group for group in groups if group is not None))
+
+    @property
+    def _peers(self) -> Peers | None:
+        if self.channels is not None:
+            return self.channels.peers
+        return None if self.link is None else self.link.peers
 
     def checkpoint_group(self) -> dist.ProcessGroup | None:
         """Return a group for checkpoints that threads write beside training and the user's own collectives; None in a
@@ -160,6 +231,8 @@ class World:
     def close(self) -> None:
         """Close the channels, if they are still open; the user's own process group stays. They are dropped, for the
         model may stay after its release, and gloo ends its threads with the last reference to a group."""
+        if self.link is not None:
+            self.link.close()
         if self.channels is None:
             return
         self.channels.peers.close()
@@ -194,20 +267,27 @@ def try_group(device: torch.device, timeout_s: float) -> tuple[int, str, float]:
             dist.destroy_process_group()
 
 
-def _make_channels(rows: Sequence[Sequence[int]], backend: str, limit: timedelta, peers: Peers) -> Channels:
+def _make_channels(splits: Sequence[Rows], backend: str, limit: timedelta, peers: Peers) -> Channels:
     """Make the process groups of one prepared model; see [Note: gloo ends the process]."""
-    ranks = [rank for row in rows for rank in row]
-    row = next(row for row in rows if dist.get_rank() in row)
-    column = [other[row.index(dist.get_rank())] for other in rows]
+    here = dist.get_rank()
+    ranks = [rank for split in splits for row in split for rank in row]
+    rows = next(split for split in splits if any(here in row for row in split))
+    replica = next(number for number, row in enumerate(rows) if here in row)
+    row = rows[replica]
+    column = [other[row.index(here)] for other in rows]
     control = _new_group(ranks, "gloo", limit)
+    limit += LATER if backend != "gloo" else timedelta()
     gather = _new_group(row, backend, limit)
     reduce = _new_group(row, backend, limit)
     replicas = _new_group(column, backend, limit) if len(column) > 1 else None
+    scalars = None
+    if len(splits) > 1:
+        scalars = _new_group([rank for split in splits for rank in split[replica]], backend, limit)
     if backend != "gloo":
-        return Channels(gather, gather, reduce, gather, reduce, control, peers, replicas)
+        return Channels(gather, gather, reduce, gather, scalars or reduce, control, peers, replicas)
     regather = _new_group(row, backend, limit)
     broadcast = _new_group(row, backend, limit)
-    return Channels(gather, regather, reduce, broadcast, regather, control, peers, replicas)
+    return Channels(gather, regather, reduce, broadcast, scalars or regather, control, peers, replicas)
 
 
 def _join(device: torch.device, limit: timedelta) -> None:
@@ -240,7 +320,7 @@ def _backends(device: torch.device) -> str:
     return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
 
 
-def _rows(mesh: Mesh, device: torch.device) -> list[list[int]]:
+def _rows(mesh: Mesh, device: torch.device) -> Rows:
     """Return the ranks of a mesh, row by row. The ranks of a row share the model state."""
     if mesh is None:
         return [list(range(dist.get_world_size() if dist.is_initialized() else 1))]
@@ -269,19 +349,23 @@ def _rows(mesh: Mesh, device: torch.device) -> list[list[int]]:
 def _store_of(ranks: Sequence[int]) -> Any:
     """Return the store in which these ranks meet: the default group's, under a name of their own if they are some."""
     store = default_store()
-    if len(ranks) == dist.get_world_size():
+    if _is_everyone(ranks):
         return store
     return dist.PrefixStore(f"ranks {_listed(ranks)}", store)  # type: ignore[attr-defined]  # not among its exports
 
 
 def _new_group(ranks: Sequence[int], backend: str, limit: timedelta) -> dist.ProcessGroup:
     """Make a process group of these ranks. All of them call it, and no others need to."""
-    if len(ranks) == dist.get_world_size():
+    if _is_everyone(ranks):
         everyone: dist.ProcessGroup = dist.new_group(backend=backend, timeout=limit)
         return everyone
     count = _store_of(ranks).add(f"groups of {dist.get_rank()}", 1)  # the same on all, which make them in one order
     group: dist.ProcessGroup = named_group(ranks, backend, limit, f"zerostd/{_listed(ranks)}/{count}")
     return group
+
+
+def _is_everyone(ranks: Sequence[int]) -> bool:
+    return list(ranks) == list(range(dist.get_world_size()))
 
 
 def _listed(ranks: Sequence[int]) -> str:

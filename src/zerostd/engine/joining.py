@@ -20,7 +20,7 @@ def join(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
     """Yield the batches of this rank until no rank has any left.
 
     A rank that has none left gets its last batch again, so that it makes the same calls as the others: forward,
-    backward and `optimizer.step()` go on. Its gradients count as none: they are left out, and the mean is taken
+    backward and `optimizer.step()` go on. Its gradients count as none: they are left out, and a mean is taken
     over the ranks that still have batches. Its losses are those of the last batch; leave them out of your averages.
     Buffers, such as those of batch-norm, are rank 0's as always.
 
@@ -45,7 +45,7 @@ def join(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
                 state = HAD_NONE if state == HAD_NONE else HAS_NONE_LEFT
             states = control.collect_if_any(state, is_different=state != HAS_BATCH, what="zerostd.join()")
             if HAD_NONE in states:
-                ranks = [f"rank {rank}" for rank, its_state in enumerate(states) if its_state == HAD_NONE]
+                ranks = [control.world.name(rank) for rank, its_state in enumerate(states) if its_state == HAD_NONE]
                 raise MisuseError(
                     f"zerostd.join needs a batch on every rank, and {', '.join(ranks)} had none: give each rank at "
                     "least one, for instance by a DistributedSampler"
@@ -53,7 +53,8 @@ def join(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
             num_present = states.count(HAS_BATCH)
             if num_present == 0:
                 return
-            runtime.backward.weight = len(states) / num_present if state == HAS_BATCH else 0.0
+            share = 1.0 if runtime.settings.reduce == "sum" else len(states) / num_present
+            runtime.backward.weight = share if state == HAS_BATCH else 0.0
             yield cast(T, mine)
     finally:
         runtime.backward.weight = 1.0

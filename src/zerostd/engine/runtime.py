@@ -7,13 +7,14 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from zerostd.communication import Wires, World
 from zerostd.communication.peers import STEP
-from zerostd.compat import no_torch_function
+from zerostd.compat import no_torch_function, runs_in_ddp
 from zerostd.engine.agreeing import StepAgreement
 from zerostd.engine.settings import Settings
 from zerostd.errors import MisuseError
@@ -34,8 +35,9 @@ from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.guards import Guards
 from zerostd.scheduling.hooks import Hooks
 from zerostd.scheduling.reducing import Reducer, TrainedParameter
+from zerostd.scheduling.tensors import tensors_in
 from zerostd.scheduling.turns import Turn
-from zerostd.tiers import Streams, TierAllocator, Uploader
+from zerostd.tiers import Aside, Streams, TierAllocator, Uploader
 
 Casts = tuple[torch.dtype, torch.dtype] | None
 OnTensor = Callable[[torch.Tensor], torch.Tensor]
@@ -49,6 +51,7 @@ class Resources:
     streams: Streams  # queues of work on the device
     uploader: Uploader  # brings parameters that rest elsewhere to the device
     staging: Staging  # buffers on the device for gradients that rest on the host
+    aside: Aside  # where everything goes while the model sleeps
     num_threads: int  # for updates on the CPU
 
 
@@ -113,22 +116,18 @@ class Runtime:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """In the order of the model."""
         return self.gatherer.groups
 
     @property
     def blueprints(self) -> list[Blueprint]:
-        """The blueprints that the groups were made from."""
         return [group.blueprint for group in self.groups]
 
     @property
     def wires(self) -> Wires:
-        """Between the ranks."""
         return self.gatherer.wires
 
     @property
     def world(self) -> World:
-        """This process among the others."""
         return self.wires.world
 
     @property
@@ -138,7 +137,6 @@ class Runtime:
 
     @property
     def ledger(self) -> Ledger:
-        """The book of bytes."""
         return self.wires.ledger
 
     def _trained(self) -> list[TrainedParameter]:
@@ -168,6 +166,8 @@ class Runtime:
             module.__dict__.pop(OWNER, None)
         self.world.close()
         self.resources.allocator.close()
+        for observer in self.observers:
+            observer.after_release()
 
     def _on_input(self, casts: Casts) -> OnTensor | None:
         if casts is None and self.loss_scale is None:
@@ -192,14 +192,20 @@ class Runtime:
 
         return leave
 
-    def _before_forward(self, model: nn.Module) -> None:
+    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         """Whoever looks after the plan comes first. Then DDP's rule for buffers: after a forward that may have changed
         them, all ranks take rank 0's."""
+        if runs_in_ddp(model):
+            raise MisuseError(
+                "the prepared model runs inside DistributedDataParallel, which would reduce gradients a second time: "
+                "delete the line that wraps it, and write model where the script says model.module"
+            )
         if self.optimizer is not None and self.gradients.locked is not None:
             self.optimizer.check_consistent("a forward")
         self.access.forget()
         self.gradients.give_back()
         if model.training and torch.is_grad_enabled():
+            self.backward.passes.input_bytes = sum(tensor.nbytes for tensor in tensors_in(inputs))
             for observer in self.observers:
                 observer.before_forward()
         self.share_buffers()
@@ -256,7 +262,13 @@ class Runtime:
         if self.backward.has_unsynced:
             raise MisuseError(
                 "optimizer.step() after backward passes under zerostd.no_sync that no later pass has reduced: run "
-                "the last backward pass of a step outside no_sync"
+                "the last backward pass of a step outside no_sync. With servers, prepare(accumulate=...) says how many "
+                "passes make a step"
+            )
+        if self.world.is_worker and any(flat.awaits_commit for group in self.groups for flat in group.trainable):
+            raise MisuseError(
+                "parameters were written to on a worker, and the servers' values would take their place: write them "
+                "before zerostd.prepare, or load a checkpoint"
             )
         num_gradients = 0
         with no_torch_function():
@@ -293,6 +305,8 @@ def runtime_of(model: nn.Module, call: str) -> Runtime:
 def _entered(runtime: Runtime, call: str) -> Runtime:
     """Return the runtime, which the user calls in the process that made it."""
     runtime.turn.check_process()
+    if call not in ("memory", "sleep", "wake"):
+        runtime.turn.check_awake()
     runtime.world.enter(f"zerostd.{call}()")
     return runtime
 

@@ -26,7 +26,11 @@ class Settings:
     plan: Plan | None = None  # obeyed instead of a placement
     mesh: Mesh = None  # of the ranks that train the model
     exact: bool = True  # nothing that changes results
+    reduce: str = "mean"  # or "sum" of the gradients of all ranks
+    servers: int | None = None  # the last ranks, which hold masters and states and run no forward
     states: Mapping[str, torch.dtype] = field(default_factory=dict)  # long states of the optimizer, by name
+    device: torch.device | None = None  # to compute on; None: where the model lies
+    has_optimizer: bool = True  # False: there are no states, and no masters where parameters keep their own dtype
 
     def describe(self) -> list[str]:
         """Return the options that must be the same on all ranks, a line each."""
@@ -37,6 +41,8 @@ class Settings:
             f"plan {None if self.plan is None else self.plan.to_json()}",
             f"accumulate {self.accumulate}",
             f"max_grad_norm {self.max_grad_norm}",
+            f"reduce {self.reduce}",
+            f"servers {self.servers}",
         ]
 
     def obeying(self, plan: Plan, sizes: Mapping[str, float]) -> Settings:

@@ -1,4 +1,5 @@
-"""The Trainer of Hugging Face with one more argument, `zero`: the options of zerostd.prepare.
+"""The Trainer of Hugging Face with one more argument, `zero`: the options of zerostd.prepare; and
+`from_pretrained`, which loads models straight into tiers.
 
 trainer = Trainer(model, args, train_dataset=data, zero={"stage": 3})
 
@@ -9,14 +10,16 @@ without zerostd. In checkpoints each rank also writes its shards, from which a r
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import snapshot_download
 from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+from transformers.utils import GENERATION_CONFIG_NAME
 
 import zerostd
 from zerostd.integrations import common
@@ -139,6 +142,34 @@ class Trainer(transformers.Trainer):
             super()._load_best_model()
         else:
             _load(path, self.model)
+
+
+def from_pretrained(
+    name: str,
+    model_class: Any = transformers.AutoModelForCausalLM,
+    *,
+    budget: Any = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    groups: Sequence[str] | None = None,
+) -> nn.Module:
+    """Load a model straight into the tiers of a budget, for inference: what `model_class.from_pretrained` gives.
+
+    Args:
+        name: A directory that save_pretrained wrote, or a name on the Hub.
+        model_class: One of transformers' AutoModel classes.
+        budget: As for `zerostd.dispatch`, and so are device and groups.
+        dtype: Of the parameters. None: as the configuration says.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with zerostd.empty_init():
+        model: nn.Module = model_class.from_config(config, dtype=dtype or config.dtype or torch.float32)
+    if (folder / GENERATION_CONFIG_NAME).exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return zerostd.dispatch(model.eval(), folder, budget=budget, device=device, groups=groups)
 
 
 def _newest_shards(folder: str) -> str | None:

@@ -56,9 +56,17 @@ class CpuUpdater:
         self.worker = Worker(self.name, self.allocator.device)
         self.allocator.before_close(self.worker.stop)
         self._weights: dict[StateShard, torch.Tensor] = {}  # on the host: new parameters on their way
+        self.serve(self.placed)
+
+    def serve(self, placed: Sequence[tuple[Flat, StateShard]]) -> None:
+        """Update these shards from now on. Nothing may be under way of others."""
+        self.placed = placed
+        served = {shard for _, shard in placed}
+        for shard in [shard for shard in self._weights if shard not in served]:
+            self.allocator.host.free(self._weights.pop(shard))
         if self.allocator.device.type == "cpu":
             return
-        for flat, shard in self.placed:  # host memory where new parameters cannot take the place of the gradient's copy
+        for flat, shard in placed:  # host memory where new parameters cannot take the place of the gradient's copy
             takes_its_place = not shard.spare and _fitting_copy(flat) is not None
             if shard.route is Route.CPU and flat.rest.tier is not Tier.HOST and not takes_its_place:
                 self._weights_of(flat, shard)

@@ -285,6 +285,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's format. In a world of one it is what the inner optimizer would give; on several ranks each
         state holds this rank's interval of it, and loads on the same rank of as many ranks."""
+        self._gradients.wires.world.check_here("optimizer.state_dict()")
         self.check_consistent("state_dict()")
         run_state_hooks(self, "state_dict_pre")
         self._commit_edits()
@@ -292,6 +293,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict returned; everything is checked before anything changes."""
+        self._gradients.wires.world.check_here("optimizer.load_state_dict()")
         self.check_consistent("load_state_dict()")
         state_dict = run_state_hooks(self, "load_state_dict_pre", state_dict.copy())
         with self._schedule.turn:

@@ -110,6 +110,11 @@ class StreamedUpdater:
         """Return the bytes that the slots take on the device; `dtypes` are those of master and states."""
         return NUM_SLOTS * tile_numel * sum(dtype.itemsize for dtype in _slot_dtypes(dtypes).values())
 
+    @property
+    def memories(self) -> list[torch.Tensor]:
+        """The slots on the device."""
+        return [memory for slot in self._slots for memory in slot.memory.values()]
+
     def close(self) -> None:
         """End the thread and give the slots back."""
         self.worker.stop()

@@ -23,7 +23,7 @@ from zerostd.optimizers import cpu_updater, streamed_updater
 from zerostd.optimizers.cpu_updater import CpuUpdater, DiskUpdater
 from zerostd.optimizers.elementwise import written_options
 from zerostd.optimizers.spans import StepOptions, UpdateSpan, UpdateSpans, UpdateTask, snapshot
-from zerostd.optimizers.streamed_updater import NUM_SLOTS, StreamedUpdater, tile_numel
+from zerostd.optimizers.streamed_updater import NUM_SLOTS, StreamedUpdater, tile_numel, widest_dtypes
 from zerostd.parameters import Flat, Group
 from zerostd.parameters.prepared import GRAD
 from zerostd.policy import Kind, Route, Tier
@@ -42,22 +42,48 @@ class OffloadUpdater:
     ) -> None:
         self.allocator = allocator
         self.device = allocator.device
+        self.updaters: dict[str, CpuUpdater | StreamedUpdater] = {}
+        self._inner = inner
+        self._streams = streams
+        self._num_threads = num_threads
+        self._slots: dict[str, Any] = {}  # by updater: what its memory depends on
+        self.follow(groups)
+        self._factors = allocator.host.allocate(NUM_FACTORS * 4, Kind.BUFFERS).view(torch.float32)
+        self.last_factor: tuple[torch.Tensor, Transfer] | None = None  # of the last step that had one, and its arrival
+        self._turn = 0
+
+    def follow(self, groups: Sequence[Group]) -> None:
+        """Serve the shards that are off the device now. An updater with nothing left to do ends, one whose slots do
+        not fit is made anew; others go on with what they are doing, which may be about other groups."""
         placed = [(flat, shard) for group in groups for flat in group.trainable for shard in flat.state_shards]
         on_host = [(flat, shard) for flat, shard in placed if shard.tier is Tier.HOST]
-        on_disk = [(flat, shard) for flat, shard in placed if shard.tier is Tier.DISK]
+        by_cpu = [(flat, shard) for flat, shard in on_host if shard.route is Route.CPU]
         streamed = [shard for _, shard in on_host if shard.route is Route.STREAMED]
-        self.updaters: dict[str, CpuUpdater | StreamedUpdater] = {}
-        if len(streamed) < len(on_host):
-            self.updaters["cpu"] = CpuUpdater(inner, on_host, allocator, streams, num_threads)
-        if streamed:
-            numel = tile_numel(streamed_updater.TILE_NUMEL, streamed)
-            self.updaters["streamed"] = StreamedUpdater(inner, streamed, numel, allocator, streams)
-        if on_disk:
-            self.updaters["disk"] = DiskUpdater(inner, on_disk, allocator, streams, num_threads)
+        on_disk = [(flat, shard) for flat, shard in placed if shard.tier is Tier.DISK]
+        from_disk = [shard for _, shard in on_disk]
+        tile = tile_numel(streamed_updater.TILE_NUMEL, streamed)
+        disk_tile = tile_numel(cpu_updater.DISK_TILE_NUMEL, from_disk)
+        slots: dict[str, Any] = {
+            "cpu": bool(by_cpu),
+            "streamed": (tile, widest_dtypes(streamed)),
+            "disk": (disk_tile, widest_dtypes(from_disk), {shard.route for shard in from_disk}),
+        }
+        for name in [name for name in self.updaters if self._slots[name] != slots[name]]:
+            self._drain(self.updaters[name])
+            self.updaters.pop(name).close()
+        basis = (self.allocator, self._streams)
+        if by_cpu and "cpu" not in self.updaters:
+            self.updaters["cpu"] = CpuUpdater(self._inner, by_cpu, *basis, self._num_threads)
+        if streamed and "streamed" not in self.updaters:
+            self.updaters["streamed"] = StreamedUpdater(self._inner, streamed, tile, *basis)
+        if on_disk and "disk" not in self.updaters:
+            self.updaters["disk"] = DiskUpdater(self._inner, on_disk, *basis, self._num_threads)
+        for name, served in (("cpu", by_cpu), ("disk", on_disk)):
+            if isinstance(updater := self.updaters.get(name), CpuUpdater):
+                updater.serve(served)
+        self._slots = slots
         for updater in self.updaters.values():
-            allocator.before_close(updater.worker.stop)
-        self._factors = allocator.host.allocate(NUM_FACTORS * 4, Kind.BUFFERS).view(torch.float32)
-        self._turn = 0
+            self.allocator.before_close(updater.worker.stop)
 
     @staticmethod
     def buffer_bytes(portions: Sequence[Portion], dtypes: Mapping[str, torch.dtype]) -> dict[Tier, int]:
@@ -83,7 +109,8 @@ class OffloadUpdater:
         self._turn = (self._turn + 1) % NUM_FACTORS
         memory = self._factors[self._turn]
         memory.copy_(factor.reshape(()), non_blocking=True)
-        return memory, record_event(self.device)
+        self.last_factor = (memory, record_event(self.device))
+        return self.last_factor
 
     def close(self) -> None:
         """End the threads and give their memory back; nothing may be under way."""
@@ -94,9 +121,12 @@ class OffloadUpdater:
     def drain(self) -> None:
         """Return when every update so far is done; raise if one failed."""
         for updater in self.updaters.values():
-            updater.worker.drain()
-            if isinstance(updater, DiskUpdater):
-                updater.wait_writes()
+            self._drain(updater)
+
+    def _drain(self, updater: CpuUpdater | StreamedUpdater) -> None:
+        updater.worker.drain()
+        if isinstance(updater, DiskUpdater):
+            updater.wait_writes()
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
@@ -294,6 +324,16 @@ class Updater:
             for key, value in group.items():
                 if key != "params" and not isinstance(value, torch.Tensor):
                     self.user_groups[index][key] = value
+
+    def resident_states(self) -> list[torch.Tensor]:
+        """Return the states on the device that are as long as their spans."""
+        states = [state for states in self.state.values() for state in states.values()]
+        return [s for s in states if isinstance(s, torch.Tensor) and s.dim() and s.device == self.scratch.device]
+
+    def scratch_memory(self) -> list[torch.Tensor]:
+        """Return working memory on the device; nothing may be under way."""
+        streamed = self.offload.updaters.get("streamed") if self.offload is not None else None
+        return [self.scratch, *(streamed.memories if isinstance(streamed, StreamedUpdater) else ())]
 
     def count_states(self) -> None:
         """After all groups: enter the memory of states that the inner optimizer made into the ledger. Cut spans share

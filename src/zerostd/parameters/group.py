@@ -4,6 +4,7 @@ Hooks, the gatherer, the optimizer and checkpoints call its verbs and say when; 
 states and the only moves between them:
 
     RELEASED --start_gather--> GATHERING --wait_gather--> GATHERED --release--> RELEASED
+    GATHERED --hide--> RELEASED --show--> GATHERED while a model sleeps
     GATHERED --expire--> RELEASED where ranks update slices of it, GATHERING where updates alone bring the new values
 """
 
@@ -21,7 +22,7 @@ from zerostd.errors import MisuseError
 from zerostd.monitoring.events import Span
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.flat import Flat
-from zerostd.tiers import Transfer, Uploader
+from zerostd.tiers import Done, Transfer, Uploader
 
 
 class GroupState(enum.Enum):
@@ -85,8 +86,9 @@ class Group:
 
     # Gather and release
 
-    def start_gather(self) -> None:
-        """Start filling the buffers of a released group, when its updates are done."""
+    def start_gather(self, *, at_once: bool = False) -> None:
+        """Start filling the buffers of a released group, when its updates are done. If the device has no memory for
+        them it takes none. With `at_once` nothing else uses the link, see `Uploader.upload`."""
         assert self.state is GroupState.RELEASED, f"group {self.name!r} is {self.state.name}: it cannot be gathered"
         self.wait_updates()
         world = self._wires.world
@@ -94,17 +96,27 @@ class Group:
         ledger.work_on(self.name)
         if ledger.events.is_on and world.num_shards > 1:
             self._span = ledger.events.begin("gather", "wire", self.name, self._full_bytes, device=world.device)
-        for flat in self.flats:
-            flat.allocate()
-        self.gathers = [self._gather(flat, flat.full, to_compute=flat.is_sharded) for flat in self.flats]
+        try:
+            for flat in self.flats:
+                flat.allocate()
+        except torch.OutOfMemoryError:
+            for flat in self.flats:
+                flat.free()
+            self._span = None
+            raise
+        self.gathers = [
+            self._gather(flat, flat.full, to_compute=flat.is_sharded, at_once=at_once) for flat in self.flats
+        ]
         self.state = GroupState.GATHERING
 
-    def _gather(self, flat: Flat, full: torch.Tensor, *, to_compute: bool) -> Transfer:
+    def _gather(self, flat: Flat, full: torch.Tensor, *, to_compute: bool, at_once: bool = False) -> Transfer:
         """Bring this rank's part of a flat to the device, and from there to all ranks. What is only computed with may
         be rounded on the way."""
         world = self._wires.world
+        if world.is_worker:  # the servers have what trains
+            return Done() if flat.gradient is None else self._wires.gather(full)
         if world.num_shards == 1:
-            return self._uploader.upload(flat.rest, full, self.name)
+            return self._uploader.upload(flat.rest, full, self.name, at_once=at_once)
         mine = flat.rest.tensor if flat.is_sharded else full[flat.layout.shard(world.shard_rank)]
         if mine is None or mine.device != full.device:
             mine = full[flat.layout.shard(world.shard_rank)] if flat.is_sharded else full
@@ -187,6 +199,19 @@ class Group:
         for flat in self.flats:
             flat.show_nan()
         self.state = GroupState.RELEASED if self.is_in_slices else GroupState.GATHERING
+
+    def hide(self) -> None:
+        """Let parameters show NaN while their memory is given to others. A graph from before cannot run any more."""
+        for flat in self.flats:
+            flat.show_nan()
+            flat.mark_updated()
+        self.state = GroupState.RELEASED
+
+    def show(self) -> None:
+        """Let parameters show their values again, after `hide`; those that rest elsewhere stay released."""
+        if not self.gives_back:
+            self.show_values()
+            self.state = GroupState.GATHERED
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:

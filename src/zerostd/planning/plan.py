@@ -21,7 +21,18 @@ from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, Way
 VERSION = 1
 GIB = 2**30
 REMEDY = "correct it, or plan again"
-FIELDS = ("stage", "world_size", "speculate", "adaptive", "homes", "activations", "limits", "notes", "predicted")
+FIELDS = (
+    "stage",
+    "world_size",
+    "speculate",
+    "adaptive",
+    "homes",
+    "activations",
+    "limits",
+    "notes",
+    "predicted",
+    "trials",
+)
 DOES = {"recompute": "recompute them in", "host": "send them to the host in", "keep": "keep them in"}
 MOST_NAMED = 4  # stretches of groups
 WORDS = {
@@ -48,14 +59,29 @@ class Prediction:
     bytes: Mapping[Tier, Mapping[Kind, int]] = field(default_factory=dict)  # at their peak
     busy: Mapping[str, float] = field(default_factory=dict)  # seconds of work in a step, by resource
     prices: Mapping[Tier, float] = field(default_factory=dict)  # seconds a step is shorter for a byte of the next GiB
+    samples: int | None = None  # in a pass, of a model that is not updated: then a step is a pass
 
     def total(self, tier: Tier) -> int:
         return sum(self.bytes.get(tier, {}).values())
 
     @property
+    def samples_per_s(self) -> float | None:
+        """Samples a second of a model that is not updated: tokens, where a pass makes one for each sequence."""
+        return self.samples / self.step_s if self.samples and self.step_s else None
+
+    @property
     def bottleneck(self) -> str:
         busy = {**self.busy, "compute": self.compute_s or 0.0}
         return max(busy, key=lambda name: busy[name]) if busy else "compute"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate, and the steps that were made with it."""
+
+    name: str  # what sets it apart
+    predicted_s: float | None  # of a step
+    measured_s: float  # the median of its steps, on the slowest rank
 
 
 @dataclass(frozen=True)
@@ -75,11 +101,18 @@ class Plan:
     limits: Mapping[Tier, int] = field(default_factory=dict)  # bytes it was made for
     notes: tuple[str, ...] = ()  # why it is as it is, and what was refused
     activations: Mapping[str, str] = field(default_factory=dict)  # keep, recompute or host; empty: as the model does
+    trials: tuple[Trial, ...] = ()  # candidates that training measured, this one first
 
     def __post_init__(self) -> None:
         for name, way in self.activations.items():
             if way not in WAYS:
                 raise PrepareError(f"activations of {name!r} are {way!r}, and can be {', '.join(WAYS)}")
+
+    @property
+    def is_untried(self) -> bool:
+        """Whether it was made without a batch, and recomputes until a pass has shown what activations take."""
+        recomputes = len(self.activations) == 1 and self.activations.get("*") == "recompute"
+        return recomputes and self.predicted.step_s is None and bool(self.limits)
 
     def homes_of(self, group: str) -> Homes:
         """Return the homes of one group, by its name or by the first glob that fits it."""
@@ -189,19 +222,28 @@ def _sentences(plan: Plan) -> list[str]:
     if predicted.step_s is not None and predicted.step_s > 0:
         busy = {**predicted.busy, "compute": predicted.compute_s or 0.0}
         first, *rest = sorted(busy, key=lambda name: -busy[name])
+        what = "step" if predicted.samples is None else "pass"
         lines.append(
-            f"A step takes {predicted.step_s:.3g} s. The bottleneck is {WORDS.get(first, first)}, busy "
+            f"A {what} takes {predicted.step_s:.3g} s. The bottleneck is {WORDS.get(first, first)}, busy "
             f"{busy[first] / predicted.step_s:.0%} of it"
             + (f"; next is {WORDS.get(rest[0], rest[0])} with {busy[rest[0]] / predicted.step_s:.0%}." if rest else ".")
         )
+        if predicted.samples_per_s is not None:
+            lines.append(
+                f"That is {predicted.samples_per_s:.3g} samples a second, or as many tokens where a pass makes one for "
+                "each sequence."
+            )
         if predicted.clipped_s is not None:
             clipped = f"A step whose gradients are clipped takes {predicted.clipped_s:.3g} s."
             lines.append(f"Updates begin before the norm is known. {clipped}")
         for tier in Tier:
             gain = predicted.prices.get(tier, 0.0) * GIB
-            if tier in plan.limits:
+            if tier in plan.limits and predicted.samples is None:
                 worth = f"would save {gain * 1e3:.2g} ms a step" if gain > 1e-6 else "would change nothing"
                 lines.append(f"One more GiB of the {tier.value} {worth}.")
+    if plan.trials:
+        measured = (f"{trial.name} {trial.measured_s:.3g} s" for trial in plan.trials)
+        lines.append(f"Measured while training: {', '.join(measured)}. The first is in use.")
     return [*lines, *plan.notes]
 
 

@@ -16,7 +16,7 @@ from zerostd.parameters.flat import MASTER
 from zerostd.parameters.host_gradient import NUM_STAGING
 from zerostd.policy import Kind, Tier
 from zerostd.preparing.homes import FlatPlan, Rules, demand
-from zerostd.scheduling.gathering import PREFETCH_DEPTH
+from zerostd.scheduling.gathering import PREFETCH_DEPTH, STREAM_DEPTH
 from zerostd.tiers import Uploader
 from zerostd.tiers.extents import Extent
 
@@ -26,7 +26,7 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, dic
     trained = [plan for group in plans for plan in group if plan.is_trained]
     need = demand(plans)
     need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans, rules)
-    need[Tier.DEVICE, Kind.BUFFERS] += _gathered(plans) + _slots(plans, rules)[Tier.DEVICE]
+    need[Tier.DEVICE, Kind.BUFFERS] += _gathered(plans, rules) + _slots(plans, rules)[Tier.DEVICE]
     need[Tier.DEVICE, Kind.BUFFERS] += _wires(trained, rules) + _staging(trained, rules)
     resident = [
         sum(portion.numel for plan in group for portion in plan.portions if portion.tier is Tier.DEVICE)
@@ -67,14 +67,18 @@ def _slots(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, int]
     return OffloadUpdater.buffer_bytes(portions, {MASTER: torch.float32, **rules.states})
 
 
-def _gathered(plans: Sequence[Sequence[FlatPlan]]) -> int:
+def _gathered(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
     """Count the root, which is there as long as forward lasts, the group at work, those on their way, and in backward
-    the group before, whose last gradients are still to come. Groups that stay gathered are passed over."""
+    the group before, whose last gradients are still to come. Groups that stay gathered are passed over. Without an
+    optimizer there is one more on its way instead, and behind the last group the first ones of the next pass."""
     root, *others = [
         sum(plan.layout.numel * plan.dtype.itemsize for plan in group if plan.gives_back) for group in plans
     ]
     others = [size for size in others if size]
-    windows = [sum(others[start : start + PREFETCH_DEPTH + 2]) for start in range(len(others))]
+    width = PREFETCH_DEPTH + 2 if rules.has_optimizer else STREAM_DEPTH + 1
+    if not rules.has_optimizer:
+        others += others[: min(len(others), width) - 1]
+    windows = [sum(others[start : start + width]) for start in range(len(others))]
     return root + max(windows, default=0)
 
 

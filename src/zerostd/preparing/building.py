@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import nn
 
 from zerostd.communication import Control, Wires, World
 from zerostd.communication.coded_wires import make_wires
+from zerostd.communication.dtensors import local_values, mesh_of
+from zerostd.communication.servers import WorkerWires
 from zerostd.communication.wires import wires_to_peers
 from zerostd.engine.runtime import Resources, Runtime
 from zerostd.engine.settings import Settings
@@ -32,17 +35,18 @@ from zerostd.parameters.deferred import draw_seeds, make_real
 from zerostd.parameters.flat import separate_counters
 from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.replaying import is_deferred
+from zerostd.planning import Plan
 from zerostd.policy import Budget, Kind, Tier, limit_of, parse_bytes
 from zerostd.preparing.accounting import host_buffers, largest_on_disk
-from zerostd.preparing.groups import ValueOf, make_flat
+from zerostd.preparing.groups import ValueOf, make_flat, make_masters
 from zerostd.preparing.homes import Demand, FlatPlan, demand, plan_flats
-from zerostd.preparing.options import check_world, num_threads, rules_for, ways_for
-from zerostd.preparing.proposing import decide
+from zerostd.preparing.options import check_world, for_role, num_threads, rules_for, ways_for
+from zerostd.preparing.proposing import decide, sizes_of
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.offloading import ActivationOffloader
 from zerostd.scheduling.saved_storage import ActivationCopies
-from zerostd.tiers import Streams, TierAllocator, Uploader
+from zerostd.tiers import Aside, Streams, TierAllocator, Uploader
 from zerostd.tiers.host import Host
 from zerostd.tiers.limits import check_disk, check_host
 
@@ -60,20 +64,25 @@ def _without_collecting() -> Iterator[None]:
 
 
 @_without_collecting()
-def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> Runtime:
-    """Build everything but the optimizer, which `attach_optimizer` adds."""
+def build(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, *, has_values: bool = True
+) -> Runtime:
+    """Build everything but the optimizer, which `attach_optimizer` adds. Without values they are loaded afterwards."""
     blueprints = find_blueprints(model, optimizer, settings.precision, settings.globs)
-    device = device_of(model)
-    for name, parameter in model.named_parameters():
+    device = settings.device or device_of(model)
+    for name, parameter in model.named_parameters() if has_values else ():
         if parameter.device.type == "meta" and not is_deferred(parameter):
             make_real(name, parameter, seed=0, device=device)  # raises: nobody knows its values
-    world = World.discover(device, settings.mesh)
+    world = World.discover(device, settings.mesh, mesh_of(model.parameters()), settings.servers or 0)
     control = Control(world)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(world.close)
         lines = [*settings.describe(), *describe(model, optimizer, blueprints)]
         control.check_equal("models or options", lines)
-        settings = decide(settings, blueprints, control, has_optimizer=optimizer is not None)
+        if world.link is not None:
+            world.link.check_equal("models or options", lines)
+        settings = for_role(settings, world)
+        settings = decide(settings, blueprints, control)
         check_world(settings, world)
         rules = rules_for(settings, world, blueprints)
         plans = plan_flats(blueprints, rules)
@@ -89,21 +98,26 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
         on_failure.pop_all()
     streams = Streams(device)
     uploader = Uploader(allocator, streams, largest_on_disk=largest_on_disk(plans))
-    resources = Resources(allocator, streams, uploader, Staging(), num_threads(world))
-    wires = make_wires(settings.decided[1], world, ledger)
+    resources = Resources(allocator, streams, uploader, Staging(), Aside(allocator, streams), num_threads(world))
+    sums = settings.reduce == "sum"
+    wires = WorkerWires(world, ledger) if world.is_worker else make_wires(settings.decided[1], world, ledger, sums=sums)
     original_dtypes = {parameter: parameter.dtype for parameter in model.parameters()}
-    seed = control.collect(torch.initial_seed())[0]
+    seed = (control if world.link is None else world.link).collect(torch.initial_seed())[0]
     separate_counters(list(model.parameters()))
-    value_of = _first_values(model, wires, seed)
+    value_of = _first_values(model, wires, seed) if has_values else _no_values
     groups = []
     for index, (blueprint, flat_plans) in enumerate(zip(blueprints, plans, strict=True)):
         flats = [make_flat(plan, resources, value_of) for plan in flat_plans]
         groups.append(Group(blueprint, index, flats, wires, uploader))
     _place_buffers(model, device, seed)
+    if isinstance(wires, WorkerWires):
+        flats = [flat for group in groups for flat in group.trainable]
+        wires.register([(flat.full, flat.gradient.whole) for flat in flats if flat.gradient is not None])
     gatherer = Gatherer(tuple(groups), wires, control)
     left = {Tier.HOST: _left_on_host(need, settings.budget, world), Tier.DISK: None}  # a disk knows its own limit
     copies = ActivationCopies(allocator, streams, left)
     activations = Activations(model, gatherer, ways, ActivationOffloader(copies, peers))
+    activations.counter.is_on = settings.plan is not None and settings.plan.is_untried
     runtime = Runtime(model, gatherer, activations, resources, settings=settings, original_dtypes=original_dtypes)
     runtime.install()
     return runtime
@@ -111,13 +125,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
 
 def _make_allocator(need: Demand, budget: Budget, world: World, ledger: Ledger, *, needs_disk: bool) -> TierAllocator:
     """Check the bytes against what is free and what the budget allows; a disk is checked when arenas are taken."""
-    on_device = _total(need, Tier.DEVICE)
-    if budget.device is not None and on_device > parse_bytes(budget.device):
-        raise PrepareError(
-            f"the model state needs {on_device / 2**30:.3f} GiB on the device ({_parts(need, Tier.DEVICE)}; "
-            f"gathered groups and activations come on top), and Budget(device={budget.device!r}) allows less: place "
-            "more of it with Placement(optimizer_states='host')"
-        )
+    _check_device(need, budget)
     on_host = _total(need, Tier.HOST) * world.local_size
     if on_host:
         what = f"the host share of {world.local_size} rank(s) on this machine ({_parts(need, Tier.HOST)} each)"
@@ -127,6 +135,16 @@ def _make_allocator(need: Demand, budget: Budget, world: World, ledger: Ledger, 
     if needs_disk or _total(need, Tier.DISK):
         allocator.open_disk(budget, world.local_size)
     return allocator
+
+
+def _check_device(need: Demand, budget: Budget) -> None:
+    on_device = _total(need, Tier.DEVICE)
+    if budget.device is not None and on_device > parse_bytes(budget.device):
+        raise PrepareError(
+            f"the model state needs {on_device / 2**30:.3f} GiB on the device ({_parts(need, Tier.DEVICE)}; "
+            f"gathered groups and activations come on top), and Budget(device={budget.device!r}) allows less: place "
+            "more of it with Placement(optimizer_states='host')"
+        )
 
 
 def _reserve(allocator: TierAllocator, plans: list[list[FlatPlan]], need: Demand, budget: Budget, world: World) -> None:
@@ -162,19 +180,27 @@ def _first_values(model: nn.Module, wires: Wires, seed: int) -> ValueOf:
     def value_of(member: Member) -> torch.Tensor:
         if member.parameter.device.type == "meta":
             return make_real(member.name, member.parameter, seed=seeds[member.name], device=device)
-        value = member.parameter.data.to(device)
+        value: torch.Tensor = local_values(member.parameter.data).to(device)
         with wires.world.at(f"the broadcast of {member.name!r}"):
+            if wires.world.link is not None:
+                return wires.world.link.broadcast(value)
             wires.broadcast([value])
         return value
 
     return value_of
 
 
+def _no_values(member: Member) -> None:
+    """Leave a parameter without values: they are loaded to where it is kept."""
+
+
 def _place_buffers(model: nn.Module, device: torch.device, seed: int) -> None:
     """Bring buffers to the device that empty_init left on the host or without memory."""
     for name, module in model.named_modules():
         for short, buffer in module._buffers.items():
-            if buffer is not None and buffer.device.type == "meta":
+            if buffer is not None and buffer.is_meta and not is_deferred(buffer):
+                module._buffers[short] = torch.empty_like(buffer, device=device)  # it will be loaded
+            elif buffer is not None and buffer.is_meta:
                 module._buffers[short] = make_real(f"{name}.{short}", buffer, seed=seed, device=device)
             elif buffer is not None and buffer.device != device:
                 module._buffers[short] = buffer.to(device)
@@ -182,8 +208,12 @@ def _place_buffers(model: nn.Module, device: torch.device, seed: int) -> None:
 
 def attach_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
     """Return the optimizer that updates the runtime's groups as `inner` would; states that it has are taken over."""
+    add_masters(runtime)
     settings = runtime.settings
-    earlier: dict[Any, dict[str, Any]] = {parameter: dict(states) for parameter, states in inner.state.items()}
+    earlier: dict[Any, dict[str, Any]] = {
+        parameter: {name: local_values(value) for name, value in states.items()}
+        for parameter, states in inner.state.items()
+    }
     offload = make_offload_updater(runtime, inner)
     updater = Updater(inner, runtime.groups, runtime.world.device, runtime.ledger, offload, settings.states)
     if earlier:
@@ -194,6 +224,24 @@ def attach_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOpti
     runtime.agreement.include(optimizer)
     begin_backward_updates(runtime, optimizer)
     return optimizer
+
+
+def add_masters(runtime: Runtime, plan: Plan | None = None) -> None:
+    """Give trained parameters the masters that they did without while there was no optimizer, where `plan` or the
+    settings say; those that have some keep them."""
+    if runtime.settings.has_optimizer:
+        return
+    runtime.settings = replace(runtime.settings, has_optimizer=True)
+    sizes = sizes_of(runtime.blueprints)
+    settings = runtime.settings if plan is None else runtime.settings.obeying(plan, sizes)
+    plans = plan_flats(runtime.blueprints, rules_for(settings, runtime.world, runtime.blueprints))
+    if _total(demand(plans), Tier.DISK):
+        runtime.resources.allocator.open_disk(settings.budget, runtime.world.local_size)
+    for group, flat_plans in zip(runtime.groups, plans, strict=True):
+        group.commit_edits()
+        for flat, wanted in zip(group.flats, flat_plans, strict=True):
+            if wanted.has_masters and not flat.state_shards:
+                make_masters(flat, wanted, runtime.resources)
 
 
 def make_offload_updater(runtime: Runtime, inner: torch.optim.Optimizer) -> OffloadUpdater | None:

@@ -6,19 +6,26 @@ of its optimizer states, and the bytes this takes. `groups.py` then does what it
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from zerostd.errors import PrepareError
 from zerostd.parameters.blueprints import Blueprint, Member
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, shards
 from zerostd.sharding import Layout, Portion, make_layout
-from zerostd.sharding.portions import assign_tiers, cut_by_shares, cut_portions
+from zerostd.sharding.portions import UNIT, assign_tiers, cut_by_shares, cut_portions, cuts_at_shares, shares_off
 from zerostd.tiers.host import padded
 
+log = logging.getLogger("zerostd")
+
 Demand = Counter[tuple[Tier, Kind]]  # bytes
+CLOSE = 0.05  # of a kind: whole flats this far from the shares that were asked for are not cut
+FEWEST = 1 << 15  # elements: of smaller models whole flats are kept, since any transfer is all latency
+FAR = 0.1  # of a kind: shares that whole parameters miss by more are refused
 
 
 @dataclass(frozen=True)
@@ -37,11 +44,13 @@ class Rules:
     homes: Mapping[str, Homes] | None = None  # by name of group, instead of the placement's shares of the whole
     reduces_all: bool = False  # `reduce_dtype` is for gradients of fp32 parameters too
     num_replicas: int = 1  # of the model state
+    has_optimizer: bool = True  # whose states are placed too
+    num_servers: int = 0  # that update the model state: this rank is a worker, and updates nothing
 
     @property
     def keeps_whole_gradients(self) -> bool:
         """Whether gradients have a buffer for all of them, to be reduced in place."""
-        return self.size > 1 and not self.shards(Kind.GRADIENTS)
+        return bool(self.num_servers) or (self.size > 1 and not self.shards(Kind.GRADIENTS))
 
     def shards(self, kind: Kind) -> bool:
         """Return whether this kind is spread over ranks here; in a world of one nothing is."""
@@ -68,6 +77,13 @@ class FlatPlan:
     @property
     def is_trained(self) -> bool:
         return self.members[0].options is not None
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether this rank keeps what an update needs. Without an optimizer only parameters that compute in another
+        dtype than they had have masters: their exact values are nowhere else."""
+        is_cast = any(member.dtype != member.parameter.dtype for member in self.members)
+        return self.is_trained and (self.rules.has_optimizer or is_cast)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -120,7 +136,7 @@ class FlatPlan:
         rules = self.rules
         need = Demand()
         need[self.parameters, Kind.PARAMETERS] += _taken(self.parameters, self.rest_numel * self.dtype.itemsize)
-        if not self.is_trained:
+        if not self.is_trained or not (self.rules.has_optimizer or self.has_masters or self.gradients is Tier.HOST):
             return need
         dtype = self.gradient_dtype
         itemsize = max(4, dtype.itemsize) if rules.sums_gradients else dtype.itemsize
@@ -153,6 +169,9 @@ class FlatPlan:
 def plan_flats(blueprints: Sequence[Blueprint], rules: Rules) -> list[list[FlatPlan]]:
     """Return the plans of the flats of every group, in the groups' order."""
     groups = [_lay_out(blueprint, rules) for blueprint in blueprints]
+    if rules.homes is None:
+        for kind in (Kind.PARAMETERS, Kind.GRADIENTS):
+            groups = _cut_at_shares(groups, kind, rules)
     flats = [flat for group in groups for flat in group]
     sizes = [flat.layout.numel * flat.dtype.itemsize for flat in flats]
     numels = [flat.numel if flat.is_trained else 0 for flat in flats]
@@ -160,7 +179,10 @@ def plan_flats(blueprints: Sequence[Blueprint], rules: Rules) -> list[list[FlatP
         placement = rules.placement
         parameters = assign_tiers(sizes, placement.shares(Kind.PARAMETERS))
         gradients = assign_tiers(numels, placement.shares(Kind.GRADIENTS))
-        portions = cut_portions(numels, placement.shares(Kind.OPTIMIZER_STATES), cpu_share=rules.cpu_share)
+        # Where parameters are on disk, two portions must not share a page of them: each writes its own.
+        finest = UNIT if Tier.DISK in placement.shares(Kind.PARAMETERS) else 1
+        states = placement.shares(Kind.OPTIMIZER_STATES)
+        portions = cut_portions(numels, states, cpu_share=rules.cpu_share, finest=finest)
     else:
         names = [blueprint.name for blueprint, group in zip(blueprints, groups, strict=True) for _ in group]
         homes = [rules.homes[name] for name in names]
@@ -168,7 +190,7 @@ def plan_flats(blueprints: Sequence[Blueprint], rules: Rules) -> list[list[FlatP
         gradients = [home.gradients for home in homes]
         portions = [cut_by_shares(numel, home.states) for numel, home in zip(numels, homes, strict=True)]
     for index, flat in enumerate(flats):
-        flats[index] = replace(flat, portions=portions[index])
+        flats[index] = replace(flat, portions=portions[index] if flat.has_masters else ())
         if sizes[index]:  # there is no arena of no bytes: what has no elements is on the device
             flats[index] = replace(flats[index], parameters=parameters[index], gradients=gradients[index])
     placed = iter(flats)
@@ -183,13 +205,85 @@ def _lay_out(blueprint: Blueprint, rules: Rules) -> list[FlatPlan]:
     flats = []
     for (dtype, _), members in by_sort.items():
         members.sort(key=lambda member: -1 if member.options is None else member.options)
-        by_name = {member.name: member for member in members}
-        shapes = [(name, tuple(member.parameter.shape)) for name, member in by_name.items()]
-        layout = make_layout(shapes, rules.size, dtype.itemsize, num_replicas=rules.num_replicas)
-        region = layout.shard(rules.rank) if rules.shards(Kind.OPTIMIZER_STATES) else slice(0, layout.numel)
-        ordered = tuple(by_name[interval.name] for interval in layout.intervals)
-        flats.append(FlatPlan(rules, ordered, layout, region))
+        flats.append(_make_plan(members, dtype, rules))
     return flats
+
+
+def _make_plan(members: Sequence[Member], dtype: torch.dtype, rules: Rules) -> FlatPlan:
+    """Return one flat of these members, without homes."""
+    by_name = {member.name: member for member in members}
+    shapes = [(name, member.shape) for name, member in by_name.items()]
+    num_shards = rules.num_servers or rules.size
+    layout = make_layout(shapes, num_shards, dtype.itemsize, num_replicas=rules.num_replicas)
+    specs = [by_name[interval.name].spec for interval in layout.intervals]
+    intervals = [
+        interval if spec is None else replace(interval, whole=spec.shape, origin=spec.box.offsets)
+        for interval, spec in zip(layout.intervals, specs, strict=True)
+    ]
+    layout = replace(layout, intervals=tuple(intervals))
+    region = layout.shard(rules.rank) if rules.shards(Kind.OPTIMIZER_STATES) else slice(0, layout.numel)
+    if rules.num_servers:
+        region = slice(0, 0)
+    return FlatPlan(rules, tuple(by_name[interval.name] for interval in layout.intervals), layout, region)
+
+
+def _cut_at_shares(groups: list[list[FlatPlan]], kind: Kind, rules: Rules) -> list[list[FlatPlan]]:
+    """Return the groups with flats cut between two parameters where a share ends inside one, if whole flats are not
+    near to the shares. Raise PrepareError where whole parameters are not near either. Of very small models whole flats
+    stay, and the log says so."""
+    shares = rules.placement.shares(kind)
+    if len(shares) == 1 or _is_near(groups, kind, shares, CLOSE):
+        return groups
+    if sum(flat.layout.numel for group in groups for flat in group) < FEWEST:
+        if rules.rank == 0:
+            log.warning("%s, or a model of %s elements at least", _explain_far(groups, kind, rules.placement), FEWEST)
+        return groups
+    sizes = [_sizes(flat, kind) for group in groups for flat in group]
+    cuts = iter(cuts_at_shares(sizes, shares))
+    cut_groups: list[list[FlatPlan]] = []
+    for group in groups:
+        cut_groups.append([])
+        for flat in group:
+            ends = [*next(cuts), len(flat.members)]
+            starts = [0, *ends[:-1]]
+            parts = [flat.members[start:end] for start, end in zip(starts, ends, strict=True)]
+            cut_groups[-1] += [_make_plan(part, flat.dtype, rules) for part in parts] if len(parts) > 1 else [flat]
+    if not _is_near(cut_groups, kind, shares, FAR):
+        raise PrepareError(_explain_far(cut_groups, kind, rules.placement))
+    return cut_groups
+
+
+def _sizes(flat: FlatPlan, kind: Kind) -> list[int]:
+    """Return what each parameter of a flat counts in the shares of a kind: bytes, or elements that train."""
+    width = flat.dtype.itemsize if kind is Kind.PARAMETERS else int(flat.is_trained)
+    return [interval.numel * width for interval in flat.layout.intervals]
+
+
+def _differences(groups: list[list[FlatPlan]], kind: Kind, shares: Mapping[Tier, float]) -> dict[Tier, float]:
+    sizes = [sum(_sizes(flat, kind)) for group in groups for flat in group]
+    return shares_off(sizes, assign_tiers(sizes, shares), shares)
+
+
+def _is_near(groups: list[list[FlatPlan]], kind: Kind, shares: Mapping[Tier, float], most: float) -> bool:
+    return all(abs(difference) <= most for difference in _differences(groups, kind, shares).values())
+
+
+def _explain_far(groups: list[list[FlatPlan]], kind: Kind, placement: Placement) -> str:
+    shares = placement.shares(kind)
+    nearest = {tier.value: round(shares[tier] + off, 2) for tier, off in _differences(groups, kind, shares).items()}
+    sizes = {
+        interval.name: size
+        for group in groups
+        for flat in group
+        for interval, size in zip(flat.layout.intervals, _sizes(flat, kind), strict=True)
+    }
+    largest = max(sizes, key=lambda name: sizes[name])
+    part = sizes[largest] / sum(sizes.values())
+    return (
+        f"Placement({kind.value}={getattr(placement, kind.value)!r}) cannot be honoured: what travels together is in "
+        f"one tier, and {largest!r} alone is {part:.0%} of the {kind.value}. The nearest is {nearest}: use that, or "
+        "one tier"
+    )
 
 
 def demand(plans: Sequence[Sequence[FlatPlan]]) -> Demand:

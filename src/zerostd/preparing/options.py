@@ -29,10 +29,13 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
     accumulate = settings.accumulate
     if accumulate is not None and (isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1):
         raise PrepareError(f"accumulate={accumulate!r} must be a whole number of backward passes, 1 or more")
+    if settings.reduce not in ("mean", "sum"):
+        raise PrepareError(f"reduce={settings.reduce!r} must be 'mean' or 'sum' of the gradients of all ranks")
     norm = settings.max_grad_norm
     if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0):
         raise PrepareError(f"max_grad_norm={norm!r} must be a positive number; leave it out for no clipping")
     check_model(model)
+    settings = replace(settings, has_optimizer=optimizer is not None)
     if optimizer is not None:
         check_optimizer(model, optimizer)
         check_elementwise(optimizer)
@@ -40,18 +43,65 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
     elif settings.max_grad_norm is not None:
         raise PrepareError(f"max_grad_norm={settings.max_grad_norm} needs the optimizer: pass it to prepare")
     if settings.placement is not None:
-        check_placement(settings, settings.placement, has_optimizer=optimizer is not None)
+        check_placement(settings, settings.placement)
+    if settings.servers is not None:
+        _check_servers(settings, has_optimizer=optimizer is not None)
     return settings
 
 
-def check_placement(settings: Settings, placement: Placement, *, has_optimizer: bool) -> None:
+def _check_servers(settings: Settings, *, has_optimizer: bool) -> None:
+    """Refuse options that do not go with parameter servers."""
+    servers = settings.servers
+    if isinstance(servers, bool) or not isinstance(servers, int) or servers < 1:
+        raise PrepareError(f"servers={servers!r} must be a whole number of ranks, the last ones; leave it out for none")
+    given = {"stage": settings.stage, "plan": settings.plan, "mesh": settings.mesh}
+    for name, value in given.items():
+        if value is not None:
+            raise PrepareError(f"servers={servers} with {name}=: servers hold what {name}= would place; leave it out")
+    if not has_optimizer:
+        raise PrepareError(f"servers={servers} needs the optimizer, which the servers run: pass it to prepare")
+    if settings.precision.scales_loss:
+        raise NotSupportedError(f"servers={servers} does not go with precision='fp16': use 'bf16'")
+    placement = settings.placement or Placement()
+    for kind in (Kind.PARAMETERS, Kind.GRADIENTS):
+        if set(placement.shares(kind)) != {Tier.DEVICE}:
+            raise NotSupportedError(
+                f"Placement({kind.value}={getattr(placement, kind.value)!r}) with servers={servers}: workers keep them "
+                "on the device; place optimizer_states and activations only"
+            )
+    if placement.speculate:
+        raise NotSupportedError(f"Placement(speculate=True) does not go with servers={servers}")
+
+
+def for_role(settings: Settings, world: World) -> Settings:
+    """Return the settings of a worker or of a server. Servers are ranks that shard everything and run no forward;
+    workers have parameters and gradients, and one push makes a step."""
+    if world.link is None:
+        return settings
+    given = settings.placement or Placement(optimizer_states="host")
+    if world.is_worker:
+        placement = Placement(activations=given.activations, same_activations=given.same_activations)
+        accumulate = settings.accumulate or 1
+        return replace(
+            settings, stage=Stage.OPTIMIZER_STATES, placement=placement, accumulate=accumulate, max_grad_norm=None
+        )
+    if world.device.type != "cpu":
+        raise PrepareError(
+            f"rank {world.link.rank} is one of {settings.servers} servers, the last ranks, and its model is on "
+            f"{world.device}: leave the models of servers on the CPU"
+        )
+    placement = replace(given, activations="device", same_activations=None)
+    return replace(settings, stage=Stage.PARAMETERS, placement=placement, accumulate=None)
+
+
+def check_placement(settings: Settings, placement: Placement) -> None:
     """Refuse what cannot be honoured, before anything is looked at."""
     if Tier.DISK in placement.shares(Kind.GRADIENTS):
         raise NotSupportedError(
             f"Placement(gradients={placement.gradients!r}): gradients are written and read once a step, and rest on "
             "the device or the host; use 'host'"
         )
-    if not has_optimizer and set(placement.shares(Kind.OPTIMIZER_STATES)) != {Tier.DEVICE}:
+    if not settings.has_optimizer and set(placement.shares(Kind.OPTIMIZER_STATES)) != {Tier.DEVICE}:
         raise PrepareError(
             f"Placement(optimizer_states={placement.optimizer_states!r}) needs the optimizer, to know what it keeps: "
             "pass it to prepare"
@@ -65,6 +115,12 @@ def check_placement(settings: Settings, placement: Placement, *, has_optimizer: 
         raise PrepareError(
             f"Placement(codec={dict(placement.codec)!r}) changes results: pass exact=False to prepare to allow it, or "
             "leave the codec out"
+        )
+    if placement.codec and (settings.reduce != "mean" or settings.servers is not None):
+        given = "reduce='sum'" if settings.servers is None else f"servers={settings.servers}"
+        raise NotSupportedError(
+            f"Placement(codec={dict(placement.codec)!r}) does not go with {given}: coded gradients are averaged "
+            "over ranks"
         )
     if placement.codec.get("reduce") == "int4" and settings.precision.scales_loss:
         raise PrepareError(
@@ -134,6 +190,8 @@ def rules_for(settings: Settings, world: World, blueprints: Sequence[Blueprint])
         homes=None if settings.plan is None else homes_of(settings.plan, blueprints),
         reduces_all=settings.precision.compute is None,
         num_replicas=world.num_replicas,
+        has_optimizer=settings.has_optimizer,
+        num_servers=world.link.num_servers if world.link is not None and world.is_worker else 0,
     )
 
 

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from zerostd.compat import outside_transforms
+from zerostd.compat import outside_transforms, storage_of
 from zerostd.errors import MisuseError
 from zerostd.parameters import Flat, Group, GroupState
 from zerostd.parameters.prepared import ACCESS, LAST_HOOK, LENT
@@ -92,17 +92,16 @@ class ParameterAccess:
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the parameter itself, if it shows its values then, else a copy of them outside autograd."""
         group, flat, index = self.places[parameter]
-        interval = flat.layout.intervals[index]
         if group in self._held:
-            return self._held[group][flat][interval.offset : interval.end].view(interval.shape)
+            return flat.shown(index, self._held[group][flat])
         has_copy = self._copied is not None and self._copied[0] is group and not self.active
         if group.state is not GroupState.GATHERED and not has_copy:
             with self.gatherer.turn, outside_transforms():
-                self._bring(group, interval.name)
+                self._bring(group, flat.layout.intervals[index].name)
         if group.state is GroupState.GATHERED:
             return parameter
         assert self._copied is not None
-        return self._copied[1][flat][interval.offset : interval.end].view(interval.shape)
+        return flat.shown(index, self._copied[1][flat])
 
     def _bring(self, group: Group, name: str) -> None:
         """Gather a group, or make a copy of its values."""
@@ -122,6 +121,11 @@ class ParameterAccess:
             raise not_writable(flat.layout.intervals[index].name, self._read_only)
         with self.gatherer.turn:
             flat.keep_values(index, values)
+        # A call that takes parameters of several groups may have made two copies of this one. The later one is kept,
+        # and does not have these values.
+        copied = self._copied
+        if copied is not None and copied[0] is group and storage_of(values) != storage_of(copied[1][flat]):
+            self._copied = None
 
     @contextlib.contextmanager
     def held(self, groups: Sequence[Group], *, write: bool) -> Iterator[None]:
@@ -162,11 +166,14 @@ class ParameterAccess:
         for group in (group for group in groups if not group.gives_back):
             self.gatherer.gather(group)
             group.keep_edits()  # from before the context
+        if not self.active:
+            self.gatherer.drop_kept(group for group in groups if group not in self._held)
         copies = {group: self.gatherer.copy(group) for group in groups if group.gives_back and group not in self._held}
         self._held = copies | self._held
 
     def _keep_held(self, groups: Sequence[Group]) -> None:
         """Keep what rank 0 has changed."""
+        self.forget()
         for group in groups:
             for flat, full in self._held.get(group, {flat: flat.full for flat in group.flats}).items():
                 with self.gatherer.wires.world.at(f"the broadcast of group {group.name!r}"):

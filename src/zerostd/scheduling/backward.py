@@ -77,6 +77,7 @@ class PassCounter:
         self.num_done = 0
         self.num_before = 1  # in the step before
         self.num_steps = 0
+        self.input_bytes = 0  # of the forward of training that began last
 
     @property
     def is_last(self) -> bool:
@@ -138,6 +139,11 @@ class Backward:
     def is_running(self) -> bool:
         return self._pass is not None
 
+    @property
+    def _syncs(self) -> bool:
+        """Whether this pass sends gradients. A worker of parameter servers does so once a step, in the last pass."""
+        return self.is_syncing and (self.passes.is_last or not self.gatherer.wires.world.is_worker)
+
     def begin(self, trainer: threading.Thread | None = None) -> BackwardPass:
         """Begin a pass, if none is running: by the thread `trainer`, or by this one. Its first sign may be any hook."""
         turn = self.gatherer.turn
@@ -179,7 +185,7 @@ class Backward:
 
     def arrived(self, trained: TrainedParameter, parameter: nn.Parameter) -> None:
         """Take the gradient that autograd has put into `parameter.grad`, or added to its handle."""
-        running = self.begin()
+        running = self._pass or self.begin()
         with no_torch_function():
             grad = GRAD.__get__(parameter)
             if grad is None:  # a hook of the user's has dropped it
@@ -188,6 +194,7 @@ class Backward:
         adds = isinstance(grad, GradientHandle)
         if adds:
             grad = grad.take_incoming()
+        grad = trained.flat.local(trained.index, grad)
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         if grad.requires_grad:
@@ -203,17 +210,18 @@ class Backward:
                 f"a nested backward brought another gradient for {trained.handle.of!r}, whose group is being updated "
                 "already: leave accumulate out of prepare, so that updates wait for optimizer.step()"
             )
+        arrivals = running.gradients[group]
         if self.weight == 0.0:
             with no_torch_function():
                 GRAD.__set__(parameter, trained.handle if adds else None)  # what earlier passes brought stays
-            if not running.gradients[group].skip(trained):
+            if not arrivals.skip(trained):
                 return
-        elif running.is_complete(group):  # a nested backward brought more for a group that has left already
+        elif not arrivals.num_missing:  # a nested backward brought more for a group that has left already
             running.late.setdefault(group, GroupGradients(group)).take(trained, grad, adds=True)
             return
         else:
-            running.gradients[group].take(trained, grad, adds=adds)
-        if running.is_complete(group):
+            arrivals.take(trained, grad, adds=adds)
+        if not arrivals.num_missing:
             with self.gatherer.turn:
                 running.completed.append(group)
                 self.done_with(group)
@@ -232,7 +240,7 @@ class Backward:
 
     def _report(self, running: BackwardPass, group: Group) -> None:
         """Start the update of a group, if it may begin inside this pass and the group is ready."""
-        is_last = self.passes.is_last and self.passes.is_certain and self.is_syncing
+        is_last = self.passes.is_last and self.passes.is_certain and self._syncs
         if self.group_updates is not None and is_last and running.report(group):
             self.group_updates.start(group)
 
@@ -240,7 +248,7 @@ class Backward:
         """Reduce in the shared order, as far as groups are complete."""
         while (gradients := running.next_to_send(only_complete=only_complete)) is not None:
             self.gatherer.wait_updates(gradients.group)  # its last update reads what is now overwritten
-            landed = self.reducer.launch(gradients, sync=self.is_syncing, is_last=self.passes.is_last)
+            landed = self.reducer.launch(gradients, sync=self._syncs, is_last=self.passes.is_last)
             if only_complete:
                 for group in landed:
                     running.landed.add(group)
@@ -261,7 +269,7 @@ class Backward:
             for trained in arrived:
                 GRAD.__set__(trained.parameter, trained.handle)
         for late in running.late.values():
-            self.reducer.launch(late, sync=self.is_syncing)
+            self.reducer.launch(late, sync=self._syncs)
         if not running.keeps_graph:  # else its backward, or the next forward, ends with that
             self.gatherer.release_all(is_backward=True)
         self.gatherer.wires.in_backward = False
@@ -269,13 +277,18 @@ class Backward:
         self._pass = None
         self.gatherer.turn.end_pass()
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)
+        for observer in self.observers:
+            observer.after_backward()
+        if not self._syncs and (self.gatherer.wires.world.size > 1 or not self.gatherer.wires.is_alone):
+            self.passes.num_done += bool(arrived) or self.weight == 0.0
+            return
         if self.gatherer.wires.world.size > 1:
-            if not self.is_syncing:
-                self.passes.num_done += bool(arrived) or self.weight == 0.0
-                return
             used = [self._is_used(trained) for trained in self.trained]
             facts = [fact for observer in self.observers for fact in observer.facts()]
-            used_anywhere = self.reducer.control.agree(used, self.gatherer.sequence, facts)
+            flags = [*used, self.gatherer.is_short]
+            *used_anywhere, is_short = self.reducer.control.agree(flags, self.gatherer.sequence, facts)
+            if is_short:
+                self.gatherer.gather_on_demand()
             with no_torch_function():
                 for trained, is_used in zip(self.trained, used_anywhere, strict=True):
                     if is_used and trained.parameter.grad is None:  # only other ranks had a gradient
@@ -317,6 +330,15 @@ class Backward:
             observer.before_backward()
         self.passes.num_done = num_passes
         self.num_gradients = sum(trained.handle.of in names for trained in self.trained)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any trained parameter has a gradient."""
+        with no_torch_function():
+            for trained in self.trained:
+                if GRAD.__get__(trained.parameter) is not None:
+                    return True
+        return False
 
     @property
     def has_unsynced(self) -> bool:

@@ -4,21 +4,36 @@ Hooks say which group is needed in which pass; the group does the work. The orde
 each group and phase, who came next last time. It is a prediction only: a group that was not expected is gathered when
 it is needed, one expected wrongly is released at the end of the pass. Results do not depend on it. Ranks that took
 different branches would meet in different gathers, so all confirm a gather that was not expected before it starts.
+
+[Note: streaming] In a forward without gradients, in a world of one, the link has nothing else to carry. So copies enter
+its stream at once, behind events and never behind the host; two groups are on their way while one computes; and behind
+the last group come the first ones of the next forward, which stay gathered until then. A loop that makes tokens keeps
+the link busy while it waits for each of them.
+
+[Note: short of device memory] A gather that does not fit is tried once more, after the device has done all its work and
+its allocator has given back what it keeps. From then on groups are gathered when they are needed. A rank by itself
+gives back at once what it gathered ahead; several take the same gathers in the same order, so they stop gathering ahead
+together, when they agree next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from zerostd.communication import Control, Wires
 from zerostd.errors import MisuseError
 from zerostd.monitoring.events import LoopPhase, LoopTimer
+from zerostd.monitoring.ledger import explain_out_of_memory
 from zerostd.parameters import Flat, Group, GroupState
 from zerostd.scheduling.turns import Turn
 
 PREFETCH_DEPTH = 1  # groups gathered ahead
+STREAM_DEPTH = 2  # the same in a forward without gradients, see [Note: streaming]
+
+log = logging.getLogger("zerostd")
 
 
 class Gatherer:
@@ -31,11 +46,15 @@ class Gatherer:
         self.timer = LoopTimer(wires.world.device, wires.ledger.events)
         self.turn = Turn()  # to use the model
         self.prefetch_depth = PREFETCH_DEPTH  # groups started ahead; 0 gathers only on demand
+        self.is_short = False  # of device memory: see [Note: short of device memory]
         self.sequence: list[str] = []  # groups whose gather was started since ranks last compared notes
-        self.control.num_flags = sum(len(flat.parameters) for group in groups for flat in group.trainable)
+        num_trained = sum(len(flat.parameters) for group in groups for flat in group.trainable)
+        self.control.num_flags = num_trained + 1  # the last one: a rank is short of device memory
         self._next: dict[tuple[LoopPhase, Group | None], Group] = {}  # by phase and group; None: the first
         self._last: dict[LoopPhase, Group | None] = {}  # the group needed last, in forward and in backward
         self._kept: list[Group] = []  # that this forward leaves gathered, if it ends with them
+        self._is_streaming = False  # see [Note: streaming]
+        self._stream: torch.Stream | None = None  # of the last forward: groups that it left were gathered there
 
     def need(self, group: Group, phase: LoopPhase) -> None:
         """Return when `group` and those it borrows are gathered; the groups expected next are on their way then."""
@@ -44,29 +63,73 @@ class Gatherer:
         self.timer.at(group.name)
         for needed in group.needed:
             self.gather(needed)
-        ahead: Group | None = group
-        for _ in range(self.prefetch_depth):
-            ahead = self._next.get((phase, ahead))
-            if ahead is None:
-                break
+        for ahead in self._stream_ahead(group) if self._is_streaming else self._ahead(group, phase):
             # A rank by itself does not hold the host up for an update. Several start gathers in the same order.
-            if self.wires.world.size == 1 and not all(update.is_done() for update in ahead.updates):
+            if self.wires.is_alone and not all(update.is_done() for update in ahead.updates):
                 break
-            self.start_gather(ahead)
+            self.start_gather(ahead, is_ahead=True)
+
+    def _ahead(self, group: Group | None, phase: LoopPhase) -> Iterator[Group]:
+        """Yield the groups that are expected next."""
+        for _ in range(self.prefetch_depth):
+            group = self._next.get((phase, group))
+            if group is None:
+                return
+            yield group
+
+    def _stream_ahead(self, group: Group | None) -> Iterator[Group]:
+        """Yield the groups to come that are not gathered, in this forward and then in the next one."""
+        current = group
+        num_left = STREAM_DEPTH if self.prefetch_depth else 0
+        for _ in self.groups:
+            group = self._next.get((LoopPhase.FORWARD, group)) or self._next.get((LoopPhase.FORWARD, None))
+            if group is None or group is current or not num_left:
+                return
+            if group.state is not GroupState.GATHERED:
+                num_left -= 1
+                yield group
 
     def gather(self, group: Group) -> None:
         """Return when a group is gathered."""
         self.start_gather(group)
         self.wait_gather(group)
 
-    def start_gather(self, group: Group) -> None:
-        """Start gathering a released group; nothing to do for others."""
+    def start_gather(self, group: Group, *, is_ahead: bool = False) -> None:
+        """Start gathering a released group; nothing to do for others. A rank by itself leaves one that does not fit
+        on the device, if nobody needs it yet."""
         if group.state is not GroupState.RELEASED:
             return
         self.wait_updates(group)
         self.sequence.append(group.name)
         with self.wires.world.at(f"the gather of group {group.name!r}"):
-            group.start_gather()
+            try:
+                group.start_gather(at_once=self._is_streaming)
+            except torch.OutOfMemoryError:
+                self._make_room(group)
+                if is_ahead and self.wires.world.size == 1:
+                    return
+                with explain_out_of_memory(self.wires.ledger):
+                    group.start_gather(at_once=self._is_streaming)
+
+    def _make_room(self, group: Group) -> None:
+        """Give back what can be given back on the device; see [Note: short of device memory]."""
+        device = self.wires.world.device
+        self.wires.ledger.retries.count("gathering", "out of device memory", f"group {group.name!r}")
+        self.is_short = True
+        if self.wires.world.size == 1:
+            self.gather_on_demand()
+            for other in self.groups:
+                if other.state is GroupState.GATHERING and other.is_releasable and not other.num_pins:
+                    self.release(other)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+            torch.accelerator.empty_cache()
+
+    def gather_on_demand(self) -> None:
+        """Gather nothing ahead of time any more: memory is short on some rank."""
+        if self.prefetch_depth:
+            log.warning("device memory is short: groups are gathered when they are needed, no longer ahead of time")
+        self.prefetch_depth = 0
 
     def wait_gather(self, group: Group) -> None:
         """Wait for a gather that was started; nothing to do for others."""
@@ -138,18 +201,39 @@ class Gatherer:
     def begin(self, phase: LoopPhase) -> None:
         """Begin a pass: the next group needed is its first, and the one that was first last time may start."""
         self._last[phase] = None
+        self._is_streaming = False
+        if phase is LoopPhase.FORWARD:
+            self._begin_forward()
         first = self._next.get((phase, None))
         if first is not None and self.prefetch_depth:
-            self.start_gather(first)
-        if phase is LoopPhase.FORWARD:
-            self._kept = self._first_in_backward() if torch.is_grad_enabled() else []
+            self.start_gather(first, is_ahead=True)
 
-    def _first_in_backward(self) -> list[Group]:
-        """Return the groups that backward has gathered as soon as it begins: releasing them before saves no memory."""
+    def _begin_forward(self) -> None:
+        device = self.wires.world.device
+        stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+        if stream != self._stream:  # memory belongs to the stream that it was taken in
+            self.drop_kept(self.groups)
+        self._stream = stream
+        self._is_streaming = not torch.is_grad_enabled() and self.wires.world.size == 1
+        # What the pass behind this one has gathered as soon as it begins: releasing it before saves no memory.
+        self._kept = self._first_in(LoopPhase.FORWARD if self._is_streaming else LoopPhase.BACKWARD)
+        if not (self._is_streaming or torch.is_grad_enabled()):
+            self._kept = []
+
+    def drop_kept(self, groups: Iterable[Group]) -> None:
+        """Release what a forward has left gathered for the next one."""
+        for group in groups:
+            if group.is_releasable and not group.in_backward:
+                for gather in group.gathers:
+                    gather.synchronize()
+                self.release(group)
+
+    def _first_in(self, phase: LoopPhase) -> list[Group]:
+        """Return the groups that are gathered when a pass begins."""
         first: list[Group] = []
         group: Group | None = None
-        for _ in range(1 + self.prefetch_depth):
-            group = self._next.get((LoopPhase.BACKWARD, group))
+        for _ in range(1 + (STREAM_DEPTH if self._is_streaming and self.prefetch_depth else self.prefetch_depth)):
+            group = self._next.get((phase, group))
             if group is None:
                 break
             first.append(group)

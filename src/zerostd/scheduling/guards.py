@@ -120,6 +120,7 @@ class Guards:
             raise MisuseError("load_state_dict(assign=True) would replace prepared parameters: leave assign out")
         if self._depth == 0:
             self._access.check_unlocked("load_state_dict()")
+            self._access.forget()
             self._finish_updates()
         self._depth += 1
         wanted = dict.fromkeys(self._places[parameter][0] for parameter in module.parameters(recurse=False))
@@ -131,8 +132,9 @@ class Guards:
             value = state_dict.get(prefix + short)
             if parameter is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 flat, index = self._places[parameter][1:]
-                flat.set_master(index, value)
-                self.gatherer.control.note_values(prefix + short, value)
+                flat.set_master(index, flat.local(index, value))
+                if flat.specs[index] is None:
+                    self.gatherer.control.note_values(prefix + short, value)
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         self._depth -= 1

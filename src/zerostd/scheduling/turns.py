@@ -97,6 +97,7 @@ class Turn:
         self._module: nn.Module | None = None  # whose forward took it; None: a section did, which always gives it back
         self._trainer: threading.Thread | None = None  # whose backward pass runs, or ran into an exception
         self._is_broken = False  # a signal cut a section in half
+        self.refusal: str | None = None  # why nobody gets the turn: the model sleeps
 
     @property
     def is_mine(self) -> bool:
@@ -105,6 +106,7 @@ class Turn:
 
     def take(self, module: nn.Module | None = None) -> None:
         """Return when this thread has the turn, for a forward of `module`; None: for a section."""
+        self.check_awake()
         if self._holder == threading.get_ident():
             self._depth += 1
             self._module = self._module or module
@@ -119,6 +121,11 @@ class Turn:
             self._module = module
             self._depth = 1
             self._holder = threading.get_ident()
+
+    def check_awake(self) -> None:
+        """Refuse the use of a model that sleeps."""
+        if self.refusal is not None:
+            raise MisuseError(self.refusal)
 
     def check_process(self) -> None:
         """Refuse the use of the model in a forked child."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from zerostd.policy import Route, Tier
+from zerostd.sharding.layout import ALIGNMENT
 
 UNIT = 2048  # elements: portions start on a page in every dtype from 16 bits on, so disks and kernels see whole blocks
 
@@ -36,22 +37,26 @@ class Portion:
         return self.stop - self.start
 
 
-def cut_portions(numels: Sequence[int], shares: Mapping[Tier, float], *, cpu_share: float) -> list[tuple[Portion, ...]]:
-    """Return the portions of every region. `cpu_share` is the CPU's part of what is kept off the device."""
+def cut_portions(
+    numels: Sequence[int], shares: Mapping[Tier, float], *, cpu_share: float, finest: int = 1
+) -> list[tuple[Portion, ...]]:
+    """Return the portions of every region. `cpu_share` is the CPU's part of what is kept off the device. Portions are
+    of whole units, or of fewer elements, `finest` at least, where a model is so small that shares would be lost."""
     total = sum(numels)
+    unit = next(unit for unit in (UNIT, ALIGNMENT, 1) if total >= 50 * unit or unit <= finest)  # shares to 1 %
     filled = 0.0
     ends = []  # of each tier, counted over all regions
     for tier in Tier:
         filled += shares.get(tier, 0.0)
-        ends.append((tier, total if filled > 1.0 - 1e-9 else _round(total * filled)))
+        ends.append((tier, total if filled > 1.0 - 1e-9 else _round(total * filled, unit)))
     regions = []
     base = 0
     for numel in numels:
         portions: list[Portion] = []
         start = 0
         for tier, end in ends:
-            stop = numel if end >= base + numel else min(numel, max(start, _round(end - base)))
-            middle = stop if cpu_share == 1.0 else min(stop, start + _round((stop - start) * cpu_share))
+            stop = numel if end >= base + numel else min(numel, max(start, _round(end - base, unit)))
+            middle = stop if cpu_share == 1.0 else min(stop, start + _round((stop - start) * cpu_share, unit))
             cuts = [(start, middle, Route.CPU), (middle, stop, Route.STREAMED)]
             if tier is Tier.DEVICE:
                 cuts = [(start, stop, Route.RESIDENT)]
@@ -89,6 +94,28 @@ def assign_tiers(sizes: Sequence[int], shares: Mapping[Tier, float]) -> list[Tie
     return chosen
 
 
+def shares_off(sizes: Sequence[int], tiers: Sequence[Tier], shares: Mapping[Tier, float]) -> dict[Tier, float]:
+    """Return how much more than its share each tier has of buffers of these sizes, as a part of the whole."""
+    total = sum(sizes)
+    held = {tier: sum(size for size, home in zip(sizes, tiers, strict=True) if home is tier) for tier in shares}
+    return {tier: held[tier] / total - share if total else 0.0 for tier, share in shares.items()}
+
+
+def cuts_at_shares(sizes: Sequence[Sequence[int]], shares: Mapping[Tier, float]) -> list[list[int]]:
+    """Return for each buffer where to cut it, as numbers of its parameters, so that whole buffers come as near to the
+    shares as whole parameters allow. `sizes` are those of the parameters of each buffer."""
+    total = sum(map(sum, sizes))
+    ends = [end * total for end in accumulate(shares[tier] for tier in Tier if tier in shares)][:-1]
+    cuts = []
+    base = 0
+    for row in sizes:
+        bounds = [base, *(base + size for size in accumulate(row))]
+        nearest = {min(range(len(bounds)), key=lambda k: abs(bounds[k] - end)) for end in ends}
+        cuts.append(sorted(k for k in nearest if 0 < k < len(row)))
+        base = bounds[-1]
+    return cuts
+
+
 def default_cpu_share(
     num_threads: int, *, has_link: bool, parameters_off: float = 0.0, gradients_off: float = 0.0
 ) -> float:
@@ -103,5 +130,5 @@ def default_cpu_share(
     return round(min(1.0, (ns_streamed + 4 * parameters_off * ns_byte) / (ns_streamed + ns_cpu)), 2)
 
 
-def _round(value: float) -> int:
-    return int(value + UNIT / 2) // UNIT * UNIT
+def _round(value: float, unit: int = UNIT) -> int:
+    return int(value + unit / 2) // unit * unit

@@ -11,7 +11,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -113,7 +113,7 @@ class TierAllocator:
         self.ledger = ledger
         self._arenas: dict[Arena, torch.Tensor | Extent] = {}
         self._used: Counter[Arena] = Counter()  # bytes of each
-        self._on_device: dict[tuple[str, Kind], list[int]] = {}  # bytes of each tensor, by owner
+        self._on_device: dict[tuple[str, Kind], list[torch.Tensor]] = {}  # by owner
         self._stops: list[Callable[[], None]] = []
 
     def open_disk(self, budget: Budget, local_size: int) -> None:
@@ -134,7 +134,7 @@ class TierAllocator:
         if tier is Tier.DEVICE:
             tensor = torch.zeros(numel, dtype=dtype, device=self.device)
             self.ledger.enter(kind, tensor.nbytes)
-            self._on_device.setdefault((owner, kind), []).append(tensor.nbytes)
+            self._on_device.setdefault((owner, kind), []).append(tensor)
             return TierTensor(numel, dtype, tier, tensor)
         arena = (owner, tier, kind)
         start = self._used[arena]
@@ -143,13 +143,32 @@ class TierAllocator:
 
     def free(self, owner: str, kind: Kind) -> None:
         """Give back what an owner has of one kind; its tensors must not be used any more."""
-        for num_bytes in self._on_device.pop((owner, kind), ()):
-            self.ledger.leave(kind, num_bytes)
+        self.exchange(owner, kind, {})()
+
+    def exchange(self, owner: str, kind: Kind, arenas: Mapping[Tier, torch.Tensor | Extent]) -> Callable[[], None]:
+        """Let an owner's tensors of one kind come from other arenas from now on. Return a function that gives back
+        what it had before, to be called when that is used no more."""
+        on_device = self._on_device.pop((owner, kind), [])
+        before = []
         for tier in (Tier.HOST, Tier.DISK):
             self._used.pop((owner, tier, kind), None)
             memory = self._arenas.pop((owner, tier, kind), None)
             if memory is not None:
+                before.append(memory)
+            if tier in arenas:
+                self._arenas[owner, tier, kind] = arenas[tier]
+
+        def give_back() -> None:
+            for tensor in on_device:
+                self.ledger.leave(kind, tensor.nbytes)
+            for memory in before:
                 self.free_bytes(memory)
+
+        return give_back
+
+    def device_tensors(self) -> list[tuple[Kind, torch.Tensor]]:
+        """Return what owners have on the device."""
+        return [(kind, tensor) for (_, kind), tensors in self._on_device.items() for tensor in tensors]
 
     def allocate_bytes(self, tier: Tier, kind: Kind, num_bytes: int, owner: str = "") -> torch.Tensor | Extent:
         if tier is Tier.HOST:
@@ -166,7 +185,8 @@ class TierAllocator:
 
     def before_close(self, stop: Callable[[], None]) -> None:
         """Call `stop` before anything is given back: it ends a thread that uses the memory."""
-        self._stops.append(stop)
+        if stop not in self._stops:
+            self._stops.append(stop)
 
     def forget_stop(self, stop: Callable[[], None]) -> None:
         """Do not call it: its thread has ended."""
@@ -297,15 +317,20 @@ class Uploader:
 
     Work that the device has not come to may still read the target, and the loop runs far ahead of the device. Put into
     the stream at once, the copy would hold up everything behind it, updates above all. So a thread puts it in when the
-    device is there. `largest_on_disk` is the longest tensor that is kept there, in bytes.
+    device is there; where nothing else uses the link, the caller does, and the copy waits in the stream. Each buffer
+    has its own thread, so that the disk reads the next tensor while the last one leaves. `largest_on_disk` is the
+    longest tensor that is kept there, in bytes.
     """
 
     def __init__(self, allocator: TierAllocator, streams: Streams, *, largest_on_disk: int) -> None:
         self._allocator = allocator
         self._streams = streams
-        self._worker = Worker("the upload of parameters to the device", allocator.device)
-        allocator.before_close(self._worker.stop)
         num_buffers = NUM_BUFFERS if largest_on_disk else 0
+        self._workers = [
+            Worker("the upload of parameters to the device", allocator.device) for _ in range(max(1, num_buffers))
+        ]
+        for worker in self._workers:
+            allocator.before_close(worker.stop)
         self._buffers = [allocator.host.allocate(largest_on_disk, Kind.BUFFERS) for _ in range(num_buffers)]
         self._buffer_events: list[Transfer] = [Done() for _ in self._buffers]  # when each may be filled again
         self._turns = itertools.cycle(range(num_buffers))
@@ -315,9 +340,9 @@ class Uploader:
         """Return the bytes of host memory that an uploader takes."""
         return NUM_BUFFERS * largest_on_disk
 
-    def upload(self, source: TierTensor, target: torch.Tensor, name: str) -> Transfer:
+    def upload(self, source: TierTensor, target: torch.Tensor, name: str, *, at_once: bool = False) -> Transfer:
         """Start filling `target`, which is on the device and free behind what is in the current stream now, with the
-        parameters of the group `name`."""
+        parameters of the group `name`. With `at_once` nothing else uses the stream up."""
         if source.tensor is not None:
             if source.tensor.data_ptr() == target.data_ptr():
                 return Done()
@@ -326,7 +351,8 @@ class Uploader:
                 return Done()
         ready = record_event(target.device)
         transfer = Work()
-        events = self._allocator.ledger.events
+        if at_once and source.tensor is not None:
+            return self._put(source, source.tensor, target, name, ready)
         turn = next(self._turns) if source.tensor is None else None
 
         def copy() -> None:
@@ -337,17 +363,25 @@ class Uploader:
                 source.start_read(0, values).wait()
                 values = values.view(source.dtype)
             assert values is not None
-            ready.synchronize()
-            way = (source.tier.value, Tier.DEVICE.value)
-            with (
-                self._streams.up.after(),
-                events.within("transfer", "up", name, target.nbytes, way=way, device=target.device),
-            ):
-                target.copy_(values, non_blocking=True)
-                transfer.event = self._streams.up.record_event()
+            if not at_once:
+                ready.synchronize()
+            transfer.event = self._put(source, values, target, name, ready)
             if turn is not None:
                 self._buffer_events[turn] = transfer.event
                 if target.device.type == "cpu":
                     poison(self._buffers[turn])
 
-        return self._worker.submit(copy, ready=ready, work=transfer)
+        return self._workers[turn or 0].submit(copy, ready=Done() if at_once else ready, work=transfer)
+
+    def _put(
+        self, source: TierTensor, values: torch.Tensor, target: torch.Tensor, name: str, ready: Transfer
+    ) -> Transfer:
+        """Put the copy of `values` into the stream, behind `ready`."""
+        events = self._allocator.ledger.events
+        way = (source.tier.value, Tier.DEVICE.value)
+        with (
+            self._streams.up.after(ready),
+            events.within("transfer", "up", name, target.nbytes, way=way, device=target.device),
+        ):
+            target.copy_(values, non_blocking=True)
+            return self._streams.up.record_event()

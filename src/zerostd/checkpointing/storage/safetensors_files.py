@@ -91,6 +91,12 @@ def ordered_results(threads: ThreadPool, work: Callable[[Job], Result], jobs: It
     return threads.imap(work_unless_failed, jobs)
 
 
+def _reserve(fd: int, num_bytes: int) -> None:
+    fallocate = getattr(_LIBC, "fallocate", None)
+    if fallocate is not None and fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
 class DirectFileWriter:
     """A file of `num_bytes` at `path`, which must not exist yet. Raises the system's OSErrors, after retries."""
 
@@ -105,10 +111,8 @@ class DirectFileWriter:
         try:
             with _unless_refused():
                 self._direct_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | DIRECT) if DIRECT else -1
-            fallocate = getattr(_LIBC, "fallocate", None)
             with _unless_refused():  # a full disk shows at once, and writes need not wait for blocks
-                if fallocate is not None and fallocate(self._fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) != 0:
-                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+                retries.attempt("reserving", f"{num_bytes} bytes of {path}", _reserve, self._fd, num_bytes)
         except BaseException:
             self.close()
             raise

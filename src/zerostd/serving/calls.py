@@ -1,0 +1,194 @@
+"""What a worker asks of the parameter servers, and what it keeps itself: buffers, random states, the loop.
+
+`ServedSteps` sends a step when `optimizer.step()` has been called; the new parameters are expected by then. The other
+functions are the public ones on a worker. Every worker calls them, the first one's arguments count.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerostd.checkpointing.loading import load_checkpoint
+from zerostd.checkpointing.model_parts import buffers_of, full_state
+from zerostd.checkpointing.releasing import release_model
+from zerostd.checkpointing.saving import save_checkpoint
+from zerostd.checkpointing.storage import Saving
+from zerostd.communication.link import Message, ServerLink
+from zerostd.compat import no_torch_function
+from zerostd.engine.runtime import Runtime
+from zerostd.errors import MisuseError, ZerostdError
+from zerostd.optimizers.optimizer import ZeroOptimizer
+from zerostd.parameters.observing import StepObserver
+from zerostd.parameters.prepared import GRAD
+from zerostd.tiers import Done
+
+WORKERS = "zerostd.workers"  # in the extra of a checkpoint: the random states of workers
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """A step: the options of the optimizer, which parameters have a gradient, and which flats are needed first."""
+
+    options: list[dict[str, Any]]
+    used: list[bool]
+    order: list[int]
+
+
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint to be written."""
+
+    path: Path
+    extra: Any
+    keep: int | None
+    frozen: bool
+    has_optimizer: bool
+    buffers: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Load:
+    """A checkpoint to be loaded."""
+
+    path: Path
+    has_optimizer: bool
+
+
+@dataclass(frozen=True)
+class State:
+    """The whole model."""
+
+
+class ServedSteps(StepObserver):
+    """Tells the servers of every step."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        flats = [flat for group in runtime.groups for flat in group.trainable]
+        self._numbers = {flat: number for number, flat in enumerate(flats)}
+
+    def after_step(self) -> None:
+        """New parameters are expected: ask for them."""
+        runtime = self.runtime
+        link = link_of(runtime)
+        link.wait(link.announce(Message.CALL), "the step of the servers")
+        if link.rank:
+            return
+        assert runtime.optimizer is not None
+        options = [{k: v for k, v in group.items() if k != "params"} for group in runtime.optimizer.param_groups]
+        with no_torch_function():
+            used = [GRAD.__get__(trained.parameter) is not None for trained in runtime.backward.trained]
+        order = [self._numbers[flat] for group in runtime.update_order() for flat in group.trainable]
+        link.tell(StepCall(options, used, order))
+
+
+def link_of(runtime: Runtime) -> ServerLink:
+    """Return the way to the servers."""
+    assert runtime.world.link is not None
+    return runtime.world.link
+
+
+def _call(runtime: Runtime, request: Any, what: str) -> Any:
+    """Return the servers' answer, when this worker's model is up to date; raise what they raised."""
+    if runtime.backward.passes.num_done and not isinstance(request, State):
+        raise MisuseError(f"{what} between a backward pass and optimizer.step(): with servers, call it after the step")
+    runtime.gatherer.control.confirm(what)
+    runtime.gatherer.wait_all()
+    answer = link_of(runtime).call(request, what)
+    if isinstance(answer, ZerostdError):
+        raise answer
+    return answer
+
+
+def save_model(
+    runtime: Runtime,
+    optimizer: ZeroOptimizer | None,
+    path: Path,
+    extra: Any,
+    keep: int | None,
+    *,
+    frozen: bool,
+    wait: bool,
+) -> Saving | Done:
+    """Save; on a worker the servers write, with the buffers of the first worker and the random states of all, and it
+    waits for them."""
+    if not runtime.world.is_worker:
+        return save_checkpoint(runtime, optimizer, path, extra, keep, frozen=frozen, wait=wait)
+    states = runtime.gatherer.control.collect(_random_states(), "zerostd.save()")
+    buffers = {name: buffer.detach().cpu() for name, buffer in buffers_of(runtime.model).items()}
+    request = Save(path, {WORKERS: states, "extra": extra}, keep, frozen, optimizer is not None, buffers)
+    _call(runtime, request, "zerostd.save()")
+    return Done()
+
+
+@torch.no_grad()
+def load_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) -> Any:
+    """Load a checkpoint and return its extra; on a worker the servers load it, and parameters come from there."""
+    if not runtime.world.is_worker:
+        return _own_extra(load_checkpoint(runtime, optimizer, path), runtime.world.rank, runtime.world.size)
+    has_optimizer = optimizer is not None
+    extra, buffers, options, num_steps = _call(runtime, Load(path, has_optimizer), "zerostd.load()")
+    for group in runtime.groups:
+        if group.trainable:
+            runtime.gatherer.renew(group)
+    for name, buffer in buffers_of(runtime.model).items():
+        buffer.copy_(buffers[name])
+    if has_optimizer and runtime.optimizer is not None:
+        for mine, theirs in zip(runtime.optimizer.param_groups, options, strict=True):
+            mine.update(theirs)
+    runtime.backward.passes.num_steps = num_steps
+    runtime.gatherer.wait_all()
+    return _own_extra(extra, runtime.world.rank, runtime.world.size)
+
+
+def _own_extra(extra: Any, rank: int, size: int) -> Any:
+    """Return the extra of a checkpoint that servers wrote, or of another one. Random states are restored where as many
+    workers load as saved."""
+    if not isinstance(extra, dict) or WORKERS not in extra:
+        return extra
+    states = extra[WORKERS]
+    if len(states) == size:
+        mine = states[rank]
+        torch.set_rng_state(mine["torch"])
+        random.setstate(mine["python"])
+        if "numpy" in mine and (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.set_state(mine["numpy"])
+    return extra["extra"]
+
+
+def _random_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+        states["numpy"] = (kind, keys.tolist(), int(position), int(has_gauss), float(gauss))
+    return states
+
+
+def full_state_of(runtime: Runtime, rank: int | None) -> dict[str, Any]:
+    """Return an ordinary state_dict: on a worker, the servers' masters and its own buffers. With `rank`, only there."""
+    if not runtime.world.is_worker:
+        return full_state(runtime, rank)
+    if rank is not None and (not isinstance(rank, int) or rank not in range(runtime.world.size)):
+        raise MisuseError(f"full_state_dict(rank={rank!r}) must be from 0 to {runtime.world.size - 1}, or None for all")
+    state: dict[str, Any] = _call(runtime, State(), "zerostd.full_state_dict()")
+    if rank is not None and rank != runtime.world.rank:
+        return {}
+    return state | {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers_of(runtime.model).items()}
+
+
+def release_any(runtime: Runtime) -> None:
+    """Make the model an ordinary one again; on a worker with the servers' values, and the servers end."""
+    if not runtime.world.is_worker:
+        release_model(runtime)
+        return
+    state = full_state_of(runtime, None)
+    release_model(runtime)
+    with torch.no_grad():
+        for name, parameter in runtime.model.named_parameters():
+            parameter.copy_(state[name])

@@ -1,0 +1,134 @@
+"""The loop of a parameter server: an ordinary rank at stage 3 whose gradients come from the workers, and whose new
+parameters go there.
+
+    PUSH   tiles of one flat from all workers -> summed in the order of ranks -> where its gradient is kept
+    CALL   a step: update group by group, each group's new parameters leave while the next is updated
+           or a checkpoint, or the whole model; the answer goes to all workers
+    END    of all workers: the server is done
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zerostd.checkpointing.loading import load_checkpoint
+from zerostd.checkpointing.model_parts import buffers_of, full_state
+from zerostd.checkpointing.saving import save_checkpoint
+from zerostd.communication.link import PARAMETERS, Message
+from zerostd.communication.servers import GradientSums
+from zerostd.communication.world import thread_budget
+from zerostd.compat import no_torch_function
+from zerostd.engine.runtime import Runtime
+from zerostd.errors import ZerostdError
+from zerostd.optimizers.elementwise import written_options
+from zerostd.optimizers.optimizer import ZeroOptimizer
+from zerostd.parameters import Flat
+from zerostd.parameters.prepared import GRAD
+from zerostd.serving.calls import Load, Save, ServedSteps, State, StepCall
+
+
+def begin_role(runtime: Runtime, optimizer: ZeroOptimizer) -> ZeroOptimizer:
+    """Let a worker tell the servers of its steps. A server serves here, and its process ends when the workers have."""
+    if runtime.world.is_worker:
+        runtime.observers.append(ServedSteps(runtime))
+    elif runtime.world.link is not None:
+        Server(runtime, optimizer).serve()
+        runtime.world.close()
+        raise SystemExit(0)  # what follows in the script is the workers'
+    return optimizer
+
+
+class Server:
+    """Serves the workers of one prepared model until they have ended."""
+
+    def __init__(self, runtime: Runtime, optimizer: ZeroOptimizer) -> None:
+        assert runtime.world.link is not None
+        self.runtime = runtime
+        self.optimizer = optimizer
+        self.link = runtime.world.link
+        self.groups = {flat: group for group in runtime.groups for flat in group.flats}
+        self.flats = [flat for group in runtime.groups for flat in group.trainable]
+        factor = 1.0 if runtime.settings.reduce == "sum" else 1.0 / self.link.num_workers
+        num_threads = thread_budget(runtime.world.local_size)
+        self._sums = GradientSums(self.link, runtime.ledger, num_threads, factor=factor)
+        self._written = written_options(optimizer.inner)  # by the optimizer: the workers' are not up to date
+
+    def serve(self) -> None:
+        """Return when all workers have ended. Raises CommunicationError with the rank that is gone, if one is."""
+        while True:
+            message, number = self.link.next_message()
+            if message is Message.PUSH:
+                self._land(self.flats[number])
+            elif message is Message.CALL:
+                self._answer(self.link.request())
+            else:
+                return
+
+    @torch.no_grad()
+    def _land(self, flat: Flat) -> None:
+        gradient = flat.gradient
+        assert gradient is not None
+        self.runtime.gatherer.wait_updates(self.groups[flat])  # the last one reads what is overwritten now
+        gradient.prepare_landing([False] * len(flat.parameters))
+        target = gradient.open_landing(accumulate=False)
+        self._sums.land(target, gradient.dtype, flat.layout.intervals[0].name)
+        gradient.close_landing(target)
+
+    def _answer(self, call: Any) -> None:
+        """Do what the workers ask for. What it raises is theirs."""
+        if isinstance(call, StepCall):
+            self._step(call)
+            return
+        try:
+            if isinstance(call, Save):
+                self._save(call)
+                self.link.answer(None)
+            elif isinstance(call, Load):
+                self._load(call)
+            else:
+                assert isinstance(call, State)
+                self.link.answer(full_state(self.runtime, 0))
+        except ZerostdError as error:
+            self.link.answer(error)
+
+    def _step(self, call: StepCall) -> None:
+        self._set_options(call.options)
+        trained = self.runtime.backward.trained
+        with no_torch_function():
+            for parameter, is_used in zip(trained, call.used, strict=True):
+                GRAD.__set__(parameter.parameter, parameter.handle if is_used else None)
+        self.runtime.backward.num_gradients = sum(call.used)
+        self.optimizer.step()
+        self._send([self.flats[number] for number in call.order])
+        self.optimizer.zero_grad()
+
+    def _set_options(self, groups: list[dict[str, Any]]) -> None:
+        for mine, theirs in zip(self.optimizer.param_groups, groups, strict=True):
+            mine.update({name: value for name, value in theirs.items() if name not in self._written})
+
+    def _send(self, flats: list[Flat]) -> None:
+        """Send this server's slices to all workers, each when its update is done."""
+        numbers = {flat: number for number, flat in enumerate(self.flats)}
+        under_way = []  # with what is read: it must stay until it is sent
+        for flat in flats:
+            self.runtime.gatherer.wait_updates(self.groups[flat])
+            values = flat.rest.read(slice(0, flat.rest.numel))
+            self.runtime.ledger.sent["gather"] += values.nbytes * self.link.num_workers
+            for worker in self.link.workers:
+                under_way.append((values, self.link.send(values, worker, PARAMETERS + numbers[flat])))
+        for _, works in under_way:
+            self.link.wait(works, "the way of new parameters to the workers")
+
+    def _save(self, call: Save) -> None:
+        for name, buffer in buffers_of(self.runtime.model).items():
+            buffer.copy_(call.buffers[name])
+        optimizer = self.optimizer if call.has_optimizer else None
+        save_checkpoint(self.runtime, optimizer, call.path, call.extra, call.keep, frozen=call.frozen, wait=True)
+
+    def _load(self, call: Load) -> None:
+        extra = load_checkpoint(self.runtime, self.optimizer if call.has_optimizer else None, call.path)
+        options = [{key: v for key, v in group.items() if key != "params"} for group in self.optimizer.param_groups]
+        self.link.answer((extra, buffers_of(self.runtime.model), options, self.runtime.backward.passes.num_steps))
+        self._send(self.flats)
