@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define ZS_ABI_VERSION 5
+#define ZS_ABI_VERSION 6
 
 #if defined(__GNUC__)
 #define ZS_EXPORT __attribute__((visibility("default")))
@@ -31,6 +31,20 @@ ZS_EXPORT int32_t zs_abi_version(void);
 // not depend on num_threads.
 ZS_EXPORT int32_t zs_sum_slices(const void* received, int32_t received_dtype, int64_t num_slices, int64_t slice_len,
                                 float factor, void* out, int32_t out_dtype, int32_t accumulate, int32_t num_threads);
+
+// Numbers as integers of `bits` (8 or 4) bits in blocks of ZS_CODED_BLOCK with one fp32 scale each. A code is the number
+// divided by the scale, rounded to nearest even; the scale is the largest magnitude of the block over 127 (or 7). A
+// block with a number that is not finite has the scale NaN, and decodes to NaN.
+//
+// coded      count * bits / 8 bytes of codes (two to a byte: the first in the lower half, each plus 8), then the scales;
+//            aligned to 4 bytes
+#define ZS_CODED_BLOCK 64
+ZS_EXPORT int32_t zs_encode_blocks(const void* values, int32_t dtype, int64_t count, int32_t bits, void* coded,
+                                   int32_t num_threads);
+
+// The sum of num_slices coded slices of slice_len numbers each, as zs_sum_slices does it.
+ZS_EXPORT int32_t zs_decode_blocks(const void* coded, int64_t num_slices, int64_t slice_len, int32_t bits, float factor,
+                                   void* out, int32_t out_dtype, int32_t accumulate, int32_t num_threads);
 
 // One optimizer step over count elements: every array is read once and written once. The operations, and where two of
 // them round as one (FMA), are those of torch.optim's CPU implementation without foreach and fused, so the bits are its

@@ -55,6 +55,7 @@ def prepare(
     mesh: Mesh = None,
     reduce: str = "mean",
     servers: int | None = None,
+    exact: bool = True,
 ) -> tuple[nn.Module, Any]:
     """Shard a model and its optimizer over the ranks, in place.
 
@@ -64,8 +65,7 @@ def prepare(
         stage: 0 data parallel; 1 shards optimizer states, 2 gradients, 3 parameters too. None: planned; 3 if placed.
         placement: Where each kind of state is kept, or shares of tiers. None: planned for the shortest step that fits.
         precision: 'fp32', 'bf16' or 'fp16'; 16-bit runs keep fp32 masters. None keeps each parameter's dtype.
-        accumulate: Backward passes in a step, if known. With 1, gradients are kept in the reduce dtype, else as fp32
-            sums, and updates off the device begin inside the last backward. None: observed; they begin at step().
+        accumulate: Backward passes in a step. Updates off the device then begin inside the last one. None: observed.
         max_grad_norm: Clip gradients to this global norm in every step.
         budget: How much of each tier may be used, from the first step on, and where the disk is; '24GiB' of the device.
         plan: A plan from `zerostd.plan`, or the path of a saved one. It replaces stage and placement.
@@ -73,6 +73,7 @@ def prepare(
         mesh: A process group or DeviceMesh of the ranks that train it; of (replicate, shard) a row is a replica.
         reduce: 'mean' or 'sum' of the gradients of ranks. Those of several passes add up, as in torch.
         servers: The last so many ranks hold masters and states, and run no forward; there prepare does not return.
+        exact: False allows what changes results: `Placement(codec=...)`.
 
     Returns:
         The same module, and a torch.optim.Optimizer to use instead of the one passed (None if none was).
@@ -91,6 +92,7 @@ def prepare(
         mesh=mesh,
         reduce=reduce,
         servers=servers,
+        exact=exact,
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
     )
     return _start(model, optimizer, settings)

@@ -103,6 +103,32 @@ void sums(int64_t count) {
   }
 }
 
+void codes(int64_t count) {
+  count -= count % ZS_CODED_BLOCK;
+  for (int32_t dtype = 0; dtype < 3; ++dtype) {
+    const Bytes source = random_bytes(2 * count * item_size(dtype), 5);
+    for (int32_t bits : {8, 4}) {
+      const int64_t size = count * bits / 8 + count / ZS_CODED_BLOCK * 4;
+      Bytes coded[2] = {Bytes(static_cast<size_t>(2 * size)), Bytes(static_cast<size_t>(2 * size))};
+      Bytes decoded[2] = {Bytes(static_cast<size_t>(count * 4)), Bytes(static_cast<size_t>(count * 4))};
+      for (int32_t threads : {1, 3}) {
+        const int32_t place = threads / 3;
+        for (int64_t slice = 0; slice < 2; ++slice) {
+          const unsigned char* values = source.data() + slice * count * item_size(dtype);
+          expect(zs_encode_blocks(values, dtype, count, bits, coded[place].data() + slice * size, threads) == ZS_OK,
+                 "zs_encode_blocks");
+        }
+        expect(zs_decode_blocks(coded[place].data(), 2, count, bits, 0.5f, decoded[place].data(), ZS_FLOAT32, 0,
+                                threads) == ZS_OK, "zs_decode_blocks");
+      }
+      expect(coded[0] == coded[1] && decoded[0] == decoded[1], "codes depend on the threads");
+    }
+  }
+  unsigned char nothing[8];
+  expect(zs_encode_blocks(nothing, 0, 1, 8, nothing, 1) == ZS_BAD_ARGUMENT, "zs_encode_blocks of a part of a block");
+  expect(zs_decode_blocks(nothing, 1, 0, 5, 1.0f, nothing, 0, 0, 1) == ZS_BAD_ARGUMENT, "zs_decode_blocks of 5 bits");
+}
+
 uint32_t crc32_of(const unsigned char* data, int64_t count, uint32_t before, int32_t is_plain) {
   uint32_t crc = 0;
   expect(zs_crc32(data, count, before, is_plain, &crc) == ZS_OK, "zs_crc32");
@@ -253,6 +279,7 @@ int main(int argc, char** argv) {
   const unsigned char digits[] = "123456789";
   expect(crc32_of(digits, 9, 0, 0) == 0xcbf43926 && crc32_of(digits, 9, 0, 1) == 0xcbf43926, "zs_crc32 is not zlib's");
   for (int64_t count = 0; count < 200; ++count) checksums(count);
+  for (int64_t count : {0, 64, 640, 100000}) codes(count);
   for (int32_t level = zs_limit_instructions(9); level >= 0; --level) {
     expect(zs_limit_instructions(level) == level, "zs_limit_instructions");
     for (int64_t count : {0, 1, 15, 17, 1000, 40003}) all_operations(count);

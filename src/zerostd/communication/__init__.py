@@ -1,7 +1,8 @@
 """The wires: the only room that speaks to torch.distributed."""
 
+from zerostd.communication.coded_wires import CodedWires
 from zerostd.communication.control import Control
 from zerostd.communication.wires import Wires
 from zerostd.communication.world import World
 
-__all__ = ["Control", "Wires", "World"]
+__all__ = ["CodedWires", "Control", "Wires", "World"]

@@ -18,7 +18,7 @@ one replica, and each slice is then averaged over replicas. Only slices cross fr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,12 @@ from zerostd.tiers import Done, StreamEvent, Transfer, record_event
 
 Start = Callable[[], Transfer]  # of a collective
 REPLICAS = "replicas"  # the ledger's entry for bytes from replica to replica
+
+
+class WriteMean(Protocol):
+    """Writes the mean of received slices to `out`, or adds it."""
+
+    def __call__(self, out: torch.Tensor, *, accumulate: bool) -> None: ...
 
 
 class Collective(Transfer):
@@ -80,6 +86,8 @@ class Wires:
         self.is_alone = world.is_alone  # no gradient is to be sent
         self._entry = entry  # of the ledger, for the bytes of gradients
         self.in_backward = False  # gathers are those of a backward pass
+        self.rounds_weights = False  # on their way to a forward or a backward
+        self.feeds_back = False  # reduces take a tensor for what coding loses of a gradient
         self._num_threads = thread_budget(world.local_size)
         self._receive = torch.empty(0, dtype=torch.uint8, device=world.device)
         self._receiving: Collective | None = None  # the last one that uses the receive buffer; without streams
@@ -90,7 +98,11 @@ class Wires:
         self._reduces = torch.Stream(world.device) if has_streams else None
         replicas = None if world.channels is None else world.channels.replicas
         # See [Note: replicas].
-        self._across = None if replicas is None else Wires(world.inside(replicas), ledger, REPLICAS, sums=sums)
+        self._across = None if replicas is None else self._like(world.inside(replicas), ledger, REPLICAS)
+
+    def _like(self, world: World, ledger: Ledger, entry: str) -> Self:
+        """Return wires of the same kind between other ranks."""
+        return type(self)(world, ledger, entry, sums=self.sums)
 
     @property
     def _channels(self) -> Channels:
@@ -105,28 +117,31 @@ class Wires:
     def _gathering(self) -> dist.ProcessGroup:
         return self._channels.regather if self.in_backward else self._channels.gather
 
-    @staticmethod
-    def buffer_bytes(largest: int, num_shards: int, num_replicas: int = 1, *, has_streams: bool) -> int:
+    @classmethod
+    def buffer_bytes(cls, largest: int, num_shards: int, num_replicas: int = 1, *, has_streams: bool) -> int:
         """Return the bytes of receive buffers; the largest flat buffer that will be reduced has `largest`."""
         if num_shards * num_replicas == 1:
             return 0
         mine = largest // num_shards
         if has_streams:
             return mine
-        return largest + (2 * mine if num_replicas > 1 else 0)  # what replicas send, and the slice it is added to
+        across = mine + cls._exchanged_bytes(mine)  # the slice that replicas average, and what they send
+        return cls._exchanged_bytes(largest) + (across if num_replicas > 1 else 0)
+
+    @staticmethod
+    def _exchanged_bytes(num_bytes: int) -> int:
+        """Return the bytes for what comes in while a buffer of `num_bytes` is exchanged, by gloo."""
+        return num_bytes
 
     def reserve(self, largest: int) -> None:
         """Allocate receive buffers."""
-        world = self.world
-        mine = largest // world.num_shards
+        mine = largest // self.world.num_shards
         self._largest_slice = mine
         if self._reduces is not None:  # the buffer is made when a gradient is first added to another
             return
-        num_bytes = self.buffer_bytes(largest, world.num_shards, world.num_replicas, has_streams=False)
         if self._across is not None:
             self._across.reserve(mine)
-            num_bytes -= mine
-        self._reserve(num_bytes)
+        self._reserve(self._exchanged_bytes(largest) + (mine if self._across is not None else 0))
 
     def _reserve(self, num_bytes: int) -> None:
         """Make the receive buffer at least this large."""
@@ -147,9 +162,15 @@ class Wires:
             return self._on_stream(self._gathers, group, lambda: dist.all_gather_into_tensor(full, shard, group=group))
         return self._spread(full, shard, "gather")
 
-    def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Transfer:
+    def gather_weights(self, full: torch.Tensor, shard: torch.Tensor) -> Transfer:
+        """Start filling `full` for a forward or a backward, which may take rounded values from coded wires."""
+        return self.gather(full, shard)
+
+    def reduce(
+        self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False, lost: torch.Tensor | None = None
+    ) -> Transfer:
         """Start writing the mean over ranks of my slice of `full` to `land`, or adding it. `full` must stay untouched
-        until the wait; one reduce is in flight at a time, the next waits for it."""
+        until the wait; one reduce is in flight at a time, the next waits for it. `lost` is for wires that feed back."""
         if self._reduces is None:
             return self._collect(full, land, accumulate=accumulate)
         received = land
@@ -168,56 +189,50 @@ class Wires:
             self._reduces, self._channels.reduce, run
         )  # the next reduce is ordered behind this one by the stream
 
-    def reduce_everywhere(self, full: torch.Tensor) -> Transfer:
+    def reduce_everywhere(self, full: torch.Tensor, *, lost: torch.Tensor | None = None) -> Transfer:
         """Start replacing `full` by its mean over ranks: reduce my slice, then send everyone's slices to everyone."""
         mine = self._mine(full)
         if self._reduces is None:
             return self._collect(full, mine, then=lambda: self._spread(full, mine, self._entry))
-        self.ledger.sent[self._entry] += mine.nbytes * (self.world.num_shards - 1)
-        if self._across is None:
-            self.ledger.sent[self._entry] += mine.nbytes * (self.world.num_shards - 1)
-            group = self._channels.reduce
-            return self._on_stream(self._reduces, group, lambda: dist.all_reduce(full, self._operation, group=group))
-
-        def run() -> None:
-            self._reduce_slice(full, mine)
-            dist.all_gather_into_tensor(full, mine, group=self._channels.reduce)
-
-        return self._on_stream(self._reduces, self._channels.reduce, run)
+        return self._on_stream(self._reduces, self._channels.reduce, lambda: self._average(full))
 
     def _mine(self, full: torch.Tensor) -> torch.Tensor:
         return full.view(self.world.num_shards, -1)[self.world.shard_rank]
+
+    def _average(self, full: torch.Tensor) -> None:
+        """Replace `full` by its mean over ranks, on the current stream."""
+        mine = self._mine(full)
+        num_bytes = mine.nbytes * (self.world.num_shards - 1)
+        self.ledger.sent[self._entry] += num_bytes
+        if self._across is None:
+            self.ledger.sent[self._entry] += num_bytes
+            dist.all_reduce(full, self._operation, group=self._channels.reduce)
+        else:
+            self._reduce_slice(full, mine)
+            dist.all_gather_into_tensor(full, mine, group=self._channels.reduce)
 
     def _reduce_slice(self, full: torch.Tensor, mine: torch.Tensor) -> None:
         """Write the mean of my slice to `mine`, which may be that slice of `full`, on the current stream."""
         self.ledger.sent[self._entry] += mine.nbytes * (self.world.num_shards - 1)
         dist.reduce_scatter_tensor(mine, full, op=self._operation, group=self._channels.reduce)
         if self._across is not None:
-            num_replicas = self.world.num_replicas
-            self.ledger.sent[REPLICAS] += 2 * mine.nbytes * (num_replicas - 1) // num_replicas
-            dist.all_reduce(mine, self._operation, group=self._channels.replicas)
+            self._across._average(mine)
 
     def _collect(
         self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False, then: Start | None = None
     ) -> Transfer:
         """Sum everyone's version of my slice, by gloo, and start what comes `then`; see [Note: gloo]."""
         size = self.world.num_shards
-        factor = 1.0 if self.sums else 1.0 / size
         if self._receiving is not None:
             self._receiving.land()
-        self.ledger.sent[self._entry] += full.nbytes // size * (size - 1)
-        received = self._receive[: full.nbytes].view(full.dtype)
-        sent = full.view(torch.uint8)  # gloo has no all-to-all for every dtype
-        group = self._channels.reduce
-        with self.world.waiting():
-            work = dist.all_to_all_single(received.view(torch.uint8), sent, group=group, async_op=True)
+        work, write_mean = self._exchange(full)
 
         def finish() -> Transfer | None:
             if self._across is None:
-                sum_slices(received, size, factor, land, accumulate=accumulate, num_threads=self._num_threads)
+                write_mean(land, accumulate=accumulate)
                 return None if then is None else then()
-            mine = self._receive[full.nbytes :][: full.nbytes // size].view(full.dtype)
-            sum_slices(received, size, factor, mine, num_threads=self._num_threads)
+            mine = self._receive[self._exchanged_bytes(full.nbytes) :][: full.nbytes // size].view(full.dtype)
+            write_mean(mine, accumulate=False)
             averaged = self._across.reduce_everywhere(mine)
 
             def finish_average() -> Transfer | None:
@@ -232,6 +247,23 @@ class Wires:
 
         self._receiving = Collective(self.world, [work], finish)
         return self._receiving
+
+    def _exchange(self, full: torch.Tensor) -> tuple[dist.Work, WriteMean]:
+        """Send each rank its slice of `full`, by gloo; return that, and what writes the mean of what has come in."""
+        size = self.world.num_shards
+        self.ledger.sent[self._entry] += full.nbytes // size * (size - 1)
+        received = self._receive[: full.nbytes].view(full.dtype)
+        sent = full.view(torch.uint8)  # gloo has no all-to-all for every dtype
+        group = self._channels.reduce
+        with self.world.waiting():
+            work = dist.all_to_all_single(received.view(torch.uint8), sent, group=group, async_op=True)
+
+        factor = 1.0 if self.sums else 1.0 / size
+
+        def write_mean(out: torch.Tensor, *, accumulate: bool) -> None:
+            sum_slices(received, size, factor, out, accumulate=accumulate, num_threads=self._num_threads)
+
+        return work, write_mean
 
     def _spread(self, full: torch.Tensor, shard: torch.Tensor, verb: str) -> Transfer:
         """Send everyone's slice to everyone, by gloo; see [Note: gloo]."""

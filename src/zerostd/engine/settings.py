@@ -25,6 +25,7 @@ class Settings:
     globs: Sequence[str] | None = None  # of the names of modules whose parameters travel together
     plan: Plan | None = None  # obeyed instead of a placement
     mesh: Mesh = None  # of the ranks that train the model
+    exact: bool = True  # nothing that changes results
     reduce: str = "mean"  # or "sum" of the gradients of all ranks
     servers: int | None = None  # the last ranks, which hold masters and states and run no forward
     states: Mapping[str, torch.dtype] = field(default_factory=dict)  # long states of the optimizer, by name

@@ -5,7 +5,23 @@ CPU tensors; everything else (other devices, strided tensors, no library) goes t
 `tiers`, `communication`, `optimizers` and `checkpointing`. Knows torch, and nothing else of zerostd.
 """
 
+from zerostd.kernels.blocks import coded_bytes, decode_blocks, encode_blocks
 from zerostd.kernels.operations import crc32, crc32_pages, sum_slices, update
 from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, join, split
 
-__all__ = ["Adagrad", "Adam", "Rule", "Sgd", "Split", "crc32", "crc32_pages", "join", "split", "sum_slices", "update"]
+__all__ = [
+    "Adagrad",
+    "Adam",
+    "Rule",
+    "Sgd",
+    "Split",
+    "coded_bytes",
+    "crc32",
+    "crc32_pages",
+    "decode_blocks",
+    "encode_blocks",
+    "join",
+    "split",
+    "sum_slices",
+    "update",
+]

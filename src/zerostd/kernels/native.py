@@ -15,7 +15,7 @@ from torch import Tensor
 from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, UpdateArguments
 
 LIBRARY = Path(__file__).with_name("libzerostd_native.so")
-ABI_VERSION = 5
+ABI_VERSION = 6
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ADAM, SGD, ADAGRAD = range(3)
 NO_DECAY, COUPLED, DECOUPLED = range(3)
@@ -46,6 +46,16 @@ class StepArgument(ctypes.Structure):
 SIGNATURES = {
     "zs_sum_slices": (
         *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64),  # received: data, dtype, slices, length
+        ctypes.c_float,  # factor
+        *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32),  # out: data, dtype, accumulate
+        ctypes.c_int32,  # num_threads
+    ),
+    "zs_encode_blocks": (
+        *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_int32),  # values: data, dtype, length, bits
+        *(ctypes.c_void_p, ctypes.c_int32),  # coded, num_threads
+    ),
+    "zs_decode_blocks": (
+        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32),  # coded: data, slices, length, bits
         ctypes.c_float,  # factor
         *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32),  # out: data, dtype, accumulate
         ctypes.c_int32,  # num_threads
@@ -110,6 +120,26 @@ def sum_slices(
         num_threads,
     )
     torch.autograd.graph.increment_version(out)  # torch did not see the write; autograd must
+
+
+def encode_blocks(values: Tensor, bits: int, coded: Tensor, *, num_threads: int = 1) -> None:
+    """See `zerostd.kernels.encode_blocks`."""
+    length = values.numel()
+    _call("zs_encode_blocks", values.data_ptr(), DTYPES[values.dtype], length, bits, coded.data_ptr(), num_threads)
+
+
+def decode_blocks(
+    coded: Tensor, bits: int, out: Tensor, *, num_slices: int, accumulate: bool, num_threads: int = 1
+) -> None:
+    """See `zerostd.kernels.decode_blocks`."""
+    _call(
+        "zs_decode_blocks",
+        *(coded.data_ptr(), num_slices, out.numel(), bits),
+        1.0 / num_slices,
+        *(out.data_ptr(), DTYPES[out.dtype], accumulate),
+        num_threads,
+    )
+    torch.autograd.graph.increment_version(out)
 
 
 def update(step: UpdateArguments, num_threads: int) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from zerostd.communication import Wires
+from zerostd.errors import MisuseError
 from zerostd.monitoring.events import Span
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.parameters.flat import Flat
@@ -103,11 +104,14 @@ class Group:
                 flat.free()
             self._span = None
             raise
-        self.gathers = [self._gather(flat, flat.full, at_once=at_once) for flat in self.flats]
+        self.gathers = [
+            self._gather(flat, flat.full, to_compute=flat.is_sharded, at_once=at_once) for flat in self.flats
+        ]
         self.state = GroupState.GATHERING
 
-    def _gather(self, flat: Flat, full: torch.Tensor, *, at_once: bool = False) -> Transfer:
-        """Bring this rank's part of a flat to the device, and from there to all ranks."""
+    def _gather(self, flat: Flat, full: torch.Tensor, *, to_compute: bool, at_once: bool = False) -> Transfer:
+        """Bring this rank's part of a flat to the device, and from there to all ranks. What is only computed with may
+        be rounded on the way."""
         world = self._wires.world
         if world.is_worker:  # the servers have what trains
             return Done() if flat.gradient is None else self._wires.gather(full)
@@ -117,13 +121,13 @@ class Group:
         if mine is None or mine.device != full.device:
             mine = full[flat.layout.shard(world.shard_rank)] if flat.is_sharded else full
             self._uploader.upload(flat.rest, mine, self.name).wait()
-        return self._wires.gather(full, mine)
+        return self._wires.gather_weights(full, mine) if to_compute else self._wires.gather(full, mine)
 
     def copy(self) -> dict[Flat, torch.Tensor]:
         """Return the values of a group that rests elsewhere, in memory of their own. Every rank must call it."""
         self.wait_updates()
         copies = {flat: torch.empty_like(flat.full) for flat in self.flats}
-        for transfer in [self._gather(flat, full) for flat, full in copies.items()]:
+        for transfer in [self._gather(flat, full, to_compute=False) for flat, full in copies.items()]:
             transfer.wait()
         return copies
 
@@ -131,12 +135,24 @@ class Group:
         """Keep what the user wrote in place to parameters that show their values, before these are given back."""
         for flat in self.flats:
             if flat.has_edits:
+                self.check_exact(flat)
                 flat.keep_all(flat.full)
 
     def commit_edits(self) -> None:
         """Let masters follow what the user wrote to parameters."""
         for flat in self.flats:
+            if flat.has_edits:
+                self.check_exact(flat)
             flat.commit_edits()
+
+    def check_exact(self, flat: Flat) -> None:
+        """Refuse an edit of values that were rounded on the wire: keeping it would keep the rounding of all others."""
+        if self.state is GroupState.GATHERED and flat.is_sharded and self._wires.rounds_weights:
+            raise MisuseError(
+                f"{flat.layout.intervals[0].name!r} or a parameter of its group was changed inside forward, where "
+                "Placement(codec={'gather': ...}) shows rounded values: change it outside, or inside "
+                "zerostd.gathered(module, write=True)"
+            )
 
     def wait_gather(self) -> None:
         """Wait until a gather has ended and its updates are done; parameters show their values from then on."""

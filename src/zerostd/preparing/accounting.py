@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zerostd.communication import Wires
+from zerostd.communication.coded_wires import FED_BACK, wires_class
 from zerostd.optimizers.updater import OffloadUpdater, Updater
 from zerostd.parameters.flat import MASTER
 from zerostd.parameters.host_gradient import NUM_STAGING
@@ -87,8 +87,12 @@ def _wires(trained: Sequence[FlatPlan], rules: Rules) -> int:
     if rules.size * rules.num_replicas == 1:
         return 0
     largest = max((plan.layout.numel * plan.gradient_dtype.itemsize for plan in trained), default=0)
-    receive = Wires.buffer_bytes(largest, rules.size, rules.num_replicas, has_streams=rules.has_own_memory)
-    return receive + (0 if rules.keeps_whole_gradients else NUM_STAGING * largest)
+    wires = wires_class(rules.placement)
+    receive = wires.buffer_bytes(largest, rules.size, rules.num_replicas, has_streams=rules.has_own_memory)
+    lost = 0
+    if rules.placement.bits("reduce") == FED_BACK:
+        lost = sum(plan.layout.numel * plan.gradient_dtype.itemsize for plan in trained)
+    return receive + lost + (0 if rules.keeps_whole_gradients else NUM_STAGING * largest)
 
 
 def _staging(trained: Sequence[FlatPlan], rules: Rules) -> int:

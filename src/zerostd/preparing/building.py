@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zerostd.communication import Control, Wires, World
+from zerostd.communication.coded_wires import make_wires
 from zerostd.communication.dtensors import local_values, mesh_of
 from zerostd.communication.servers import WorkerWires
 from zerostd.communication.wires import wires_to_peers
@@ -98,7 +99,8 @@ def build(
     streams = Streams(device)
     uploader = Uploader(allocator, streams, largest_on_disk=largest_on_disk(plans))
     resources = Resources(allocator, streams, uploader, Staging(), Aside(allocator, streams), num_threads(world))
-    wires = WorkerWires(world, ledger) if world.is_worker else Wires(world, ledger, sums=settings.reduce == "sum")
+    sums = settings.reduce == "sum"
+    wires = WorkerWires(world, ledger) if world.is_worker else make_wires(settings.decided[1], world, ledger, sums=sums)
     original_dtypes = {parameter: parameter.dtype for parameter in model.parameters()}
     seed = (control if world.link is None else world.link).collect(torch.initial_seed())[0]
     separate_counters(list(model.parameters()))

@@ -111,6 +111,22 @@ def check_placement(settings: Settings, placement: Placement) -> None:
             "Placement(speculate=True) updates before the norm is known, inside the last backward of a step: it needs "
             f"max_grad_norm= (now {settings.max_grad_norm}) and accumulate= (now {settings.accumulate}) in prepare"
         )
+    if placement.codec and settings.exact:
+        raise PrepareError(
+            f"Placement(codec={dict(placement.codec)!r}) changes results: pass exact=False to prepare to allow it, or "
+            "leave the codec out"
+        )
+    if placement.codec and (settings.reduce != "mean" or settings.servers is not None):
+        given = "reduce='sum'" if settings.servers is None else f"servers={settings.servers}"
+        raise NotSupportedError(
+            f"Placement(codec={dict(placement.codec)!r}) does not go with {given}: coded gradients are averaged "
+            "over ranks"
+        )
+    if placement.codec.get("reduce") == "int4" and settings.precision.scales_loss:
+        raise PrepareError(
+            "Placement(codec={'reduce': 'int4'}) does not go with precision='fp16': what coding loses is added to the "
+            "next gradient, whose loss scale may be another; use 'int8' or precision='bf16'"
+        )
     if placement.speculate and settings.precision.scales_loss:
         raise PrepareError("Placement(speculate=True) does not go with precision='fp16', whose steps may be skipped")
     if placement.speculate and set(placement.shares(Kind.PARAMETERS)) != {Tier.DEVICE}:
@@ -126,8 +142,13 @@ def check_budget(budget: Budget) -> None:
 
 
 def check_world(settings: Settings, world: World) -> None:
-    """Refuse homes that need sharding where there is none."""
+    """Refuse homes and codecs that need sharding where there is none."""
     stage, placement = settings.decided
+    if "gather" in placement.codec and stage < Stage.PARAMETERS:
+        raise PrepareError(
+            f"Placement(codec={dict(placement.codec)!r}) with stage={stage.value}: only stage=3 gathers parameters to "
+            "compute with them; use stage=3, or leave 'gather' out"
+        )
     for kind, least in ((Kind.PARAMETERS, Stage.PARAMETERS), (Kind.GRADIENTS, Stage.GRADIENTS)):
         if world.num_shards > 1 and stage < least and set(placement.shares(kind)) != {Tier.DEVICE}:
             share = getattr(placement, kind.value)

@@ -116,6 +116,7 @@ class ParameterAccess:
     def write(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
         """Keep what was written to the tensor that `read` returned."""
         group, flat, index = self.places[parameter]
+        group.check_exact(flat)
         if self._read_only is not None:
             raise not_writable(flat.layout.intervals[index].name, self._read_only)
         with self.gatherer.turn:

@@ -20,6 +20,7 @@ from zerostd.monitoring.events import Span
 from zerostd.parameters import Flat, Gradient, GradientHandle, Group
 from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.prepared import GRAD
+from zerostd.policy import Kind
 from zerostd.tiers import Transfer
 
 
@@ -88,6 +89,7 @@ class Reducer:
         self.control = control
         self._staging = Staging()
         self._in_flight: list[tuple[Group, Transfer, Callable[[], None] | None, Span | None]] = []
+        self._lost: dict[Gradient, torch.Tensor] = {}  # what coding has lost of each, where wires feed it back
         self._landing: list[Group] = []  # sent in the last pass of a step, and not yet returned as landed
 
     def reserve(self, groups: tuple[Group, ...]) -> None:
@@ -97,6 +99,10 @@ class Reducer:
             return
         gradients = [flat.gradient for group in groups for flat in group.trainable if flat.gradient is not None]
         self.wires.reserve(max(map(_full_bytes, gradients), default=0))
+        if self.wires.feeds_back:
+            for gradient in gradients:
+                self._lost[gradient] = torch.zeros(gradient.layout.numel, dtype=gradient.dtype, device=world.device)
+                self.wires.ledger.enter(Kind.BUFFERS, _full_bytes(gradient))
         passing = max((_full_bytes(gradient) for gradient in gradients if gradient.whole is None), default=0)
         if passing:
             self._staging.reserve(passing, world.device, self.wires.ledger)
@@ -141,7 +147,7 @@ class Reducer:
         if gradient.whole is not None and gradient.numel == gradient.layout.numel:  # all ranks update all of it
             gradient.changed()
             gradient.fill(gradient.whole, grads, wanted)
-            reduce = self.wires.reduce_everywhere(gradient.whole)
+            reduce = self.wires.reduce_everywhere(gradient.whole, lost=self._lost.get(gradient))
             finish = functools.partial(gradient.fold, accumulate=accumulate) if gradient.is_summed else None
         else:
             number: int | None = None
@@ -153,7 +159,7 @@ class Reducer:
             if gradient.comes_up:
                 self._wait_for(None)  # one landing place on the device at a time
             target = gradient.open_landing(accumulate=accumulate)
-            reduce = self.wires.reduce(buffer, target, accumulate=accumulate)
+            reduce = self.wires.reduce(buffer, target, accumulate=accumulate, lost=self._lost.get(gradient))
             finish = functools.partial(gradient.close_landing, target)
             if number is not None:
                 self._staging.occupy(number, until=reduce)
