@@ -328,7 +328,8 @@ def test_allocator_grows_by_what_the_ledger_says(name):
     on_device = 0 if name == "all on host" else 4 * numel
     assert on_device <= memory.total() <= on_device + 0.001 * numel + MIB
     assert ledger.now[Tier.DEVICE, Kind.OPTIMIZER_STATES] == 0
-    assert 0 <= ledger.now[Tier.HOST, Kind.OPTIMIZER_STATES] - 12 * numel < MIB
+    width = {"streamed": 10, "cpu": 12, "both": 11, "all on host": 10}[name]  # the CPU needs a weight of its own
+    assert abs(ledger.now[Tier.HOST, Kind.OPTIMIZER_STATES] - width * numel) < MIB
     assert pss() - held > 0.98 * sum(memory.now["host"].values()) - 64 * MIB
     zerostd.release(model)
     assert not any(size for (tier, _), size in ledger.now.items() if tier is Tier.HOST)

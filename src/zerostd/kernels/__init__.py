@@ -2,10 +2,25 @@
 
 In come plain tensors, out goes a result written into a tensor of the caller's. The native library serves contiguous
 CPU tensors; everything else (other devices, strided tensors, no library) goes to `reference`. Called by
-`tiers`, `communication`, `optimizers` and `checkpointing`. Knows torch, and nothing else of zerostd.
+`tiers`, `communication`, `parameters`, `optimizers` and `checkpointing`. Knows torch, and nothing else of zerostd.
 """
 
 from zerostd.kernels.operations import crc32, crc32_pages, sum_slices, update
-from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, join, split
+from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, join, join_into, rounded, split, split_into
 
-__all__ = ["Adagrad", "Adam", "Rule", "Sgd", "Split", "crc32", "crc32_pages", "join", "split", "sum_slices", "update"]
+__all__ = [
+    "Adagrad",
+    "Adam",
+    "Rule",
+    "Sgd",
+    "Split",
+    "crc32",
+    "crc32_pages",
+    "join",
+    "join_into",
+    "rounded",
+    "split",
+    "split_into",
+    "sum_slices",
+    "update",
+]

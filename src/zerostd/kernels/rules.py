@@ -3,6 +3,7 @@
 A master may be kept as two halves of 16 bits, the upper one of which is the bf16 weight that the model computes with.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -90,15 +91,33 @@ class Split(NamedTuple):
 
 def split(master: Tensor) -> Split:
     """Return the halves of an fp32 tensor, in new memory."""
-    bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
-    high = ((bits + 0x8000) >> 16).to(torch.int16)  # torch keeps the lower 16 bits
-    return Split(high.view(torch.bfloat16), bits.to(torch.int16))
+    halves = Split(torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16))
+    split_into(master.clone(memory_format=torch.contiguous_format), halves)
+    return halves
+
+
+def split_into(master: Tensor, halves: Split) -> None:
+    """Write the halves of an fp32 tensor, in a few passes and without more memory. The tensor is used up."""
+    bits = master.nan_to_num_(math.nan, math.inf, -math.inf).view(torch.int32)  # one NaN, which no carry can change
+    halves.low.copy_(bits)  # torch keeps the lower 16 bits
+    torch.bitwise_right_shift(bits.add_(0x8000), 16, out=halves.high.view(torch.int16))
 
 
 def join(halves: Split) -> Tensor:
     """Return the fp32 tensor of the halves, in new memory."""
-    high = halves.high.view(torch.int16).to(torch.int32)
-    return ((high << 16) + halves.low.to(torch.int32)).view(torch.float32)
+    master = torch.empty_like(halves.low, dtype=torch.float32)
+    join_into(halves, master)
+    return master
+
+
+def join_into(halves: Split, master: Tensor) -> None:
+    """Write the fp32 numbers of the halves, in a few passes and without more memory."""
+    master.copy_(halves.high).view(torch.int32).add_(halves.low)
+
+
+def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return masters as the parameters that belong to them: the upper halves in bf16, else rounded to nearest even."""
+    return split(master.to(torch.float32)).high if dtype == torch.bfloat16 else master.to(dtype)
 
 
 Arrays = Sequence[Tensor | Split]

@@ -16,67 +16,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from zerostd import kernels
 from zerostd.compat import no_torch_function, version_of
 from zerostd.parameters.gradient import Gradient
 from zerostd.parameters.lending import DATA, set_data
 from zerostd.parameters.prepared import classes_for
-from zerostd.policy import Kind, Route, Tier
-from zerostd.sharding import Layout, Piece, Portion
-from zerostd.tiers import Done, TierAllocator, TierTensor, Transfer
+from zerostd.parameters.state_shard import HIGH, LOW, MASTER, SplitTensor, StateShard, clear_low
+from zerostd.policy import Kind, Tier
+from zerostd.sharding import Layout, Piece
+from zerostd.tiers import TierAllocator, TierTensor, Transfer
 from zerostd.tiers.debug import poison
-
-MASTER = "master"
-
-
-@dataclass(eq=False)
-class StateShard:
-    """A stretch of a region with one tier and one route, and its tensors, each as long as the stretch."""
-
-    start: int  # elements of the region
-    stop: int
-    tier: Tier
-    route: Route
-    tensors: dict[str, TierTensor]
-    spare: dict[str, TierTensor] = field(default_factory=dict)
-    holds_parameters: bool = False  # the master is the parameter itself, not a copy at another precision or place
-    landed: Transfer = field(default_factory=Done)  # when the last update is back in `tier`: of streamed ones, on disk
-
-    @property
-    def portion(self) -> Portion:
-        """The plan it was made from."""
-        return Portion(self.start, self.stop, self.tier, self.route)
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def region(self) -> slice:
-        """Where it lies in the region."""
-        return slice(self.start, self.stop)
-
-    @property
-    def master(self) -> TierTensor:
-        """fp32, or the parameters' own dtype if that is wider."""
-        return self.tensors[MASTER]
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether the user's optimizer updates it in place, on the device."""
-        return self.route is Route.RESIDENT
-
-    def commit_speculative(self) -> None:
-        """Make the spare tensors, which a speculative update has written, the true ones."""
-        self.tensors, self.spare = self.spare, self.tensors
-
-    def parts(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, slice]]:
-        """Yield the parts of the region's pieces that lie here, each with its place in the tensors."""
-        for piece in pieces:
-            if part := piece.within(self.start, self.stop):
-                yield part, part.place_from(self.start)
-
-    def read_master(self) -> torch.Tensor:
-        return self.master.read(slice(0, self.numel))
 
 
 @dataclass(eq=False, repr=False)
@@ -106,6 +55,7 @@ class Flat:
         ]
         self._versions = self._read_versions()  # when edits were kept last
         self._is_edited = False  # the user has written to parameters, and masters do not know
+        self._copies: dict[Piece, torch.Tensor] = {}  # of upper halves on the device that users write to in place
 
     @property
     def gives_back(self) -> bool:
@@ -119,14 +69,18 @@ class Flat:
         mine = self.rest.tensor if self.gives_back else self.full[self.region]
         return mine[shard.region]
 
+    @property
+    def holds_halves(self) -> bool:
+        """Whether parameters that users can write to without asking are the upper halves of masters."""
+        return not self.gives_back and any(shard.is_split and shard.holds_parameters for shard in self.state_shards)
+
     # Filling, when the model is prepared or moved
 
     @torch.no_grad()
     def adopt(self, index: int, value: torch.Tensor) -> None:
         """Take a parameter's values, before rounding, and let the parameter's own memory go."""
+        self.set_values(index, value)
         view = self._faces[index][0]
-        view.copy_(value)
-        self.set_master(index, value)
         parameter = self.parameters[index]
         if parameter.device.type == "meta":  # torch lets no tensor change between meta and a real device in place
             real = torch.empty(0, dtype=self.full.dtype, device=self.full.device)  # own version: [Note: storage]
@@ -134,14 +88,27 @@ class Flat:
         set_data(parameter, view)
 
     @torch.no_grad()
-    def set_master(self, index: int, value: torch.Tensor) -> None:
-        """Write exact values to the master of one parameter, where there is one beside the parameter itself."""
-        piece = self.layout.piece_of(index, self.region)
-        pieces = [] if piece is None else [piece]
+    def set_values(self, index: int, value: torch.Tensor) -> None:
+        """Write the values of one gathered parameter, before rounding: to the parameter, where it is kept, and to its
+        master."""
+        is_split = any(shard.is_split for shard in self.state_shards)
+        view = self._faces[index][0].copy_(kernels.rounded(value, self.dtype) if is_split else value)
+        if self.gives_back:
+            piece = self._kept_piece(index)
+            if piece is not None:
+                self.rest.write(piece.place, view.reshape(-1)[piece.start : piece.stop])
+        owned = self.layout.piece_of(index, self.region)
         for shard in self.state_shards:
-            if not shard.holds_parameters:
-                for part, here in shard.parts(pieces):
-                    shard.master.write(here, value.reshape(-1)[part.start : part.stop])
+            for part, here in shard.parts([] if owned is None else [owned]):
+                exact = value.reshape(-1)[part.start : part.stop]
+                if not shard.holds_parameters:
+                    shard.master.write(here, exact)
+                elif shard.is_split:
+                    shard.tensors[LOW].write(here, kernels.split(exact.to(torch.float32)).low)
+
+    def _kept_piece(self, index: int) -> Piece | None:
+        """Return the part of a parameter that rests on this rank."""
+        return self.layout.piece_of(index, self.region if self.is_sharded else slice(0, self.layout.numel))
 
     def keep(self, rest: TierTensor | None, *, is_sharded: bool) -> None:
         """Keep what this rank needs of the values that were adopted: in `rest`, or in the gathered buffer itself."""
@@ -155,12 +122,13 @@ class Flat:
         self.share_masters()
 
     def share_masters(self) -> None:
-        """Give the parameters to state shards whose master is the parameter itself."""
+        """Give the parameters to state shards whose master, or its upper half, is the parameter itself."""
         for shard in self.state_shards:
             if shard.holds_parameters:
                 tensor = self.parameters_of(shard)
                 assert tensor is not None
-                shard.tensors[MASTER] = TierTensor(tensor.numel(), tensor.dtype, self.rest.tier, tensor)
+                shared = TierTensor(tensor.numel(), tensor.dtype, self.rest.tier, tensor)
+                shard.tensors[HIGH if shard.is_split else MASTER] = shared
 
     # Gathering and releasing, called by the group
 
@@ -180,6 +148,7 @@ class Flat:
             for parameter, (view, _, (_, prepared, _)) in zip(self.parameters, self._faces, strict=True):
                 DATA.__set__(parameter, view)
                 parameter.__class__ = prepared
+        self._renew_copies()
 
     def show_nan(self) -> None:
         """Let parameters ask for their values when they are touched, and take no memory. What cannot ask, since it
@@ -218,12 +187,14 @@ class Flat:
         for shard in self.state_shards:
             if shard.holds_parameters or (only_resident and not shard.is_resident):
                 continue
-            values = shard.read_master()
+            column = shard.tensors[HIGH if shard.is_split else MASTER]
+            values = column.read(slice(0, shard.numel))
             target = self.parameters_of(shard)
             if target is not None:
                 target.copy_(values)
             else:
                 self.rest.write(shard.region, values.to(self.rest.dtype))
+        self._renew_copies()
 
     # What users write to parameters
 
@@ -236,11 +207,25 @@ class Flat:
     def keep_values(self, index: int, values: torch.Tensor) -> None:
         """Keep what the user wrote to one parameter, all of whose values these are."""
         self.wait_readers()
+        view = self._faces[index][0]
         if self.gives_back:
-            piece = self.layout.piece_of(index, self.region if self.is_sharded else slice(0, self.layout.numel))
+            piece = self._kept_piece(index)
             if piece is not None:
-                self.rest.write(piece.place, values.reshape(-1)[piece.start : piece.stop])
+                self._write_rest(piece.place, values.reshape(-1)[piece.start : piece.stop])
+        elif values.data_ptr() != view.data_ptr():
+            piece = self.layout.piece_of(index, self.region)
+            if piece is not None:
+                part = slice(piece.start, piece.stop)
+                clear_low(self.state_shards, piece.offset, values.reshape(-1)[part], view.reshape(-1)[part])
+            view.copy_(values)
+            self._renew_copies()
         self._is_edited = True
+
+    def _write_rest(self, place: slice, values: torch.Tensor) -> None:
+        """Write parameters to where they rest off the device, or in slices."""
+        if any(shard.is_split and shard.holds_parameters for shard in self.state_shards):
+            clear_low(self.state_shards, place.start, values, self.rest.read(place))
+        self.rest.write(place, values)
 
     @property
     def has_edits(self) -> bool:
@@ -256,17 +241,32 @@ class Flat:
         with no_torch_function():
             return [version_of(parameter) for parameter in self.parameters]
 
-    def keep_all(self, full: torch.Tensor) -> None:
-        """Keep all values of a gathered buffer: the user may have written to any."""
+    def keep_all(self, full: torch.Tensor, before: torch.Tensor | None = None) -> None:
+        """Keep all values of a gathered buffer: the user may have written to any. `before` are those from before.
+        Without them, a parameter that stays on the device is taken to be new as a whole when it is written to for the
+        first time; a copy of its values, kept from then on, tells what later writes change."""
         self.wait_readers()
+        versions = self._read_versions()
         if self.gives_back:
-            self.rest.write(slice(0, self.rest.numel), full[self.region] if self.is_sharded else full)
-        self._versions = self._read_versions()
+            self._write_rest(slice(0, self.rest.numel), full[self.region] if self.is_sharded else full)
+        elif before is not None:
+            clear_low(self.state_shards, 0, full[self.region], before[self.region])
+        elif self.holds_halves:
+            for index, (then, now) in enumerate(zip(self._versions, versions, strict=True)):
+                piece = self.layout.piece_of(index, self.region)
+                if then != now and piece is not None:
+                    values = full[self.region][piece.place]
+                    clear_low(self.state_shards, piece.offset, values, self._copies.get(piece))
+                    if piece not in self._copies:
+                        self._copies[piece] = values.clone()
+                        self.allocator.ledger.enter(Kind.BUFFERS, values.nbytes)
+        self._renew_copies()
+        self._versions = versions
         self._is_edited = True
 
     def commit_edits(self) -> None:
         """Let masters follow what the user wrote. They change only where the rounded value did, so what was not
-        touched loses no bits."""
+        touched loses no bits. Those whose upper half is the parameter have followed when it was kept."""
         if self.has_edits and self.full.untyped_storage().nbytes():
             self.keep_all(self.full)
         if not self._is_edited:
@@ -278,9 +278,14 @@ class Flat:
                 master = shard.read_master()
                 mine = self.parameters_of(shard)
                 mine = (self.rest.read(shard.region) if mine is None else mine).to(master.device)
-                edited = mine != master.to(mine.dtype)
+                edited = mine != (kernels.rounded(master, mine.dtype) if shard.is_split else master.to(mine.dtype))
                 values = torch.where(edited, mine.to(master.dtype), master)
                 shard.master.write(slice(0, shard.numel), values)
+
+    def _renew_copies(self) -> None:
+        """Copy parameters that users write to in place, as they are now."""
+        for piece, copy in self._copies.items():
+            copy.copy_(self.full[self.region][piece.place])
 
     def mark_updated(self) -> None:
         """Note that an update changes the parameters: a graph from before must not run on new values."""
@@ -332,10 +337,14 @@ class SavedInterval:
     def copied(self) -> SavedInterval:
         """Return the same with the values of now, in host memory of its own: they are there when the work that is
         queued on their device is done, and later work does not change them."""
-        values = self.read(0, self.stop - self.start)
+        halves = self.column if isinstance(self.column, SplitTensor) and self.column.tier is not Tier.DISK else None
+        values = self.read(0, self.stop - self.start) if halves is None else halves.high.read(self.place)
         copy = torch.empty_like(values, device="cpu", pin_memory=values.device.type != "cpu")
         copy.copy_(values, non_blocking=True)
-        return replace(self, column=TierTensor(copy.numel(), copy.dtype, Tier.HOST, copy), offset=0)
+        column = TierTensor(copy.numel(), copy.dtype, Tier.HOST, copy)
+        if halves is not None:  # what users can write to is the upper half
+            column = SplitTensor(column, halves.low.part(self.place))
+        return replace(self, column=column, offset=0)
 
     def read(self, low: int, high: int, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Return elements [low, high) of the interval; those on disk are read into `memory`, if it is given."""
@@ -365,7 +374,8 @@ def value_intervals(flat: Flat, mine: slice, group: str) -> Iterator[SavedInterv
         owned = pieces_in(mine, flat)
         places = [(piece, flat.state_shards[0].master, 0) for piece in empty]
         for shard in flat.state_shards:
-            places += [(part, shard.master, here.start) for part, here in shard.parts(owned)]
+            master = shard.master
+            places += [(part, master, here.start) for part, here in shard.parts(owned)]
     else:
         begin = 0 if flat.is_sharded else mine.start
         places = [(piece, flat.rest, begin + piece.offset) for piece in (*empty, *flat.layout.pieces(mine))]

@@ -78,7 +78,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
         plans = plan_flats(blueprints, rules)
         ways = ways_for(settings, [blueprint.name for blueprint in blueprints if blueprint.name != ROOT])
         need = demand(plans)
-        need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans, rules)
+        need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans)
         ledger = Ledger()
         peers = wires_to_peers(settings.decided[1].same_activations, world, ledger)
         needs_disk = any(way.tier is Tier.DISK for way in ways.values())

@@ -22,6 +22,7 @@ from torch import nn
 from zerostd.compat import outside_transforms
 from zerostd.errors import MisuseError
 from zerostd.parameters import Flat, Group, GroupState
+from zerostd.parameters.lending import get_data
 from zerostd.parameters.prepared import ACCESS, LAST_HOOK, LENT
 from zerostd.scheduling.gathering import Gatherer
 
@@ -64,6 +65,7 @@ class ParameterAccess:
         self._gradients = gradients
         self._copied: tuple[Group, dict[Flat, torch.Tensor]] | None = None  # the last group that was touched
         self._held: dict[Group, dict[Flat, torch.Tensor]] = {}  # inside zerostd.gathered
+        self._before: dict[Flat, torch.Tensor] = {}  # likewise: values that may be written to, as they were
         self._references: list[weakref.ref[nn.Parameter]] = []  # torch.utils.swap_tensors refuses what has any
         self._read_only: str | None = None  # where writes are refused now: the context, and the remedy
 
@@ -100,7 +102,8 @@ class ParameterAccess:
             with self.gatherer.turn, outside_transforms():
                 self._bring(group, interval.name)
         if group.state is GroupState.GATHERED:
-            return parameter
+            is_copied = flat.holds_halves and not self.active  # a write is told from what was there before
+            return get_data(parameter).clone() if is_copied else parameter
         assert self._copied is not None
         return self._copied[1][flat][interval.offset : interval.end].view(interval.shape)
 
@@ -126,8 +129,9 @@ class ParameterAccess:
     def held(self, groups: Sequence[Group], *, write: bool) -> Iterator[None]:
         """Hold the values of groups inside the context. With `write`, rank 0's changes are kept, on all ranks."""
         outer = self._held
+        before = self._before
         with self.gatherer.turn:
-            self._hold(groups)
+            self._hold(groups, write=write)
         try:
             with self.pinned(groups, None if write else READ_ONLY):
                 yield
@@ -140,6 +144,7 @@ class ParameterAccess:
                     self._keep_held(groups)
         finally:
             self._held = outer
+            self._before = before
 
     @contextlib.contextmanager
     def pinned(self, groups: Sequence[Group], read_only: str | None) -> Iterator[None]:
@@ -156,13 +161,15 @@ class ParameterAccess:
         finally:
             self._read_only = outer
 
-    def _hold(self, groups: Sequence[Group]) -> None:
+    def _hold(self, groups: Sequence[Group], *, write: bool) -> None:
         """Gather groups that rest on the device, and copy the others."""
         for group in (group for group in groups if not group.gives_back):
             self.gatherer.gather(group)
             group.keep_edits()  # from before the context
         copies = {group: self.gatherer.copy(group) for group in groups if group.gives_back and group not in self._held}
         self._held = copies | self._held
+        written = [flat for group in groups for flat in group.flats if write and flat.holds_halves]
+        self._before = {flat: flat.full.clone() for flat in written} | self._before
 
     def _keep_held(self, groups: Sequence[Group]) -> None:
         """Keep what rank 0 has changed."""
@@ -170,7 +177,7 @@ class ParameterAccess:
             for flat, full in self._held.get(group, {flat: flat.full for flat in group.flats}).items():
                 with self.gatherer.wires.world.at(f"the broadcast of group {group.name!r}"):
                     self.gatherer.wires.broadcast([full])
-                flat.keep_all(full)
+                flat.keep_all(full, self._before.get(flat))
             group.commit_edits()
 
     def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
@@ -196,7 +203,8 @@ class ParameterAccess:
     def shows_master(self, parameter: nn.Parameter) -> bool:
         """Return whether what a parameter shows is its master, now and after updates, or its forward runs."""
         group, flat, _ = self.places[parameter]
-        holds = all(shard.is_resident and shard.holds_parameters for shard in flat.state_shards)
+        shards = flat.state_shards
+        holds = all(shard.is_resident and shard.holds_parameters and not shard.is_split for shard in shards)
         return bool(self.active) or (holds and not group.gives_back and not group.is_in_slices)
 
     def forget(self) -> None:
