@@ -3,9 +3,12 @@
 A master may be kept as two halves of 16 bits, the upper one of which is the bf16 weight that the model computes with.
 """
 
+import functools
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -97,7 +100,10 @@ def split(master: Tensor) -> Split:
 
 
 def split_into(master: Tensor, halves: Split) -> None:
-    """Write the halves of an fp32 tensor, in a few passes and without more memory. The tensor is used up."""
+    """Write the halves of an fp32 tensor, without more memory. The tensor is used up."""
+    if on_device := _device_halves(master.device.type):
+        on_device.split(master, *halves)
+        return
     bits = master.nan_to_num_(math.nan, math.inf, -math.inf).view(torch.int32)  # one NaN, which no carry can change
     halves.low.copy_(bits)  # torch keeps the lower 16 bits
     torch.bitwise_right_shift(bits.add_(0x8000), 16, out=halves.high.view(torch.int16))
@@ -111,8 +117,37 @@ def join(halves: Split) -> Tensor:
 
 
 def join_into(halves: Split, master: Tensor) -> None:
-    """Write the fp32 numbers of the halves, in a few passes and without more memory."""
+    """Write the fp32 numbers of the halves, without more memory."""
+    if on_device := _device_halves(master.device.type):
+        on_device.join(*halves, master)
+        return
     master.copy_(halves.high).view(torch.int32).add_(halves.low)
+
+
+@functools.cache
+def _device_halves(device_type: str) -> ModuleType | None:
+    """Return the operations of a device that has them, tried once. Without, torch's take several passes."""
+    if device_type != "cuda":
+        return None
+    try:
+        from zerostd.kernels import device_halves
+
+        numbers = torch.linspace(-3.0, 3.0, 1000, device=device_type)
+        halves = Split(torch.empty_like(numbers, dtype=torch.bfloat16), torch.empty_like(numbers, dtype=torch.int16))
+        joined = torch.empty_like(numbers)
+        device_halves.split(numbers, *halves)
+        device_halves.join(*halves, joined)
+        if torch.equal(numbers, joined):
+            return device_halves
+        reason = "it gave wrong numbers"
+    except Exception as error:  # of triton, of a compiler that is missing, of the driver
+        reason = f"{type(error).__name__}: {error}"
+    warnings.warn(
+        f"masters are joined and split by torch's operations, in several passes, since triton failed here ({reason})",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
 
 
 def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
