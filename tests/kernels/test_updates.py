@@ -164,8 +164,9 @@ def test_split_master_gives_the_same_bits(make, rule) -> None:
         halves, state_copies, theirs = split(master), clones(states), split(master)
         update_reference(rule, gradient, [theirs, *clones(states)])
         update(rule, gradient, [halves, *state_copies], num_threads=3)
+        master = join(split(master))
         update(rule, gradient, [master, *states])
-        assert_all_same([join(halves), *state_copies], [master, *states])
+        assert_all_same([join(halves), *state_copies], [join(split(master)), *states])
         assert_all_same(halves, split(master))
         assert_all_same(halves, theirs)
 
@@ -180,16 +181,46 @@ def test_high_half_may_land_on_the_gradient() -> None:
     assert_all_same([gradient, low], expected)
 
 
-def test_split_and_join_round_trip() -> None:
-    near = torch.arange(2**16, dtype=torch.int32) << 16
-    numbers = torch.cat([near + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(torch.float32)
-    halves = split(numbers)
-    assert_same_bits(join(halves), numbers)
-    assert torch.equal(halves.high.isnan(), numbers.isnan())
-    off = (halves.high.double() - numbers.double()).abs()
-    nearest = (numbers.bfloat16().double() - numbers.double()).abs()
-    finite = halves.high.isfinite()
-    assert torch.equal(off[finite], nearest[finite])
+UPPER = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x3F81, 0x4049, 0x7F7E, 0x7F7F, 0x7F80, 0x7FC0, 0x7FFF]
+
+
+def every_lower_half() -> Tensor:
+    """All 65,536 lower halves under upper halves of either sign: zero, denormal, normal, largest, infinite and NaN."""
+    upper = torch.tensor(UPPER + [half - 0x8000 for half in UPPER], dtype=torch.int32)
+    return ((upper << 16)[:, None] + torch.arange(2**16, dtype=torch.int32)).flatten().view(torch.float32)
+
+
+def assert_halves(halves: Split, numbers: Tensor) -> None:
+    """The upper half is the number as torch rounds it. Both are the number itself, but for ties with an even upper
+    half: those are one unit of fp32 nearer to zero."""
+    bits = numbers.view(torch.int32)
+    is_even_tie = (bits & 0x1FFFF) == 0x8000
+    assert 0 < is_even_tie.sum() < numbers.numel() / 50_000
+    expected = torch.where(is_even_tie, bits - 1, bits).view(torch.float32)
+    assert_same_bits(halves.high, numbers.bfloat16())
+    assert_same_bits(join(halves), expected)
+    assert_same_bits(expected.bfloat16(), numbers.bfloat16())
+
+
+def test_halves_are_rounded_as_torch_rounds_and_join_to_the_number() -> None:
+    numbers = every_lower_half()
+    assert_halves(split(numbers), numbers)
+    assert_all_same(split(join(split(numbers))), split(numbers))
+
+
+def test_every_instruction_set_splits_every_lower_half_alike(each_level) -> None:
+    """A master of zero that moves by the gradient is the gradient afterwards."""
+    library = native.load()
+    assert library is not None
+    numbers = every_lower_half()
+    move = replace(SGD, lr=-1.0, momentum=0.0)
+    for level in [*each_level, 0]:
+        assert library.zs_limit_instructions(level) == level
+        halves = split(torch.full_like(numbers, -0.0))
+        update(move, numbers, [halves])
+        assert_halves(halves, numbers)
+        update(move, torch.full_like(numbers, -0.0), [halves])
+        assert_halves(halves, numbers)  # read and written again
 
 
 OPTIMIZERS = {

@@ -6,7 +6,7 @@ CPU tensors; everything else (other devices, strided tensors, no library) goes t
 """
 
 from zerostd.kernels.operations import crc32, crc32_pages, sum_slices, update
-from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, join, join_into, rounded, split, split_into
+from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, join, join_into, split, split_into
 
 __all__ = [
     "Adagrad",
@@ -18,7 +18,6 @@ __all__ = [
     "crc32_pages",
     "join",
     "join_into",
-    "rounded",
     "split",
     "split_into",
     "sum_slices",

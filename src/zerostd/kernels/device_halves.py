@@ -27,6 +27,7 @@ def _split(master, high, low, numel, BLOCK: tl.constexpr):  # type: ignore[no-un
     bits = tl.load(master + places, mask=mask)
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
     bits = tl.where(is_nan, 0x7FC00000, bits)  # one NaN, which no carry can change
+    bits = tl.where((bits & 0x1FFFF) == 0x8000, bits - 1, bits)  # ties with an even upper half
     tl.store(low + places, bits.to(tl.int16), mask=mask)
     tl.store(high + places, ((bits + 0x8000) >> 16).to(tl.int16), mask=mask)
 

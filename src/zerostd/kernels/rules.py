@@ -84,8 +84,10 @@ Rule = Adam | Sgd | Adagrad
 class Split(NamedTuple):
     """The halves of an fp32 tensor: `(high << 16) + low`, with `low` signed, are the bits of a number.
 
-    `high` is the number rounded to bf16, to nearest with ties away from zero (ties to even could not be undone: `low`
-    would not say which way a tie went). Infinities survive in both; a NaN survives as one NaN, its payload does not.
+    `high` is the number rounded to bf16 as torch rounds it: to nearest, ties to even. 65,537 numbers round to an even
+    `high`, one more than `low` can tell apart, so the tie that rounds down to it has no halves. The number next to it
+    is kept instead, one unit of fp32 towards zero, which rounds to the same `high`. That is one number in 131,072.
+    Infinities survive; a NaN survives as one NaN, its payload does not.
     """
 
     high: Tensor  # bf16
@@ -105,8 +107,12 @@ def split_into(master: Tensor, halves: Split) -> None:
         on_device.split(master, *halves)
         return
     bits = master.nan_to_num_(math.nan, math.inf, -math.inf).view(torch.int32)  # one NaN, which no carry can change
-    halves.low.copy_(bits)  # torch keeps the lower 16 bits
-    torch.bitwise_right_shift(bits.add_(0x8000), 16, out=halves.high.view(torch.int16))
+    high = halves.high.view(torch.int16)
+    torch.bitwise_right_shift(bits, 16, out=high)
+    halves.low.copy_(bits).bitwise_xor_(-0x8000)  # torch keeps the lower 16 bits; 0: a tie
+    bits.sub_(halves.low.bitwise_or_(high.bitwise_and_(1)).eq_(0))  # one less for ties with an even upper half
+    halves.low.copy_(bits)
+    torch.bitwise_right_shift(bits.add_(0x8000), 16, out=high)
 
 
 def join(halves: Split) -> Tensor:
@@ -148,11 +154,6 @@ def _device_halves(device_type: str) -> ModuleType | None:
         stacklevel=2,
     )
     return None
-
-
-def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return masters as the parameters that belong to them: the upper halves in bf16, else rounded to nearest even."""
-    return split(master.to(torch.float32)).high if dtype == torch.bfloat16 else master.to(dtype)
 
 
 Arrays = Sequence[Tensor | Split]

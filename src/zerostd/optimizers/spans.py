@@ -53,7 +53,7 @@ class UpdateSpan:
         if self.shard.is_split:
             low = self.shard.tensors[LOW].tensor
             assert low is not None
-            self.blank = torch.full((), float("nan"), device=low.device).expand(self.numel)
+            self.blank = torch.full((), float("nan"), dtype=torch.float32, device=low.device).expand(self.numel)
             self.tensor = self.blank.detach()
         else:
             assert self.shard.master.tensor is not None

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from zerostd.errors import MisuseError
-from zerostd.kernels import rounded
 from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.spans import UpdateSpan, UpdateSpans
 from zerostd.optimizers.updater import Updater
@@ -200,7 +199,7 @@ def _exact(master: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> to
     """Return masters with the bits that `values` have beyond the parameters' dtype, where both are the same in it: as
     in torch, the state of an optimizer does not change parameters."""
     values = values.to(master)
-    return torch.where(rounded(values, dtype) == rounded(master, dtype), values, master)
+    return torch.where(values.to(dtype) == master.to(dtype), values, master)
 
 
 def parameters_with_states(spans: UpdateSpans) -> set[nn.Parameter]:

@@ -91,8 +91,7 @@ class Flat:
     def set_values(self, index: int, value: torch.Tensor) -> None:
         """Write the values of one gathered parameter, before rounding: to the parameter, where it is kept, and to its
         master."""
-        is_split = any(shard.is_split for shard in self.state_shards)
-        view = self._faces[index][0].copy_(kernels.rounded(value, self.dtype) if is_split else value)
+        view = self._faces[index][0].copy_(value)
         if self.gives_back:
             piece = self._kept_piece(index)
             if piece is not None:
@@ -278,7 +277,7 @@ class Flat:
                 master = shard.read_master()
                 mine = self.parameters_of(shard)
                 mine = (self.rest.read(shard.region) if mine is None else mine).to(master.device)
-                edited = mine != (kernels.rounded(master, mine.dtype) if shard.is_split else master.to(mine.dtype))
+                edited = mine != master.to(mine.dtype)
                 values = torch.where(edited, mine.to(master.dtype), master)
                 shard.master.write(slice(0, shard.numel), values)
 
