@@ -56,6 +56,7 @@ class Flat:
         self._versions = self._read_versions()  # when edits were kept last
         self._is_edited = False  # the user has written to parameters, and masters do not know
         self._copies: dict[Piece, torch.Tensor] = {}  # of upper halves on the device that users write to in place
+        self._watched: set[Piece] = set()  # those that the next update forgets
 
     @property
     def gives_back(self) -> bool:
@@ -203,8 +204,9 @@ class Flat:
             reader.wait()
         self.readers.clear()
 
-    def keep_values(self, index: int, values: torch.Tensor) -> None:
-        """Keep what the user wrote to one parameter, all of whose values these are."""
+    def keep_values(self, index: int, values: torch.Tensor, *, is_compared: bool = True) -> None:
+        """Keep what the user wrote to one parameter, all of whose values these are. Not compared with what was there,
+        they reach lower halves later."""
         self.wait_readers()
         view = self._faces[index][0]
         if self.gives_back:
@@ -213,7 +215,7 @@ class Flat:
                 self._write_rest(piece.place, values.reshape(-1)[piece.start : piece.stop])
         elif values.data_ptr() != view.data_ptr():
             piece = self.layout.piece_of(index, self.region)
-            if piece is not None:
+            if piece is not None and is_compared:
                 part = slice(piece.start, piece.stop)
                 clear_low(self.state_shards, piece.offset, values.reshape(-1)[part], view.reshape(-1)[part])
             view.copy_(values)
@@ -225,6 +227,40 @@ class Flat:
         if any(shard.is_split and shard.holds_parameters for shard in self.state_shards):
             clear_low(self.state_shards, place.start, values, self.rest.read(place))
         self.rest.write(place, values)
+
+    def watch(self, index: int) -> bool:
+        """Copy a parameter that is half of its master, since it is about to be written to. Returns False if a copy is
+        there already, or comes too late: somebody wrote unseen."""
+        piece = self.layout.piece_of(index, self.region)
+        if piece is None or piece in self._copies or self._read_versions()[index] != self._versions[index]:
+            return False
+        self._copy(piece)
+        self._watched.add(piece)
+        return True
+
+    def keep_watched(self, index: int, *, forget: bool) -> None:
+        """Keep what the user wrote to a parameter that is watched, and with `forget` watch it no more."""
+        piece = self.layout.piece_of(index, self.region)
+        version = self._read_versions()[index]
+        if piece is not None and piece in self._copies and version != self._versions[index]:
+            self.wait_readers()
+            values = self.full[self.region][piece.place]
+            clear_low(self.state_shards, piece.offset, values, self._copies[piece])
+            self._copies[piece].copy_(values)
+            self._versions[index] = version
+            self._is_edited = True
+        if piece is not None and forget:
+            self._forget(piece)
+
+    def _copy(self, piece: Piece) -> None:
+        values = self.full[self.region][piece.place]
+        with torch.inference_mode(False):
+            self._copies[piece] = values.clone()
+        self.allocator.ledger.enter(Kind.BUFFERS, values.nbytes)
+
+    def _forget(self, piece: Piece) -> None:
+        self._watched.discard(piece)
+        self.allocator.ledger.leave(Kind.BUFFERS, self._copies.pop(piece).nbytes)
 
     @property
     def has_edits(self) -> bool:
@@ -242,8 +278,8 @@ class Flat:
 
     def keep_all(self, full: torch.Tensor, before: torch.Tensor | None = None) -> None:
         """Keep all values of a gathered buffer: the user may have written to any. `before` are those from before.
-        Without them, a parameter that stays on the device is taken to be new as a whole when it is written to for the
-        first time; a copy of its values, kept from then on, tells what later writes change."""
+        Without them, the copy of a parameter that is watched tells what has changed. One that was written to unseen
+        counts as new as a whole; a copy of its values, kept from then on, tells what later writes change."""
         self.wait_readers()
         versions = self._read_versions()
         if self.gives_back:
@@ -257,8 +293,7 @@ class Flat:
                     values = full[self.region][piece.place]
                     clear_low(self.state_shards, piece.offset, values, self._copies.get(piece))
                     if piece not in self._copies:
-                        self._copies[piece] = values.clone()
-                        self.allocator.ledger.enter(Kind.BUFFERS, values.nbytes)
+                        self._copy(piece)
         self._renew_copies()
         self._versions = versions
         self._is_edited = True
@@ -290,6 +325,8 @@ class Flat:
         """Note that an update changes the parameters: a graph from before must not run on new values."""
         torch.autograd.graph.increment_version(self.parameters)
         self._versions = self._read_versions()
+        for piece in tuple(self._watched):
+            self._forget(piece)
 
     def exact_values(self) -> torch.Tensor:
         """Return this rank's region, or shard if it is frozen, at the precision it is kept in, on the device."""

@@ -102,8 +102,10 @@ class ParameterAccess:
             with self.gatherer.turn, outside_transforms():
                 self._bring(group, interval.name)
         if group.state is GroupState.GATHERED:
-            is_copied = flat.holds_halves and not self.active  # a write is told from what was there before
-            return get_data(parameter).clone() if is_copied else parameter
+            if not flat.holds_halves or self.active:
+                return parameter
+            with torch.inference_mode(False):  # a write is told from what was there before
+                return get_data(parameter).clone()
         assert self._copied is not None
         return self._copied[1][flat][interval.offset : interval.end].view(interval.shape)
 
@@ -122,8 +124,27 @@ class ParameterAccess:
         _, flat, index = self.places[parameter]
         if self._read_only is not None:
             raise not_writable(flat.layout.intervals[index].name, self._read_only)
+        with self.gatherer.turn, torch.inference_mode(False), torch.no_grad():
+            flat.keep_values(index, values, is_compared=flat not in self._before)
+
+    @contextlib.contextmanager
+    def watched(self, parameter: nn.Parameter, *, gives_view: bool) -> Iterator[None]:
+        """Tell a write to a parameter that is half of its master from what was there before."""
+        group, flat, index = self.places[parameter]
+        is_elsewhere = flat in self._before or self._read_only is not None  # the end of the context tells
+        if not flat.holds_halves or is_elsewhere or (gives_view and self.active):
+            yield
+            return
+        if group.state is not GroupState.GATHERED:
+            self.read(parameter)
         with self.gatherer.turn:
-            flat.keep_values(index, values)
+            is_new = flat.watch(index)
+        try:
+            yield
+        finally:
+            if not gives_view:
+                with self.gatherer.turn, torch.inference_mode(False), torch.no_grad():
+                    flat.keep_watched(index, forget=is_new)
 
     @contextlib.contextmanager
     def held(self, groups: Sequence[Group], *, write: bool) -> Iterator[None]:
