@@ -102,7 +102,7 @@ def test_only_communication_says_torch_distributed() -> None:
 
 
 def test_kernels_know_only_torch() -> None:
-    known = STDLIB | {"torch", "zerostd"}
+    known = STDLIB | {"torch", "triton", "zerostd"}
 
     def foreign(source: Source) -> Iterator[str]:
         for line, name in _imports(source):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.halves import assert_halves, every_lower_half
 from zerostd.kernels import Adagrad, Adam, Rule, Sgd, Split, join, native, reference, split, update
 from zerostd.kernels.rules import UpdateArguments
 
@@ -179,27 +180,6 @@ def test_high_half_may_land_on_the_gradient() -> None:
     low = torch.empty_like(source.low)
     update(ADAM, gradient, [source, *states], [Split(gradient, low), *clones(states)])
     assert_all_same([gradient, low], expected)
-
-
-UPPER = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x3F81, 0x4049, 0x7F7E, 0x7F7F, 0x7F80, 0x7FC0, 0x7FFF]
-
-
-def every_lower_half() -> Tensor:
-    """All 65,536 lower halves under upper halves of either sign: zero, denormal, normal, largest, infinite and NaN."""
-    upper = torch.tensor(UPPER + [half - 0x8000 for half in UPPER], dtype=torch.int32)
-    return ((upper << 16)[:, None] + torch.arange(2**16, dtype=torch.int32)).flatten().view(torch.float32)
-
-
-def assert_halves(halves: Split, numbers: Tensor) -> None:
-    """The upper half is the number as torch rounds it. Both are the number itself, but for ties with an even upper
-    half: those are one unit of fp32 nearer to zero."""
-    bits = numbers.view(torch.int32)
-    is_even_tie = (bits & 0x1FFFF) == 0x8000
-    assert 0 < is_even_tie.sum() < numbers.numel() / 50_000
-    expected = torch.where(is_even_tie, bits - 1, bits).view(torch.float32)
-    assert_same_bits(halves.high, numbers.bfloat16())
-    assert_same_bits(join(halves), expected)
-    assert_same_bits(expected.bfloat16(), numbers.bfloat16())
 
 
 def test_halves_are_rounded_as_torch_rounds_and_join_to_the_number() -> None:

@@ -23,6 +23,7 @@ import zerostd
 from offload.jobs import PLACEMENTS, Drift, short_tiles
 from support.agreement import agree
 from support.compare import assert_bitwise
+from support.halves import moved_from_ties
 from support.processes import doing
 from support.side_by_side import data, seeded
 from zerostd import Placement, policy
@@ -64,12 +65,6 @@ def loss_of(model: nn.Module, number: int, dtype: torch.dtype = torch.float32) -
 
 def trained_params(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
-
-
-def moved_from_ties(master: Tensor) -> Tensor:
-    """Move ties with an even upper half by one unit of fp32 towards zero."""
-    bits = master.view(torch.int32)
-    return torch.where((bits & 0x1FFFF) == 0x8000, bits - 1, bits).view(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -350,7 +345,7 @@ def test_a_write_in_place_changes_no_other_bits(name: str | None, tmp_path: Path
         expected["layers.1.weight"] = torch.where(is_new, plain.detach().float(), master)
         assert_bitwise(masters_of(model), expected, f"{name}, {kind}")
     run_steps(model, optimizer, range(1))
-    assert not any(flat._copies for flat, _ in shards_of(model)), "copies stay for writes that were seen"
+    assert not any(flat._copies.values for flat, _ in shards_of(model)), "copies stay for writes that were seen"
     zerostd.release(model)
 
 

@@ -21,7 +21,7 @@ from zerostd.compat import no_torch_function, version_of
 from zerostd.parameters.gradient import Gradient
 from zerostd.parameters.lending import DATA, set_data
 from zerostd.parameters.prepared import classes_for
-from zerostd.parameters.state_shard import HIGH, LOW, MASTER, SplitTensor, StateShard, clear_low
+from zerostd.parameters.state_shard import HIGH, LOW, MASTER, HalfCopies, SplitTensor, StateShard, clear_low
 from zerostd.policy import Kind, Tier
 from zerostd.sharding import Layout, Piece
 from zerostd.tiers import TierAllocator, TierTensor, Transfer
@@ -55,8 +55,7 @@ class Flat:
         ]
         self._versions = self._read_versions()  # when edits were kept last
         self._is_edited = False  # the user has written to parameters, and masters do not know
-        self._copies: dict[Piece, torch.Tensor] = {}  # of upper halves on the device that users write to in place
-        self._watched: set[Piece] = set()  # those that the next update forgets
+        self._copies = HalfCopies(self.allocator.ledger)
 
     @property
     def gives_back(self) -> bool:
@@ -232,35 +231,27 @@ class Flat:
         """Copy a parameter that is half of its master, since it is about to be written to. Returns False if a copy is
         there already, or comes too late: somebody wrote unseen."""
         piece = self.layout.piece_of(index, self.region)
-        if piece is None or piece in self._copies or self._read_versions()[index] != self._versions[index]:
+        is_late = self._read_versions()[index] != self._versions[index]
+        if piece is None or is_late or piece in self._copies.values:
             return False
-        self._copy(piece)
-        self._watched.add(piece)
+        self._copies.take(piece, self.full[self.region], is_brief=True)
         return True
 
     def keep_watched(self, index: int, *, forget: bool) -> None:
         """Keep what the user wrote to a parameter that is watched, and with `forget` watch it no more."""
         piece = self.layout.piece_of(index, self.region)
         version = self._read_versions()[index]
-        if piece is not None and piece in self._copies and version != self._versions[index]:
+        copy = None if piece is None else self._copies.values.get(piece)
+        if piece is None or copy is None:
+            return
+        if version != self._versions[index]:
             self.wait_readers()
-            values = self.full[self.region][piece.place]
-            clear_low(self.state_shards, piece.offset, values, self._copies[piece])
-            self._copies[piece].copy_(values)
+            clear_low(self.state_shards, piece.offset, self.full[self.region][piece.place], copy)
+            self._copies.renew(self.full[self.region], piece)
             self._versions[index] = version
             self._is_edited = True
-        if piece is not None and forget:
-            self._forget(piece)
-
-    def _copy(self, piece: Piece) -> None:
-        values = self.full[self.region][piece.place]
-        with torch.inference_mode(False):
-            self._copies[piece] = values.clone()
-        self.allocator.ledger.enter(Kind.BUFFERS, values.nbytes)
-
-    def _forget(self, piece: Piece) -> None:
-        self._watched.discard(piece)
-        self.allocator.ledger.leave(Kind.BUFFERS, self._copies.pop(piece).nbytes)
+        if forget:
+            self._copies.forget(piece)
 
     @property
     def has_edits(self) -> bool:
@@ -290,10 +281,10 @@ class Flat:
             for index, (then, now) in enumerate(zip(self._versions, versions, strict=True)):
                 piece = self.layout.piece_of(index, self.region)
                 if then != now and piece is not None:
-                    values = full[self.region][piece.place]
-                    clear_low(self.state_shards, piece.offset, values, self._copies.get(piece))
-                    if piece not in self._copies:
-                        self._copy(piece)
+                    copy = self._copies.values.get(piece)
+                    clear_low(self.state_shards, piece.offset, full[self.region][piece.place], copy)
+                    if copy is None:
+                        self._copies.take(piece, full[self.region], is_brief=False)
         self._renew_copies()
         self._versions = versions
         self._is_edited = True
@@ -317,16 +308,14 @@ class Flat:
                 shard.master.write(slice(0, shard.numel), values)
 
     def _renew_copies(self) -> None:
-        """Copy parameters that users write to in place, as they are now."""
-        for piece, copy in self._copies.items():
-            copy.copy_(self.full[self.region][piece.place])
+        if self._copies.values:  # else the gathered buffer may have no memory
+            self._copies.renew(self.full[self.region])
 
     def mark_updated(self) -> None:
         """Note that an update changes the parameters: a graph from before must not run on new values."""
         torch.autograd.graph.increment_version(self.parameters)
         self._versions = self._read_versions()
-        for piece in tuple(self._watched):
-            self._forget(piece)
+        self._copies.forget(*self._copies.brief)
 
     def exact_values(self) -> torch.Tensor:
         """Return this rank's region, or shard if it is frozen, at the precision it is kept in, on the device."""
@@ -334,17 +323,6 @@ class Flat:
             return self.rest.read(slice(0, self.rest.numel)).to(self.full.device)
         parts = [shard.read_master().to(self.full.device) for shard in self.state_shards]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def separate_counters(parameters: Sequence[nn.Parameter]) -> None:
-    """Give parameters that share a version counter, as those made from views of one tensor do, one of their own."""
-    real = [parameter for parameter in parameters if parameter.device.type != "meta"]
-    before = [version_of(parameter) for parameter in real]
-    torch.autograd.graph.increment_version(real)
-    for parameter, version in zip(real, before, strict=True):
-        if version_of(parameter) > version + 1:
-            own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, own)
 
 
 @dataclass(frozen=True)

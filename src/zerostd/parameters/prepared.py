@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
-from zerostd.compat import in_backward, in_transform, is_below_autograd, move_hook_to_end
+from zerostd.compat import in_backward, in_transform, is_below_autograd, move_hook_to_end, version_of
 from zerostd.errors import MisuseError
 from zerostd.parameters.handle import GradientHandle
 from zerostd.parameters.lending import Lender, LentTensor, get_data, lend
@@ -275,3 +275,14 @@ def classes_for(original: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[
         return original, PreparedParameter, ReleasedParameter
     shown = type(original.__name__, (PreparedParameter, original), {})
     return original, shown, type(original.__name__, (ReleasedParameter, original), {"shown_class": shown})
+
+
+def separate_counters(parameters: Sequence[nn.Parameter]) -> None:
+    """Give parameters that share a version counter, as those made from views of one tensor do, one of their own."""
+    real = [parameter for parameter in parameters if parameter.device.type != "meta"]
+    before = [version_of(parameter) for parameter in real]
+    torch.autograd.graph.increment_version(real)
+    for parameter, version in zip(real, before, strict=True):
+        if version_of(parameter) > version + 1:
+            own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, own)

@@ -14,7 +14,8 @@ import torch
 
 from zerostd import kernels
 from zerostd.kernels import Split
-from zerostd.policy import Route, Tier
+from zerostd.monitoring import Ledger
+from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding import Piece, Portion
 from zerostd.tiers import Done, TierTensor, Transfer
 
@@ -134,3 +135,30 @@ def clear_low(shards: Iterable[StateShard], start: int, new: torch.Tensor, old: 
         here = slice(low - start, high - start)
         changed = new[here].to(old.device).view(torch.int16) != old[here].view(torch.int16)
         column.write(part, kept.masked_fill(changed.to(kept.device), 0))
+
+
+@dataclass(eq=False)
+class HalfCopies:
+    """Copies of parameters on the device that are upper halves of masters, from before users wrote to them in place:
+    they tell which elements changed."""
+
+    ledger: Ledger
+    values: dict[Piece, torch.Tensor] = field(default_factory=dict)
+    brief: set[Piece] = field(default_factory=set)  # those that the next update forgets
+
+    def take(self, piece: Piece, region: torch.Tensor, *, is_brief: bool) -> None:
+        with torch.inference_mode(False):
+            self.values[piece] = region[piece.place].clone()
+        self.ledger.enter(Kind.BUFFERS, self.values[piece].nbytes)
+        if is_brief:
+            self.brief.add(piece)
+
+    def renew(self, region: torch.Tensor, *pieces: Piece) -> None:
+        """Copy pieces again, or all."""
+        for piece in pieces or self.values:
+            self.values[piece].copy_(region[piece.place])
+
+    def forget(self, *pieces: Piece) -> None:
+        for piece in pieces:
+            self.brief.discard(piece)
+            self.ledger.leave(Kind.BUFFERS, self.values.pop(piece).nbytes)

@@ -28,8 +28,8 @@ from zerostd.optimizers.updater import OffloadUpdater, Updater
 from zerostd.parameters import Group
 from zerostd.parameters.blueprints import ROOT, Member, describe, find_blueprints
 from zerostd.parameters.deferred import draw_seeds, make_real
-from zerostd.parameters.flat import separate_counters
 from zerostd.parameters.host_gradient import Staging
+from zerostd.parameters.prepared import separate_counters
 from zerostd.parameters.replaying import is_deferred
 from zerostd.policy import Budget, Kind, Tier, limit_of, parse_bytes
 from zerostd.preparing.accounting import host_buffers, largest_on_disk
