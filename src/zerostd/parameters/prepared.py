@@ -75,7 +75,7 @@ WRITES = [name for name in dir(torch.Tensor) if name.endswith("_") and not name.
 WRITES += [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor")]
 WRITES += ["__setitem__"]
 VIEWS = ["__getitem__", "__iter__", "view", "view_as", "reshape", "flatten", "select", "narrow", "diagonal", "unbind"]
-VIEWS += ["split", "chunk", "t", "transpose", "permute", "squeeze", "unsqueeze", "unflatten", "movedim", "swapaxes"]
+VIEWS += ["split", "t", "transpose", "permute", "squeeze", "unsqueeze", "unflatten", "movedim"]
 
 
 def _watched(name: str) -> Callable[..., Any]:
