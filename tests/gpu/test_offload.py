@@ -357,7 +357,7 @@ def test_host_memory_is_pinned():
     for group in model.__dict__["_zerostd"].groups:
         for flat in group.flats:
             columns = [*flat.state_shards[0].tensors.values(), flat.rest]
-            assert len(columns) == 4 and all(column.tensor.is_pinned() for column in columns)
+            assert len(columns) == 5 and all(column.tensor.is_pinned() for column in columns)
             assert flat.gradient.current.is_pinned()
     column = flat.rest.tensor
     zerostd.release(model)

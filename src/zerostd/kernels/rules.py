@@ -108,11 +108,12 @@ def split_into(master: Tensor, halves: Split) -> None:
         return
     bits = master.nan_to_num_(math.nan, math.inf, -math.inf).view(torch.int32)  # one NaN, which no carry can change
     high = halves.high.view(torch.int16)
-    torch.bitwise_right_shift(bits, 16, out=high)
-    halves.low.copy_(bits).bitwise_xor_(-0x8000)  # torch keeps the lower 16 bits; 0: a tie
-    bits.sub_(halves.low.bitwise_or_(high.bitwise_and_(1)).eq_(0))  # one less for ties with an even upper half
-    halves.low.copy_(bits)
-    torch.bitwise_right_shift(bits.add_(0x8000), 16, out=high)
+    low = halves.low.copy_(bits)  # torch keeps the lower 16 bits
+    bits.bitwise_right_shift_(16)
+    is_even_tie = high.copy_(bits).bitwise_and_(1).bitwise_or_(low.bitwise_xor_(-0x8000)).eq_(0)
+    low.bitwise_xor_(-0x8000).sub_(is_even_tie)
+    bits.sub_(high.copy_(low).bitwise_right_shift_(15))  # plus one where the lower half is negative
+    high.copy_(bits)
 
 
 def join(halves: Split) -> Tensor:
