@@ -6,7 +6,7 @@
 #   make lint      ruff and mypy
 #   make docs      the documentation as a site, in build/site
 #   make kills     kill a training 60 times, and see that nothing is lost (minutes)
-#   make faults    kill, stop and confuse ranks 1,000 times, and see that all end as documented (an hour)
+#   make faults    kill, stop and confuse ranks, break drives and connections 1,200 times; all must end as documented (an hour)
 #   make native    build the native library again, beside the sources
 #   make sanitize  run the native operations under the address, undefined behaviour and thread sanitizers
 #   make fuzz      the same with drawn sizes and options, FUZZ_S seconds each
@@ -54,7 +54,7 @@ kills: $(DEVELOPING)
 	$(BIN)/python benchmarks/kills.py --write
 
 faults: $(DEVELOPING)
-	$(BIN)/python benchmarks/faults.py --write
+	$(BIN)/python benchmarks/faults.py --number 1200 --write faults-cpu
 
 native: $(BIN)/python
 	$(PIP_INSTALL) --no-deps -e .

@@ -1,6 +1,6 @@
 """Checksums of what rests on disk, and checkpoints beside training: what they cost, measured in one run on the CPU.
 
-    python benchmarks/integrity.py --disk-path /nvme --write
+    python benchmarks/integrity.py --disk-path /nvme --write integrity-cpu
 
 Two models with all states on disk take steps in turn: one as it is, one whose checksums are not computed. Then a model
 for each tier is saved with `wait=False`; the stall is the length of the call, and what the steps under the checkpoint
@@ -122,7 +122,7 @@ def main(options: argparse.Namespace) -> None:
             lines.append(row)
     print("\n".join(lines))
     if options.write:
-        (RESULTS / "integrity-cpu.md").write_text("\n".join(lines) + "\n")
+        (RESULTS / f"{options.write}.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
@@ -130,5 +130,5 @@ if __name__ == "__main__":
     parser.add_argument("--depth", type=int, default=32, help="layers of a million parameters")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--disk-path", default=tempfile.gettempdir())
-    parser.add_argument("--write", action="store_true", help="write results/integrity-cpu.md")
+    parser.add_argument("--write", metavar="NAME", help="write results/NAME.md")
     main(parser.parse_args())

@@ -2,7 +2,7 @@
 plain torch. Memory, descriptors and threads must stay flat, and losses must be those of plain torch.
 
     python benchmarks/soak.py --steps 5000                    # on the CPU
-    python benchmarks/soak.py --minutes 10 --device cuda      # as many steps as fit
+    python benchmarks/soak.py --seconds 600 --device cuda     # as many steps as fit
     python benchmarks/soak.py --steps 5000 --write NAME       # also benchmarks/results/NAME.md
 """
 
@@ -15,6 +15,7 @@ import gc
 import os
 import random
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -32,7 +33,11 @@ WIDTH = 64
 DEPTH = 4
 LENGTHS = (1, 48)  # tokens of a sample
 NUM_SAMPLES = 40  # of the process: lines of the table
-RISING = ("resident_mb", "allocated_mb", "objects")
+RISING = ("resident_mb", "allocated_mb", "device_mb", "objects")
+LIMITS = {"allocated_mb": 0.5, "device_mb": 0.5, "objects": 100.0}  # in 1,000 steps, or twice the standard error
+# Of losses and outputs. On a device the CPU's updates have other square roots, and both models start anew from the same
+# values with each checkpoint.
+TOLERANCE = {"cpu": 1e-6, "cuda": 1e-3}
 PLACEMENTS = (
     Placement(optimizer_states="disk", gradients="host"),
     Placement(parameters="host", optimizer_states="host", gradients="host"),
@@ -62,6 +67,7 @@ class Sample:
     step: int
     resident_mb: float
     allocated_mb: float  # by malloc, and not freed: without what is free inside its arenas
+    device_mb: float  # that torch has given out
     objects: int  # of Python's that the collector knows
     descriptors: int
     threads: int
@@ -74,7 +80,9 @@ class Sample:
         resident = pages * os.sysconf("SC_PAGE_SIZE") / 1e6
         descriptors = len(os.listdir("/proc/self/fd"))
         num_objects = len(gc.get_objects())
-        return cls(step, resident, allocated_mb(), num_objects, descriptors, threading.active_count(), worst)
+        on_device = torch.cuda.memory_allocated() / 1e6 if torch.cuda.is_available() else 0.0
+        num_threads = threading.active_count()
+        return cls(step, resident, allocated_mb(), on_device, num_objects, descriptors, num_threads, worst)
 
 
 class MallocInfo(ctypes.Structure):
@@ -134,6 +142,9 @@ class Job:
         zerostd.save(path, self.model, self.optimizer, wait=draw.random() < 0.5).wait()
         zerostd.load(path, self.model, self.optimizer)
         shutil.rmtree(path)
+        if self.device.type != "cpu":
+            self.plain.load_state_dict(zerostd.full_state_dict(self.model))
+            self.plain_optimizer.load_state_dict(self.optimizer.state_dict())
         return 0.0
 
     def place_again(self, draw: random.Random) -> float:
@@ -145,20 +156,22 @@ class Job:
         return 0.0
 
 
-def soak(steps: int, minutes: float, device: torch.device, seed: int) -> tuple[list[Sample], dict[str, int]]:
-    """Run until the steps or the minutes are over."""
+def soak(steps: int, seconds: float, device: torch.device, seed: int) -> tuple[list[Sample], dict[str, int]]:
+    """Run until the steps or the seconds are over."""
     draw = random.Random(seed)
-    end = time.monotonic() + 60 * minutes
+    begin = time.monotonic()
+    done = 0.0  # of it all
     counts = dict.fromkeys(("step", "evaluate", "save", "place_again"), 0)
     samples: list[Sample] = []
     with tempfile.TemporaryDirectory() as folder:
         job = Job(PLACEMENTS[0], device, Path(folder))
         worst = 0.0
-        while counts["step"] < steps and time.monotonic() < end:
+        while done < 1.0:
             name = draw.choices(list(counts), (100, 5, 1, 1))[0]
             worst = max(worst, getattr(job, name)(draw))
             counts[name] += 1
-            if counts["step"] >= (len(samples) + 1) * max(1, steps // NUM_SAMPLES):
+            done = max(counts["step"] / steps, (time.monotonic() - begin) / seconds)
+            if done * NUM_SAMPLES >= len(samples) + 1:
                 samples.append(Sample.take(counts["step"], worst))
                 worst = 0.0
         zerostd.release(job.model)
@@ -171,10 +184,30 @@ def slope(samples: list[Sample], field: str) -> tuple[float, float]:
     values = [getattr(s, field) for s in later]
     mean_x = sum(s.step for s in later) / len(later)
     mean_y = sum(values) / len(later)
-    spread = sum((s.step - mean_x) ** 2 for s in later)
+    spread = sum((s.step - mean_x) ** 2 for s in later) or 1.0
     rise = sum((s.step - mean_x) * (y - mean_y) for s, y in zip(later, values, strict=True)) / spread
     rest = sum((y - mean_y - rise * (s.step - mean_x)) ** 2 for s, y in zip(later, values, strict=True))
     return 1000 * rise, 1000 * (rest / max(1, len(later) - 2) / spread) ** 0.5
+
+
+def faults(samples: list[Sample], device: torch.device) -> list[str]:
+    """Return what is not as it should be."""
+    later = samples[len(samples) // 4 :]
+    middle = len(later) // 2
+    problems = []
+    for field in ("descriptors", "threads"):
+        before = max(getattr(sample, field) for sample in later[:middle])
+        after = max(getattr(sample, field) for sample in later[middle:])
+        if after > before:
+            problems.append(f"{field} rise from {before} to {after}")
+    for field, limit in LIMITS.items():
+        rise, error = slope(samples, field)
+        if rise > max(limit, 2 * error):
+            problems.append(f"{field} rises by {rise:.2f} in 1,000 steps, with a standard error of {error:.2f}")
+    worst = max(sample.worst for sample in samples)
+    if not worst <= TOLERANCE[device.type]:
+        problems.append(f"losses or outputs differ from plain torch by {worst:.3g}")
+    return problems
 
 
 def report(samples: list[Sample], counts: dict[str, int], device: torch.device) -> str:
@@ -184,33 +217,37 @@ def report(samples: list[Sample], counts: dict[str, int], device: torch.device) 
         f"# Soak on {device.type}",
         "",
         f"{done}. In 1,000 steps resident memory rises by {rises['resident_mb']} MB, what malloc has given out by "
-        f"{rises['allocated_mb']} MB, Python's objects by {rises['objects']}.",
+        f"{rises['allocated_mb']} MB, what torch has on the device by {rises['device_mb']} MB, Python's objects by "
+        f"{rises['objects']}.",
         f"Largest difference from plain torch, losses and outputs: {max(s.worst for s in samples):.3g}.",
         "",
-        "| step | resident MB | allocated MB | objects | descriptors | threads | largest difference |",
-        "|--:|--:|--:|--:|--:|--:|--:|",
+        "| step | resident MB | allocated MB | device MB | objects | descriptors | threads | largest difference |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     chosen = samples[:: max(1, len(samples) // 20)]
     for s in chosen:
-        sizes = f"{s.resident_mb:.0f} | {s.allocated_mb:.1f} | {s.objects:,}"
+        sizes = f"{s.resident_mb:.0f} | {s.allocated_mb:.1f} | {s.device_mb:.1f} | {s.objects:,}"
         lines.append(f"| {s.step:,} | {sizes} | {s.descriptors} | {s.threads} | {s.worst:.3g} |")
+    problems = faults(samples, device)
+    lines += ["", f"Verdict: {'; '.join(problems) if problems else 'passed'}."]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--steps", type=int, default=5000, help="at most")
+    parser.add_argument("--seconds", type=float, default=1e9, help="at most")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", metavar="NAME")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    samples, counts = soak(options.steps, options.minutes, options.device, options.seed)
+    samples, counts = soak(options.steps, options.seconds, options.device, options.seed)
     text = report(samples, counts, options.device)
     print(text, end="")
     if options.write:
         (Path(__file__).parent / "results" / f"{options.write}.md").write_text(text)
+    sys.exit(bool(faults(samples, options.device)))
 
 
 if __name__ == "__main__":

@@ -94,11 +94,43 @@ __attribute__((target("pclmul,sse4.1"))) uint32_t by_folding(uint32_t crc, const
   return static_cast<uint32_t>(_mm_extract_epi32(_mm_xor_si128(a, whole), 1));
 }
 
+// The same with registers of 32 bytes, eight of them: twice as fast where memory keeps up.
+#define ZS_WIDE __attribute__((target("avx2,vpclmulqdq,pclmul,sse4.1")))
+
+ZS_WIDE inline __m256i fold_wide(__m256i from, __m256i by, __m256i onto) {
+  const __m256i low = _mm256_clmulepi64_epi128(from, by, 0x00), high = _mm256_clmulepi64_epi128(from, by, 0x11);
+  return _mm256_xor_si256(_mm256_xor_si256(low, high), onto);
+}
+
+ZS_WIDE inline __m256i read_wide(const unsigned char* data) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
+}
+
+constexpr int64_t kLeastWide = 512;  // bytes
+
+// count: at least kLeastWide, and a multiple of 16. What eight registers hold in the end is a message of its own, with
+// the same remainder as all bytes before, so it is summed as 256 bytes from a register of zeros.
+ZS_WIDE uint32_t by_wide_folding(uint32_t crc, const unsigned char* data, int64_t count) {
+  const __m256i by_256 = _mm256_broadcastsi128_si256(_mm_set_epi64x(0x01322d1430, 0x011542778a));
+  __m256i parts[8];
+  for (int k = 0; k < 8; ++k) parts[k] = read_wide(data + 32 * k);
+  parts[0] = _mm256_xor_si256(parts[0], _mm256_zextsi128_si256(_mm_cvtsi32_si128(static_cast<int>(crc))));
+  for (data += 256, count -= 256; count >= 256; data += 256, count -= 256) {
+    for (int k = 0; k < 8; ++k) parts[k] = fold_wide(parts[k], by_256, read_wide(data + 32 * k));
+  }
+  alignas(32) unsigned char rest[256];
+  for (int k = 0; k < 8; ++k) _mm256_store_si256(reinterpret_cast<__m256i*>(rest + 32 * k), parts[k]);
+  crc = by_folding(0, rest, 256);
+  return count >= kLeast ? by_folding(crc, data, count) : by_tables(crc, data, count);
+}
+
 uint32_t best(uint32_t crc, const unsigned char* data, int64_t count) {
   static const bool can_fold = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
   if (!can_fold || count < kLeast) return by_tables(crc, data, count);
+  static const bool can_fold_wide = __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx2");
   const int64_t folded = count / 16 * 16;
-  return by_tables(by_folding(crc, data, folded), data + folded, count - folded);
+  crc = (can_fold_wide && folded >= kLeastWide ? by_wide_folding : by_folding)(crc, data, folded);
+  return by_tables(crc, data + folded, count - folded);
 }
 
 #elif defined(ZS_HAS_INSTRUCTION)

@@ -199,8 +199,8 @@ def averaged(
         model: The module that prepare was called on.
         decay: Of an exponential moving average, or a function of the number of the step, from 1 on, such as
             `lambda step: min(0.999, (1 + step) / (10 + step))`. None: all averaged steps count alike, as in SWA.
-        start: Steps to pass before averaging begins. The first step that is averaged is taken as it is.
-        every: Steps from one that is averaged to the next.
+        start: Steps before averaging begins. The average starts as the parameters of the first averaged step.
+        every: Average one step in this many.
         tier: Where it is kept: 'device', 'host' or 'disk'; an error if there is no room. None: where the masters are.
         use_buffers: Average floating-point buffers too. Others stay the model's.
 
@@ -268,8 +268,8 @@ def save(
 ) -> Saving:
     """Write a checkpoint: the directory `path`, which is there whole or not at all, whatever happens meanwhile.
 
-    Collective: every rank must call it. Each writes what it holds from where it rests; no rank gathers anything.
-    Between the backward passes of a step it keeps the gradients so far, and waits until it is written.
+    Collective: every rank must call it. Each rank writes the shards it holds; nothing is gathered. Between the backward
+    passes of a step, the checkpoint includes the gradients so far, and `save` always waits until it is written.
 
     Args:
         path: A directory that is not there yet, such as 'checkpoints/step-1000'.
@@ -277,11 +277,12 @@ def save(
         optimizer: What prepare returned. None: parameters and buffers only.
         extra: What else there is: numbers, text, lists, dicts, tensors, such as {'scheduler': scheduler.state_dict()}.
             Rank 0's is kept, as are its buffers and what modules give in `get_extra_state`.
-        keep: Afterwards remove older checkpoints beside this one, but not the so many newest.
-        wait: Return when it is there. False: training goes on while it is written. It has the values of this moment:
-            whatever would change a group waits until that group is written, and parameters that stay on the device in
-            fp32 are copied to the host first. It is complete when `wait()` of what is returned has returned, some step
-            later, or when the process ends; a process that cannot complete it ends with exit code 1.
+        keep: Remove older checkpoints beside this one afterwards, so that this many are left. None: remove none.
+        wait: True returns when the checkpoint is complete. False returns at once, and a thread writes while training
+            goes on. The checkpoint has the values of this moment: an update of a group waits until that group is
+            written, and fp32 parameters on the device are copied to the host first. It is complete some steps later,
+            or when `wait()` of the returned object returns. A process that ends completes it first, or ends with exit
+            code 1.
         frozen: False leaves out parameters that do not train, such as the base of LoRA: a model to load it has them.
 
     Returns:

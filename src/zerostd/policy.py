@@ -209,19 +209,19 @@ class Placement:
 
     `cpu_share` is the part of the states off the device that the processor updates, the rest is streamed through the
     device; None: from the number of cores. `speculate` updates during backward before the norm for `max_grad_norm` is
-    known, into a second copy of the states, and does it again if the norm turns out to bite: the same results, faster
-    where compute and not the links is the limit, for twice the host memory.
+    known, into a second copy of the states, and repeats the update if the step is clipped. Results are the same. It is
+    faster where compute is the limit and not the links, and takes twice the host memory.
 
-    Activations go by whole groups and have more ways than tiers, see `Way`: all in one way, in shares of the groups, or
-    group by group, by globs of their names, where the first that fits counts and others stay on the device:
+    Activations are placed by whole groups, in the ways of `Way`: all in one way, in shares of the groups, or by globs
+    of group names. The first glob that matches counts, and groups without a match stay on the device:
 
     Placement(activations="recompute+host")
     Placement(activations={"device": 0.5, "host": 0.5})
     Placement(activations={"blocks.1?": "device", "blocks.*": "recompute"})
 
-    Shares of these are taken from the end of the model: what forward leaves last is needed first. The root module's
-    own stay on the device. `same_activations` is a process group whose ranks compute the same activations, as in
-    tensor parallel models: each keeps one slice of what it keeps, and they are gathered in backward.
+    These shares are taken from the end of the model: what forward leaves last is needed first. The root module's own
+    activations stay on the device. `same_activations` is a process group whose ranks compute the same activations, as
+    in tensor parallel models: each rank keeps one slice of them, and slices are gathered in backward.
     """
 
     parameters: Share = "device"

@@ -140,6 +140,23 @@ def test_a_disk_that_is_full_before_the_manifest(trained: Run, small_disk: Small
     works(trained, small_disk.path)
 
 
+def test_checkpoints_that_keep_would_remove_make_room_for_the_next_one(trained: Run, small_disk: SmallDisk) -> None:
+    """The disk has room for two, and keep=2 says that there should never be more."""
+    names = [f"step-{number}" for number in range(4)]
+    for name in names[:2]:
+        trained.save(small_disk.path / name)
+    pages = sum(-(-file.stat().st_size // 4096) for file in (small_disk.path / names[0]).iterdir())
+    small_disk.fill(leave=pages // 2)
+    with pytest.raises(CheckpointError, match="ENOSPC"):
+        trained.save(small_disk.path / names[2])
+    for last, name in enumerate(names[2:], 2):
+        trained.save(small_disk.path / name, keep=2)
+        there = sorted(path.name for path in small_disk.path.iterdir() if path.is_dir())
+        assert there == names[last - 1 : last + 1]
+        trained.load(small_disk.path / name)
+    assert zerostd.memory(trained.model).retries["reserving: ENOSPC"] >= 2
+
+
 def test_a_directory_that_cannot_be_written(trained: Run, small_disk: SmallDisk) -> None:
     small_disk.resize("ro")
     fails_to_save(trained, small_disk.path, "EROFS")
@@ -532,11 +549,11 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "options that are none": (
         lambda d: d["optimizer"]["groups"][0].update(options={"$tuple": [1]}),
-        "options or states of one value are",
+        "invalid options or scalar states",
     ),
     "hidden parameters": (
         lambda d: d["optimizer"]["groups"][0].update(options={"$items": [["params", []]]}),
-        "options or states of one value are",
+        "invalid options or scalar states",
     ),
     "tensor among states": (
         lambda d: d["optimizer"]["singles"].update(x={"step": {"$tensor": 0}}),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -19,7 +21,7 @@ from support.processes import environment
 from support.side_by_side import data, seeded
 from zerostd import CommunicationError
 from zerostd.engine.runtime import Runtime
-from zerostd.tiers import debug
+from zerostd.tiers import Transfer, debug
 
 LIMIT_S = 3.0
 
@@ -180,3 +182,81 @@ def test_a_nan_is_traced_to_parameter_rank_and_step(ranks: Any) -> None:
     assert lines[0] == []
     assert any(line.startswith("rank 1, step 2: the gradient of 'inlet.weight': 128 NaN") for line in lines[1]), lines
     assert not any("'outlet." in line for line in lines[1])  # it came in behind it
+
+
+class Never(Transfer):
+    """A collective on a device whose other ranks do not come."""
+
+    def wait(self) -> None:
+        raise AssertionError("the loop does not wait for it")
+
+    def is_done(self) -> bool:
+        return False
+
+
+def held_by_device(rank: int, folder: str, is_gone: bool) -> tuple[str, float]:
+    """Rank 0 waits on its device, in a call of the user's, and rank 1 does not come or leaves."""
+    model, optimizer = prepared()
+    step(model, optimizer, rank)
+    channels = runtime_of(model).world.channels
+    assert channels is not None
+    sign = Path(folder, "noticed")
+    if rank == 1:
+        if is_gone:
+            channels.peers.close()
+        while not sign.exists():
+            time.sleep(0.02)
+        return "", 0.0
+    begun = time.monotonic()
+    with channels.peers.at("the gather of group 'inlet'"):
+        channels.peers.expect(Never(), channels.gather)
+    place = json.loads(channels.peers._message())["place"]
+    assert not place["is_waiting"]  # not yet
+    assert channels.peers._watcher is not None
+    channels.peers._watcher.join(30)
+    text = ""
+    for call in (lambda: model(data(3, 8, rank=rank)), lambda: step(model, optimizer, rank)):
+        with pytest.raises(CommunicationError) as caught:
+            call()
+        assert text in ("", str(caught.value))
+        text = str(caught.value)
+    seconds = time.monotonic() - begun
+    assert json.loads(channels.peers._message())["place"]["is_waiting"]
+    sign.touch()
+    return text, seconds
+
+
+def test_a_device_that_waits_beyond_the_limit_ends_the_next_call(ranks: Any, tmp_path: Path) -> None:
+    text, seconds = ranks(2, held_by_device, str(tmp_path), False)[0]
+    assert "rank 0 gave up waiting in the gather of group 'inlet', in " in text and "(time limit 3 s)" in text
+    assert "rank 1 made its last call, " in text and "queued on the device 3" in text
+    assert seconds < LIMIT_S + 10
+
+
+def test_a_device_that_waits_for_a_rank_that_has_left_is_noticed_before_the_limit(ranks: Any, tmp_path: Path) -> None:
+    text, _ = ranks(2, held_by_device, str(tmp_path), True)[0]
+    assert "rank 0 failed in the gather of group 'inlet'" in text and "rank 1 is gone: " in text
+    assert float(re.search(r"queued on the device ([\d.]+) s ago", text)[1]) < LIMIT_S  # type: ignore[index]
+
+
+class Arrived(Never):
+    def is_done(self) -> bool:
+        return True
+
+
+def ended_on_device(rank: int) -> int:
+    model, optimizer = prepared()
+    channels = runtime_of(model).world.channels
+    assert channels is not None
+    for number in range(3):
+        channels.peers.expect(Arrived(), channels.gather)
+        step(model, optimizer, rank, number)
+    assert channels.peers.pending.oldest() is None
+    watcher = channels.peers._watcher
+    zerostd.release(model)
+    assert watcher is not None
+    return watcher.is_alive()
+
+
+def test_collectives_that_have_ended_are_forgotten_and_their_thread_with_the_model(ranks: Any) -> None:
+    assert ranks(2, ended_on_device) == [False, False]

@@ -50,10 +50,10 @@ def extents(model: nn.Module) -> list[Extent]:
 
 def flip(extent: Extent, offset: int) -> None:
     """Change a byte of a file behind the library's back."""
-    with open(f"/proc/self/fd/{extent.fd}", "r+b") as file:
-        file.seek(offset)
+    with open(f"/proc/self/fd/{extent.scratch_file.fd}", "r+b") as file:
+        file.seek(extent.start + offset)
         byte = file.read(1)[0]
-        file.seek(offset)
+        file.seek(extent.start + offset)
         file.write(bytes([byte ^ 1]))
         file.flush()
         os.fsync(file.fileno())
@@ -91,7 +91,7 @@ def damage_first(kind: str, offset: int) -> Callable[[nn.Module], None]:
 
 
 def cut(model: nn.Module) -> None:
-    os.ftruncate(extents(model)[0].fd, 4096)
+    os.ftruncate(extents(model)[0].scratch_file.fd, 4096)
 
 
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {

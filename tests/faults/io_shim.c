@@ -3,8 +3,8 @@
 //
 //   under=/path,verb=read,action=fail,errno=5,first=3,count=2
 //
-// under   directory of the files; those without a name count by the directory they were made in
-// verb    read, write, sync or open
+// under   directory of the files; those without a name count by the directory they were made in; "socket:" for sockets
+// verb    read, write, sync, open or send
 // action  fail (with errno), short (half of the bytes, at least one page less), flip (a bit of the byte in the middle,
 //         in what is read or on its way to the file), delay (by errno milliseconds)
 // first   number of the first call that the rule takes, from 1 on
@@ -18,6 +18,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
@@ -179,4 +180,25 @@ int open64(const char* path, int flags, ...) {
     return -1;
   }
   return ((int (*)(const char*, int, ...))next("open64"))(path, flags, mode);
+}
+
+// Sends are late or fail; what is on its way is never changed.
+static int is_sent(int fd) {
+  if (!takes_file("send", fd)) return 1;
+  if (is("delay")) delay();
+  if (!is("fail")) return 1;
+  errno = rule.error;
+  return 0;
+}
+
+ssize_t send(int fd, const void* data, size_t count, int flags) {
+  return is_sent(fd) ? ((ssize_t(*)(int, const void*, size_t, int))next("send"))(fd, data, count, flags) : -1;
+}
+
+ssize_t sendmsg(int fd, const struct msghdr* message, int flags) {
+  return is_sent(fd) ? ((ssize_t(*)(int, const struct msghdr*, int))next("sendmsg"))(fd, message, flags) : -1;
+}
+
+ssize_t writev(int fd, const struct iovec* parts, int num_parts) {
+  return is_sent(fd) ? ((ssize_t(*)(int, const struct iovec*, int))next("writev"))(fd, parts, num_parts) : -1;
 }

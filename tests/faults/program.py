@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import errno
 import json
 import os
 import resource
@@ -26,9 +28,24 @@ from torch import nn
 import zerostd
 from faults.drawing import STEPS, Fault, Job
 
-LIMIT_S = 2.5
+LIMIT = "FAULTS_LIMIT_S"  # environment variable: another limit of a collective, for a busy machine
+# Of a collective; communicators of nccl take seconds to be made.
+LIMITS_S = {device: float(os.environ.get(LIMIT, seconds)) for device, seconds in (("cpu", 2.5), ("cuda", 8.0))}
+SWAP = "swap"  # the disk tier's directory
 LATE_S = 0.5  # of a rank that is late, well inside the limit
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")  # that can strike inside any call
+
+
+# Kind: what the shim does, its number (an errno, or milliseconds), and to how many calls (0: all).
+SHIM_RULES = {
+    "slow connection": ("delay", 2, 0),
+    "slow drive": ("delay", 10, 0),
+    "EIO once or twice": ("fail", errno.EIO, 2),
+    "byte changed on its way": ("flip", 0, 1),
+    "drive is full": ("fail", errno.ENOSPC, 0),
+    "drive cannot be written": ("fail", errno.EIO, 0),
+    "drive cannot be read": ("fail", errno.EIO, 0),
+}
 
 
 class Broken(Exception):
@@ -62,13 +79,14 @@ class Net(nn.Module):
 class Strike:
     """Does the fault, once, if this is the rank, the step and the place."""
 
-    def __init__(self, fault: Fault, rank: int, ranks: set[int]) -> None:
+    def __init__(self, fault: Fault, rank: int, ranks: set[int], folder: str) -> None:
         self.fault = fault
+        self.folder = folder
         self.is_mine = rank in ranks
         self.step = 0
         self.is_done = False
 
-    def strike(self) -> None:
+    def strike(self, *_: object) -> None:
         if not self.is_mine or self.is_done or self.step != self.fault.step:
             return
         self.is_done = True
@@ -98,6 +116,16 @@ class Strike:
             size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
             torch.zeros(1 << 28)
+        elif kind in SHIM_RULES:
+            self._set_shim(*SHIM_RULES[kind])
+
+    def _set_shim(self, action: str, number: int, count: int) -> None:
+        """Let the drive or the connections of this process go wrong, from a random call on."""
+        verb = {"reading": "read", "writing": "write"}.get(self.fault.phase, "send")
+        under = "socket:" if verb == "send" else f"{self.folder}/{SWAP}"
+        first = 1 + int(self.fault.delay_s * 200)
+        rule = f"under={under},verb={verb},action={action},errno={number},first={first},count={count}"
+        ctypes.CDLL(None).io_shim_set(rule.encode())
 
 
 def _reset_connections() -> None:
@@ -114,15 +142,20 @@ def live(rank: int, fault: Fault | None, job: Job, folder: str) -> None:
     """Be one rank, from its start to its end, as a script would; what happened is in a file afterwards."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    os.environ |= {"ZEROSTD_TIMEOUT_S": str(LIMIT_S), "LOCAL_WORLD_SIZE": str(job.world_size)}
+    limit_s = LIMITS_S[job.device]
+    os.environ |= {"ZEROSTD_TIMEOUT_S": str(limit_s), "LOCAL_WORLD_SIZE": str(job.world_size), "LOCAL_RANK": "0"}
+    os.environ |= {"NCCL_HOSTID": f"pretended-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "MASTER_ADDR": "127.0.0.1"}
     log = os.open(f"{folder}/log-{rank}", os.O_WRONLY | os.O_CREAT, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     outcome: dict[str, Any] = {"error": "", "text": "", "losses": []}
     code = 0
     try:
+        if job.device == "cuda":
+            torch.cuda.set_device(0)
         dist.init_process_group(
-            "gloo",
+            "gloo" if job.device == "cpu" else "cpu:gloo,cuda:nccl",
             store=dist.FileStore(f"{folder}/store", job.world_size),
             rank=rank,
             world_size=job.world_size,
@@ -149,11 +182,11 @@ class Training:
         self.job = job
         self.folder = folder
         self.step = 0
-        self.is_for_all = fault is not None and fault.kind == "exception on all ranks, caught"
+        self.is_for_all = fault is not None and fault.kind.endswith("all ranks, caught")
         self.strike: Strike | None = None
         if fault is not None:
-            self.strike = Strike(fault, rank, set(range(job.world_size)) if self.is_for_all else {fault.rank})
-        self.model: Any = Net()
+            self.strike = Strike(fault, rank, {*range(job.world_size)} if self.is_for_all else {fault.rank}, folder)
+        self.model: Any = Net().to(job.device)
         self.optimizer: Any = None
 
     def run(self) -> list[float]:
@@ -161,6 +194,7 @@ class Training:
             self.model.strikes = {self.fault.phase: self.strike}
         with self.during("prepare"):
             self.model, self.optimizer = prepare(self.model, self.job, self.folder)
+        self.add_hooks()
         losses: list[float] = []
         for self.step in range(STEPS):
             if self.strike is not None:
@@ -177,10 +211,28 @@ class Training:
             zerostd.release(self.model)
         return [*losses, float(self.model.inlet.weight.detach().double().sum())]
 
+    def add_hooks(self) -> None:
+        """Let the fault happen in a hook of the user's, if it says so."""
+        if self.strike is None or self.fault is None or "hook" not in self.fault.phase:
+            return
+        block = self.model.blocks[0]
+        register: dict[str, Any] = {
+            "forward pre-hook": block.register_forward_pre_hook,
+            "forward hook": block.register_forward_hook,
+            "backward pre-hook": block.register_full_backward_pre_hook,
+            "backward hook": block.register_full_backward_hook,
+            "parameter hook": block.weight.register_post_accumulate_grad_hook,
+            "step pre-hook": self.optimizer.register_step_pre_hook,
+            "step post-hook": self.optimizer.register_step_post_hook,
+        }
+        register[self.fault.phase](self.strike.strike)
+
     def look(self) -> float:
         """Make the calls around training."""
         with self.during("save"):
             zerostd.save(f"{self.folder}/saved", self.model, self.optimizer)
+        if self.fault is not None and self.fault.kind == "checkpoint damaged" and self.rank == self.fault.rank:
+            damage(sorted(Path(self.folder, "saved").glob("rank-*"))[self.rank], self.fault.phase)
         with self.during("full_state_dict"):
             zerostd.full_state_dict(self.model)
         with self.during("gathered"), zerostd.gathered(self.model):
@@ -199,6 +251,7 @@ class Training:
     def _take_step(self) -> float:
         self.at("loader")
         batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * self.step + self.rank))
+        batch = batch.to(self.job.device)
         self.stray()
         group = self.optimizer.param_groups[0]
         if self.does("other option", "lr before the forward"):
@@ -230,9 +283,9 @@ class Training:
     def stray(self) -> None:
         """Make a call that the other ranks do not make, or make in another way."""
         if self.does("call by one rank alone", "prepare"):
-            prepare(Net(), Job(0, "device", 0), self.folder)
+            prepare(Net().to(self.job.device), Job(0, "device", 0), self.folder)
         if self.does("call by one rank alone", "forward"):
-            self.model(torch.ones(4, 8))
+            self.model(torch.ones(4, 8, device=self.job.device))
         if self.does("call by one rank alone", "load") and Path(f"{self.folder}/saved").exists():
             zerostd.load(f"{self.folder}/saved", self.model, self.optimizer)
         if self.does("call by one rank alone", "release"):
@@ -257,7 +310,12 @@ class Training:
         return now == (kind, phase, self.rank, self.step)
 
     def at(self, phase: str) -> None:
-        if self.strike is not None and self.strike.fault.phase == phase:
+        if self.strike is None or self.fault is None:
+            return
+        if self.fault.kind in ("file cut", "file overwritten"):
+            if phase == self.fault.phase and self.does(self.fault.kind, phase):
+                damage_extent(self.model, self.fault)
+        elif phase == self.fault.phase or (phase == "loader" and self.fault.phase in ("reading", "writing")):
             self.strike.strike()
 
     def during(self, call: str) -> contextlib.AbstractContextManager[None]:
@@ -266,12 +324,46 @@ class Training:
         return self.strike.inside(call)
 
 
+def damage(file: Path, how: str) -> None:
+    """Delete a file, cut it, or change a byte in its last part."""
+    if how == "deleted":
+        file.unlink()
+    elif how == "cut":
+        os.truncate(file, file.stat().st_size // 2)
+    else:
+        with file.open("r+b") as opened:
+            opened.seek(-3, os.SEEK_END)
+            byte = opened.read(1)[0]
+            opened.seek(-3, os.SEEK_END)
+            opened.write(bytes([byte ^ 16]))
+
+
+def damage_extent(model: nn.Module, fault: Fault) -> None:
+    """Cut a scratch file of this rank, or change a byte of it, when nothing is under way."""
+    runtime = model.__dict__["_zerostd"]
+    runtime.optimizer.synchronize()
+    extents = sorted(runtime.resources.allocator.disk._extents, key=lambda extent: (extent.file, extent.start))
+    extent = extents[int(fault.delay_s * 1e6) % len(extents)]
+    file = f"/proc/self/fd/{extent.scratch_file.fd}"
+    if fault.kind == "file cut":
+        os.truncate(file, extent.start)
+        return
+    with open(file, "r+b") as opened:
+        opened.seek(extent.start + extent.num_bytes // 2)
+        byte = opened.read(1)[0]
+        opened.seek(extent.start + extent.num_bytes // 2)
+        opened.write(bytes([byte ^ 16]))
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
 def prepare(model: nn.Module, job: Job, folder: str) -> tuple[Any, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     placement = zerostd.Placement(optimizer_states=job.tier)
     if job.stage == 3 and job.tier != "device":
         placement = zerostd.Placement(parameters=job.tier, gradients="host", optimizer_states=job.tier)
-    budget = zerostd.Budget(disk_path=folder)
+    os.makedirs(f"{folder}/{SWAP}", exist_ok=True)  # a drive of its own: checkpoints are elsewhere
+    budget = zerostd.Budget(disk_path=f"{folder}/{SWAP}")
     return zerostd.prepare(
         model, optimizer, stage=job.stage, placement=placement, budget=budget, groups=["blocks.*", "outlet"]
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from faults.drawing import KINDS, RECOVERED
+from faults.drawing import KINDS, MACHINES, RECOVERED
 from faults.running import Outcome
 
 HEAD = (
@@ -16,7 +16,7 @@ HEAD = (
 def rows(outcomes: Sequence[Outcome]) -> list[str]:
     """Return the lines of the table, one for each kind and one for all."""
     lines = [HEAD, "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
-    for kind in KINDS:
+    for kind in (*KINDS, *MACHINES):
         mine = [outcome for outcome in outcomes if outcome.fault.kind == kind]
         if mine:
             lines.append(row(kind, mine))

@@ -323,7 +323,7 @@ def cut_short(model: nn.Module, kind: Kind) -> str:
     """Truncate the file that holds one kind; what errors call it."""
     disk = model.__dict__["_zerostd"].resources.allocator.disk
     extent = next(extent for extent in disk._extents if extent.kind is kind)
-    os.ftruncate(extent.fd, 0)
+    os.ftruncate(extent.scratch_file.fd, 0)
     return extent.file
 
 

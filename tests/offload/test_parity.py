@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ from support.side_by_side import seeded
 from zerostd import Placement, PrepareError
 
 MAX_NORM = 0.3
+Item = TypeVar("Item")
 LOOPS = [  # (passes, accumulate, max_grad_norm)
     (1, 1, None),
     (1, None, None),
@@ -51,7 +53,22 @@ LOOPS = [  # (passes, accumulate, max_grad_norm)
     (2, None, MAX_NORM),
     (2, 2, MAX_NORM),
 ]
+OTHERS = ("cnn", "experts", "adapted")  # models
+WAYS: list[tuple[int | None, float | None, str | None]] = [(1, None, None), (None, MAX_NORM, "bf16")]
 every_placement = pytest.mark.parametrize("name", PLACEMENTS)
+# Half of a matrix, such that every value occurs with every other placement; the rest in `make test-all`.
+by_halves = pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.full)], ids=["", "rest"])
+
+
+def every_third_placement(first: int) -> pytest.MarkDecorator:
+    """From the one with this number on; the others in `make test-all`. Tests begin with different ones."""
+    marks = {name: () if index % 3 == first else pytest.mark.full for index, name in enumerate(PLACEMENTS)}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+
+
+def half_of(items: Iterable[Item], name: str, part: int) -> list[Item]:
+    """Every second one, beginning with the first or the second by the placement and the part."""
+    return list(items)[(list(PLACEMENTS).index(name) + part) % 2 :: 2]
 
 
 @pytest.fixture(autouse=True)
@@ -72,39 +89,42 @@ def compare(job: Job, name: str, folder: Any) -> None:
 # -- the loop --
 
 
+@by_halves
 @every_placement
-def test_every_optimizer_and_loop(name: str, tmp_path: Path) -> None:
+def test_every_optimizer_and_loop(name: str, part: int, tmp_path: Path) -> None:
     """AdamW in all loops; every other optimizer in one, another for each placement."""
-    for passes, accumulate, max_norm in LOOPS:
+    for passes, accumulate, max_norm in half_of(LOOPS, name, part):
         compare(Job(passes=passes, accumulate=accumulate, max_grad_norm=max_norm), name, tmp_path)
     shift = list(PLACEMENTS).index(name)
-    for number, rules in enumerate(rules for rules in RULES if rules != "adamw"):
+    for number, rules in half_of(enumerate(rules for rules in RULES if rules != "adamw"), name, part):
         passes, accumulate, max_norm = LOOPS[(shift + number) % len(LOOPS)]
         job = Job(rules=rules, passes=passes, accumulate=accumulate, max_grad_norm=max_norm, steps=3)
         compare(job, name, tmp_path)
 
 
+@by_halves
 @every_placement
-def test_16_bit_runs(name: str, tmp_path: Path) -> None:
-    for rules, (passes, accumulate, max_norm) in zip(("adamw", "sgd", "rmsprop", "adamw"), LOOPS[:4], strict=True):
+def test_16_bit_runs(name: str, part: int, tmp_path: Path) -> None:
+    runs = zip(("adamw", "sgd", "rmsprop", "adamw"), LOOPS[:4], strict=True)
+    for rules, (passes, accumulate, max_norm) in half_of(runs, name, part):
         job = Job(rules=rules, precision="bf16", passes=passes, accumulate=accumulate, max_grad_norm=max_norm)
         compare(job, name, tmp_path)
-    for accumulate, max_norm in ((1, None), (None, MAX_NORM)):
+    for accumulate, max_norm in half_of([(1, None), (None, MAX_NORM)], name, part):
         job = Job(precision="fp16", accumulate=accumulate, max_grad_norm=max_norm, steps=5, overflows=True)
         compare(job, name, tmp_path)
 
 
+@by_halves
 @every_placement
-def test_other_models(name: str, tmp_path: Path) -> None:
+def test_other_models(name: str, part: int, tmp_path: Path) -> None:
     """Batch-norm; experts and layers without gradient in some steps, where runs are cut; frozen layers."""
-    for case in ("cnn", "experts", "adapted"):
-        for accumulate, max_norm, precision in ((1, None, None), (None, MAX_NORM, "bf16")):
-            steps = 8 if CASES[case].some_unused else 3
-            job = Job(case=case, accumulate=accumulate, max_grad_norm=max_norm, precision=precision, steps=steps)
-            compare(job, name, tmp_path)
+    for case, (accumulate, max_norm, precision) in half_of(product(OTHERS, WAYS), name, part):
+        steps = 8 if CASES[case].some_unused else 3
+        job = Job(case=case, accumulate=accumulate, max_grad_norm=max_norm, precision=precision, steps=steps)
+        compare(job, name, tmp_path)
 
 
-@every_placement
+@every_third_placement(0)
 def test_each_step_uses_its_own_options(name: str, tmp_path: Path) -> None:
     """Schedulers change options while updates of the step before still run."""
     for accumulate, schedule in ((1, one_cycle), (None, falling)):
@@ -122,7 +142,7 @@ def falling(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.3**step)
 
 
-@every_placement
+@every_third_placement(1)
 def test_no_sync_and_passes_without_gradient(name: str, tmp_path: Path) -> None:
     """In a world of one no_sync changes nothing, and the gradients of an empty pass stay as they are."""
 
@@ -145,7 +165,7 @@ def test_no_sync_and_passes_without_gradient(name: str, tmp_path: Path) -> None:
 # -- beside the loop --
 
 
-@every_placement
+@every_third_placement(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_edits_and_loaded_weights_are_kept(name: str, precision: str, tmp_path: Path) -> None:
     def run(placement: Placement | None) -> list[dict[str, Tensor]]:
@@ -171,7 +191,7 @@ def test_edits_and_loaded_weights_are_kept(name: str, precision: str, tmp_path: 
         assert_bitwise(mine, reference, name)
 
 
-@every_placement
+@every_third_placement(0)
 @pytest.mark.parametrize(
     "job", [Job(accumulate=1), Job(case="adapted", rules="nadam", precision="bf16")], ids=["fp32", "bf16"]
 )
@@ -194,7 +214,7 @@ def test_states_saved_under_one_placement_load_under_another(job: Job, name: str
         zerostd.release(model)
 
 
-@every_placement
+@every_third_placement(1)
 def test_torchs_own_states_go_on(name: str, tmp_path: Path) -> None:
     """An optimizer that has trained already is taken over with its states, and gives them back in torch's format."""
     for rules in ("adamw", "nesterov", "adagrad"):
@@ -216,7 +236,7 @@ def test_torchs_own_states_go_on(name: str, tmp_path: Path) -> None:
         zerostd.release(model)
 
 
-@every_placement
+@every_third_placement(2)
 def test_release_gives_an_ordinary_model_back(name: str, tmp_path: Path) -> None:
     job = Job(accumulate=1, precision="bf16")
     model, optimizer = prepared(job, PLACEMENTS[name], tmp_path)
@@ -307,22 +327,22 @@ TWO_RANK_JOBS = [
 ]
 
 
-def compare_on_ranks(rank: int, name: str, folder: str) -> list[str]:
-    """On every rank: the jobs that a placement changes, in words."""
+def compare_on_ranks(rank: int, name: str, part: int, folder: str) -> list[str]:
+    """On every rank: the jobs that a placement changes, in words. Each part has every second one, in turn by stage and
+    placement."""
     stages, placement = ON_TWO_RANKS[name]
     failures = []
     with short_tiles():
-        for stage in stages:
-            for job in TWO_RANK_JOBS:
-                if job.overflows and stage in (0, 2):
-                    continue  # as stages 1 and 3
-                job = replace(job, stage=stage)
-                doing(f"{name}, {job}")
-                reference = on_ranks(job, rank)
-                try:
-                    assert_same(train(job, placement, folder, rank), reference, f"rank {rank}, {name}, {job}")
-                except AssertionError as error:
-                    failures.append(str(error))
+        for stage, (number, job) in product(stages, enumerate(TWO_RANK_JOBS, list(ON_TWO_RANKS).index(name))):
+            if (stage + number) % 2 != part or (job.overflows and stage in (0, 2)):  # those are as stages 1 and 3
+                continue
+            job = replace(job, stage=stage)
+            doing(f"{name}, {job}")
+            reference = on_ranks(job, rank)
+            try:
+                assert_same(train(job, placement, folder, rank), reference, f"rank {rank}, {name}, {job}")
+            except AssertionError as error:
+                failures.append(str(error))
     return failures
 
 
@@ -331,9 +351,10 @@ def on_ranks(job: Job, rank: int) -> Trained:
     return train(job, None, None, rank)
 
 
+@by_halves
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
-def test_on_two_ranks(ranks: Any, name: str, tmp_path: Path) -> None:
-    agree(ranks(2, compare_on_ranks, name, str(tmp_path), timeout=200))
+def test_on_two_ranks(ranks: Any, name: str, part: int, tmp_path: Path) -> None:
+    agree(ranks(2, compare_on_ranks, name, part, str(tmp_path), timeout=200))
 
 
 def parts_of_the_model_rest_on_some_ranks(rank: int) -> list[str]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import itertools
+from typing import Any
 
+import pytest
+import torch
+from torch import nn
+
+import zerostd
 from scheduling.small_groups import Bench, Update
 from zerostd.communication import Control
 from zerostd.errors import MisuseError
 from zerostd.monitoring.events import LoopPhase
-from zerostd.parameters import Group, GroupState
+from zerostd.parameters import Flat, Group, GroupState
 from zerostd.policy import Tier
 from zerostd.scheduling.gathering import Gatherer
 
@@ -133,3 +139,96 @@ def test_renewing_a_group_that_stays_on_the_device_waits_for_its_updates_at_the_
     assert group.state is GroupState.GATHERING and update.num_waits == 0
     gatherer.wait_all()
     assert group.state is GroupState.GATHERED and update.num_waits == 1
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A device with room for so many gathered groups, the only entry; all others raise what CUDA's allocator does."""
+    left = [100]
+    allocate = Flat.allocate
+    free = Flat.free
+
+    def take(flat: Flat) -> None:
+        if flat.full.untyped_storage().nbytes() == 0:
+            if left[0] == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            left[0] -= 1
+        allocate(flat)
+
+    def give(flat: Flat) -> None:
+        left[0] += flat.full.untyped_storage().nbytes() > 0
+        free(flat)
+
+    monkeypatch.setattr(Flat, "allocate", take)
+    monkeypatch.setattr(Flat, "free", give)
+    return left
+
+
+def test_a_gather_ahead_that_does_not_fit_is_left_and_none_is_tried_again(room: list[int]) -> None:
+    gatherer, groups = made("abc")
+    forward(gatherer, groups)
+    room[0] = 1
+    assert forward(gatherer, groups) == [["a"], ["b"], ["c"]]
+    assert gatherer.prefetch_depth == 0
+    assert gatherer.wires.ledger.retries.counts == {"gathering: out of device memory": 1}
+    assert states(groups) == [GroupState.RELEASED] * 3 and room == [1]
+
+
+def test_a_group_that_is_needed_takes_the_room_of_those_gathered_ahead(room: list[int]) -> None:
+    gatherer, groups = made("abc")
+    forward(gatherer, groups)
+    room[0] = 2
+    gatherer.begin(LoopPhase.FORWARD)
+    gatherer.need(groups[0], LoopPhase.FORWARD)
+    assert states(groups) == [GroupState.GATHERED, GroupState.GATHERING, GroupState.RELEASED]
+    gatherer.gather(groups[2])  # another one than expected
+    assert states(groups) == [GroupState.GATHERED, GroupState.RELEASED, GroupState.GATHERED]
+    assert gatherer.prefetch_depth == 0
+
+
+def test_a_group_that_never_fits_is_an_error_that_says_what_is_held(room: list[int]) -> None:
+    gatherer, groups = made("ab")
+    room[0] = 0
+    with pytest.raises(torch.OutOfMemoryError, match="zerostd held at that moment"):
+        gatherer.gather(groups[0])
+    room[0] = 1
+    gatherer.gather(groups[0])
+    assert groups[0].state is GroupState.GATHERED
+
+
+def short_on_rank_0(rank: int, short_at: int | None) -> tuple[list[float], int, dict[str, int]]:
+    """Train at stage 3; in step 2 the device of rank 0 refuses one gather."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    model, optimizer = zerostd.prepare(model, torch.optim.AdamW(model.parameters()), stage=3, groups=["*"])
+    allocate = Flat.allocate
+    count = itertools.count()
+
+    def refuse(flat: Flat) -> None:
+        if next(count) == short_at:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        allocate(flat)
+
+    losses = []
+    for step in range(5):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0 and step == 2:
+                patch.setattr(Flat, "allocate", refuse)
+            loss = model(torch.ones(2, 8) * (step + rank)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+    runtime = model.__dict__["_zerostd"]
+    result = (losses, runtime.gatherer.prefetch_depth, zerostd.memory(model).retries)
+    zerostd.release(model)
+    return result
+
+
+@pytest.mark.parametrize("short_at", [1, 5])
+def test_ranks_stop_gathering_ahead_together(ranks: Any, short_at: int) -> None:
+    plain = ranks(2, short_on_rank_0, None)
+    short = ranks(2, short_on_rank_0, short_at)
+    assert [losses for losses, _, _ in short] == [losses for losses, _, _ in plain]
+    assert [depth for _, depth, _ in plain] == [1, 1] and [depth for _, depth, _ in short] == [0, 0]
+    assert [retries for _, _, retries in short] == [{"gathering: out of device memory": 1}, {}]

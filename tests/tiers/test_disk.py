@@ -24,8 +24,9 @@ from zerostd.errors import PrepareError, StorageError
 from zerostd.monitoring.ledger import Ledger
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.disk import Disk
-from zerostd.tiers.extents import BLOCK_BYTES, open_and_unlink
+from zerostd.tiers.extents import BLOCK_BYTES
 from zerostd.tiers.host import PAGE, Host
+from zerostd.tiers.scratch_files import MOST_FILES, open_and_unlink
 
 MIB = 2**20
 START = """
@@ -179,6 +180,34 @@ def test_room_is_reserved_and_given_back(disk, tmp_path, ledger):
     assert ledger.now[Tier.DISK, Kind.OPTIMIZER_STATES] == 0
 
 
+def test_a_thousand_extents_share_a_few_descriptors_and_give_their_room_back(disk, host, tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    sizes = [4096 * (1 + number % 3) + number % 7 for number in range(1000)]
+    extents = [disk.allocate(size, Kind.OPTIMIZER_STATES) for size in sizes]
+    assert len(os.listdir("/proc/self/fd")) <= before + MOST_FILES
+    values = {extent: filled(host, extent.num_bytes, number) for number, extent in enumerate(extents[:40])}
+    for transfer in [disk.write(extent, 0, memory) for extent, memory in values.items()]:
+        transfer.wait()
+    full = reserved(tmp_path)
+    order = random.Random(0).sample(extents[40:], len(extents) - 40)
+    for extent in order[:700]:
+        disk.free(extent)
+    assert reserved(tmp_path) <= full - sum(extent.num_bytes for extent in order[:700]) // 4096 * 4096
+    again = [disk.allocate(extent.num_bytes, Kind.PARAMETERS) for extent in order[:700]]
+    assert reserved(tmp_path) <= full + MIB  # holes are used again
+    for extent in again[:20]:  # and hold zeros
+        target = filled(host, extent.num_bytes, 1)
+        disk.read(extent, 0, target).wait()
+        assert not target.any()
+    for extent, memory in values.items():
+        target = host.allocate(extent.num_bytes, Kind.BUFFERS)
+        disk.read(extent, 0, target).wait()
+        assert torch.equal(target, memory)
+    for extent in (*again, *order[700:], *values):
+        disk.free(extent)
+    assert reserved(tmp_path) == 0 and len(os.listdir("/proc/self/fd")) == before
+
+
 def test_free_waits_for_what_is_under_way(disk, host):
     memory = host.allocate(5 * BLOCK_BYTES, Kind.BUFFERS)
     extent = disk.allocate(5 * BLOCK_BYTES, Kind.PARAMETERS)
@@ -305,7 +334,7 @@ def test_misuse_is_refused_at_the_call(disk, host, tmp_path, ledger):
 def test_file_cut_short_under_us(disk, host, left, got):
     extent, memory = disk.allocate(5 * 4096 + 9, Kind.PARAMETERS), filled(host, 5 * 4096 + 9, 6)
     disk.write(extent, 0, memory).wait()
-    os.ftruncate(extent.fd, left)
+    os.ftruncate(extent.scratch_file.fd, left)
     transfer = disk.read(extent, 0, host.allocate(5 * 4096 + 9, Kind.BUFFERS))
     for _ in range(2):
         with pytest.raises(StorageError, match=rf"offset 0 of .*wanted {5 * 4096} bytes, got {got};"):
@@ -323,8 +352,8 @@ def test_file_cut_short_under_us(disk, host, left, got):
 def test_error_of_a_thread_is_raised_by_wait_with_its_cause(disk, host, tmp_path):
     extent, good = disk.allocate(3 * BLOCK_BYTES, Kind.PARAMETERS), disk.allocate(4096, Kind.PARAMETERS)
     memory = host.allocate(3 * BLOCK_BYTES, Kind.BUFFERS)
-    read_only = os.open(f"/proc/self/fd/{extent.fd}", os.O_RDONLY)
-    os.dup2(read_only, extent.fd)  # writing fails from here on, with EBADF
+    read_only = os.open(f"/proc/self/fd/{extent.scratch_file.fd}", os.O_RDONLY)
+    os.dup2(read_only, extent.scratch_file.fd)  # writing fails from here on, with EBADF
     os.close(read_only)
     transfer = disk.write(extent, 0, memory)
     for _ in range(2):

@@ -200,7 +200,7 @@ def _optimizer_problems(runtime: Runtime, optimizer: ZeroOptimizer, manifest: Ma
         return
     if [sorted(group.parameters) for group in saved.groups] != [sorted(group.parameters) for group in ours.groups]:
         counts = [len(group.parameters) for group in saved.groups]
-        yield f"its param_groups have {counts} parameters, or others than these"
+        yield f"its param_groups have {counts} parameters, and this optimizer's have other numbers or names"
         return
     trained = [flat for flat in model_parts.flats_of(runtime) if flat.gradient is not None]
     trained_names = {interval.name for flat in trained for interval in flat.layout.intervals}
@@ -242,7 +242,7 @@ def _wanted(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifes
 
 
 def _decoded(checkpoint: AnyCheckpoint, optimizer: ZeroOptimizer | None) -> Manifest:
-    """Return the manifest with users' values in place of their JSON: options, states of one value, extra states."""
+    """Return the manifest with users' values in place of their JSON: options, scalar states, extra states."""
     manifest = checkpoint.manifest
     tensors = {entry.of: entry for entry in manifest.of_kind("extra")}
 
@@ -265,7 +265,7 @@ def _decoded(checkpoint: AnyCheckpoint, optimizer: ZeroOptimizer | None) -> Mani
 def _decode_options(data: Any) -> dict[str, Any]:
     options = decode_value(data, refuse_tensor)
     if not isinstance(options, dict) or not all(isinstance(name, str) and name != "params" for name in options):
-        raise CheckpointError(f"options or states of one value are {str(options)[:80]}")
+        raise CheckpointError(f"the checkpoint contains invalid options or scalar states: {str(options)[:80]}")
     return options
 
 

@@ -171,7 +171,7 @@ def restore_functions(world: World, checkpoint: Checkpoint | DcpCheckpoint) -> I
             yield partial(torch.get_device_module(world.device).set_rng_state, state, world.device)
     others = decode_value(manifest.random.get(str(world.rank), {}), refuse_tensor)
     if not isinstance(others, dict):
-        raise CheckpointError(f"random states of rank {world.rank} are {str(others)[:80]}")
+        raise CheckpointError(f"the random states of rank {world.rank} are not a dict: {str(others)[:80]}")
     if "python" in others:
         random.Random().setstate(others["python"])
         yield partial(random.setstate, others["python"])

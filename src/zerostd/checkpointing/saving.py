@@ -52,13 +52,14 @@ def save_checkpoint(
     check_call(runtime, optimizer, "save")
     if runtime.backward.passes.num_done and runtime.backward.has_unsynced:
         raise MisuseError(
-            "zerostd.save after backward passes under zerostd.no_sync, whose gradients each rank has for itself: call "
-            "it after a pass outside no_sync, or after optimizer.step()"
+            "zerostd.save after backward passes under zerostd.no_sync, whose gradients are not reduced yet: call it "
+            "after a pass outside no_sync, or after optimizer.step()"
         )
     factor = runtime.gradients.factor  # not 1 when gradients are no longer as backward has left them
     if runtime.backward.passes.num_done and not (isinstance(factor, float) and factor == 1.0):
         raise MisuseError(
-            "zerostd.save between clip_grad_norm_() and optimizer.step(): call it before the one or after the other"
+            "zerostd.save between clip_grad_norm_() and optimizer.step(), where gradients are scaled: call it before "
+            "clip_grad_norm_() or after optimizer.step()"
         )
     if not frozen and all(flat.gradient is None for flat in model_parts.flats_of(runtime)):
         raise MisuseError("zerostd.save(frozen=False) of a model in which nothing trains: there is nothing to save")

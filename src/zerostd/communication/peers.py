@@ -7,6 +7,11 @@ this. The loop only notes its place, and after a collective has failed it asks.
     a collective fails -> ask every rank -> who is gone, silent or elsewhere -> tell every rank -> raise
 
 A message is one line of JSON with the fields of `Place`, and the reply another one.
+
+[Note: waiting on a device] Collectives of a device raise nowhere: the loop queues them and waits later, in a call of
+the user's. A second thread looks at those that have not ended (`pending.py`). When the oldest is above the time limit,
+or a rank is known to be gone, that thread finds who is to blame and aborts the process groups. The device then goes on
+with numbers that mean nothing, so the next call of this model raises what the thread has found.
 """
 
 from __future__ import annotations
@@ -20,59 +25,27 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
+from zerostd.communication.pending import Pending, QueuedCollective
+from zerostd.communication.places import Place
+from zerostd.communication.sockets import is_loopback, listen, map_at_once, receive, store_host
 from zerostd.errors import CommunicationError
+from zerostd.tiers import Transfer
 
 HEARTBEAT_S = 1.0  # between two messages to the next rank
 ANSWER_S = 3.0  # a rank that has not answered by then is stopped, or cannot be reached
 ABORT_S = 5.0  # that a failure waits for the abort of process groups; it goes on behind
-MOST_BYTES = 1 << 16  # in one message
-MOST_ASKED = 32  # ranks, at the same time
-T = TypeVar("T")
+WATCH_S = 0.5  # between two looks at what is queued on the device
+HELD_S = 1.0  # a rank whose device has waited so long for a collective waits itself
+DOUBT_S = 5.0  # a collective that takes longer may wait for a rank that is gone: the next one is asked
+GONE = "is gone"  # begins what is said of a rank whose process has ended
 BACKWARD = "backward"  # calls that are counted
 STEP = "optimizer.step()"
 OPEN: weakref.WeakSet[Peers] = weakref.WeakSet()  # those with a socket
-
-
-@dataclass
-class Place:
-    """Where a rank is in its program."""
-
-    rank: int
-    call: str = "zerostd.prepare()"  # the last one
-    what: str = ""  # the collective that the call is in
-    is_waiting: bool = False  # for other ranks
-    num_steps: int = 0
-    num_backwards: int = 0
-    seconds: float = 0.0  # on the clock of its process, of the last change; in a message: since then
-    verdict: str = ""  # who is to blame for a collective that failed, as this rank sees it
-    end: str = ""  # why it left, if it has
-
-    @property
-    def counts(self) -> str:
-        """How far its training has come, in words."""
-        return f"with {self.num_backwards} backward passes and {self.num_steps} steps begun"
-
-    @property
-    def where(self) -> str:
-        """The collective and the call it is in, in words."""
-        return self.call if self.what in ("", self.call) else f"{self.what}, in {self.call}"
-
-    def describe(self) -> str:
-        """Return where the rank is, to follow its number."""
-        if self.is_waiting:
-            return f"waits in {self.where}, {self.counts}"
-        return f"made its last call, {self.call}, {self.seconds:.1f} s ago, {self.counts}"
-
-    def is_beside(self, other: Place) -> bool:
-        """Whether two ranks wait in the same collective, as far as can be seen."""
-        mine = (self.is_waiting, self.what, self.num_steps, self.num_backwards)
-        return mine == (other.is_waiting, other.what, other.num_steps, other.num_backwards)
 
 
 class Peers:
@@ -82,10 +55,15 @@ class Peers:
         """Meet all ranks at the store. Raises CommunicationError with the ranks that have not come in time."""
         self.place = Place(rank, seconds=time.monotonic())
         self.timeout_s = timeout_s
+        self.pending = Pending()  # on the device
         self._seen: dict[int, tuple[float, Place]] = {}  # what other ranks said last, and when
         self._is_open = True
-        host = _store_host(store)
-        self._socket = _listen(host)
+        self._failure = ""  # what every further call raises
+        self._failing = threading.RLock()  # of the first thread that finds a failure; others take what it has found
+        self._watcher: threading.Thread | None = None
+        self._closing = threading.Event()
+        host = store_host(store)
+        self._socket = listen(host)
         number = store.add(f"zerostd/prepare/{rank}", 1)  # of this rank's calls of prepare
         self._key = f"zerostd/{number}"
         try:
@@ -115,8 +93,8 @@ class Peers:
         if self.place.rank == 0:
             store.delete_key(f"{self._key}/missing")
         addresses = [tuple(json.loads(text)) for text in texts]
-        here = _is_loopback(address[0])
-        return [(host if _is_loopback(name) and not here else name, port) for name, port in addresses]
+        here = is_loopback(address[0])
+        return [(host if is_loopback(name) and not here else name, port) for name, port in addresses]
 
     def _missing(self, store: Any, keys: list[str]) -> str:
         """Return who did not come, in words. The first rank that gives up says so to all: others see it missing too."""
@@ -132,7 +110,8 @@ class Peers:
     # The loop's side
 
     def enter(self, call: str) -> None:
-        """Note the call that this rank makes now."""
+        """Note the call that this rank makes now. Raises what the device has been found to wait for."""
+        self._check()
         self.place.call = call
         self.place.what = ""
         self.place.seconds = time.monotonic()
@@ -158,34 +137,50 @@ class Peers:
         nothing behind it on the device, nor the end of the process, can come before. So a failure aborts all of them,
         at the same time: an abort waits for the device, and so for kernels of the other communicator.
         """
+        self._check()
         self.place.is_waiting = True
         try:
             yield
         except RuntimeError as error:
-            text = self._explain(error)
-            aborts = [threading.Thread(target=group.abort, name="zerostd abort", daemon=True) for group in groups]
-            with contextlib.suppress(RuntimeError):  # Python is about to end and starts no threads
-                for abort in aborts:
-                    abort.start()
-                for abort in aborts:
-                    abort.join(ABORT_S)
-            raise CommunicationError(text) from error
+            cause = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+            raise CommunicationError(self._fail(self.place, cause, groups)) from error
         finally:
             self.place.is_waiting = False
 
-    def _explain(self, error: RuntimeError) -> str:
-        cause = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+    def expect(self, event: Transfer, group: Any) -> None:
+        """Note a collective that was queued on the device, with the event behind it: see [Note: waiting on a device].
+        A thread looks after it from then on."""
+        self.pending.add(self.place.where, event, group)
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="zerostd watch", daemon=True)
+            self._watcher.start()
+
+    def _check(self) -> None:
+        if self._failure:
+            raise CommunicationError(self._failure)
+
+    def _fail(self, here: Place, cause: str, groups: Iterable[Any]) -> str:
+        """Abort process groups; return who is to blame for a collective that did not end, the same in all threads."""
+        with self._failing:
+            if self._failure:
+                return self._failure
+            text = self._explain(here, cause)
+            self._failure = text if self.pending.groups else ""
+            _abort(dict.fromkeys([*groups, *self.pending.groups]))
+            return text
+
+    def _explain(self, here: Place, cause: str) -> str:
         is_late = any(word in cause.lower() for word in ("timed out", "timeout"))
         limit = f" (time limit {self.timeout_s:g} s)" if is_late else ""
-        verb = f"{'gave up waiting' if is_late else 'failed'} in {self.place.where}{limit}"
-        self.place.verdict = self._blame(self._ask_all())
+        verb = f"{'gave up waiting' if is_late else 'failed'} in {here.where}{limit}"
+        self.place.verdict = self._blame(self._ask_all(), here)
         self._tell_all()
         return (
             f"rank {self.place.rank} {verb}, {self.place.counts}: {self.place.verdict}. Every rank must make the "
             f"same calls in the same order. Cause: {cause}"
         )
 
-    def _blame(self, answers: dict[int, Place | str]) -> str:
+    def _blame(self, answers: dict[int, Place | str], here: Place) -> str:
         """Return who is to blame: ranks that are gone, else those that do not wait, else those that wait elsewhere and
         the first that raised, with its verdict. Those that raised later did so because of others."""
         heard = sorted(self._seen.items(), key=lambda item: item[1][0])  # the first verdict is nearest to the cause
@@ -198,10 +193,10 @@ class Peers:
                 continue
             if isinstance(answer, str):
                 end = self._seen[rank][1].end if rank in self._seen else ""
-                missing.append(f"rank {rank} {f'is gone: {end}' if end else answer}. {self._last_seen(rank)}")
+                missing.append(f"rank {rank} {f'{GONE}: {end}' if end else answer}. {self._last_seen(rank)}")
             elif not answer.is_waiting:
                 running.append(f"rank {rank} {answer.describe()}")
-            elif not answer.is_beside(self.place):
+            elif not answer.is_beside(here):
                 elsewhere.append(f"rank {rank} {answer.describe()}")
         first = next(iter(verdicts), None)
         if first is not None:
@@ -223,27 +218,27 @@ class Peers:
 
     def _ask_all(self) -> dict[int, Place | str]:
         """Return the places of all other ranks; of those that do not answer, in words, why."""
-        return dict(zip(self._others, _map_at_once(self._ask, self._others), strict=True))
+        return dict(zip(self._others, map_at_once(self._ask, self._others), strict=True))
 
     def _ask(self, rank: int) -> Place | str:
         try:
             with socket.create_connection(self._addresses[rank], min(ANSWER_S, self.timeout_s)) as connection:
                 connection.sendall(self._message())
-                reply = _receive(connection)
+                reply = receive(connection)
         except TimeoutError:
             return "does not answer: its process is stopped, or its machine cannot be reached"
         except OSError:
             reply = None
         if reply is None or reply.get("key") != self._key:
-            return "is gone: its process has ended"
+            return f"{GONE}: its process has ended"
         for line in reply["seen"]:
             self._note(line, is_relayed=True)
         place = self._note(reply["place"])
-        return f"is gone: {place.end}" if place.end else place
+        return f"{GONE}: {place.end}" if place.end else place
 
     def _tell_all(self) -> None:
         """Let every rank that answers know the verdict, before this process ends."""
-        _map_at_once(self._tell, self._others)
+        map_at_once(self._tell, self._others)
 
     def _tell(self, rank: int) -> bool:
         """Send this rank's place without waiting for an answer; returns whether somebody took it."""
@@ -267,6 +262,11 @@ class Peers:
         any(self._tell((self.place.rank + step) % size) for step in range(1, min(size, 4)))
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._closing.set()
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join(WATCH_S)  # Python must not end while it asks the device
+        if error is not None and not self._failure and self._is_held_for(HELD_S):
+            _abort(self.pending.groups)  # torch would wait for ranks that wait for this one
         self.drop()
 
     def drop(self) -> None:
@@ -275,7 +275,41 @@ class Peers:
         OPEN.discard(self)
         self._socket.close()
 
-    # The thread's side
+    # The threads' side
+
+    def _watch(self) -> None:
+        """Look after collectives that are queued on the device until one of them fails, or the model is released."""
+        while not self._closing.wait(WATCH_S) and not self._failure:
+            oldest = self.pending.oldest()
+            waited_s = 0.0 if oldest is None else time.monotonic() - oldest.seconds
+            if oldest is None or waited_s < min(DOUBT_S, self.timeout_s / 2):
+                continue
+            if waited_s > self.timeout_s:
+                cause = f"timed out: queued on the device {waited_s:.1f} s ago, and not ended"
+            elif self._knows_of_loss():
+                cause = f"queued on the device {waited_s:.1f} s ago, and not ended"
+            else:
+                continue
+            self._fail(self._held(oldest), cause, ())
+
+    def _knows_of_loss(self) -> bool:
+        """Whether a rank has failed or left, as this one has heard, or the next one is gone. Whoever sees that first
+        tells all others."""
+        if any(place.verdict or place.end for _, place in list(self._seen.values())):
+            return True
+        answer = self._ask((self.place.rank + 1) % len(self._addresses))
+        return isinstance(answer, str) and answer.startswith(GONE)
+
+    def _held(self, oldest: QueuedCollective) -> Place:
+        """Return this rank's place where its device waits for other ranks."""
+        return replace(self.place, what=oldest.what, is_waiting=True)
+
+    def _is_held_for(self, seconds: float) -> bool:
+        """Whether collectives on the device have not ended after so many seconds."""
+        end = time.monotonic() + seconds
+        while self.pending.oldest() is not None and time.monotonic() < end:
+            time.sleep(WATCH_S / 10)
+        return self.pending.oldest() is not None
 
     def _serve(self) -> None:
         size = len(self._addresses)
@@ -289,7 +323,7 @@ class Peers:
                 connection, _ = self._socket.accept()
                 with connection:
                     connection.settimeout(HEARTBEAT_S)
-                    message = _receive(connection)
+                    message = receive(connection)
                     if message is not None and message["key"] == self._key:
                         self._note(message["place"])
                         connection.sendall(self._message())
@@ -297,7 +331,10 @@ class Peers:
     def _message(self) -> bytes:
         """Return this rank's place and what it knows of the two ranks before it, as a line."""
         now = time.monotonic()
-        place = replace(self.place, seconds=now - self.place.seconds)
+        oldest = None if self.place.is_waiting else self.pending.oldest()
+        is_held = oldest is not None and now - oldest.seconds > min(HELD_S, self.timeout_s / 4)
+        here = self._held(oldest) if is_held and oldest is not None else self.place
+        place = replace(here, seconds=now - self.place.seconds)
         size = len(self._addresses)
         before = {(place.rank - step) % size for step in (1, 2)} - {place.rank}
         seen = []
@@ -316,49 +353,14 @@ class Peers:
         return place
 
 
-def _map_at_once(function: Callable[[int], T], ranks: list[int]) -> list[T]:
-    """Return what a function returns for each rank, asked at the same time; one by one where Python is about to end and
-    starts no threads."""
-    try:
-        with ThreadPoolExecutor(max(1, min(MOST_ASKED, len(ranks)))) as threads:
-            return list(threads.map(function, ranks))
-    except RuntimeError:
-        return [function(rank) for rank in ranks]
-
-
-def _receive(connection: socket.socket) -> dict[str, Any] | None:
-    """Return the object of one line; None if the other side has closed, or sent something else."""
-    data = b""
-    while not data.endswith(b"\n") and len(data) < MOST_BYTES:
-        block = connection.recv(MOST_BYTES)
-        if not block:
-            return None
-        data += block
-    try:
-        message = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    return message if isinstance(message, dict) else None
-
-
-def _listen(host: str) -> socket.socket:
-    """Return a socket at the address under which other ranks reach this one: that of the way to the store."""
-    family, _, _, _, target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # sends nothing
-        address = probe.getsockname()[0]
-    return socket.create_server((address, 0), family=family, backlog=128)
-
-
-def _store_host(store: Any) -> str:
-    """Return the name of the machine that keeps the store; of this one, where it is no machine's."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return str(getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or "localhost")
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
+def _abort(groups: Iterable[Any]) -> None:
+    """Abort process groups at the same time; see [Note: aborted communicators]."""
+    aborts = [threading.Thread(target=group.abort, name="zerostd abort", daemon=True) for group in groups]
+    with contextlib.suppress(RuntimeError):  # Python is about to end and starts no threads
+        for abort in aborts:
+            abort.start()
+        for abort in aborts:
+            abort.join(ABORT_S)
 
 
 @functools.cache

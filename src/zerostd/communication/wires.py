@@ -28,7 +28,7 @@ from zerostd.errors import PrepareError
 from zerostd.kernels import sum_slices
 from zerostd.monitoring import Ledger
 from zerostd.policy import Kind
-from zerostd.tiers import Done, StreamEvent, Transfer
+from zerostd.tiers import Done, StreamEvent, Transfer, record_event
 
 Start = Callable[[], Transfer]  # of a collective
 REPLICAS = "replicas"  # the ledger's entry for bytes from replica to replica
@@ -138,7 +138,7 @@ class Wires:
         if self._gathers is not None:
             self.ledger.sent["gather"] += shard.nbytes * (self.world.num_shards - 1)
             group = self._gathering
-            return self._on_stream(self._gathers, lambda: dist.all_gather_into_tensor(full, shard, group=group))
+            return self._on_stream(self._gathers, group, lambda: dist.all_gather_into_tensor(full, shard, group=group))
         return self._spread(full, shard, "gather")
 
     def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Transfer:
@@ -158,7 +158,9 @@ class Wires:
             elif received is not land:
                 land.copy_(received)
 
-        return self._on_stream(self._reduces, run)  # the next reduce is ordered behind this one by the stream
+        return self._on_stream(
+            self._reduces, self._channels.reduce, run
+        )  # the next reduce is ordered behind this one by the stream
 
     def reduce_everywhere(self, full: torch.Tensor) -> Transfer:
         """Start replacing `full` by its mean over ranks: reduce my slice, then send everyone's slices to everyone."""
@@ -169,13 +171,13 @@ class Wires:
         if self._across is None:
             self.ledger.sent[self._entry] += mine.nbytes * (self.world.num_shards - 1)
             group = self._channels.reduce
-            return self._on_stream(self._reduces, lambda: dist.all_reduce(full, dist.ReduceOp.AVG, group=group))
+            return self._on_stream(self._reduces, group, lambda: dist.all_reduce(full, dist.ReduceOp.AVG, group=group))
 
         def run() -> None:
             self._reduce_slice(full, mine)
             dist.all_gather_into_tensor(full, mine, group=self._channels.reduce)
 
-        return self._on_stream(self._reduces, run)
+        return self._on_stream(self._reduces, self._channels.reduce, run)
 
     def _mine(self, full: torch.Tensor) -> torch.Tensor:
         return full.view(self.world.num_shards, -1)[self.world.shard_rank]
@@ -248,6 +250,7 @@ class Wires:
         if self.world.channels is not None:
             with self.world.waiting():
                 dist.all_reduce(value, operation, group=self.world.channels.scalars)
+            self._expect_current(self.world.channels.scalars)
             self.ledger.sent["scalars"] += value.nbytes
         return value
 
@@ -262,15 +265,23 @@ class Wires:
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
             with self.world.waiting():
                 dist.broadcast(flat.view(torch.uint8), group_src=0, group=self.world.channels.broadcast)
+            self._expect_current(self.world.channels.broadcast)
             for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
                 tensor.detach().copy_(part.view(tensor.shape))
 
-    def _on_stream(self, stream: torch.Stream, run: Callable[[], object]) -> Transfer:
-        """Run collectives of nccl in a stream, behind what is in the current one."""
+    def _expect_current(self, group: dist.ProcessGroup) -> None:
+        """Note a collective in the current stream."""
+        if self._gathers is not None:
+            self._channels.peers.expect(record_event(self.world.device), group)
+
+    def _on_stream(self, stream: torch.Stream, group: dist.ProcessGroup, run: Callable[[], object]) -> Transfer:
+        """Run collectives of nccl in a stream, behind what is in the current one. `group` is the one they are of."""
         stream.wait_stream(torch.accelerator.current_stream(self.world.device))
         with stream, self.world.waiting():
             run()
-        return StreamEvent(stream, self.world.device)
+        event = StreamEvent(stream, self.world.device)
+        self._channels.peers.expect(event, group)
+        return event
 
 
 def wires_to_peers(group: Any, world: World, ledger: Ledger) -> Wires | None:

@@ -32,6 +32,7 @@ Mesh = DeviceMesh | dist.ProcessGroup | None  # the ranks that train a model; No
 
 TIMEOUT_VARIABLE = "ZEROSTD_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
+LATER = timedelta(seconds=30)  # torch's watchdog acts where ours could not: see [Note: waiting on a device] of peers.py
 # Torch's watchdog would end the process without a Python exception. It aborts the communicators instead, and the next
 # collective raises. See [Note: aborted communicators]. Before it aborts it would wait a minute for a dump of its own.
 WATCHDOG = {
@@ -144,7 +145,7 @@ class World:
         """Return a context for calls of torch.distributed. What they raise becomes a CommunicationError that says who
         is to blame."""
         assert self.channels is not None
-        groups = (self.channels.gather, self.channels.reduce, self.channels.replicas)
+        groups = (self.channels.gather, self.channels.reduce, self.channels.replicas)  # with kernels, on a device
         return self.channels.peers.waiting(*(group for group in groups if group is not None))
 
     def checkpoint_group(self) -> dist.ProcessGroup | None:
@@ -200,6 +201,7 @@ def _make_channels(rows: Sequence[Sequence[int]], backend: str, limit: timedelta
     row = next(row for row in rows if dist.get_rank() in row)
     column = [other[row.index(dist.get_rank())] for other in rows]
     control = _new_group(ranks, "gloo", limit)
+    limit += LATER if backend != "gloo" else timedelta()
     gather = _new_group(row, backend, limit)
     reduce = _new_group(row, backend, limit)
     replicas = _new_group(column, backend, limit) if len(column) > 1 else None

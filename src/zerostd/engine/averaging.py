@@ -44,7 +44,7 @@ class AverageOptions:
 
     decay: Decay  # None: all averaged steps count alike
     start: int  # steps before the first that is averaged
-    every: int  # steps from one that is averaged to the next
+    every: int  # average one step in this many
     tier: Tier | None  # None: that of most of a group's masters
     use_buffers: bool
 

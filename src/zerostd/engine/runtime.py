@@ -113,22 +113,18 @@ class Runtime:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """In the order of the model."""
         return self.gatherer.groups
 
     @property
     def blueprints(self) -> list[Blueprint]:
-        """The blueprints that the groups were made from."""
         return [group.blueprint for group in self.groups]
 
     @property
     def wires(self) -> Wires:
-        """Between the ranks."""
         return self.gatherer.wires
 
     @property
     def world(self) -> World:
-        """This process among the others."""
         return self.wires.world
 
     @property
@@ -138,7 +134,6 @@ class Runtime:
 
     @property
     def ledger(self) -> Ledger:
-        """The book of bytes."""
         return self.wires.ledger
 
     def _trained(self) -> list[TrainedParameter]:

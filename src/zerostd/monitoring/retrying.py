@@ -23,6 +23,7 @@ TRANSIENT = {  # errors that a later try may not see
     errno.EDQUOT,
     errno.ETIMEDOUT,
 }
+FULL = {errno.ENOSPC, errno.EDQUOT}
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,9 +34,14 @@ log = logging.getLogger("zerostd")
 class Retries:
     """Makes calls again, and counts how often by what was done and why. Any thread may use it."""
 
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
+    def __init__(self, shared: Retries | None = None, clean: Callable[[], None] | None = None) -> None:
+        self._counts: Counter[str] = Counter() if shared is None else shared._counts
+        self._lock = threading.Lock() if shared is None else shared._lock
+        self._clean = clean  # called before another try where a file system is full
+
+    def cleaning(self, clean: Callable[[], None]) -> Retries:
+        """Return retries with the same counts that call `clean` before they try again where a file system is full."""
+        return Retries(self, clean)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -53,6 +59,8 @@ class Retries:
                 if error.errno not in TRANSIENT:
                     raise
                 self.count(verb, errno.errorcode[error.errno], where)
+                if self._clean is not None and error.errno in FULL:
+                    self._clean()
             time.sleep(pause_s)
         return function(*args, **kwargs)
 

@@ -85,7 +85,8 @@ class Group:
     # Gather and release
 
     def start_gather(self) -> None:
-        """Start filling the buffers of a released group, when its updates are done."""
+        """Start filling the buffers of a released group, when its updates are done. If the device has no memory for
+        them it takes none."""
         assert self.state is GroupState.RELEASED, f"group {self.name!r} is {self.state.name}: it cannot be gathered"
         self.wait_updates()
         world = self._wires.world
@@ -93,8 +94,14 @@ class Group:
         ledger.work_on(self.name)
         if ledger.events.is_on and world.num_shards > 1:
             self._span = ledger.events.begin("gather", "wire", self.name, self._full_bytes, device=world.device)
-        for flat in self.flats:
-            flat.allocate()
+        try:
+            for flat in self.flats:
+                flat.allocate()
+        except torch.OutOfMemoryError:
+            for flat in self.flats:
+                flat.free()
+            self._span = None
+            raise
         self.gathers = [self._gather(flat, flat.full) for flat in self.flats]
         self.state = GroupState.GATHERING
 

@@ -40,15 +40,15 @@ log = logging.getLogger("zerostd")
 
 
 def record(model: nn.Module, path: str | os.PathLike[str], *, every: int = EVERY) -> Recording:
-    """Write down what happens from now on, until `close()` or the end of the `with` block: steps, memory, and events of
-    some steps. `zerostd report` makes a page of it.
+    """Record steps, memory and the events of some steps, until `close()` or the end of the `with` block. `zerostd
+    report` makes a page of the record.
 
     Collective: every rank must call it; each writes its own file, on one file system.
 
     Args:
         model: The module that prepare was called on.
-        path: Of the run directory. It is made, and must not hold another run.
-        every: Events are taken of one step in so many, and of the third.
+        path: The run directory to create. It must not hold another run.
+        every: Record events of one step in this many, and of the third step.
     """
     runtime = runtime_of(model, "record")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -140,8 +140,8 @@ class Recording(StepObserver):
         self.close()
 
     def log(self, **numbers: Any) -> None:
-        """Numbers of the step that was taken last: `loss`, `samples`, `tokens`, `lr`, and any other by its name, which
-        counts as quality. Tensors may be on the device."""
+        """Record numbers of the last step: `loss`, `samples`, `tokens`, `lr`, and any other name as a quality. Tensors
+        may be on the device."""
         if self._file.closed:
             raise MisuseError("log() on a recording that was closed")
         if not self._steps:

@@ -3,8 +3,8 @@
 Saved tensors go through a pack hook of autograd's while a group runs whose activations do not stay. Parameters and
 buffers are not activations, and small tensors are not worth moving: both stay. A group that is recomputed keeps its
 inputs only, and runs again in backward: torch's checkpointing does it, but here inputs may rest elsewhere meanwhile.
-Where some groups send theirs, others make room for what is on its way: before they run, and when backward has passed
-them. How much they leave on the device is known without asking autograd if they are like one that sends its own: of the
+Where some groups send their activations away, the others make room for those in transit: before they run, and after
+backward has passed them. The bytes that such a group keeps are taken from a group like it that sends its own: of the
 same class, with parameters of the same shapes and as many bytes of output.
 """
 

@@ -275,7 +275,10 @@ class Backward:
                 return
             used = [self._is_used(trained) for trained in self.trained]
             facts = [fact for observer in self.observers for fact in observer.facts()]
-            used_anywhere = self.reducer.control.agree(used, self.gatherer.sequence, facts)
+            flags = [*used, self.gatherer.is_short]
+            *used_anywhere, is_short = self.reducer.control.agree(flags, self.gatherer.sequence, facts)
+            if is_short:
+                self.gatherer.gather_on_demand()
             with no_torch_function():
                 for trained, is_used in zip(self.trained, used_anywhere, strict=True):
                     if is_used and trained.parameter.grad is None:  # only other ranks had a gradient

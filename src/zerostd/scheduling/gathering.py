@@ -4,10 +4,16 @@ Hooks say which group is needed in which pass; the group does the work. The orde
 each group and phase, who came next last time. It is a prediction only: a group that was not expected is gathered when
 it is needed, one expected wrongly is released at the end of the pass. Results do not depend on it. Ranks that took
 different branches would meet in different gathers, so all confirm a gather that was not expected before it starts.
+
+[Note: short of device memory] A gather that does not fit is tried once more, after the device has done all its work and
+its allocator has given back what it keeps. From then on groups are gathered when they are needed. A rank by itself
+gives back at once what it gathered ahead; several take the same gathers in the same order, so they stop gathering ahead
+together, when they agree next.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import torch
@@ -15,10 +21,13 @@ import torch
 from zerostd.communication import Control, Wires
 from zerostd.errors import MisuseError
 from zerostd.monitoring.events import LoopPhase, LoopTimer
+from zerostd.monitoring.ledger import explain_out_of_memory
 from zerostd.parameters import Flat, Group, GroupState
 from zerostd.scheduling.turns import Turn
 
 PREFETCH_DEPTH = 1  # groups gathered ahead
+
+log = logging.getLogger("zerostd")
 
 
 class Gatherer:
@@ -31,8 +40,10 @@ class Gatherer:
         self.timer = LoopTimer(wires.world.device, wires.ledger.events)
         self.turn = Turn()  # to use the model
         self.prefetch_depth = PREFETCH_DEPTH  # groups started ahead; 0 gathers only on demand
+        self.is_short = False  # of device memory: see [Note: short of device memory]
         self.sequence: list[str] = []  # groups whose gather was started since ranks last compared notes
-        self.control.num_flags = sum(len(flat.parameters) for group in groups for flat in group.trainable)
+        num_trained = sum(len(flat.parameters) for group in groups for flat in group.trainable)
+        self.control.num_flags = num_trained + 1  # the last one: a rank is short of device memory
         self._next: dict[tuple[LoopPhase, Group | None], Group] = {}  # by phase and group; None: the first
         self._last: dict[LoopPhase, Group | None] = {}  # the group needed last, in forward and in backward
         self._kept: list[Group] = []  # that this forward leaves gathered, if it ends with them
@@ -52,21 +63,49 @@ class Gatherer:
             # A rank by itself does not hold the host up for an update. Several start gathers in the same order.
             if self.wires.world.size == 1 and not all(update.is_done() for update in ahead.updates):
                 break
-            self.start_gather(ahead)
+            self.start_gather(ahead, is_ahead=True)
 
     def gather(self, group: Group) -> None:
         """Return when a group is gathered."""
         self.start_gather(group)
         self.wait_gather(group)
 
-    def start_gather(self, group: Group) -> None:
-        """Start gathering a released group; nothing to do for others."""
+    def start_gather(self, group: Group, *, is_ahead: bool = False) -> None:
+        """Start gathering a released group; nothing to do for others. A rank by itself leaves one that does not fit
+        on the device, if nobody needs it yet."""
         if group.state is not GroupState.RELEASED:
             return
         self.wait_updates(group)
         self.sequence.append(group.name)
         with self.wires.world.at(f"the gather of group {group.name!r}"):
-            group.start_gather()
+            try:
+                group.start_gather()
+            except torch.OutOfMemoryError:
+                self._make_room(group)
+                if is_ahead and self.wires.world.size == 1:
+                    return
+                with explain_out_of_memory(self.wires.ledger):
+                    group.start_gather()
+
+    def _make_room(self, group: Group) -> None:
+        """Give back what can be given back on the device; see [Note: short of device memory]."""
+        device = self.wires.world.device
+        self.wires.ledger.retries.count("gathering", "out of device memory", f"group {group.name!r}")
+        self.is_short = True
+        if self.wires.world.size == 1:
+            self.gather_on_demand()
+            for other in self.groups:
+                if other.state is GroupState.GATHERING and other.is_releasable and not other.num_pins:
+                    self.release(other)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+            torch.accelerator.empty_cache()
+
+    def gather_on_demand(self) -> None:
+        """Gather nothing ahead of time any more: memory is short on some rank."""
+        if self.prefetch_depth:
+            log.warning("device memory is short: groups are gathered when they are needed, no longer ahead of time")
+        self.prefetch_depth = 0
 
     def wait_gather(self, group: Group) -> None:
         """Wait for a gather that was started; nothing to do for others."""
@@ -140,7 +179,7 @@ class Gatherer:
         self._last[phase] = None
         first = self._next.get((phase, None))
         if first is not None and self.prefetch_depth:
-            self.start_gather(first)
+            self.start_gather(first, is_ahead=True)
         if phase is LoopPhase.FORWARD:
             self._kept = self._first_in_backward() if torch.is_grad_enabled() else []
 

@@ -1,8 +1,8 @@
 """Which activations are on the device: when they leave it after forward, and when they come back for backward.
 
-On the way out the device keeps the activations of two groups, those that are leaving and those that were left last; on
-the way back two again, those that are used and those that will be used next. Groups whose activations stay make room
-for more: others may use the memory that these will fill later in a forward, and what they have freed in a backward.
+In forward the device holds the activations of two groups: those that are leaving, and those of the last group that ran.
+In backward it holds two again: those in use, and those that will be used next. Groups whose activations stay make room
+for more: in forward, the memory that they will fill later; in backward, the memory that they have freed.
 `Activations` calls at every group's forward and backward; `ActivationCopies` moves the bytes.
 """
 
@@ -61,9 +61,8 @@ class ActivationOffloader:
         self._let_go(NUM_GROUPS, 0 if activations.tier is Tier.DISK else self._bytes_to_come)
 
     def pass_by(self, size: int) -> None:
-        """Take note that a group ran and kept so many bytes, as far as is known. When the last one has, nothing that
-        left is here. Until then the device waits for it only if what left is more than they are going to keep, or
-        takes longer than they do."""
+        """Note that a group ran and kept so many bytes, as far as is known. After the last such group, nothing that
+        left is still here. Before, the device waits only if more bytes are leaving than the later groups will keep."""
         self._staying.append(size)
         if self._staying_before:
             share = max(0.0, 1.0 - len(self._staying) / len(self._staying_before))

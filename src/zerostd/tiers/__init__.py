@@ -4,6 +4,7 @@ transfer.py     work in flight, how to wait for it, and the streams of the devic
 worker.py       a thread that does jobs, the most needed first
 limits.py       what is free, and the refusal of what does not fit
 host.py         pinned memory of exact size, and pages
+scratch_files.py  files without a name, and what is taken of them
 extents.py      space in scratch files, in pages that have checksums
 disk.py         threads that move bytes between extents and host memory
 allocator.py    tier tensors: their allocator, pools of blocks, and the way to the device

@@ -20,19 +20,10 @@ import torch
 from zerostd.errors import PrepareError, StorageError
 from zerostd.monitoring.ledger import Ledger
 from zerostd.policy import Kind
-from zerostd.tiers.extents import (
-    BLOCK_BYTES,
-    REMEDY,
-    Extent,
-    Fallback,
-    Scratch,
-    open_unnamed,
-    reason,
-    set_direct,
-    supports_direct,
-)
+from zerostd.tiers.extents import BLOCK_BYTES, REMEDY, Extent, Fallback, Scratch
 from zerostd.tiers.host import PAGE, padded
 from zerostd.tiers.limits import check_disk
+from zerostd.tiers.scratch_files import MOST_FILES, ScratchFile, reason, supports_direct
 from zerostd.tiers.transfer import Done, Transfer
 from zerostd.tiers.worker import Work
 
@@ -62,6 +53,7 @@ class Disk:
         self._limit = limit
         self._fallback = fallback
         self._extents: set[Extent] = set()
+        self._files: list[ScratchFile] = []
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._blocks: queue.SimpleQueue[Block | None] = queue.SimpleQueue()
@@ -69,7 +61,7 @@ class Disk:
         threads = [threading.Thread(target=_serve, args=(self._blocks,), name=name, daemon=True) for name in names]
         for thread in threads:
             thread.start()
-        self._finalizer = weakref.finalize(self, _shut, self._process, threads, self._blocks, self._extents)
+        self._finalizer = weakref.finalize(self, _shut, self._process, threads, self._blocks, self._files)
         if not self.is_direct:
             warnings.warn(
                 f"the file system of {self.path} does not take O_DIRECT: transfers go through the page cache, which is "
@@ -87,23 +79,24 @@ class Disk:
         size = max(PAGE, padded(num_bytes))
         used = sum(padded(extent.num_bytes) for extent in self._extents)
         check_disk(size, self.path, None if self._limit is None else max(0, self._limit - used))
-        fd, name = open_unnamed(self.path)
+        file = self._file()
         try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(fd, 0, size)
-            else:
-                os.ftruncate(fd, size)  # a system that cannot reserve: missing space shows as a failed write
-            if self.is_direct:
-                set_direct(fd)
+            start = file.take(size)
         except OSError as error:
-            os.close(fd)
             raise PrepareError(
                 f"could not reserve {size} bytes for {kind.value} in {self.path} ({reason(error)}); make room, raise "
                 "the quota or the file size limit (ulimit -f), or name another directory with Budget(disk_path=...)"
             ) from error
-        extent = Extent(name, num_bytes, kind, owner, fd, self._ledger, self._fallback)
+        extent = Extent(file, start, num_bytes, kind, owner, self._ledger, self._fallback)
         self._extents.add(extent)
         return extent
+
+    def _file(self) -> ScratchFile:
+        """Return a new file while there are few, and then the one with the fewest bytes."""
+        if len(self._files) < MOST_FILES:
+            self._files.append(ScratchFile(self.path, is_direct=self.is_direct))
+            return self._files[-1]
+        return min(self._files, key=lambda file: file.num_taken)
 
     def read(self, extent: Extent, offset: int, target: torch.Tensor) -> Transfer:
         """Start filling `target` from `offset` of `extent` on."""
@@ -121,6 +114,10 @@ class Disk:
                 transfer.wait()
         self._extents.discard(extent)
         extent.free()
+        file = extent.scratch_file
+        if file.num_taken == 0:
+            self._files.remove(file)
+            file.close()
 
     def close(self) -> None:
         """Wait for what is under way, give all space back and end the threads. Closing twice is free."""
@@ -131,9 +128,11 @@ class Disk:
 
     def _start(self, extent: Extent, offset: int, memory: torch.Tensor, *, is_write: bool) -> Transfer:
         self._check(extent, offset, memory)
-        file_bytes = os.fstat(extent.fd).st_size
-        if is_write and file_bytes < extent.num_bytes and extent.memory is None:  # it would hide behind zeros
-            raise StorageError(f"{extent} was cut to {file_bytes} bytes by another process: what it held is lost")
+        if is_write and extent.is_cut:  # it would hide behind zeros
+            file_bytes = os.fstat(extent.scratch_file.fd).st_size
+            raise StorageError(
+                f"{extent.file} was cut to {file_bytes} bytes by another process: what it held is lost, {extent.label}"
+            )
         if memory.numel() == 0:
             return Done()
         pages = memory.detach().view(-1).view(torch.uint8)  # keeps the memory alive
@@ -188,20 +187,20 @@ def _serve(blocks: queue.SimpleQueue[Block | None]) -> None:
 
 
 def _shut(
-    process: int, threads: list[threading.Thread], blocks: queue.SimpleQueue[Block | None], extents: set[Extent]
+    process: int, threads: list[threading.Thread], blocks: queue.SimpleQueue[Block | None], files: list[ScratchFile]
 ) -> None:
     """End the threads and close the files; a forked child only closes its copies of the files."""
     if threading.current_thread() in threads:  # the garbage collector may run anywhere; no thread can wait for itself
-        threading.Thread(target=_shut, args=(process, threads, blocks, extents)).start()
+        threading.Thread(target=_shut, args=(process, threads, blocks, files)).start()
         return
     if process == os.getpid():
         for _ in threads:
             blocks.put(None)
         for thread in threads:
             thread.join()
-    for extent in extents:
-        os.close(extent.fd)
-    extents.clear()
+    for file in files:
+        file.close()
+    files.clear()
 
 
 def _carry_out(block: Block, scratch: Scratch) -> BaseException | None:
@@ -213,8 +212,8 @@ def _carry_out(block: Block, scratch: Scratch) -> BaseException | None:
         verb = "writing" if is_write else "reading"
         notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
         failure = StorageError(
-            f"{verb} {len(memory)} bytes at offset {offset} of {extent.file} failed, {extent.label}: {reason(error)}"
-            f"{notes}; check the drive and its free space. {REMEDY.capitalize()}"
+            f"{verb} {len(memory)} bytes at offset {extent.start + offset} of {extent.file} failed, {extent.label}: "
+            f"{reason(error)}{notes}; check the drive and its free space. {REMEDY.capitalize()}"
         )
         failure.__cause__ = error.with_traceback(None)
         return failure

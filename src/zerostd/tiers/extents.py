@@ -1,24 +1,19 @@
 """Extents: space in scratch files, moved in whole pages, each of which has a checksum in host memory.
 
 A page's checksum is kept when the page is written and compared when it is read, so bytes that changed on the drive are
-an error and never a wrong number. An extent is one preallocated file, unlinked before it has a byte: nothing is left
-when the process ends, however it ends. O_DIRECT, where the file system takes it, keeps the page cache from using up
-the host memory that the disk is there to save.
+an error and never a wrong number. O_DIRECT, where the file system takes it, keeps the page cache from using up the host
+memory that the disk is there to save.
 
-[Note: fail-over] When a write fails for good, the extent moves to host memory: what can be read of the file is
-copied, the file is given up, and the extent goes on from memory. Pages that could not be read, or were half written, do
+[Note: fail-over] When a write fails for good, the extent moves to host memory: what can be read of it is copied, its
+space is given up, and the extent goes on from memory. Pages that could not be read, or were half written, do
 not have their checksum: reading them raises, unless they are written first.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import logging
-import mmap
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,10 +27,10 @@ from zerostd.monitoring.ledger import Ledger
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.host import PAGE, Host, aligned, padded
 from zerostd.tiers.limits import check_host
+from zerostd.tiers.scratch_files import ScratchFile, reason
 from zerostd.tiers.worker import Work
 
 BLOCK_BYTES = 8 * 2**20  # what one thread moves at a time
-DIRECT = getattr(os, "O_DIRECT", 0)  # 0: a system without it
 REMEDY = "load the last checkpoint into a new model"
 
 Move = Callable[[int, Sequence[Any], int], int]  # os.preadv or os.pwritev
@@ -54,13 +49,14 @@ class Scratch(NamedTuple):
         return cls(aligned(PAGE), torch.empty(BLOCK_BYTES // PAGE, dtype=torch.int32))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fallback:
     """Host memory for extents whose file can no longer be written."""
 
     host: Host
     ledger: Ledger
     limit: int | None = None  # most bytes of host memory that this rank may have in all
+    is_used: bool = False  # the drive has failed: other extents do not try it again and again, while ranks wait
 
     def take(self, extent: Extent) -> torch.Tensor:
         """Return memory for the whole pages of an extent; raise PrepareError if there is no room for them."""
@@ -68,19 +64,20 @@ class Fallback:
         left = None if self.limit is None else max(0, self.limit - used)
         num_bytes = max(PAGE, padded(extent.num_bytes))
         check_host(num_bytes, extent.label, left)
+        self.is_used = True
         with self.ledger.leaks.ignored():
             return self.host.allocate(num_bytes, extent.kind)
 
 
 @dataclass(eq=False)
 class Extent:
-    """Space for `num_bytes` of one kind. `file` is for messages: the file has no name any more."""
+    """Space for `num_bytes` of one kind, from byte `start` of a scratch file on."""
 
-    file: str
+    scratch_file: ScratchFile = field(repr=False)
+    start: int
     num_bytes: int
     kind: Kind
     owner: str  # the first parameter of the group whose bytes they are
-    fd: int
     ledger: Ledger = field(repr=False)
     fallback: Fallback | None = field(repr=False)
     transfers: list[Work] = field(default_factory=list, repr=False)  # those that may still be under way
@@ -99,6 +96,15 @@ class Extent:
     def label(self) -> str:
         return f"{self.kind.value} of the group of {self.owner!r}" if self.owner else self.kind.value
 
+    @property
+    def file(self) -> str:
+        return self.scratch_file.name
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether somebody has made its file shorter."""
+        return self.memory is None and os.fstat(self.scratch_file.fd).st_size < self.start + self.num_bytes
+
     @staticmethod
     def checksum_bytes(num_bytes: int) -> int:
         """Return the bytes of host memory that the checksums of `num_bytes` take."""
@@ -111,19 +117,14 @@ class Extent:
             self.ledger.leave(self.kind, self.num_bytes, Tier.DISK)
         elif self.fallback is not None:
             self.fallback.host.free(self.memory)
-        os.close(self.fd)
+        self.scratch_file.give(self.start, max(PAGE, padded(self.num_bytes)))
 
     # In the threads of a Disk
 
     def read(self, offset: int, block: torch.Tensor, scratch: Scratch) -> None:
         """Fill a block from `offset` on, and check it. A block that is not as it was written is read once more."""
         with self._moving():
-            damage = self._read(offset, block, scratch)
-            if damage is not None:
-                self.ledger.retries.count("reading", "checksum", f"{self.file}, {self.label}")
-                damage = self._read(offset, block, scratch)
-        if damage is not None:
-            raise damage
+            self._read_again_if_damaged(offset, block, scratch)
 
     def write(self, offset: int, block: torch.Tensor, scratch: Scratch) -> None:
         """Write a block to `offset`. Raises OSError if neither the file nor host memory can take it."""
@@ -147,6 +148,14 @@ class Extent:
                 self._num_moving -= 1
                 self._gate.notify_all()
 
+    def _read_again_if_damaged(self, offset: int, block: torch.Tensor, scratch: Scratch) -> None:
+        damage = self._read(offset, block, scratch)
+        if damage is not None:
+            self.ledger.retries.count("reading", "checksum", f"{self.file}, {self.label}")
+            damage = self._read(offset, block, scratch)
+        if damage is not None:
+            raise damage
+
     def _read(self, offset: int, block: torch.Tensor, scratch: Scratch) -> StorageError | None:
         """Fill a block; return an error if a page of it does not have its checksum."""
         body = len(block) // PAGE * PAGE
@@ -165,9 +174,9 @@ class Extent:
         page = int((actual != expected).nonzero()[0])
         numbers = [f"{int(checksum) & 0xFFFFFFFF:#010x}" for checksum in (expected[page], actual[page])]
         return StorageError(
-            f"the {PAGE} bytes at offset {offset + page * PAGE} of {self.file} are not those that were written: "
-            f"{self.label}, checksum {numbers[0]} expected and {numbers[1]} read. The drive, or another program, has "
-            f"changed them: {REMEDY}, and check the drive"
+            f"the {PAGE} bytes at offset {self.start + offset + page * PAGE} of {self.file} are not those that were "
+            f"written: {self.label}, checksum {numbers[0]} expected and {numbers[1]} read. The drive, or another "
+            f"program, has changed them: {REMEDY}, and check the drive"
         )
 
     def _write(self, offset: int, block: torch.Tensor, scratch: Scratch) -> None:
@@ -178,10 +187,8 @@ class Extent:
         checksums[: body // PAGE] = scratch.checksums[: body // PAGE]
         if body == len(block):
             return
-        shares_page = offset + len(block) < self.num_bytes  # the file has more in the last page, which must be kept
-        damage = self._read(offset + body, scratch.page, scratch) if shares_page else None
-        if damage is not None:
-            raise damage
+        if offset + len(block) < self.num_bytes:  # the file has more in the last page, which must be kept
+            self._read_again_if_damaged(offset + body, scratch.page, scratch)
         scratch.page[: len(block) - body] = block[body:]
         self._move(os.pwritev, scratch.page, offset + body)
         crc32_pages(scratch.page, PAGE, checksums[body // PAGE : body // PAGE + 1])
@@ -195,10 +202,15 @@ class Extent:
             return
         verb = "writing" if is_write else "reading"
         view: memoryview = pages.numpy().data
+        fd = self.scratch_file.fd
+        offset += self.start
         done = 0
         while done < len(view):
             where = f"{len(view) - done} bytes at offset {offset + done} of {self.file}"
-            count = self.ledger.retries.attempt(verb, where, move, self.fd, [view[done:]], offset + done)
+            if is_write and self.fallback is not None and self.fallback.is_used:
+                count = move(fd, [view[done:]], offset + done)
+            else:
+                count = self.ledger.retries.attempt(verb, where, move, fd, [view[done:]], offset + done)
             start = (done + count) // PAGE * PAGE
             if start <= done:
                 raise StorageError(
@@ -230,66 +242,9 @@ class Extent:
                     lost += len(block)
             self.memory = memory
             self.ledger.leave(self.kind, self.num_bytes, Tier.DISK)
-            with contextlib.suppress(OSError):
-                os.ftruncate(self.fd, 0)  # its space may be what others lack
+            self.scratch_file.punch(self.start, len(memory))  # its space may be what others lack
             log.warning(
                 "%s can no longer be written (%s): %s moves to host memory, %d bytes%s",
                 *(self.file, reason(error), self.label, self.num_bytes),
                 f", of which {lost} could not be read" if lost else "",
             )
-
-
-def open_unnamed(path: str) -> tuple[int, str]:
-    """Create a file in `path` that has no name there; return its descriptor and what to call it in messages."""
-    try:
-        if hasattr(os, "O_TMPFILE"):
-            with contextlib.suppress(OSError):  # not every file system has it
-                fd = os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-                return fd, f"{path}/(file {os.fstat(fd).st_ino}, unlinked)"
-        return open_and_unlink(path)
-    except OSError as error:
-        raise PrepareError(
-            f"disk_path={path!r}: cannot make a file there ({reason(error)}); name a directory that you may write to"
-        ) from error
-
-
-def open_and_unlink(path: str) -> tuple[int, str]:
-    """Do the same where a file must have a name first: for a moment, in a private directory of its own."""
-    folder = tempfile.mkdtemp(prefix="zerostd-", dir=path)  # 0700
-    name = os.path.join(folder, "extent")
-    try:
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        os.unlink(name)
-    finally:
-        os.rmdir(folder)
-    return fd, f"{name} (unlinked)"
-
-
-def supports_direct(path: str) -> bool:
-    """Return whether files in `path` take transfers past the page cache; raise PrepareError if none can be made there.
-    Some file systems take the flag and refuse the transfer, hence the trial."""
-    if not os.path.isdir(path):
-        raise PrepareError(f"disk_path={path!r} is not a directory; name an existing one that you may write to")
-    fd, _ = open_unnamed(path)
-    page = memoryview(mmap.mmap(-1, PAGE))
-    try:
-        set_direct(fd)
-        return bool(DIRECT) and os.pwritev(fd, [page], 0) == PAGE and os.preadv(fd, [page], 0) == PAGE
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            return False
-        raise PrepareError(
-            f"disk_path={path!r} cannot hold files: a trial write failed ({reason(error)}); name another directory"
-        ) from error
-    finally:
-        os.close(fd)
-
-
-def set_direct(fd: int) -> None:
-    """Let transfers of a file go past the page cache."""
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | DIRECT)
-
-
-def reason(error: OSError) -> str:
-    """Return the system's message with the short name of the error."""
-    return f"{errno.errorcode.get(error.errno or 0, error.errno)}: {error.strerror}"

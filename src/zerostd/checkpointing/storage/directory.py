@@ -193,6 +193,13 @@ def latest(parent: Path) -> Path | None:
     return next((folder for folder in reversed(complete) if not folder.name.startswith(".")), None)
 
 
+def make_room(target: Path, keep: int | None) -> None:
+    """Remove leftovers, and those checkpoints that `keep` would remove once `target` is there. One at least stays."""
+    clear_leftovers(target.parent)
+    if keep is not None and keep > 1:
+        keep_newest(target, keep)
+
+
 def keep_newest(target: Path, keep: int) -> None:
     """Remove complete checkpoints beside `target`, the oldest first, until `keep` are left with it. Links are the
     user's: they do not count, and stay."""

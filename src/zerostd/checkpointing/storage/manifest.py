@@ -130,7 +130,7 @@ class OptimizerEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
     class_name: str = msgspec.field(name="class")
     groups: tuple[OptimizerGroup, ...]
-    singles: dict[str, dict[str, Any]]  # states of one value, such as `step`, by parameter
+    singles: dict[str, dict[str, Any]]  # scalar states, such as `step`, by parameter
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
@@ -350,6 +350,6 @@ def _decode(value: Any, load: LoadTensor) -> Any:
 
 
 def refuse_tensor(tensor: torch.Tensor | int) -> NoReturn:
-    """Store or load tensors where there must be none: among options, states of one value and generators."""
+    """Store or load tensors where there must be none: among options, scalar states and generators."""
     what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"tensor {tensor}"
-    raise CheckpointError(f"{what} is among options or states of one value, where no tensor can be")
+    raise CheckpointError(f"{what} is among options, scalar states or random states, which cannot hold tensors")

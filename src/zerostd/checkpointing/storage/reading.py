@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import torch
 
 from zerostd.checkpointing.storage.directory import read_manifest
 from zerostd.checkpointing.storage.manifest import BLOCK, TensorEntry, TensorPart
-from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader, Threads, ordered_results
+from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader, job_threads, ordered_results
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
 from zerostd.monitoring.retrying import Retries
@@ -49,14 +50,12 @@ class Checkpoint:
         self.manifest = read_manifest(folder)
         self._readers: dict[str, SafetensorsReader] = {}
         self._scratch = threading.local()  # a block of memory for each thread
-        self._threads = Threads()
-        try:
+        with ExitStack() as files:
             for name in self.manifest.files:
-                self._readers[name] = SafetensorsReader(folder / name, retries)
+                self._readers[name] = files.enter_context(closing(SafetensorsReader(folder / name, retries)))
             self._check_headers()
-        except BaseException:
-            self.close()
-            raise
+            self._threads = files.enter_context(job_threads())
+            self._files = files.pop_all()
 
     def _check_headers(self) -> None:
         """Raise unless the headers of the files and the manifest say the same."""
@@ -79,9 +78,7 @@ class Checkpoint:
             raise CheckpointError(f"{self._readers[name].path}: the manifest does not say what {key!r} is")
 
     def close(self) -> None:
-        self._threads.close()
-        for reader in self._readers.values():
-            reader.close()
+        self._files.close()
 
     def verify(self, wanted: Iterable[tuple[TensorEntry, int, int]], on_bytes: OnBytes) -> None:
         """Read the blocks of these intervals and check them. Raises CheckpointError for the first damaged one."""

@@ -13,16 +13,14 @@ import errno
 import json
 import math
 import os
-import queue
 import stat
 import struct
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -65,51 +63,20 @@ def system_errors(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {reason(error)}") from error
 
 
-class Threads:
-    """A few threads that work on jobs. Those of concurrent.futures take none once the interpreter has begun to end,
-    when a checkpoint may still be on its way."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threads = [threading.Thread(target=self._serve, name="zerostd checkpoint") for _ in range(NUM_THREADS)]
-        self._threads: list[threading.Thread] = []
-        for thread in threads:
-            thread.start()
-            self._threads.append(thread)
-
-    def submit(self, work: Callable[[Job], Result], job: Job) -> Future[Result]:
-        """Do `work` on a job in one of the threads."""
-        future: Future[Result] = Future()
-
-        def call() -> None:
-            try:
-                future.set_result(work(job))
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._calls.put(call)
-        return future
-
-    def close(self) -> None:
-        """Finish what was submitted, and end."""
-        for _ in self._threads:
-            self._calls.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
-
-    def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-            del call
+@contextmanager
+def job_threads() -> Iterator[ThreadPool]:
+    """Open threads for jobs; at the end, drop jobs that have not begun and wait for the others. Executors of
+    concurrent.futures take no job once the interpreter has begun to end, when a checkpoint may still be on its way."""
+    threads = ThreadPool(NUM_THREADS)
+    try:
+        yield threads
+    finally:
+        threads.terminate()
+        threads.join()
 
 
-def ordered_results(threads: Threads, work: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
-    """Run `work` on jobs in threads, a few at a time, and yield the results in the order of the jobs.
-
-    After an error no further job begins.
-    """
-    waiting: deque[Future[Result]] = deque()
+def ordered_results(threads: ThreadPool, work: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
+    """Run `work` on jobs in threads, and return the results in the order of the jobs. After an error none begins."""
     errors: list[Exception] = []
 
     def work_unless_failed(job: Job) -> Result:
@@ -121,12 +88,13 @@ def ordered_results(threads: Threads, work: Callable[[Job], Result], jobs: Itera
             errors.append(error)
             raise
 
-    for job in jobs:
-        waiting.append(threads.submit(work_unless_failed, job))
-        if len(waiting) > 2 * NUM_THREADS:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
+    return threads.imap(work_unless_failed, jobs)
+
+
+def _reserve(fd: int, num_bytes: int) -> None:
+    fallocate = getattr(_LIBC, "fallocate", None)
+    if fallocate is not None and fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 class DirectFileWriter:
@@ -143,10 +111,8 @@ class DirectFileWriter:
         try:
             with _unless_refused():
                 self._direct_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | DIRECT) if DIRECT else -1
-            fallocate = getattr(_LIBC, "fallocate", None)
             with _unless_refused():  # a full disk shows at once, and writes need not wait for blocks
-                if fallocate is not None and fallocate(self._fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) != 0:
-                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+                retries.attempt("reserving", f"{num_bytes} bytes of {path}", _reserve, self._fd, num_bytes)
         except BaseException:
             self.close()
             raise
@@ -260,7 +226,7 @@ def write_file(
         closing(DirectFileWriter(path, num_bytes, retries or Retries())) as writer,
     ):
         writer.write(torch.frombuffer(header, dtype=torch.uint8), 0)
-        with closing(Threads()) as threads:
+        with job_threads() as threads:
             for tensor, crc in ordered_results(threads, lambda block: (block[0], block[1](writer, block[2])), blocks):
                 checksums[tensor.key].append(crc)
                 if len(checksums[tensor.key]) == len(tensor.blocks):

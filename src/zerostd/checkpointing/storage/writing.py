@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 from msgspec.structs import replace
 
-from zerostd.checkpointing.storage.directory import PendingDirectory, keep_newest
+from zerostd.checkpointing.storage.directory import PendingDirectory, keep_newest, make_room
 from zerostd.checkpointing.storage.manifest import BLOCK, FileEntry, Manifest, TensorEntry, TensorPart
 from zerostd.checkpointing.storage.safetensors_files import DirectFileWriter, OutputTensor, write_file
 from zerostd.communication import Control
@@ -56,15 +56,14 @@ def end_process() -> NoReturn:
 
 
 class PendingSave(StepObserver):
-    """A checkpoint on its way. A process that ends completes it first. If it fails and nobody was told, the exit code
-    is 1, unless another one was saved after it."""
+    """A checkpoint on its way. A process that ends completes it first. If it has failed and no call has raised that,
+    the process ends with exit code 1, unless a later checkpoint was saved."""
 
     def __init__(self) -> None:
         atexit.register(self._at_exit)
 
     def forget_exit(self) -> None:
-        """Leave nothing to be done when the process ends: it is complete, its failure was raised, or another one takes
-        its place."""
+        """Do nothing when the process ends: it is complete, its failure was raised, or a later one replaces it."""
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
@@ -97,7 +96,7 @@ class Saving(PendingSave):
         retries: Retries,
     ) -> None:
         self.target = target
-        self._retries = retries
+        self._retries = retries.cleaning(partial(make_room, target.absolute(), keep))
         self.error: CheckpointError | None = None  # why it failed, if it did
         self.is_finished = False
         self._control = control
@@ -135,7 +134,6 @@ class Saving(PendingSave):
         self._thread.join()
 
     def finish(self) -> None:
-        """Return when the checkpoint is complete or has failed, which is logged. All ranks call it, or take steps."""
         self._thread.join()
         while not self.is_finished:
             self._meet("the end of zerostd.save()")
@@ -158,7 +156,6 @@ class Saving(PendingSave):
             end_process()
 
     def wait(self) -> None:
-        """Return when the checkpoint is there. All ranks call it. Raises CheckpointError if it could not be written."""
         self.finish()
         if self.error is not None:
             self.forget_exit()
