@@ -107,6 +107,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="measured steps of a run")
     parser.add_argument("--warm", type=int, default=3, help="steps before them")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each system")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks of both: block.compile()")
     parser.add_argument("--profile", action="store_true", help="write profiler tables to $OUT, or print them")
     parser.add_argument("--write", action="store_true", help="write results/one-gpu.md")
     parser.add_argument("--run", choices=SYSTEMS, help="one run of one system in this process")
@@ -131,6 +132,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         model = GPT(shape)
     torch.set_default_dtype(torch.float32)
     size = sum(parameter.numel() for parameter in model.parameters())
+    if arguments.compile:
+        for block in model.blocks:
+            block.compile()
     train_one = SYSTEMS[arguments.run](model)
     data = torch.Generator(DEVICE).manual_seed(1)
     times, losses = [], []
@@ -197,7 +201,8 @@ def report(results: dict[str, list[dict[str, Any]]], arguments: argparse.Namespa
         "# One device, world of one",
         "",
         f"GPT of {pairs[0][0]['size'] / 1e9:.2f} B parameters, {arguments.micro} x {arguments.seq} tokens a step, bf16 "
-        f"weights, fp32 masters, AdamW(fused=True), norm clipped to {MAX_NORM:g}.",
+        f"weights, fp32 masters, AdamW(fused=True), norm clipped to {MAX_NORM:g}"
+        f"{', blocks compiled' if arguments.compile else ''}.",
         f"{arguments.rounds} runs of each, taking turns; {arguments.steps} steps after {arguments.warm} to warm up.",
         "",
         f"- machine: {machine()}",

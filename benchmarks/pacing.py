@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import zerostd
-from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, PlanRequest
+from zerostd.planning import GroupProfile, MachineProfile, ModelProfile, PlanRequest, Processor
 from zerostd.planning.demands import GroupShares
 from zerostd.planning.profiles import WAYS
 from zerostd.planning.request import threads_of
@@ -46,7 +46,7 @@ def _step_s(record: Record, pace: float) -> float:
     machine = MachineProfile.from_json(json.dumps(record["profile"]))
     task = PlanRequest(
         model,
-        replace(machine, processor=machine.processor.at_pace(pace)),
+        replace(machine, processor=at_pace(machine.processor, pace)),
         plan.limits,
         plan.stage,
         accumulate=job["accumulate"],
@@ -57,6 +57,12 @@ def _step_s(record: Record, pace: float) -> float:
     )
     names = [group.name for group in model.groups]
     return simulate(task, [_shares(plan, names[load.members[0]]) for load in task.costs]).step_s
+
+
+def at_pace(processor: Processor, pace: float) -> Processor:
+    """The same processor with this part of its rates."""
+    slower = {num_threads: ns / pace for num_threads, ns in processor.update_ns.items()}
+    return replace(processor, update_ns=slower, memory=processor.memory * pace)
 
 
 def _shares(plan: zerostd.Plan, group: str) -> GroupShares:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -140,6 +142,15 @@ def test_versions_count_changes_in_place_of_all_views():
     alias, before = x.detach()[1:], compat.version_of(x)
     x.add_(1)
     assert compat.version_of(alias) == compat.version_of(x) == before + 1
+    assert compat.versions_of([alias, torch.ones(1)]) == [before + 1, 0]
+
+
+def test_foreach_norm_computes_each_norm_in_the_dtype_that_is_asked_for():
+    tensors = [torch.full((4096,), 0.01, dtype=torch.bfloat16), torch.tensor([3.0, -4.0], dtype=torch.bfloat16)]
+    for order in (1.0, 2.0, float("inf")):
+        norms = compat.foreach_norm(tensors, order, torch.float32)
+        assert [n.dtype for n in norms] == [torch.float32] * 2
+        assert norms == [torch.linalg.vector_norm(t, order, dtype=torch.float32) for t in tensors]
 
 
 def test_hooks_on_saved_tensors_are_seen():
@@ -154,6 +165,30 @@ def test_hooks_on_saved_tensors_are_seen():
         assert compat.has_saved_tensor_hooks()
     checkpoint(note, torch.ones(2, requires_grad=True), use_reentrant=False)
     assert seen == [True] and not compat.has_saved_tensor_hooks()
+
+
+def test_hooks_on_saved_tensors_are_given_to_whoever_looks_on():
+    """A hook inside checkpointing hands what is saved on to it, and recomputing gives the same gradient."""
+    counted = []
+
+    def square(x):
+        pack, unpack = compat.saved_tensor_hooks()
+
+        def look(tensor):
+            counted.append(tensor.numel())
+            return pack(tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(look, unpack):
+            return x * x
+
+    assert compat.saved_tensor_hooks() is None
+    x = torch.arange(3.0, requires_grad=True)
+
+    def first_only(x):
+        return square(x) if not counted else x * x
+
+    checkpoint(first_only, x, use_reentrant=False).sum().backward()
+    assert counted and set(counted) == {3} and torch.equal(x.grad, 2 * x.detach())
 
 
 def test_schedulers_know_of_steps_that_were_noted():
@@ -364,3 +399,14 @@ def test_a_dispatch_mode_is_below_autograd():
     with torch.inference_mode():
         assert not compat.is_below_autograd()
     assert seen and all(seen)
+
+
+def test_a_dtensor_has_local_values_at_offsets(ranks):
+    assert ranks(2, _dtensor) == [((0, 0), 4.0), ((0, 2), 0.0)]
+
+
+def _dtensor(rank: int) -> tuple[tuple[int, ...], float]:
+    mesh = init_device_mesh("cpu", (2,))
+    dtensor = distribute_tensor(torch.ones(2, 3), mesh, [Shard(1)])
+    compat.set_local(dtensor, torch.zeros_like(compat.local_of(dtensor)) + (1 - rank))
+    return compat.offsets_of(dtensor.shape, mesh, dtensor.placements), float(dtensor.to_local().sum())

@@ -25,7 +25,7 @@ from zerostd.checkpointing.storage import latest as newest
 from zerostd.communication import World
 from zerostd.communication.world import Mesh
 from zerostd.engine.averaging import Average, AverageOptions, make_average
-from zerostd.engine.runtime import Runtime, owner_of, runtime_of
+from zerostd.engine.runtime import owner_of, runtime_of
 from zerostd.engine.settings import Settings
 from zerostd.errors import CheckpointError, MisuseError, PrepareError
 from zerostd.measuring.identity import device_for, device_of, parse_device
@@ -36,10 +36,10 @@ from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters.blueprints import MARK, check_model, find_blueprints
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage, Tier
-from zerostd.preparing.building import attach_optimizer, build
+from zerostd.preparing.building import build
 from zerostd.preparing.options import check_budget, check_settings
 from zerostd.preparing.proposing import plan_for
-from zerostd.replanning.adapting import adapt
+from zerostd.replanning.late import attach, attach_late
 
 
 def prepare(
@@ -70,11 +70,13 @@ def prepare(
         accumulate: Backward passes in a step, if known. With 1, gradients are kept in the reduce dtype, else as fp32
             sums, and updates off the device begin inside the last backward. None: observed; they begin at step().
         max_grad_norm: Clip gradients to this global norm in every step.
-        budget: How much of each tier may be used, and where the disk is; a size such as '24GiB' limits the device.
+        budget: How much of each tier may be used, from the first step on, and where the disk is; a size such as
+            '24GiB' limits the device.
         plan: A plan from `zerostd.plan`, or the path of a saved one. It replaces stage and placement.
         groups: Globs of module names whose parameters travel together, such as ['blocks.*'].
         mesh: The ranks that train this model: a process group or a DeviceMesh. The ranks of a row shard the model;
-            with two dimensions (replicate, shard) every row holds a replica. None: all ranks, in one row.
+            with two dimensions (replicate, shard) every row holds a replica. None: all ranks, in one row. Parameters
+            that are DTensors, over other dimensions of the same mesh, are sharded further.
 
     Returns:
         The same module, and a torch.optim.Optimizer to use instead of the one passed (None if none was).
@@ -98,15 +100,9 @@ def prepare(
     runtime = build(model, optimizer, settings)
     object.__setattr__(model, MARK, runtime)
     if optimizer is None:
-        runtime.late_optimizer = LateOptimizer(functools.partial(_attach, runtime), runtime.gradients)
+        runtime.late_optimizer = LateOptimizer(functools.partial(attach_late, runtime), runtime.gradients)
         return model, None
-    return model, _attach(runtime, optimizer)
-
-
-def _attach(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
-    optimizer = attach_optimizer(runtime, inner)
-    adapt(runtime)
-    return optimizer
+    return model, attach(runtime, optimizer)
 
 
 def plan(

@@ -65,6 +65,11 @@ def foreach_add_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> No
     torch._foreach_add_(targets, sources)
 
 
+def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the norm of each of many tensors, computed in `dtype`, with one launch."""
+    return list(torch._foreach_norm(tensors, order, dtype))
+
+
 def default_store() -> Any:
     """Return the key-value store of the default process group."""
     return torch.distributed.distributed_c10d._get_default_store()
@@ -79,6 +84,25 @@ def named_group(ranks: Sequence[int], backend: str, limit: timedelta, name: str)
     mapping = {rank: number for number, rank in enumerate(ranks)}
     torch.distributed.distributed_c10d._world.pg_group_ranks[group] = mapping
     return group
+
+
+def local_of(dtensor: Any) -> torch.Tensor:
+    """Return the local tensor of a DTensor, when it is there."""
+    local: Any = dtensor._local_tensor
+    return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
+
+
+def set_local(dtensor: Any, local: torch.Tensor) -> None:
+    """Let a DTensor have other local values of the same shape and dtype."""
+    dtensor._local_tensor = local
+
+
+def offsets_of(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> tuple[int, ...]:
+    """Return where the local tensor of a DTensor begins in the whole one, by dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+    return tuple(int(offset) for offset in offsets)
 
 
 def fsspec_storage() -> tuple[Any, Any]:
@@ -154,6 +178,12 @@ def version_of(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the same for many, without a call for each."""
+    with no_torch_function():
+        return [tensor._version for tensor in tensors]
+
+
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor that this one is a view of, as autograd knows it; None if it is no view."""
     return tensor._base
@@ -209,6 +239,12 @@ def replaced_trunc_normal(function: Callable[..., Any]) -> Iterator[None]:
 def has_saved_tensor_hooks() -> bool:
     """Return whether somebody packs what autograd saves now; checkpointing does."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """Return the functions that pack and unpack what autograd saves now; None: there are none."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
 
 
 def in_checkpoint() -> bool:

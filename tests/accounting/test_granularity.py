@@ -116,3 +116,44 @@ def test_nothing_grows_with_the_square_of_parameters_or_groups(form: dict[str, A
     assert not steep
     for name, lines in many.items():
         assert lines.total() <= 12 * few[name].total(), name
+
+
+MOST_CALLS = {"a step": 4.0, "a clipped step": 21.0}  # of functions of ours, for each parameter
+
+
+def calls_in_a_step(depth: int) -> dict[str, int]:
+    """Count the calls of functions of the library."""
+    model = Model(depth)
+    _, optimizer = zerostd.prepare(model, torch.optim.AdamW(model.parameters()), stage=0)
+
+    def step(max_norm: float | None) -> None:
+        model(torch.ones(2, WIDTH)).square().mean().backward()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def count_calls(max_norm: float | None) -> int:
+        num_calls = 0
+
+        def on_event(frame: FrameType, event: str, _: Any) -> None:
+            nonlocal num_calls
+            num_calls += event == "call" and frame.f_code.co_filename.startswith(SOURCES)
+
+        before = sys.getprofile()
+        sys.setprofile(on_event)
+        try:
+            step(max_norm)
+        finally:
+            sys.setprofile(before)
+        return num_calls
+
+    step(1.0)
+    return {"a step": count_calls(None), "a clipped step": count_calls(1.0)}
+
+
+def test_a_step_calls_few_functions_for_each_parameter() -> None:
+    few = calls_in_a_step(50)
+    many = calls_in_a_step(500)
+    for name, most in MOST_CALLS.items():
+        assert (many[name] - few[name]) / (4 * 450) <= most, name

@@ -1,13 +1,15 @@
-"""Training goes on while memory is taken away or a tier becomes slower: the plan changes once, the numbers do not.
+"""Training goes on while candidates are tried, memory is taken away or a tier becomes slower: the plan changes, the
+numbers do not.
 
-Seconds of a machine that others use decide nothing here: where faster plans are not what a test is about, none is worth
-moving to, and a slow disk is slower than anything else can be.
+Seconds of a machine that others use decide nothing here: candidates are planted, and a slow disk is slower than
+anything else can be.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,13 +28,17 @@ from zerostd import Budget, Plan
 from zerostd.planning import Prediction
 from zerostd.planning.solution import ObservedStep
 from zerostd.policy import Homes, Kind, Route, Tier
-from zerostd.replanning import adapting
-from zerostd.replanning.adapting import EVERY, NUM_FIRST, NUM_WATCHED, Adapter, RankReport, Revision
+from zerostd.preparing.proposing import PlanSearch
+from zerostd.replanning import adapting, meter
+from zerostd.replanning.adapting import EVERY, NUM_FIRST, Adapter, Revision
+from zerostd.replanning.moving import HomeMove
+from zerostd.replanning.trials import MOST_TRIED
+from zerostd.replanning.watching import NUM_WATCHED, Pace
 
-WIDTH, DEPTH = 128, 24
+WIDTH, DEPTH = 128, 10
 MIB = 2**20
 LAYER = 12 * (WIDTH * WIDTH + WIDTH)  # bytes of masters and two moments
-LIMITS = {Tier.DEVICE: 1700 << 10, Tier.HOST: 64 * MIB, Tier.DISK: 64 * MIB}
+LIMITS = {Tier.DEVICE: 750 << 10, Tier.HOST: 64 * MIB, Tier.DISK: 64 * MIB}
 FEW = 6  # layers: a slow disk is asked for each
 HOST = Homes(states=((Tier.HOST, Route.CPU, 1.0),))
 DISK = Homes(states=((Tier.DISK, Route.CPU, 1.0),))
@@ -41,14 +47,14 @@ FIRST_LOOK = NUM_FIRST + NUM_WATCHED
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured once for all of these tests."""
+    """The machine is measured once for all of these tests."""
     monkeypatch.setenv("ZEROSTD_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No plan is so much faster that it is worth moving to."""
-    monkeypatch.setattr(adapting, "GAIN", 1.0)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No candidate is worth trying."""
+    monkeypatch.setattr(adapting.Trials, "next", lambda self: None)
 
 
 def prepared(plan: Plan, path: str, depth: int = DEPTH, **options: Any) -> tuple[nn.Module, Any]:
@@ -70,13 +76,13 @@ def train(model: nn.Module, optimizer: Any, steps: int, rank: int = 0) -> None:
 
 
 def adapter_of(model: nn.Module) -> Adapter:
-    adapter = next((one for one in model.__dict__["_zerostd"].observers if isinstance(one, Adapter)), None)
+    adapter = next((each for each in model.__dict__["_zerostd"].observers if isinstance(each, Adapter)), None)
     assert isinstance(adapter, Adapter)
     return adapter
 
 
 def for_room(model: nn.Module) -> list[Revision]:
-    return [one for one in adapter_of(model).revisions if "memory was taken by others" in one.reason]
+    return [each for each in adapter_of(model).revisions if "memory was taken by others" in each.reason]
 
 
 def held(model: nn.Module, tier: str) -> int:
@@ -96,14 +102,143 @@ class Memory:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: nn.Module, total: int) -> None:
         self.model, self.total = model, total
-        monkeypatch.setattr(adapting, "free_bytes", self.free_bytes)
+        monkeypatch.setattr(meter, "free_bytes", self.free_bytes)
 
     def free_bytes(self, device: torch.device, disk_path: str | None) -> dict[str, int]:
         mine = sum(zerostd.memory(self.model).now.get("host", {}).values())
         return {"device": 0, "host": max(0, self.total - mine), "disk": 0}
 
 
-@pytest.mark.usefixtures("unhurried")
+# -- trials --
+
+
+def plant(model: nn.Module, monkeypatch: pytest.MonkeyPatch, *candidates: Plan) -> list[Plan]:
+    """Let these be the candidates, the best first by prediction; returns the plans that were moved to."""
+    started = list[Plan]()
+    start = HomeMove.__init__
+
+    def ranked(self: Adapter, *_: Any) -> tuple[Plan, list[Plan]]:
+        return self.plan, list(candidates)
+
+    def starting(self: HomeMove, runtime: Any, plan: Plan) -> None:
+        started.append(plan)
+        start(self, runtime, plan)
+
+    monkeypatch.setattr(Adapter, "_candidates", ranked)
+    monkeypatch.setattr(HomeMove, "__init__", starting)
+    return started
+
+
+def predicted(homes: Homes, step_s: float) -> Plan:
+    return Plan({"*": homes}, limits=LIMITS, predicted=Prediction(step_s=step_s))
+
+
+def test_a_slow_candidate_is_tried_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is predicted to be the best, and the disk says otherwise."""
+    model, optimizer = prepared(predicted(HOST, 1.0), str(tmp_path), FEW)
+    slow_disk(monkeypatch)
+    started = plant(model, monkeypatch, predicted(DISK, 0.5))
+    train(model, optimizer, 3 * EVERY)
+    assert [plan.homes["*"] for plan in started] == [DISK, HOST]
+    assert adapter_of(model).revisions == [] and held(model, "disk") == 0
+    first, second = model.__dict__["_zerostd"].settings.plan.trials
+    assert first.measured_s < second.measured_s and (first.predicted_s, second.predicted_s) == (1.0, 0.5)
+    assert "Measured while training" in model.__dict__["_zerostd"].settings.plan.explain()
+    same_numbers(model, str(tmp_path), 3 * EVERY, depth=FEW)
+
+
+def test_a_faster_candidate_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_disk(monkeypatch)
+    model, optimizer = prepared(predicted(DISK, 0.5), str(tmp_path), FEW)
+    plant(model, monkeypatch, predicted(HOST, 0.6))
+    train(model, optimizer, 3 * EVERY)
+    (revision,) = adapter_of(model).revisions
+    assert revision.reason == "after the first steps" and held(model, "disk") == 0
+    assert "Revised after step" in model.__dict__["_zerostd"].settings.plan.explain()
+    same_numbers(model, str(tmp_path), 3 * EVERY, depth=FEW)
+
+
+def test_trials_end_and_cost_a_bounded_number_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [(0.1 * number, 1 - 0.1 * number) for number in range(1, 9)]
+    homes = [Homes(states=((Tier.DEVICE, Route.RESIDENT, a), (Tier.HOST, Route.CPU, b))) for a, b in parts]
+    model, optimizer = prepared(predicted(HOST, 1.0), str(tmp_path), FEW)
+    started = plant(model, monkeypatch, *(predicted(each, 1.0) for each in homes))
+    monkeypatch.setattr(adapting, "MOVED_RATE", 1e15)  # all groups before one step
+    train(model, optimizer, FIRST_LOOK + (MOST_TRIED + 1) * (2 + NUM_WATCHED))
+    adapter = adapter_of(model)
+    assert len(started) == MOST_TRIED + 1 and adapter._trials is None and adapter._moving is None
+    assert len(model.__dict__["_zerostd"].settings.plan.trials) == MOST_TRIED + 1
+
+
+def test_the_next_start_begins_with_the_winner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROSTD_CACHE", str(tmp_path / "cache"))
+    budget = Budget(device=MIB, host=64 * MIB)
+
+    def start() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return zerostd.prepare(model, optimizer, budget=budget, groups=["*"], precision="bf16", accumulate=1)
+
+    model, optimizer = start()
+    train(model, optimizer, FIRST_LOOK + (MOST_TRIED + 1) * (DEPTH + NUM_WATCHED))
+    winner = model.__dict__["_zerostd"].settings.plan
+    assert winner.trials
+    again, _ = start()
+    begun = again.__dict__["_zerostd"].settings.plan
+    assert begun.homes == winner.homes and begun.trials == winner.trials
+
+
+def test_moves_pass_no_limit_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the host is to spare but checksums of the disk. States that trade places with others move, those first
+    that leave it; a candidate that can only be reached with some of them there twice is not tried."""
+    names = [str(index) for index in range(FEW)]
+    here = {name: HOST if index < FEW // 2 else DISK for index, name in enumerate(names)}
+    there = {name: DISK if index < FEW // 2 else HOST for index, name in enumerate(names)}
+    model, optimizer = prepared(Plan(here, limits=LIMITS, predicted=Prediction(step_s=1.0)), str(tmp_path), FEW)
+    runtime = model.__dict__["_zerostd"]
+    ledger = runtime.ledger
+    limits = {**LIMITS, Tier.HOST: ledger.held[Tier.HOST] + LAYER // 100}
+    runtime.settings = replace(runtime.settings, plan=replace(runtime.settings.plan, limits=limits))
+    part = Homes(states=((Tier.DEVICE, Route.RESIDENT, 0.1), (Tier.HOST, Route.CPU, 0.9)))
+    twice = Plan({**here, "0": part}, limits=limits, predicted=Prediction(step_s=0.5))
+    traded = Plan(there, limits=limits, predicted=Prediction(step_s=0.5))
+    started = plant(model, monkeypatch, twice, traded)
+    train(model, optimizer, 4 * EVERY)
+    assert traded.homes in [plan.homes for plan in started] and twice.homes not in [plan.homes for plan in started]
+    assert ledger.most[Tier.HOST] <= limits[Tier.HOST]
+    same_numbers(model, str(tmp_path), 4 * EVERY, depth=FEW)
+
+
+def test_candidates_are_ranked_beside_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is where an accelerator computes: steps go on while a thread searches, and trials begin when it is done."""
+    slow_disk(monkeypatch)
+    limits = {**LIMITS, Tier.DEVICE: 1700 << 10}
+    model, optimizer = prepared(Plan({"*": DISK}, limits=limits), str(tmp_path), FEW)
+    adapter = adapter_of(model)
+    adapter._ranks_aside = True
+    is_released = threading.Event()
+    revise = PlanSearch.revise
+
+    def waits(*arguments: Any, **options: Any) -> Any:
+        assert is_released.wait(60)
+        return revise(*arguments, **options)
+
+    monkeypatch.setattr(PlanSearch, "revise", waits)
+    train(model, optimizer, EVERY + 2)
+    assert adapter._ranking is not None and adapter._trials is None and held(model, "disk") >= FEW * LAYER
+    is_released.set()
+    adapter._ranking._work.wait()
+    train(model, optimizer, 3 * EVERY)
+    (revision,) = adapter.revisions
+    assert revision.reason == "after the first steps" and held(model, "disk") == 0
+    same_numbers(model, str(tmp_path), EVERY + 2, 3 * EVERY, depth=FEW)
+
+
+# -- memory and speed --
+
+
+@pytest.mark.usefixtures("settled")
 def test_memory_that_others_take_is_given_to_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,17 +258,15 @@ def test_memory_that_others_take_is_given_to_them(
     same_numbers(model, str(tmp_path), 2 * EVERY, 6 * EVERY)
 
 
-@pytest.mark.usefixtures("unhurried")
-def test_a_search_for_speed_does_not_put_off_the_look_at_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("settled")
+def test_searches_for_speed_do_not_put_off_the_look_at_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that were slow for a while, with no better plan to be found, and then others take memory."""
     model, optimizer = prepared(Plan({"*": HOST}, limits=LIMITS), str(tmp_path))
     memory, adapter = Memory(monkeypatch, model, 64 * MIB), adapter_of(model)
     train(model, optimizer, 2 * EVERY - 1)
     for _ in range(6):
-        adapter._revise("steps take longer", adapter._collect(RankReport(adapter._room(), seen=adapter._seen)))
-    assert adapter.revisions == [] and adapter._next["speed"] > 9 * EVERY
+        adapter._try("steps take longer", adapter._collect(adapter._report()))
+    assert adapter.revisions == [] and adapter._pace.next_search > 9 * EVERY
     memory.total = sum(zerostd.memory(model).now["host"].values())
     train(model, optimizer, EVERY + 2)
     assert len(for_room(model)) == 1
@@ -157,64 +290,79 @@ def test_a_disk_that_becomes_slow_is_left(tmp_path: Path, monkeypatch: pytest.Mo
     limits = {**LIMITS, Tier.DEVICE: MIB // 2}
     model, optimizer = prepared(Plan({"*": DISK}, limits=limits), str(tmp_path), FEW, accumulate=1)
     with monkeypatch.context() as patch:
-        patch.setattr(adapting, "GAIN", 1.0)  # whatever the disk does
-        train(model, optimizer, EVERY)
+        patch.setattr(adapting.Trials, "next", lambda self: None)  # whatever the disk does
+        train(model, optimizer, EVERY + 1)
     assert adapter_of(model).revisions == [] and adapter_of(model)._seen is not None
     assert held(model, "disk") >= FEW * LAYER and held(model, "host") == 0
     slow_disk(monkeypatch)
-    train(model, optimizer, 3 * EVERY)
+    train(model, optimizer, 6 * EVERY)
     (revision,) = adapter_of(model).revisions
     assert "steps take" in revision.reason and len(revision.moved) == FEW
     assert held(model, "disk") == 0 and held(model, "host") + held(model, "device") >= FEW * LAYER
-    same_numbers(model, str(tmp_path), EVERY, 3 * EVERY, depth=FEW, accumulate=1)
+    same_numbers(model, str(tmp_path), EVERY + 1, 6 * EVERY, depth=FEW, accumulate=1)
 
 
 @pytest.mark.parametrize(("disk_s", "is_left"), [(0.02, False), (0.3, True)])
 def test_a_disk_is_left_when_it_makes_steps_longer(tmp_path: Path, disk_s: float, is_left: bool) -> None:
-    """One that is hidden behind backward is not."""
+    """What is tried first has nothing on it. A disk that is hidden behind backward costs nothing, and stays."""
     limits = {**LIMITS, Tier.DEVICE: MIB // 2}
     model, _ = prepared(Plan({"*": DISK}, limits=limits), str(tmp_path), FEW, accumulate=1)
     seen = ObservedStep(max(0.1, disk_s), 0.06, 0.04, busy={"cpu": 0.001, "disk": disk_s})
-    proposed = adapter_of(model)._propose("steps were seen", {Tier.HOST: limits[Tier.HOST]}, seen, LAPTOP)
-    assert bool(proposed) == is_left
+    present, others = adapter_of(model)._search.revise(limits, LAPTOP, seen, speculates=False)
+    best_s, present_s = others[0].predicted.step_s or 0.0, present.predicted.step_s or 0.0
+    assert (best_s < 0.9 * present_s) == is_left
     if is_left:
-        assert not Plan.from_json(proposed).predicted.total(Tier.DISK)
+        assert not others[0].predicted.total(Tier.DISK)
 
 
-def test_a_plan_that_was_wrong_is_mended_after_the_first_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_was_wrong_is_mended_and_activations_it_counted_on_stay_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By candidates of the planner, on a processor, where nobody sees activations."""
     slow_disk(monkeypatch)
-    model, optimizer = prepared(Plan({"*": DISK}, limits=LIMITS), str(tmp_path), FEW)
-    train(model, optimizer, 3 * EVERY)
+    limits = {**LIMITS, Tier.DEVICE: 1700 << 10}
+    counted = {Tier.DEVICE: {Kind.ACTIVATIONS: 1 * MIB}}
+    plan = Plan({"*": DISK}, limits=limits, predicted=Prediction(bytes=counted))
+    model, optimizer = prepared(plan, str(tmp_path), FEW)
+    train(model, optimizer, 4 * EVERY)
     (revision,) = adapter_of(model).revisions
-    assert (revision.step, revision.reason) == (FIRST_LOOK, "after the first steps")
-    assert held(model, "disk") == 0
+    assert revision.reason == "after the first steps" and held(model, "disk") == 0
+    assert revision.plan.predicted.bytes[Tier.DEVICE][Kind.ACTIVATIONS] == 1 * MIB
+    assert revision.plan.predicted.total(Tier.DEVICE) <= limits[Tier.DEVICE]
     assert "Revised after step" in model.__dict__["_zerostd"].settings.plan.explain()
 
 
-def test_activations_that_a_plan_counted_on_stay_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a processor nobody sees them."""
+def test_a_revision_that_turns_out_worse_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk wins while it is tried, and becomes slow when it has."""
+    model, optimizer = prepared(predicted(HOST, 1.0), str(tmp_path), FEW)
+    plant(model, monkeypatch, predicted(DISK, 0.5))
+    with monkeypatch.context() as patch:
+        patch.setattr(adapting.Trials, "winner", lambda self: predicted(DISK, 0.5))
+        while not adapter_of(model).revisions:
+            train(model, optimizer, 1)
+    steps = model.__dict__["_zerostd"].backward.passes.num_steps
     slow_disk(monkeypatch)
-    counted = {Tier.DEVICE: {Kind.ACTIVATIONS: 1 * MIB}}
-    plan = Plan({"*": DISK}, limits=LIMITS, predicted=Prediction(bytes=counted))
-    model, optimizer = prepared(plan, str(tmp_path), FEW)
-    train(model, optimizer, FIRST_LOOK + 2)
-    (revision,) = adapter_of(model).revisions
-    assert revision.plan.predicted.bytes[Tier.DEVICE][Kind.ACTIVATIONS] == 1 * MIB
-    assert revision.plan.predicted.total(Tier.DEVICE) <= LIMITS[Tier.DEVICE]
+    train(model, optimizer, 3 * EVERY)
+    first, second = adapter_of(model).revisions
+    assert first.plan.homes["*"] == DISK and second.plan.homes["*"] == HOST
+    assert "under the plan before" in second.reason and len(second.moved) == FEW
+    assert held(model, "disk") == 0 and held(model, "host") + held(model, "device") >= FEW * LAYER
+    same_numbers(model, str(tmp_path), *([1] * steps), 3 * EVERY, depth=FEW)
 
 
 def test_a_frozen_plan_stays_and_so_does_one_without_limits(tmp_path: Path) -> None:
     for plan in (Plan({"*": DISK}, limits=LIMITS, adaptive=False), Plan({"*": DISK})):
         model, optimizer = prepared(plan, str(tmp_path))
         train(model, optimizer, FIRST_LOOK + 1)
-        assert not any(isinstance(one, Adapter) for one in model.__dict__["_zerostd"].observers)
+        assert not any(isinstance(each, Adapter) for each in model.__dict__["_zerostd"].observers)
         assert held(model, "disk") >= DEPTH * LAYER
 
 
+@pytest.mark.usefixtures("settled")
 def test_gradients_that_are_kept_put_a_change_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = prepared(Plan({"*": HOST}, limits=LIMITS), str(tmp_path))
     Memory(monkeypatch, model, sum(zerostd.memory(model).now["host"].values()) + 1)
-    for step in range(4 * EVERY):
+    for step in range(6 * EVERY):
         model(torch.ones(8, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=step >= 2 * EVERY)
@@ -222,6 +370,7 @@ def test_gradients_that_are_kept_put_a_change_off(tmp_path: Path, monkeypatch: p
     assert revision.step > 2 * EVERY
 
 
+@pytest.mark.usefixtures("settled")
 def test_what_else_the_loop_does_is_seen(tmp_path: Path) -> None:
     model, optimizer = prepared(Plan({"*": HOST}, limits=LIMITS), str(tmp_path))
     for _ in range(FIRST_LOOK + 1):
@@ -235,13 +384,44 @@ def test_what_else_the_loop_does_is_seen(tmp_path: Path) -> None:
     assert seen.busy["cpu"] > 0
 
 
+# -- clipping --
+
+
+def test_speculation_goes_while_every_step_is_clipped_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Candidates with and without are planted: which are asked for depends on what the last steps did, and on no
+    seconds."""
+    monkeypatch.setattr(Pace, "is_worse", False)
+    monkeypatch.setattr(Pace, "is_slower", lambda self: False)
+    plan = replace(predicted(HOST, 1.0), speculate=True)
+    model, optimizer = prepared(plan, str(tmp_path), FEW, accumulate=1, max_grad_norm=1e-6)
+    asked = list[bool]()
+
+    def ranked(self: Adapter, *_: Any) -> tuple[Plan, list[Plan]]:
+        asked.append(self._search.may_speculate and not self._clips.are_usual)
+        return self.plan, [replace(plan, speculate=asked[-1], predicted=Prediction(step_s=0.5))]
+
+    monkeypatch.setattr(Adapter, "_candidates", ranked)
+    monkeypatch.setattr(adapting.Trials, "winner", lambda self: replace(plan, speculate=asked[-1]))
+    train(model, optimizer, 6 * EVERY)
+    runtime = model.__dict__["_zerostd"]
+    assert asked[-1] is False and not runtime.settings.plan.speculate
+    optimizer.max_grad_norm = 1e6
+    train(model, optimizer, 6 * EVERY)
+    assert asked[-1] is True and runtime.settings.plan.speculate
+
+
+# -- ranks --
+
+
 def on_ranks(rank: int, folder: str) -> list[str]:
     plan = replace(Plan({"*": HOST}, limits=LIMITS), world_size=2)
     model, optimizer = prepared(plan, folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapting, "GAIN", 1.0)
+        patch.setenv("ZEROSTD_CACHE", folder)
         memory = Memory(patch, model, 64 * MIB)
-        train(model, optimizer, EVERY, rank)
+        train(model, optimizer, 6 * EVERY, rank)  # trials and all
         before = sum(zerostd.memory(model).now["host"].values())
         if rank == 1:  # one rank finds less, all move
             memory.total = before
@@ -250,12 +430,7 @@ def on_ranks(rank: int, folder: str) -> list[str]:
     wrong = [] if len(revisions) == 1 else [f"rank {rank}: {revisions}"]
     if sum(zerostd.memory(model).now["host"].values()) > 0.9 * before:
         wrong.append(f"rank {rank} gave nothing back: {zerostd.memory(model)}")
-    mine = model.__dict__["_zerostd"].settings.plan
-    if (
-        zerostd.full_state_dict(model)
-        and mine.notes[-1] != f"Revised after step {revisions[0].step}: {revisions[0].reason}."
-    ):
-        wrong.append(f"rank {rank}: {mine.notes}")
+    zerostd.full_state_dict(model)
     zerostd.release(model)
     return wrong
 

@@ -211,3 +211,29 @@ def test_boxes_cover_an_interval_once(shape: tuple[int, ...]) -> None:
                     part = part.narrow(dim, offset, size)
                 covered += part.reshape(-1).tolist()
             assert covered == list(range(start, stop))
+
+
+def with_average(rank: int, folder: str) -> list[bool]:
+    """An average goes on from a checkpoint as if nothing had happened, also at another stage."""
+    kept = []
+    states = []
+    for stage in (3, 1):
+        model, optimizer = prepared(stage=stage)
+        average = zerostd.averaged(model, 0.5)
+        if stage == 3:
+            steps(model, optimizer, 0, 3)
+            zerostd.save_dcp(f"{folder}/averaged", model, optimizer)
+        else:
+            zerostd.load_dcp(f"{folder}/averaged", model, optimizer)
+        states.append(zerostd.full_state_dict(average))
+        steps(model, optimizer, 3, 2)
+        states.append(zerostd.full_state_dict(average))
+        kept.append(average.num_averaged)
+        zerostd.release(model)
+    pairs = [(states[0], states[2]), (states[1], states[3])]
+    return [kept[0] == kept[1], *(torch.equal(a[name], b[name]) for a, b in pairs for name in a)]
+
+
+def test_averages_go_on_from_a_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    for answers in ranks(2, with_average, str(tmp_path)):
+        assert all(answers)

@@ -524,7 +524,7 @@ def without(kind: str) -> Callable[[dict[str, Any]], None]:
 
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "newer": (lambda d: d.update(version=99), "version 99, and this zerostd reads 2; use a newer zerostd"),
+    "newer": (lambda d: d.update(version=99), "version 99, and this zerostd reads 3; use a newer zerostd"),
     "path up": (rename_file("../other.safetensors"), r"'\.\./other\.safetensors' is not a plain file name"),
     "absolute path": (rename_file("/etc/passwd.safetensors"), "'/etc/passwd.safetensors' is not a plain file name"),
     "huge length": (lambda d: d["files"].update({SHARD: {"bytes": 1 << 61}}), "should have 2305843009213693952"),
@@ -557,7 +557,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "tensor among states": (
         lambda d: d["optimizer"]["singles"].update(x={"step": {"$tensor": 0}}),
-        "where no tensor can be",
+        "which cannot hold tensors",
     ),
     "generator": (lambda d: d["random"]["0"].update(python=[3, [1, 2], None]), "invalid random state"),
     "another generator": (

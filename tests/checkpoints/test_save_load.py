@@ -436,7 +436,7 @@ def test_latest_takes_the_newest_that_is_whole(tmp_path: Path, caplog: pytest.Lo
     with open(tmp_path / "step-6" / file, "r+b") as shard:
         shard.truncate(1000)
     (tmp_path / "step-5" / file).unlink()
-    edit(tmp_path / "step-4", lambda data: data.update(version=3))
+    edit(tmp_path / "step-4", lambda data: data.update(version=4))
     (tmp_path / "step-3" / "manifest.json").write_text('{"mine": 1}')
     (tmp_path / "step-2" / "manifest.json").unlink()
     (tmp_path / "logs").mkdir()

@@ -100,7 +100,7 @@ def strays(folder: str | Path) -> list[str]:
 def check_whole(folder: Path) -> None:
     """Raise CheckpointError unless every number in it is as written."""
     with closing(Checkpoint(folder)) as checkpoint:
-        checkpoint.verify([(one, 0, one.numel) for one in checkpoint.manifest.tensors], lambda num_bytes: None)
+        checkpoint.verify([(one, one.whole) for one in checkpoint.manifest.tensors], lambda num_bytes: None)
 
 
 # -- killed at every call of the system --

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zerostd
 from support.agreement import agree
@@ -244,15 +243,21 @@ def test_meshes_that_cannot_be_used_are_refused(ranks):
     agree(ranks(2, refused))
 
 
-def test_a_model_of_dtensors_is_refused(ranks):
-    agree(ranks(2, with_dtensors))
-
-
-def with_dtensors(rank: int) -> list[str]:
-    mesh = init_device_mesh("cpu", (2,))
-    model = parallelize_module(seeded(Net), mesh, {"inlet": ColwiseParallel()})
+def differs_in_a_row(rank: int) -> str:
+    """Rank 3 has another learning rate than rank 2, with which it shares a model."""
+    rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+    model = seeded(Net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if rank == 3 else 0.1)
     try:
-        zerostd.prepare(model, adamw(model))
+        zerostd.prepare(model, optimizer, mesh=rows["shard"])
     except zerostd.PrepareError as error:
-        return [] if "'inlet.weight' is a DTensor" in str(error) else [f"rank {rank}: {error}"]
-    return [f"rank {rank}: the model was taken"]
+        return str(error)
+    zerostd.release(model)
+    return ""
+
+
+def test_errors_name_ranks_as_the_launcher_does(ranks):
+    first, second, *others = ranks(4, differs_in_a_row)
+    assert not first and not second
+    for message in others:
+        assert "on rank 2" in message and "on rank 3" in message

@@ -22,7 +22,8 @@ from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import free_bytes
 from zerostd.measuring.model import profile_model
 from zerostd.policy import Homes, Kind, Route, Tier
-from zerostd.replanning.adapting import EVERY, NUM_FIRST, NUM_WATCHED, Adapter
+from zerostd.replanning.adapting import NUM_FIRST, Adapter
+from zerostd.replanning.watching import EVERY, NUM_WATCHED
 
 pytestmark = pytest.mark.gpu
 
@@ -104,7 +105,7 @@ def test_memory_that_another_process_takes_is_left_to_it() -> None:
         ours = fill(64 * MIB)  # what torch keeps for us would be room enough
         train(model, optimizer, 4 * EVERY)
         adapter = adapter_of(model)
-        room, needs = adapter._room()[Tier.DEVICE], adapter._needs(Tier.DEVICE)
+        room, needs = adapter.meter.room()[Tier.DEVICE], adapter.meter.needs(Tier.DEVICE)
     assert adapter.revisions, f"{needs / MIB:.1f} of {room / MIB:.1f} MiB are needed; {torch.cuda.memory_summary()}"
     (revision,) = adapter.revisions
     assert "memory was taken by others" in revision.reason
@@ -158,7 +159,7 @@ def test_a_processor_that_others_use_gets_less_to_do() -> None:
         adapter = adapter_of(model)
         assert adapter._seen is not None and adapter._seen.busy["cpu"] > 0
         assert len(adapter.revisions) == 1, (adapter._seen, adapter.revisions)
-        assert adapter.revisions[0].step == NUM_FIRST + NUM_WATCHED
+        assert adapter.revisions[0].step > NUM_FIRST + NUM_WATCHED
         parts = {route: part for _, route, part in adapter.revisions[0].plan.homes_of("8").states}
         assert parts.get(Route.CPU, 0.0) < 0.85
         optimizer.synchronize()  # an update that goes on would hold the model beside the next test's

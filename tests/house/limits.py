@@ -13,9 +13,9 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 28_740  # 24,782 before meshes, averages, checksums, blame, turns, joins, retries and split masters
-MOST_LINES_IN_CORE = 12_670  # 9,990 before those
-MOST_CLASSES = 244  # 225 before those
+MOST_LINES = 31_080  # 24,782 before meshes, DTensors, averages, checksums, blame, turns, joins, retries, split masters
+MOST_LINES_IN_CORE = 13_450  # 9,990 before those
+MOST_CLASSES = 264  # 225 before those
 
 # Habits that give way.
 MOST_LATE_FUNCTIONS = 0  # functions that somebody else sets on an object later

@@ -45,6 +45,7 @@ THEMES = [
     "memory",
     "wrappers",
     "surgery",
+    "recipes",
 ]
 BATCH = 8
 

@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from zerostd.planning import DiskRates, GroupProfile, Link, MachineProfile, ModelProfile, Plan, PlanRequest, Processor
-from zerostd.planning.planner import plan_from, solve
+from zerostd.planning.planner import solve
+from zerostd.planning.pricing import plan_from
 from zerostd.planning.solution import model_state
 from zerostd.policy import Tier
 

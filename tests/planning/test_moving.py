@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from zerostd.policy import Homes, Route, Stage, Tier
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats
 from zerostd.preparing.options import rules_for
-from zerostd.replanning.moving import move
+from zerostd.replanning.moving import HomeMove, move
 
 DEVICE = Homes()
 HOST = Homes(states=((Tier.HOST, Route.CPU, 1.0),))
@@ -130,12 +131,59 @@ def test_not_with_gradients_and_not_parameters(tmp_path: Path) -> None:
     runtime = model.__dict__["_zerostd"]
     model(torch.ones(2, WIDTH)).sum().backward()
     with pytest.raises(MisuseError, match=r"zero_grad\(\)"):
-        move(runtime, Plan(PLANS["device"]))
+        move(runtime, Plan({"*": GRADIENTS}))
     optimizer.zero_grad()
     with pytest.raises(MisuseError, match="only states and gradients move"):
         move(runtime, Plan({"*": Homes(parameters=Tier.HOST)}))
     train(model, optimizer)
     assert not wrong_bytes(model)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_states_move_beside_gradients_that_stay(tmp_path: Path, precision: str) -> None:
+    """The step takes them."""
+    states = []
+    for moves in (False, True):
+        model, optimizer = prepared("device", str(tmp_path), precision=precision)
+        for number in range(3):
+            model(torch.full((2, WIDTH), 1.0 + number)).square().mean().backward()
+            if moves and number < 2:
+                assert len(move(model.__dict__["_zerostd"], Plan(PLANS[("host", "device")[number]]))) == DEPTH
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not wrong_bytes(model), "\n".join(wrong_bytes(model))
+        states.append(zerostd.full_state_dict(model))
+    assert_bitwise(*states)
+
+
+def test_a_few_groups_move_before_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many bytes as were asked for, in memory that another thread took; others' updates go on."""
+    model, optimizer = prepared("device", str(tmp_path), precision="bf16", accumulate=1)
+    other, plain = prepared("device", str(tmp_path), precision="bf16", accumulate=1)
+    train(model, optimizer, 2)
+    train(other, plain, 2)
+    runtime = model.__dict__["_zerostd"]
+    allocator = runtime.resources.allocator
+    allocate = allocator.allocate_bytes
+    takers = list[int]()
+
+    def allocating(*arguments: Any) -> Any:
+        takers.append(threading.get_ident())
+        return allocate(*arguments)
+
+    monkeypatch.setattr(allocator, "allocate_bytes", allocating)
+    change = HomeMove(runtime, Plan(PLANS["host"]))
+    size = max(entry.num_bytes for entry in change._left)
+    change.take_ahead(2 * size)
+    moved = list[int]()
+    while not change.is_done:
+        before = sum(zerostd.memory(model).now.get("device", {}).values())
+        moved.append(change.advance(2 * size))
+        assert sum(zerostd.memory(model).now.get("device", {}).values()) <= before
+        assert_bitwise(train(model, optimizer, 1), train(other, plain, 1), f"after {sum(moved)} bytes")
+    assert len(moved) >= DEPTH // 2 and 0 < min(moved) <= max(moved) <= 2 * size
+    assert takers and threading.get_ident() not in takers
+    assert not wrong_bytes(model), "\n".join(wrong_bytes(model))
 
 
 def on_ranks(rank: int, folder: str) -> list[str]:

@@ -73,7 +73,8 @@ def off_by(plan: Plan, model: nn.Module) -> list[str]:
     peak, wrong = zerostd.memory(model).peak, []
     ahead = any(homes.parameters is not Tier.DEVICE for homes in plan.homes.values()) * GROUP_BYTES
     for tier in Tier:
-        predicted, measured = plan.predicted.total(tier), sum(peak.get(tier.value, {}).values())
+        kept = plan.predicted.bytes.get(tier, {}).get(Kind.ACTIVATIONS, 0)  # of which the ledger does not know
+        predicted, measured = plan.predicted.total(tier) - kept, sum(peak.get(tier.value, {}).values())
         least = 0.95 * predicted - (ahead if tier is Tier.DEVICE else 0) - 1024
         if not least <= measured <= 1.002 * predicted + 1024:
             wrong.append(f"{tier.value}: {predicted} predicted, {measured} at peak\n{plan.explain()}\n{peak}")
@@ -98,7 +99,7 @@ def test_a_budget_is_all_it_takes(name: str, precision: str, clip: float | None,
     options = {"precision": precision, "accumulate": 1, "max_grad_norm": clip, "groups": ["*"]}
     model = make()
     model, optimizer = zerostd.prepare(model, adamw(model), budget=budget, **options)
-    state, plan = train(model, optimizer), plan_of(model)
+    state, plan = train_placed(model, optimizer), plan_of(model)
     assert not off_by(plan, model), off_by(plan, model)
     limits = {tier: plan.limits[tier] for tier in plan.limits}
     assert all(plan.predicted.total(tier) <= limits[tier] for tier in limits), plan.explain()
@@ -107,7 +108,16 @@ def test_a_budget_is_all_it_takes(name: str, precision: str, clip: float | None,
             assert plan.predicted.total(tier) > 0
     other = make()
     other, plain = zerostd.prepare(other, adamw(other), placement=Placement(), **options)
-    assert_bitwise(state, train(other, plain))
+    assert_bitwise(state, train_placed(other, plain))
+
+
+def train_placed(model: nn.Module, optimizer: Any, rank: int = 0) -> dict[str, torch.Tensor]:
+    """After the first pass everything is placed by what it took: peaks are those from then on."""
+    train(model, optimizer, 2, rank)
+    ledger = model.__dict__["_zerostd"].ledger
+    ledger.peak.clear()
+    ledger.peak.update(ledger.now)
+    return train(model, optimizer, 2, rank)
 
 
 def on_ranks(rank: int, budgets: dict[int | None, list[str]], folder: str) -> list[str]:
@@ -119,8 +129,8 @@ def on_ranks(rank: int, budgets: dict[int | None, list[str]], folder: str) -> li
         model, optimizer = zerostd.prepare(
             model, adamw(model), stage=stage, precision="bf16", accumulate=1, budget=budget, groups=["*"]
         )
+        train_placed(model, optimizer, rank)
         plan = plan_of(model)
-        train(model, optimizer, rank=rank)
         failures += [f"stage {stage}, {name}, rank {rank}: {text}" for text in off_by(plan, model)]
         if stage is not None and plan.stage != stage:
             failures.append(f"stage {stage} was asked for, and {plan.stage} planned")
@@ -281,7 +291,8 @@ def test_activations_count_in_the_plan_that_is_obeyed() -> None:
     assert plan is not None and plan.predicted.total(Tier.DEVICE) == pytest.approx(928 * MIB, rel=0.01)
     limits[Tier.DEVICE] = 1178 * MIB
     seen = ObservedStep(0.005, 0.0017, 0.0033, activation_bytes=440 * MIB)
-    now, best = PlanSearch(settings.obeying(plan, sizes_of(found)), found, world).revise(limits, H200, seen)
+    search = PlanSearch(settings.obeying(plan, sizes_of(found)), found, world)
+    now, (best, *_) = search.revise(limits, H200, seen, speculates=False)
     assert now.predicted.total(Tier.DEVICE) == pytest.approx(1368 * MIB, rel=0.01)
     assert best.predicted.total(Tier.DEVICE) <= limits[Tier.DEVICE] < now.predicted.total(Tier.DEVICE)
     assert best.predicted.bytes[Tier.DEVICE][Kind.ACTIVATIONS] == 440 * MIB
@@ -356,5 +367,5 @@ def test_a_tight_host_is_met_whatever_the_rates_are(num_drawn: int, tmp_path: Pa
         seen = ObservedStep(
             between(0.002, 0.05), between(5e-4, 0.01), between(0.001, 0.02), busy={"cpu": between(5e-4, 0.02)}
         )
-        _, best = PlanSearch(obeying, found, world).revise(limits, machine, seen)
+        _, (best, *_) = PlanSearch(obeying, found, world).revise(limits, machine, seen, speculates=False)
         assert best.predicted.total(Tier.HOST) <= limits[Tier.HOST]

@@ -18,7 +18,7 @@ from scipy.optimize import linprog
 from planning.by_hand import fits, step_seconds
 from planning.machines import EVERYTHING, GIB, LAPTOP, gpt, make_plan, plain, request_of, tight
 from zerostd.errors import PrepareError
-from zerostd.planning import GroupProfile, ModelProfile, Plan, PlanRequest, planner, simulation
+from zerostd.planning import GroupProfile, ModelProfile, Plan, PlanRequest, pricing, simulation
 from zerostd.planning import solution as solutions
 from zerostd.planning.demands import WHOLE, GroupShares
 from zerostd.planning.linear import Infeasible
@@ -144,27 +144,6 @@ def test_no_price_promises_more_than_there_is() -> None:
     assert step_s[-1] < step_s[0] and prices[0] > 0 == prices[-1]
 
 
-def test_of_steps_nearly_as_short_the_one_that_needs_the_processor_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 22.5 GiB, as on an H200: with parameters and gradients on the host as well, and everything there updated by
-    the processor, or with more streamed and no later when the processor is slow."""
-    request = as_measured({Tier.DEVICE: int(22.5 * GIB), Tier.HOST: 8 * GIB})
-    chosen = solve(request)
-    assert chosen.slow_s < 1.02 * chosen.timeline.step_s
-    monkeypatch.setattr(solutions, "SLOW_PACE", 1.0)
-    hasty = solve(request)
-    assert hasty.cost_s == hasty.timeline.step_s
-    monkeypatch.undo()
-    hasty = replace(hasty)  # without what it remembers
-    assert hasty.slow_s > 1.04 * hasty.timeline.step_s and hasty.cost_s > 1.02 * chosen.cost_s
-
-
-def test_a_processor_that_is_the_device_is_as_slow_for_all() -> None:
-    limits = {Tier.DEVICE: 3 * GIB, Tier.DISK: 100 * GIB}
-    request = request_of(plain([10**8] * 4, 0.1), limits, machine=LAPTOP, num_threads=4)
-    found = solve(request)
-    assert found.cost_s == found.slow_s == found.timeline.step_s > 0
-
-
 @pytest.mark.parametrize("clips", [False, True])
 def test_nothing_leaves_a_device_that_is_large_enough(clips: bool) -> None:
     request = request_of(gpt(2048, 24, 2.0), waits_for_norm=clips)
@@ -265,7 +244,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return simulation.simulate(*given_)
 
     monkeypatch.setattr(scipy.optimize, "linprog", solving)
-    monkeypatch.setattr(planner, "simulate", simulating)
+    monkeypatch.setattr(pricing, "simulate", simulating)
     monkeypatch.setattr(solutions, "simulate", simulating)
     return found
 
@@ -296,7 +275,7 @@ def test_many_groups_are_placed_together(
     plan = make_plan(request)
     assert list(plan.homes) == [group.name for group in model.groups]
     assert all(plan.predicted.total(tier) <= limit * (1 + 1e-5) + 10_000 for tier, limit in request.limits.items())
-    assert counts["solved"] <= 32 and counts["simulated"] <= 72  # up to four for prices; half with a slow processor
+    assert counts["solved"] <= 32 and counts["simulated"] <= 72  # up to four for prices
     assert counts["variables"] <= 30 * MOST_GROUPS and counts["entries"] <= 150 * MOST_GROUPS
 
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from planning.machines import H200, plain, request_of
 from zerostd.errors import PrepareError
 from zerostd.planning import Plan, PlanRequest, Wire
-from zerostd.planning.cluster import TrainingOptions, divisions, plan_on, shortest, table, try_all
+from zerostd.planning.cluster import TrainingOptions, divisions, plan_on, shortest, table
 from zerostd.planning.described import from_numbers
+from zerostd.planning.planner import Counted, Refusal, search
 from zerostd.planning.simulation import Timeline
-from zerostd.planning.solution import Solution
-from zerostd.policy import Budget, Stage
+from zerostd.planning.solution import Solution, model_state
+from zerostd.policy import Budget, Stage, Tier
 
 STAGE = Stage.PARAMETERS
 
@@ -51,26 +52,28 @@ def step_of(samples: int, passes: int, stage: Stage = STAGE) -> PlanRequest:
     return request_of(plain([10], samples=samples), accumulate=passes, stage=stage)
 
 
-def solution_of(request: PlanRequest, step_s: float) -> Solution:
+def counted(request: PlanRequest, step_s: float) -> Counted:
     solution = Solution(request, [])
     vars(solution)["timeline"] = Timeline(step_s=step_s)
-    return solution
+    return Counted(solution, {})
 
 
-def solve(request: PlanRequest) -> Solution:
+SECONDS = {16: 2.0, 8: 1.005, 4: 1.0, 2: 1.5, 1: 3.0}  # by samples in a pass; more do not fit
+
+
+def solved() -> tuple[list[Counted], list[Refusal]]:
     """Large passes do not fit; of the others the larger ones are faster, but for one that is nearly as fast."""
-    samples = request.model.samples or 0
-    if samples > 16:
-        raise PrepareError(f"stage 3 on 1 rank(s) does not fit: {samples}.5 GiB of the device is missing. Pity")
-    return solution_of(request, {16: 2.0, 8: 1.005, 4: 1.0, 2: 1.5, 1: 3.0}[samples])
+    requests = [step_of(size, passes) for size, passes in divisions(64)]
+    fits = [counted(each, SECONDS[each.model.samples or 0]) for each in requests if (each.model.samples or 0) <= 16]
+    large = [each for each in requests if (each.model.samples or 0) > 16]
+    text = "stage 3 on 1 rank(s) does not fit: {}.5 GiB of the device is missing. Pity"
+    return fits, [(each, PrepareError(text.format(each.model.samples))) for each in large]
 
 
 def test_the_shortest_is_found_and_others_are_told() -> None:
-    requests = [step_of(size, passes) for size, passes in divisions(64)]
-    fits, refused = try_all(requests, solve)
-    assert [request.model.samples for request, _ in refused] == [64, 32]
+    fits, refused = solved()
     best = shortest(fits)
-    assert best.request == step_of(8, 8) and best.timeline.step_s == 1.005  # almost, in half the passes
+    assert best.solution.request == step_of(8, 8) and best.seconds == 1.005  # almost, in half the passes
     assert table(fits, refused, best).splitlines() == [
         "A step of 64 samples is made in passes of 8: accumulate=8. Tried:",
         "  64 x 1: 64.5 GiB of the device is missing",
@@ -84,15 +87,16 @@ def test_the_shortest_is_found_and_others_are_told() -> None:
 
 
 def test_of_each_division_the_best_stage_is_told() -> None:
-    fits = [solution_of(step_of(4, 2, stage), seconds) for stage, seconds in zip(Stage, (4.0, 2.0, 3.0), strict=False)]
+    fits = [counted(step_of(4, 2, stage), seconds) for stage, seconds in zip(Stage, (4.0, 2.0, 3.0), strict=False)]
     text = table(fits, [(step_of(4, 2), PrepareError("no"))], fits[1])
     assert text.endswith("Tried:\n  4 x 2: 2 s a step")
     assert shortest(fits) is fits[1]
 
 
 def test_nothing_that_fits_is_the_last_refusal() -> None:
-    with pytest.raises(PrepareError, match=r"32\.5 GiB"):
-        try_all([step_of(64, 1), step_of(32, 2)], solve)
+    requests = [request_of(plain([10**9], 0.1), {Tier.DEVICE: size}) for size in (10**9, 10**8)]
+    with pytest.raises(PrepareError, match=r"into 95\.37 MiB of the device"):
+        search(requests, lambda solution: model_state(solution), may_speculate=False)
 
 
 # -- of models in numbers --
@@ -160,12 +164,14 @@ def test_stages_and_speculation_are_searched_with_the_batch() -> None:
     assert any("Twice the samples" in note for note in plan.notes)
 
 
-@pytest.mark.parametrize(("samples", "device", "is_advised"), [(4, "20GiB", False), (7, "18GiB", True)])
-def test_a_plan_that_speculates_says_what_steps_take_without(samples: int, device: str, is_advised: bool) -> None:
-    model, budget = replace(from_numbers("1.3B"), samples=samples), Budget(device=device)
+@pytest.mark.parametrize("samples", [4, 8])
+def test_a_plan_that_speculates_says_what_steps_take_without(samples: int) -> None:
+    """And advises against it where clipped steps take longer than all would without."""
+    model, budget = replace(from_numbers("1.3B"), samples=samples), Budget(device="20GiB")
     plan = plan_on(model, H200, TrainingOptions(clips=True, accumulate=1, budget=budget))
     late = plan_on(model, H200, TrainingOptions(clips=True, budget=budget))
     assert plan.speculate and not late.speculate and late.predicted.clipped_s is None
     assert f"A step whose gradients are clipped takes {plan.predicted.clipped_s:.3g} s." in plan.explain()
     advice = f"Without speculating each step takes {late.predicted.step_s:.3g} s, clipped or not"
-    assert (advice in plan.explain()) == is_advised and "speculating" not in late.explain()
+    is_longer = (plan.predicted.clipped_s or 0.0) > 1.02 * (late.predicted.step_s or 0.0)
+    assert (advice in plan.explain()) == is_longer and "speculating" not in late.explain()

@@ -20,6 +20,7 @@ from zerostd.checkpointing.loading import load_from
 from zerostd.checkpointing.saving import add_save, check_call, finish_saves, records_of
 from zerostd.checkpointing.storage import PendingSave
 from zerostd.checkpointing.storage.dcp_files import (
+    AVERAGES,
     FAILURES,
     MODEL,
     OPTIMIZER,
@@ -34,11 +35,12 @@ from zerostd.checkpointing.storage.dcp_files import (
 )
 from zerostd.checkpointing.storage.manifest import encode_value
 from zerostd.checkpointing.storage.writing import end_process
+from zerostd.engine.averaging import averages_of
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import scalar_states
-from zerostd.parameters.flat import SavedInterval
+from zerostd.parameters.intervals import SavedInterval
 
 log = logging.getLogger("zerostd")
 
@@ -97,7 +99,7 @@ def save_dcp(runtime: Runtime, optimizer: ZeroOptimizer | None, path: str, extra
         cause = error
     for rank, problem in enumerate(runtime.gatherer.control.collect(cause, "zerostd.save_dcp()")):
         if problem is not None:
-            raise CheckpointError(f"rank {rank}: {problem}; nothing was saved") from cause
+            raise CheckpointError(f"{runtime.world.name(rank)}: {problem}; nothing was saved") from cause
     group = runtime.world.checkpoint_group()
     call = partial(async_save if is_async else save, state, planner=SavePlanner(), no_dist=group is None)
     future: Future[Any] = Future()
@@ -118,9 +120,12 @@ def _describe(runtime: Runtime, optimizer: ZeroOptimizer | None, extra: Any) -> 
     """Return what this rank saves, under torch's names."""
     state: dict[str, Any] = {MODEL: {}, **_ours(runtime, extra)}
     by_tensor: dict[tuple[str, str], list[SavedInterval]] = {}
+    of_averages: dict[tuple[str, str], list[SavedInterval]] = {}
     for record in records_of(runtime, optimizer, frozen=True):
         if record.kind in ("parameter", "state"):
             by_tensor.setdefault((record.of, record.state), []).append(record)
+        elif record.kind == "average":
+            of_averages.setdefault((record.state, record.of), []).append(record)
     values = {identity: ShardedValue(records) for identity, records in by_tensor.items()}
     names: dict[object, str] = {p: interval.name for _, p, interval in model_parts.parameters_of(runtime)}
     for name, tensor, owner in model_parts.named_tensors(runtime.model):
@@ -130,6 +135,11 @@ def _describe(runtime: Runtime, optimizer: ZeroOptimizer | None, extra: Any) -> 
             state[MODEL][name] = values[names[tensor], ""]
     if optimizer is not None:
         state[OPTIMIZER] = _optimizer_state(runtime, optimizer, values)
+    state[AVERAGES] = {}
+    for average in averages_of(runtime):
+        state[AVERAGES][average.name] = dict(average.buffers) if average.num_averaged else {}
+    for (name, of), records in of_averages.items():
+        state[AVERAGES][name][of] = ShardedValue(records)
     return state
 
 
@@ -145,7 +155,9 @@ def _ours(runtime: Runtime, extra: Any) -> dict[str, Any]:
         return {}
     modules = model_parts.extra_states(runtime.model, store)
     step = runtime.backward.passes.num_steps
-    text = json.dumps({"extra": encode_value(extra, store, "extra"), "modules": modules, "step": step})
+    counts = {average.name: average.counts() for average in averages_of(runtime)}
+    encoded = encode_value(extra, store, "extra")
+    text = json.dumps({"extra": encoded, "modules": modules, "step": step, "averages": counts})
     return {OURS: text, TENSORS_OF_OURS: tensors}
 
 

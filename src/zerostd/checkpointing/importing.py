@@ -9,6 +9,7 @@ intervals, and no code in them is run. Names, shapes and dtypes are known before
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -21,12 +22,15 @@ import torch
 from zerostd.checkpointing.loading import load_in_two_phases
 from zerostd.checkpointing.model_parts import buffers_of, flats_of, kept_values, named_tensors, parameters_of
 from zerostd.checkpointing.storage.directory import MANIFEST
+from zerostd.checkpointing.storage.reading import copy_shared
 from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader, system_errors
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import convert, decode
 from zerostd.monitoring.progress import ByteProgress
 from zerostd.optimizers.optimizer import ZeroOptimizer
+from zerostd.parameters.intervals import SavedInterval
+from zerostd.sharding.boxes import Stretch
 
 BLOCK = 4 << 20  # bytes read at a time
 MOST_NAMED = 40  # in an error, of each kind; the log has all
@@ -73,7 +77,7 @@ def _model_tensors(runtime: Runtime) -> Iterator[tuple[torch.Tensor, str, tuple[
     """Yield every parameter and persistent buffer with its name, its shape and the dtype in which it is kept."""
     for flat, parameter, interval in parameters_of(runtime):
         kept = flat.state_shards[0].master if flat.state_shards else flat.rest
-        yield parameter, interval.name, interval.shape, kept.dtype
+        yield parameter, interval.name, interval.full_shape, kept.dtype
     for name, buffer in buffers_of(runtime.model).items():
         yield buffer, name, tuple(buffer.shape), buffer.dtype
 
@@ -125,14 +129,18 @@ def _dtype_text(dtype: torch.dtype) -> str:
 
 def _apply(runtime: Runtime, readers: Mapping[str, TensorReader], sources: Mapping[str, str]) -> None:
     """Read what this rank keeps, into the masters where there are any."""
-    rank = runtime.world.rank
+    rank = runtime.world.shard_rank
     records = [record for flat in flats_of(runtime) for record in kept_values(flat, rank) if record.stop]
     total = sum((record.stop - record.start) * record.dtype.itemsize for record in records)
     memory = torch.empty(BLOCK, dtype=torch.uint8)
-    with ByteProgress("loading", total, is_shown=rank == 0) as progress:
+    with ByteProgress("loading", total, is_shown=runtime.world.rank == 0) as progress:
         for record in records:
             source = sources[record.of]
             block = memory.view(readers[source].tensors[source].dtype)
+            if record.whole is not None:
+                _fill_box(record, readers[source], source, block)
+                progress.add((record.stop - record.start) * record.dtype.itemsize)
+                continue
             for low in range(record.start, record.stop, block.numel()):
                 values = block[: record.stop - low]
                 readers[source].read(source, low, values)
@@ -147,6 +155,21 @@ def _apply(runtime: Runtime, readers: Mapping[str, TensorReader], sources: Mappi
             values = torch.empty(buffer.shape, dtype=readers[source].tensors[source].dtype)
             readers[source].read(source, 0, values.view(-1))
             buffer.copy_(values)
+
+
+def _fill_box(record: SavedInterval, reader: TensorReader, source: str, block: torch.Tensor) -> None:
+    """Read a part of a box of a tensor, of which the file has all rows."""
+    values = torch.empty(record.stop - record.start, dtype=record.dtype)
+    whole = Stretch((), record.full_shape, 0, 0)
+    row = math.prod(whole.shape[1:])
+    end = (record.origin[0] + record.shape[0]) * row
+    for low in range(record.origin[0] * row, end, block.numel()):
+        numbers = block[: end - low]
+        stretch = whole.part(low, low + numbers.numel())
+        if any(True for _ in record.stretch.shared(stretch)):
+            reader.read(source, low, numbers)
+            copy_shared(numbers, stretch, values, record.stretch)
+    record.column.write(record.place, values)
 
 
 def is_model(path: Path) -> bool:

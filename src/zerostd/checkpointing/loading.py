@@ -31,8 +31,9 @@ from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import gradient_records, replace_states, state_records, updated_intervals
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
-from zerostd.parameters.flat import SavedInterval
+from zerostd.parameters.intervals import SavedInterval
 from zerostd.parameters.state_shard import OF_MASTER
+from zerostd.sharding.boxes import Stretch
 
 if TYPE_CHECKING:  # it imports torch.distributed.checkpoint, which `api.save_dcp` does when it is needed
     from zerostd.checkpointing.storage.dcp_files import DcpCheckpoint
@@ -46,7 +47,7 @@ IN_PART = (
 )
 
 T = TypeVar("T")
-Wanted = tuple[TensorEntry, int, int]  # elements [low, high) of a tensor that this rank reads
+Wanted = tuple[TensorEntry, Stretch]  # elements of a tensor that this rank reads
 
 
 def load_in_two_phases(
@@ -87,7 +88,7 @@ def _on_all_ranks(runtime: Runtime, where: str, remark: str, work: Callable[[], 
     message = None if cause is None else str(checkpoint_error(cause))
     for rank, said in enumerate(runtime.gatherer.control.collect(message, where)):
         if said is not None:
-            who = f"rank {rank}: " if runtime.world.size > 1 else ""
+            who = f"{runtime.world.name(rank)}: " if runtime.world.size > 1 else ""
             raise CheckpointError(f"{who}{said}. {remark}") from cause
     return result
 
@@ -117,7 +118,7 @@ def load_from(runtime: Runtime, optimizer: ZeroOptimizer | None, open_checkpoint
             more = f", and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
             raise CheckpointError(f"the checkpoint does not fit the model: {'; '.join(problems[:MOST_PROBLEMS])}{more}")
         wanted = [*_wanted(runtime, optimizer, manifest)]
-        total = sum((high - low) * entry.torch_dtype.itemsize for entry, low, high in wanted)
+        total = sum((stretch.stop - stretch.start) * entry.torch_dtype.itemsize for entry, stretch in wanted)
         with ByteProgress("checking", total, is_shown=runtime.world.rank == 0) as progress:
             checkpoint.verify(wanted, progress.add)
         try:
@@ -142,7 +143,7 @@ def load_from(runtime: Runtime, optimizer: ZeroOptimizer | None, open_checkpoint
 
 def _problems(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifest) -> Iterator[str]:
     """Yield what does not fit: parameters, buffers, extra states, the optimizer's groups and the loss scale."""
-    parameters = {i.name: i.shape for flat in _flats_in(runtime, manifest) for i in flat.layout.intervals}
+    parameters = {i.name: i.full_shape for flat in _flats_in(runtime, manifest) for i in flat.layout.intervals}
     buffers = {name: tuple(buffer.shape) for name, buffer in model_parts.buffers_of(runtime.model).items()}
     for kind, shapes in (("parameter", parameters), ("buffer", buffers)):
         saved = {entry.of: entry.shape for entry in manifest.of_kind(kind)}
@@ -178,7 +179,7 @@ def _average_problems(runtime: Runtime, manifest: Manifest, *, is_resumed: bool)
             trained = [
                 i for flat in model_parts.flats_of(runtime) if flat.gradient is not None for i in flat.layout.intervals
             ]
-            shapes = {interval.name: interval.shape for interval in trained if interval.numel}
+            shapes = {interval.name: interval.full_shape for interval in trained if interval.numel}
             shapes |= {buffer: tuple(values.shape) for buffer, values in average.buffers.items()}
             for of, shape in shapes.items():
                 if shape not in [entry.shape for entry in manifest.named("average", of) if entry.state == name]:
@@ -208,7 +209,7 @@ def _optimizer_problems(runtime: Runtime, optimizer: ZeroOptimizer, manifest: Ma
         if entry.of not in trained_names:
             yield f"{entry.label} has no place: the parameter does not train here"
     for flat in trained:
-        for name, _, _ in updated_intervals(flat):
+        for name, _ in updated_intervals(flat):
             for entry in manifest.named("state", name):
                 if any(not shard.is_resident and entry.state not in shard.tensors for shard in flat.state_shards):
                     yield f"{entry.label} has no place: the optimizer had other options when it was saved"
@@ -227,18 +228,18 @@ def _wanted(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifes
     for flat in _flats_in(runtime, manifest):
         for record in model_parts.kept_values(flat, runtime.world.shard_rank):
             (entry,) = manifest.named("parameter", record.of)
-            yield entry, record.start, record.stop
+            yield entry, record.stretch
         for record in _average_records(runtime, flat):
             for entry in manifest.named("average", record.of):
                 if entry.state == record.state:
-                    yield entry, record.start, record.stop
+                    yield entry, record.stretch
         if optimizer is not None and flat.gradient is not None:
-            for name, low, high in updated_intervals(flat):
+            for name, stretch in updated_intervals(flat):
                 for entry in (*manifest.named("state", name), *manifest.named("gradient", name)):
-                    yield entry, low, high
+                    yield entry, stretch
     generators = model_parts.generator_entries(runtime.world, manifest)
     for entry in (*manifest.of_kind("buffer"), *manifest.of_kind("extra"), *generators):
-        yield entry, 0, entry.numel
+        yield entry, entry.whole
 
 
 def _decoded(checkpoint: AnyCheckpoint, optimizer: ZeroOptimizer | None) -> Manifest:
@@ -326,7 +327,7 @@ def _records(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manife
         _clear_states(flat, manifest)
         _make_states(optimizer.updater, flat, manifest)
         yield from state_records(optimizer.updater, flat, flat.region, group="")
-        gradients = [entry for name, _, _ in updated_intervals(flat) for entry in manifest.named("gradient", name)]
+        gradients = [entry for name, _ in updated_intervals(flat) for entry in manifest.named("gradient", name)]
         if gradients:
             yield from gradient_records(flat, flat.region, "", {entry.torch_dtype for entry in gradients})
 

@@ -19,11 +19,12 @@ from torch import nn
 from zerostd.checkpointing.storage import Checkpoint, Manifest
 from zerostd.checkpointing.storage.manifest import StoreTensor, TensorEntry, decode_value, encode_value, refuse_tensor
 from zerostd.communication import World
+from zerostd.communication.dtensors import Spec
 from zerostd.compat import persistent_buffers
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError
 from zerostd.parameters import Flat, Group
-from zerostd.parameters.flat import SavedInterval, tensor_interval, value_intervals
+from zerostd.parameters.intervals import SavedInterval, tensor_interval, value_intervals
 from zerostd.sharding import Interval
 
 if TYPE_CHECKING:  # it imports torch.distributed.checkpoint, which `api.save_dcp` does when it is needed
@@ -79,7 +80,8 @@ def modules_with_own(model: nn.Module, method: str) -> dict[str, nn.Module]:
 
 
 def full_values(runtime: Runtime, group: Group) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Yield every parameter of a group in its original dtype, when updates are finished. All ranks call it."""
+    """Yield every parameter of a group in its original dtype, when updates are finished: local values of DTensors. All
+    ranks call it."""
     runtime.gatherer.wait_updates(group)
     runtime.gatherer.wait_gather(group)
     for flat in group.flats:
@@ -109,6 +111,8 @@ def full_state(runtime: Runtime, rank: int | None) -> dict[str, Any]:
     values: dict[torch.Tensor, torch.Tensor] = {}
     for group in runtime.groups:
         for parameter, value in full_values(runtime, group):
+            spec = Spec.of(parameter)
+            value = value if spec is None else spec.whole(value)
             if keep:
                 values[parameter] = value.to("cpu", copy=True)
     if not keep:

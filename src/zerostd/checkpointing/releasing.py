@@ -8,7 +8,6 @@ import torch
 from zerostd.checkpointing.model_parts import full_values
 from zerostd.checkpointing.saving import finish_saves
 from zerostd.engine.runtime import Runtime
-from zerostd.parameters.lending import set_data
 
 
 @torch.no_grad()
@@ -21,10 +20,12 @@ def release_model(runtime: Runtime) -> None:
         runtime.hooks.remove()
         runtime.guards.remove()
         runtime.finish_updates()
-        for group in runtime.groups:
-            for parameter, value in full_values(runtime, group):
-                set_data(parameter, value.clone())
+        values = {p: value.clone() for group in runtime.groups for p, value in full_values(runtime, group)}
         runtime.access.remove()
+        for group in runtime.groups:
+            for flat in group.flats:
+                for index, parameter in enumerate(flat.parameters):
+                    flat.set_values(index, values.pop(parameter))
         for parameter in runtime.model.parameters():
             parameter.grad = None
         if runtime.late_optimizer is not None:

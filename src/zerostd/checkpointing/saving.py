@@ -30,7 +30,8 @@ from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import gradient_records, scalar_states, state_records
-from zerostd.parameters.flat import SavedInterval, tensor_interval, value_intervals
+from zerostd.parameters import Flat, Group
+from zerostd.parameters.intervals import SavedInterval, tensor_interval, value_intervals
 from zerostd.parameters.state_shard import SplitTensor
 
 
@@ -55,6 +56,7 @@ def save_checkpoint(
             "zerostd.save after backward passes under zerostd.no_sync, whose gradients are not reduced yet: call it "
             "after a pass outside no_sync, or after optimizer.step()"
         )
+    runtime.gradients.flush()
     factor = runtime.gradients.factor  # not 1 when gradients are no longer as backward has left them
     if runtime.backward.passes.num_done and not (isinstance(factor, float) and factor == 1.0):
         raise MisuseError(
@@ -184,20 +186,32 @@ def _describe(
 def records_of(runtime: Runtime, optimizer: ZeroOptimizer | None, *, frozen: bool) -> Iterator[SavedInterval]:
     """Yield where this rank keeps what it saves, group by group, each when its update is done. Of several replicas
     the first one saves."""
-    has_gradient = {i.name for _, parameter, i in model_parts.parameters_of(runtime) if parameter.grad is not None}
     for group in runtime.update_order() if runtime.world.replica == 0 else ():
         runtime.gatherer.wait_updates(group)
         for flat in group.flats if frozen else group.trainable:
-            mine = flat.layout.shard(runtime.world.shard_rank)
-            yield from value_intervals(flat, mine, group.name)
-            for average in averages_of(runtime):
-                yield from average.records(flat, mine, group.name)
-            if optimizer is not None and flat in optimizer.updater.spans:
-                yield from state_records(optimizer.updater, flat, mine, group.name)
-            if optimizer is not None and flat.gradient is not None and runtime.backward.passes.num_done:
-                gradients = gradient_records(flat, mine, group.name)
-                yield from (record for record in gradients if record.of in has_gradient)
+            copies = {  # that another split saves
+                interval.name
+                for index, interval in enumerate(flat.layout.intervals)
+                if not flat.saves(index, runtime.world.split)
+            }
+            kept = _kept_of(runtime, optimizer, group, flat)
+            yield from (record for record in kept if record.of not in copies)
     yield from model_parts.generator_records(runtime.world)
+
+
+def _kept_of(runtime: Runtime, optimizer: ZeroOptimizer | None, group: Group, flat: Flat) -> Iterator[SavedInterval]:
+    """Yield where this rank keeps what it saves of one flat: values, averages, states, and gradients in a step."""
+    mine = flat.layout.shard(runtime.world.shard_rank)
+    yield from value_intervals(flat, mine, group.name)
+    for average in averages_of(runtime):
+        yield from average.records(flat, mine, group.name)
+    if optimizer is not None and flat in optimizer.updater.spans:
+        yield from state_records(optimizer.updater, flat, mine, group.name)
+    if optimizer is not None and flat.gradient is not None and runtime.backward.passes.num_done:
+        pairs = zip(flat.layout.intervals, flat.parameters, strict=True)
+        has_gradient = {interval.name for interval, parameter in pairs if parameter.grad is not None}
+        gradients = gradient_records(flat, mine, group.name)
+        yield from (record for record in gradients if record.of in has_gradient)
 
 
 def _entries(runtime: Runtime, records: Sequence[SavedInterval]) -> tuple[TensorEntry, ...]:
@@ -212,7 +226,7 @@ def _entries(runtime: Runtime, records: Sequence[SavedInterval]) -> tuple[Tensor
             kind=record.kind,
             of=record.of,
             dtype=dtype_name(record.dtype),
-            shape=record.shape,
+            shape=record.full_shape,
             parts=(),
             state=record.state,
             original=original.get(record.of, "") if record.kind == "parameter" else "",

@@ -49,7 +49,7 @@ class Control:
         with self.world.at(where), self.world.waiting():
             dist.all_reduce(message, dist.ReduceOp.MAX, group=self.world.channels.control)
         if not torch.equal(message[-8:-4], 255 - message[-4:]):
-            raise CommunicationError(_explain(self._exchange(ours, where)))  # all ranks are here
+            raise CommunicationError(_explain(self._exchange(ours, where), self.world))  # all ranks are here
         self.notes.clear()
         return [bool(flag) for flag in message[:-8].tolist()]
 
@@ -74,7 +74,7 @@ class Control:
         digests = self.collect(f"{len(lines)}:{zlib.crc32(chr(10).join(lines).encode())}", "zerostd.prepare()")
         if len(set(digests)) > 1:
             everyone = self.collect(list(lines), "zerostd.prepare()")
-            raise PrepareError(f"ranks were given different {what}: {_first_difference(everyone)}")
+            raise PrepareError(f"ranks were given different {what}: {_first_difference(everyone, self.world)}")
 
     def collect(self, value: Any, what: str = "an exchange between ranks") -> list[Any]:
         """Return everyone's value, by rank; `what` names the exchange in errors."""
@@ -122,15 +122,16 @@ def check_same_activations(world: World, name: str, sizes: Sequence[int]) -> Non
         )
 
 
-def _explain(everyone: list[tuple[list[str], list[str], list[str]]]) -> str:
+def _explain(everyone: list[tuple[list[str], list[str], list[str]]], world: World) -> str:
     """Return how ranks differ, from the place, the sequence of gathers and the facts of each."""
     places, sequences, facts = (list(lines) for lines in zip(*everyone, strict=True))
     usual, rank = _odd(facts)
-    pairs = [(f"{ours} on rank {usual}", f"{theirs} on rank {rank}") for ours, theirs in _differing(facts, usual, rank)]
+    names = (world.name(usual), world.name(rank))
+    pairs = [(f"{ours} on {names[0]}", f"{theirs} on {names[1]}") for ours, theirs in _differing(facts, usual, rank)]
     options = "; ".join(" and ".join(pair) for pair in pairs[:MOST_DIFFERENCES])
     if any(place != places[0] for place in places):
         usual, rank = _odd(places)
-        where = f"rank {usual} is at {places[usual][0]} and rank {rank} at {places[rank][0]}"
+        where = f"{world.name(usual)} is at {places[usual][0]} and {world.name(rank)} at {places[rank][0]}"
         also = f"; they differ in {options}" if options else ""
         is_order = all("the gather of group" in place[0] for place in (places[usual], places[rank]))
         remedy = f"{SAME_CALLS}. {SAME_ORDER}" if is_order else SAME_CALLS
@@ -138,7 +139,7 @@ def _explain(everyone: list[tuple[list[str], list[str], list[str]]]) -> str:
     if any(sequence != sequences[0] for sequence in sequences):
         return (
             "ranks gathered groups in different orders, so parameters may hold mixed values and this step was not "
-            f"applied: {_first_difference(sequences)}. {SAME_ORDER}"
+            f"applied: {_first_difference(sequences, world)}. {SAME_ORDER}"
         )
     return (
         f"ranks differ in what they take into this step, which would mix their values: {options}. Give all ranks the "
@@ -158,14 +159,14 @@ def _differing(everyone: list[list[str]], usual: int, rank: int) -> list[tuple[s
     return [(ours, theirs) for ours, theirs in both if ours != theirs]
 
 
-def _first_difference(everyone: list[list[str]]) -> str:
+def _first_difference(everyone: list[list[str]], world: World) -> str:
     """Return where the first rank that differs from most ranks does so."""
     usual, rank = _odd(everyone)
     for index, (ours, theirs) in enumerate(zip_longest(everyone[usual], everyone[rank])):
         if ours is None or theirs is None:
             longer = usual if theirs is None else rank
             num_more = len(everyone[longer]) - index
-            return f"rank {longer} has {num_more} more, the first is {everyone[longer][index]!r}"
+            return f"{world.name(longer)} has {num_more} more, the first is {everyone[longer][index]!r}"
         if ours != theirs:
-            return f"entry {index} is {ours!r} on rank {usual} and {theirs!r} on rank {rank}"
+            return f"entry {index} is {ours!r} on {world.name(usual)} and {theirs!r} on {world.name(rank)}"
     return "none, when they were compared again"

@@ -51,9 +51,11 @@ OPEN: weakref.WeakSet[Peers] = weakref.WeakSet()  # those with a socket
 class Peers:
     """This rank's place, and the way to the places of all others. One for each prepared model."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
-        """Meet all ranks at the store. Raises CommunicationError with the ranks that have not come in time."""
+    def __init__(self, store: Any, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+        """Meet all ranks at the store. Raises CommunicationError with the ranks that have not come in time. `ranks` are
+        those of the default process group, by their number here: errors name them."""
         self.place = Place(rank, seconds=time.monotonic())
+        self.ranks = tuple(ranks)
         self.timeout_s = timeout_s
         self.pending = Pending()  # on the device
         self._seen: dict[int, tuple[float, Place]] = {}  # what other ranks said last, and when
@@ -67,7 +69,7 @@ class Peers:
         number = store.add(f"zerostd/prepare/{rank}", 1)  # of this rank's calls of prepare
         self._key = f"zerostd/{number}"
         try:
-            self._addresses = self._meet(store, host, size)
+            self._addresses = self._meet(store, host, len(self.ranks))
         except BaseException:
             self._socket.close()
             with contextlib.suppress(RuntimeError):  # as if it had not called: the next time it counts as the first
@@ -87,8 +89,9 @@ class Peers:
             texts = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
         except RuntimeError as error:
             raise CommunicationError(
-                f"rank {self.place.rank} gave up waiting in zerostd.prepare() (time limit {self.timeout_s:g} s): "
-                f"{self._missing(store, keys)}. Every rank must prepare the same models, in the same order"
+                f"rank {self.ranks[self.place.rank]} gave up waiting in zerostd.prepare() (time limit "
+                f"{self.timeout_s:g} s): {self._missing(store, keys)}. Every rank must prepare the same models, in the "
+                "same order"
             ) from error
         if self.place.rank == 0:
             store.delete_key(f"{self._key}/missing")
@@ -101,7 +104,7 @@ class Peers:
         verdict = f"{self._key}/missing"
         try:
             if not store.check([verdict]):
-                missing = [f"rank {rank}" for rank, key in enumerate(keys) if not store.check([key])]
+                missing = [f"rank {rank}" for rank, key in zip(self.ranks, keys, strict=True) if not store.check([key])]
                 store.set(verdict, f"{', '.join(missing)} did not come to it" if missing else "all came too late")
             return str(store.get(verdict).decode())
         except RuntimeError:
@@ -176,8 +179,8 @@ class Peers:
         self.place.verdict = self._blame(self._ask_all(), here)
         self._tell_all()
         return (
-            f"rank {self.place.rank} {verb}, {self.place.counts}: {self.place.verdict}. Every rank must make the "
-            f"same calls in the same order. Cause: {cause}"
+            f"rank {self.ranks[self.place.rank]} {verb}, {self.place.counts}: {self.place.verdict}. Every rank must "
+            f"make the same calls in the same order. Cause: {cause}"
         )
 
     def _blame(self, answers: dict[int, Place | str], here: Place) -> str:
@@ -193,15 +196,18 @@ class Peers:
                 continue
             if isinstance(answer, str):
                 end = self._seen[rank][1].end if rank in self._seen else ""
-                missing.append(f"rank {rank} {f'{GONE}: {end}' if end else answer}. {self._last_seen(rank)}")
+                reason = f"{GONE}: {end}" if end else answer
+                missing.append(f"rank {self.ranks[rank]} {reason}. {self._last_seen(rank)}")
             elif not answer.is_waiting:
-                running.append(f"rank {rank} {answer.describe()}")
+                running.append(f"rank {self.ranks[rank]} {answer.describe()}")
             elif not answer.is_beside(here):
-                elsewhere.append(f"rank {rank} {answer.describe()}")
+                elsewhere.append(f"rank {self.ranks[rank]} {answer.describe()}")
         first = next(iter(verdicts), None)
         if first is not None:
             place = verdicts[first]
-            elsewhere.append(f"rank {first} failed before. It {place.describe()}, and said: {place.verdict}")
+            elsewhere.append(
+                f"rank {self.ranks[first]} failed before. It {place.describe()}, and said: {place.verdict}"
+            )
         culprits = missing or running or elsewhere
         return "; ".join(culprits) or "all ranks wait in it, so the network between them has failed"
 

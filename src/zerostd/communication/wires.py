@@ -82,7 +82,7 @@ class Wires:
         self._receive = torch.empty(0, dtype=torch.uint8, device=world.device)
         self._receiving: Collective | None = None  # the last one that uses the receive buffer; without streams
         self._largest_slice = 0  # bytes of the largest gradient that is received
-        has_streams = world.device.type != "cpu" and world.size > 1
+        has_streams = world.device.type != "cpu" and not world.is_alone
         # See [Note: streams]. Compute waits for gathers, so they come first.
         self._gathers = torch.Stream(world.device, priority=-1) if has_streams else None
         self._reduces = torch.Stream(world.device) if has_streams else None

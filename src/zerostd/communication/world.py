@@ -5,7 +5,8 @@ and no launcher at all, which is a world of one without a process group. Each pr
 several of them in one process never mix their messages.
 
 A mesh of two dimensions (replicate, shard) is hybrid sharding: the ranks of a row share the model state, every row
-holds a replica of it, and the ranks of a column hold the same shard. Without it there is one row.
+holds a replica of it, and the ranks of a column hold the same shard. Without it there is one row. Where parameters are
+DTensors over another mesh, there are such rows for each of its coordinates: splits (dtensors.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerostd.communication.dtensors import Rows, find_splits
 from zerostd.communication.peers import Peers
 from zerostd.compat import default_store, named_group
 from zerostd.errors import CommunicationError, PrepareError
@@ -57,7 +59,9 @@ class Channels:
     regather: dist.ProcessGroup  # gathers in backward, while a rank that strays may be in a forward
     reduce: dist.ProcessGroup
     broadcast: dist.ProcessGroup
-    scalars: dist.ProcessGroup  # between backward and step: ranks that go on gather for a forward before they regather
+    scalars: (
+        dist.ProcessGroup
+    )  # between backward and step, of one replica: ranks that go on gather before they regather
     control: dist.ProcessGroup  # of all, gloo, on the CPU: reading its results costs no device synchronisation
     peers: Peers  # who and where the others are, beside these groups
     replicas: dist.ProcessGroup | None = None  # of the ranks that hold the same shard, if there are several
@@ -75,11 +79,12 @@ class World:
     timeout_s: float
     channels: Channels | None  # None in a world of one
     num_replicas: int = 1  # of the model state, one in each row of a mesh
+    num_splits: int = 1  # that DTensors divide the model into
 
     @property
     def num_shards(self) -> int:
-        """The ranks that share one replica of the model state."""
-        return self.size // self.num_replicas
+        """The ranks that share one replica of the model state, or of its split."""
+        return self.size // (self.num_replicas * self.num_splits)
 
     @property
     def shard_rank(self) -> int:
@@ -87,32 +92,49 @@ class World:
         return self.rank % self.num_shards
 
     @property
+    def row(self) -> slice:
+        """Those, among all ranks."""
+        return slice(self.rank - self.shard_rank, self.rank - self.shard_rank + self.num_shards)
+
+    @property
     def replica(self) -> int:
         """The number of the replica that this rank holds a shard of."""
-        return self.rank // self.num_shards
+        return self.rank // self.num_shards % self.num_replicas
+
+    @property
+    def split(self) -> int:
+        """The number of the split that this rank holds a shard of."""
+        return self.rank // (self.num_shards * self.num_replicas)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank has gradients of the same parameters."""
+        return self.num_shards * self.num_replicas == 1
 
     @classmethod
-    def discover(cls, device: torch.device, mesh: Mesh = None) -> World:
-        """Join the ranks that the launcher started, or those of a mesh; or be a world of one."""
+    def discover(cls, device: torch.device, mesh: Mesh = None, beside: DeviceMesh | None = None) -> World:
+        """Join the ranks that the launcher started, or those of a mesh; or be a world of one. `beside` is the mesh of
+        parameters that are DTensors."""
         timeout_s = _timeout_s()
         limit = timedelta(seconds=timeout_s)
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) != 1:
             with _environment(WATCHDOG):
                 _join(device, limit)
         rows = _rows(mesh, device)
-        ranks = [rank for row in rows for rank in row]
+        splits = find_splits(rows, beside)
+        ranks = [rank for split in splits for row in split for rank in row]
         if len(ranks) == 1:
             return cls(0, 1, 1, device, timeout_s, None)
         size = len(ranks)
         local_size = min(size, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
         rank = ranks.index(dist.get_rank())
-        peers = Peers(_store_of(ranks), rank, size, timeout_s)
+        peers = Peers(_store_of(ranks), rank, ranks, timeout_s)
         with contextlib.ExitStack() as on_failure, _environment(WATCHDOG):
             on_failure.callback(peers.close)
             with peers.at("the making of its process groups"), peers.waiting():
-                channels = _make_channels(rows, dist.get_default_backend_for_device(device), limit, peers)
+                channels = _make_channels(splits, dist.get_default_backend_for_device(device), limit, peers)
             on_failure.pop_all()
-        return cls(rank, size, local_size, device, timeout_s, channels, len(rows))
+        return cls(rank, size, local_size, device, timeout_s, channels, len(rows), len(splits))
 
     @classmethod
     def pretend(cls, device: torch.device, size: int | None, local_size: int | None) -> World:
@@ -124,6 +146,12 @@ class World:
         if local_size is None:
             local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return cls(0, size, min(size, local_size), device, _timeout_s(), None)
+
+    def name(self, rank: int) -> str:
+        """Return what a rank of this world is called: by its number in the default process group."""
+        if self.channels is not None and dist.is_initialized():
+            rank = dist.get_process_group_ranks(self.channels.control)[rank]
+        return f"rank {rank}"
 
     def inside(self, group: dist.ProcessGroup) -> World:
         """Return this process among those of a process group, which stays the user's."""
@@ -195,21 +223,27 @@ def try_group(device: torch.device, timeout_s: float) -> tuple[int, str, float]:
             dist.destroy_process_group()
 
 
-def _make_channels(rows: Sequence[Sequence[int]], backend: str, limit: timedelta, peers: Peers) -> Channels:
+def _make_channels(splits: Sequence[Rows], backend: str, limit: timedelta, peers: Peers) -> Channels:
     """Make the process groups of one prepared model; see [Note: gloo ends the process]."""
-    ranks = [rank for row in rows for rank in row]
-    row = next(row for row in rows if dist.get_rank() in row)
-    column = [other[row.index(dist.get_rank())] for other in rows]
+    here = dist.get_rank()
+    ranks = [rank for split in splits for row in split for rank in row]
+    rows = next(split for split in splits if any(here in row for row in split))
+    replica = next(number for number, row in enumerate(rows) if here in row)
+    row = rows[replica]
+    column = [other[row.index(here)] for other in rows]
     control = _new_group(ranks, "gloo", limit)
     limit += LATER if backend != "gloo" else timedelta()
     gather = _new_group(row, backend, limit)
     reduce = _new_group(row, backend, limit)
     replicas = _new_group(column, backend, limit) if len(column) > 1 else None
+    scalars = None
+    if len(splits) > 1:
+        scalars = _new_group([rank for split in splits for rank in split[replica]], backend, limit)
     if backend != "gloo":
-        return Channels(gather, gather, reduce, gather, reduce, control, peers, replicas)
+        return Channels(gather, gather, reduce, gather, scalars or reduce, control, peers, replicas)
     regather = _new_group(row, backend, limit)
     broadcast = _new_group(row, backend, limit)
-    return Channels(gather, regather, reduce, broadcast, regather, control, peers, replicas)
+    return Channels(gather, regather, reduce, broadcast, scalars or regather, control, peers, replicas)
 
 
 def _join(device: torch.device, limit: timedelta) -> None:
@@ -242,7 +276,7 @@ def _backends(device: torch.device) -> str:
     return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
 
 
-def _rows(mesh: Mesh, device: torch.device) -> list[list[int]]:
+def _rows(mesh: Mesh, device: torch.device) -> Rows:
     """Return the ranks of a mesh, row by row. The ranks of a row share the model state."""
     if mesh is None:
         return [list(range(dist.get_world_size() if dist.is_initialized() else 1))]
@@ -271,19 +305,23 @@ def _rows(mesh: Mesh, device: torch.device) -> list[list[int]]:
 def _store_of(ranks: Sequence[int]) -> Any:
     """Return the store in which these ranks meet: the default group's, under a name of their own if they are some."""
     store = default_store()
-    if len(ranks) == dist.get_world_size():
+    if _is_everyone(ranks):
         return store
     return dist.PrefixStore(f"ranks {_listed(ranks)}", store)  # type: ignore[attr-defined]  # not among its exports
 
 
 def _new_group(ranks: Sequence[int], backend: str, limit: timedelta) -> dist.ProcessGroup:
     """Make a process group of these ranks. All of them call it, and no others need to."""
-    if len(ranks) == dist.get_world_size():
+    if _is_everyone(ranks):
         everyone: dist.ProcessGroup = dist.new_group(backend=backend, timeout=limit)
         return everyone
     count = _store_of(ranks).add(f"groups of {dist.get_rank()}", 1)  # the same on all, which make them in one order
     group: dist.ProcessGroup = named_group(ranks, backend, limit, f"zerostd/{_listed(ranks)}/{count}")
     return group
+
+
+def _is_everyone(ranks: Sequence[int]) -> bool:
+    return list(ranks) == list(range(dist.get_world_size()))
 
 
 def _listed(ranks: Sequence[int]) -> str:

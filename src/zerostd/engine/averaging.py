@@ -22,7 +22,7 @@ from torch import nn
 from zerostd.engine.runtime import Runtime, runtime_of
 from zerostd.errors import MisuseError, PrepareError
 from zerostd.parameters import Flat, Group
-from zerostd.parameters.flat import SavedInterval, pieces_in
+from zerostd.parameters.intervals import SavedInterval, pieces_in, saved_interval
 from zerostd.parameters.observing import StepObserver
 from zerostd.parameters.state_shard import LOW, MASTER, StateShard
 from zerostd.policy import Kind, Tier, limit_of
@@ -310,9 +310,7 @@ class Average(StepObserver):
         for part in pieces_in(mine, flat) if has_any else ():
             of = flat.layout.intervals[part.index]
             column = self._columns[flat]
-            yield SavedInterval(
-                "average", of.name, of.shape, part.start, part.stop, column, part.offset, self.name, group
-            )
+            yield saved_interval("average", of, part, column, part.offset, state=self.name, group=group)
 
 
 def make_average(runtime: Runtime, options: AverageOptions) -> Average:
@@ -328,7 +326,7 @@ def make_average(runtime: Runtime, options: AverageOptions) -> Average:
     for rank, problem in enumerate(control.collect(None if cause is None else str(cause), "zerostd.averaged()")):
         if problem is not None:
             average.close()
-            who = f"rank {rank}: " if runtime.world.size > 1 else ""
+            who = f"{runtime.world.name(rank)}: " if runtime.world.size > 1 else ""
             raise PrepareError(f"{who}{problem}") from cause
     return average
 

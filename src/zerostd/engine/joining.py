@@ -45,7 +45,7 @@ def join(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
                 state = HAD_NONE if state == HAD_NONE else HAS_NONE_LEFT
             states = control.collect_if_any(state, is_different=state != HAS_BATCH, what="zerostd.join()")
             if HAD_NONE in states:
-                ranks = [f"rank {rank}" for rank, its_state in enumerate(states) if its_state == HAD_NONE]
+                ranks = [control.world.name(rank) for rank, its_state in enumerate(states) if its_state == HAD_NONE]
                 raise MisuseError(
                     f"zerostd.join needs a batch on every rank, and {', '.join(ranks)} had none: give each rank at "
                     "least one, for instance by a DistributedSampler"

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.guards import Guards
 from zerostd.scheduling.hooks import Hooks
 from zerostd.scheduling.reducing import Reducer, TrainedParameter
+from zerostd.scheduling.tensors import tensors_in
 from zerostd.scheduling.turns import Turn
 from zerostd.tiers import Streams, TierAllocator, Uploader
 
@@ -163,6 +165,8 @@ class Runtime:
             module.__dict__.pop(OWNER, None)
         self.world.close()
         self.resources.allocator.close()
+        for observer in self.observers:
+            observer.after_release()
 
     def _on_input(self, casts: Casts) -> OnTensor | None:
         if casts is None and self.loss_scale is None:
@@ -187,7 +191,7 @@ class Runtime:
 
         return leave
 
-    def _before_forward(self, model: nn.Module) -> None:
+    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         """Whoever looks after the plan comes first. Then DDP's rule for buffers: after a forward that may have changed
         them, all ranks take rank 0's."""
         if self.optimizer is not None and self.gradients.locked is not None:
@@ -195,6 +199,7 @@ class Runtime:
         self.access.forget()
         self.gradients.give_back()
         if model.training and torch.is_grad_enabled():
+            self.backward.passes.input_bytes = sum(tensor.nbytes for tensor in tensors_in(inputs))
             for observer in self.observers:
                 observer.before_forward()
         self.share_buffers()

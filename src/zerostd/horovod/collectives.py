@@ -38,20 +38,24 @@ REFUSED: dict[str, tuple[Any, str]] = {  # arguments of Horovod: the value that 
 
 
 def on_all_ranks(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make a function refuse other values of arguments in REFUSED, and calls in which ranks in join would not take
-    part."""
+    """Make a function refuse arguments in REFUSED, and calls in which ranks in join would not take part."""
     label = "hvd." + call.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(call)
     def checked(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
-        for name, (accepted, remedy) in REFUSED.items():
-            value = options.pop(name, accepted)
-            if value != accepted:
-                raise NotSupportedError(f"{label}({name}={value!r}): {remedy}")
+        _take_accepted(options, label)
         session().check_present(f"{label}()")
         return call(*args, **options)
 
     return checked
+
+
+def _take_accepted(options: dict[str, Any], label: str) -> None:
+    """Remove arguments in REFUSED that have the accepted value, which change nothing, and refuse other values."""
+    for name, (accepted, remedy) in REFUSED.items():
+        value = options.pop(name, accepted)
+        if value != accepted:
+            raise NotSupportedError(f"{label}({name}={value!r}): {remedy}")
 
 
 @on_all_ranks

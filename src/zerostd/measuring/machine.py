@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -258,9 +258,14 @@ def load_profile(path: str | os.PathLike[str]) -> MachineProfile:
 
 def cache_file(name: str, versions: Mapping[str, str]) -> Path:
     """Return the path of the file that holds the profile of a machine with this identity."""
-    text = json.dumps([name, dict(versions)], sort_keys=True)
+    return cached("machine", [name, dict(versions)])
+
+
+def cached(kind: str, key: Any) -> Path:
+    """Return the path of a file in the cache, for a key of plain data."""
     folder = os.environ.get(VARIABLE) or Path.home() / ".cache" / "zerostd"
-    return Path(folder) / f"machine-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+    text = json.dumps(key, sort_keys=True)
+    return Path(folder) / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 
 
 def _read_kept(device: torch.device, disk_path: str | None, num_ranks: int) -> MachineProfile | None:
@@ -293,14 +298,19 @@ def _share_file_system(first: str, second: str) -> bool:
 
 
 def _keep(profile: MachineProfile) -> None:
-    """Write a profile in one go: another process sees the old file or the new one. Only the user may read it."""
     path = cache_file(profile.name, profile.versions)
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".machine-", dir=path.parent) as folder:  # 0700
-            file = Path(folder, path.name)
-            file.write_text(profile.to_json(), encoding="utf-8")
-            file.chmod(0o600)
-            os.replace(file, path)
+        write_cached(path, profile.to_json())
     except OSError as error:
         log.warning("the machine profile cannot be kept in %s (%s): it is measured again next time", path, error)
+
+
+def write_cached(path: Path, text: str) -> None:
+    """Write a file of the cache in one go: another process sees the old file or the new one. Only the user may read
+    it."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.stem}-", dir=path.parent) as folder:  # 0700
+        file = Path(folder, path.name)
+        file.write_text(text, encoding="utf-8")
+        file.chmod(0o600)
+        os.replace(file, path)

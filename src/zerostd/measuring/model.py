@@ -6,10 +6,11 @@ what does not fit or cannot run nothing is known, and counts have to do.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ ASSUMED_STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}  # Adam
 NUM_TIMED = 2  # passes after the first, which finds its kernels; the faster one counts
 LONGEST_S = 10.0  # after a first pass of so many seconds there is no other
 
-Pass = tuple[float, float, int | None]  # seconds of forward and backward; bytes on the device at most, where it says
 log = logging.getLogger(__name__)
 
 
@@ -75,17 +75,14 @@ def profile_model(
     costs = counter.costs
     tried = [_with_cost(profile.groups[index], costs[index], num_samples) for index in order]
     tried = [group for group in tried if group != GroupProfile(group.name, 0, stays=group.stays, again_flops=0.0)]
-    probed = _probe(model, blueprints, checked, batch) if probe else None
-    forward_s, backward_s, activation_bytes = probed or (None, None, None)
-    return replace(
+    profile = replace(
         profile,
         groups=tuple(tried),
         samples=num_samples,
         recomputed=sum(cost.recomputed for cost in costs) / max(1, sum(cost.flops for cost in costs)),
-        forward_s=forward_s,
-        backward_s=backward_s,
-        activation_bytes=activation_bytes,
     )
+    probed = _probe(model, blueprints, checked, batch) if probe else None
+    return profile if probed is None else _as_timed(profile, probed)
 
 
 def _num_samples(batch: Any) -> int:
@@ -117,8 +114,8 @@ def untried_profile(
     """
     groups = []
     for blueprint in blueprints:
-        numel = sum(member.parameter.numel() for member in blueprint.members)
-        trained = sum(member.parameter.numel() for member in blueprint.members if member.options is not None)
+        numel = sum(member.numel for member in blueprint.members)
+        trained = sum(member.numel for member in blueprint.members if member.options is not None)
         groups.append(GroupProfile(blueprint.name, trained, numel - trained))
     members = [member for blueprint in blueprints for member in blueprint.members]
     dtype = _most([member for member in members if member.options is not None] or members)
@@ -142,14 +139,95 @@ def untried_profile(
 def _most(members: list[Member]) -> torch.dtype:
     numels = Counter[torch.dtype]()
     for member in members:
-        numels[member.dtype] += member.parameter.numel()
+        numels[member.dtype] += member.numel
     return numels.most_common(1)[0][0]
 
 
 # -- passes, timed --
 
 
-def _probe(model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any) -> Pass | None:
+@dataclass(frozen=True)
+class TimedPass:
+    """The seconds of one pass, also those of its groups, and the bytes that it took."""
+
+    forward_s: float
+    backward_s: float
+    activation_bytes: int | None  # on the device at most, where it says
+    groups: Mapping[str, tuple[float, float]]  # seconds of forward and backward, by name; what is left is the root's
+
+
+class GroupClock:
+    """Times the groups of a model while it runs: launches, host syncs and all."""
+
+    def __init__(self, model: nn.Module, copied: nn.Module, blueprints: Sequence[Blueprint]) -> None:
+        self._device = next(copied.parameters()).device
+        self._begun: dict[tuple[str, bool], list[Timestamp]] = {}  # by group, and whether it is backward
+        self._ended: dict[tuple[str, bool], list[Timestamp]] = {}
+        names = {module: name for name, module in model.named_modules()}
+        for blueprint in blueprints:
+            for module in blueprint.modules if blueprint.name != ROOT else ():
+                timed = copied.get_submodule(names[module])
+                before = functools.partial(self._before, blueprint.name)
+                timed.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+                timed.register_forward_hook(functools.partial(self._after, blueprint.name))
+
+    def start(self) -> None:
+        """Begin a pass."""
+        self._begun.clear()
+        self._ended.clear()
+
+    def _mark(self, marks: dict[tuple[str, bool], list[Timestamp]], key: tuple[str, bool]) -> None:
+        marks.setdefault(key, []).append(Timestamp(self._device))
+
+    def _before(self, group: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda grad: self._mark(self._ended, (group, True)))
+                break
+        self._mark(self._begun, (group, False))
+
+    def _after(self, group: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._mark(self._ended, (group, False))
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda grad: self._mark(self._begun, (group, True)))
+                break
+
+    def seconds(self, end: Timestamp) -> dict[str, tuple[float, float]]:
+        """Return the seconds of groups in forward and backward; one whose inputs get no gradient ends with `end`."""
+        spent: dict[str, list[float]] = {}
+        for (group, is_backward), begun in self._begun.items():
+            ended = self._ended.get((group, is_backward), [])
+            if is_backward:  # the last call comes back first; calls of one group that overlap count once
+                pairs = list(zip(begun, [*ended, *([end] * (len(begun) - len(ended)))], strict=False))
+            else:
+                pairs = list(zip(begun, ended, strict=False))
+            spent.setdefault(group, [0.0, 0.0])[is_backward] = sum(max(0.0, b.since(a)) for a, b in pairs)
+        return {group: (forward_s, backward_s) for group, (forward_s, backward_s) in spent.items()}
+
+
+def _as_timed(profile: ModelProfile, timed: TimedPass) -> ModelProfile:
+    """Return a profile with measured seconds: each group's own, unless they come to more than the pass took."""
+    totals = (timed.forward_s, timed.backward_s)
+    spent = [sum(seconds[index] for seconds in timed.groups.values()) for index in (0, 1)]
+    groups = profile.groups
+    if all(0.0 < part <= total for part, total in zip(spent, totals, strict=True)):
+        rest = tuple(total - part for part, total in zip(spent, totals, strict=True))
+        parts = [timed.groups.get(group.name, rest if group.name == ROOT else (0.0, 0.0)) for group in groups]
+        groups = tuple(
+            replace(group, forward_part=forward_s / totals[0], backward_part=backward_s / totals[1])
+            for group, (forward_s, backward_s) in zip(groups, parts, strict=True)
+        )
+    return replace(
+        profile,
+        groups=groups,
+        forward_s=timed.forward_s,
+        backward_s=timed.backward_s,
+        activation_bytes=timed.activation_bytes,
+    )
+
+
+def _probe(model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any) -> TimedPass | None:
     """Return what a pass of `batch` takes; None, with a note in the log, if it cannot run for real.
 
     A copy runs that shares the model's parameters, or has them in the dtype they will compute in; gradients go as they
@@ -171,7 +249,9 @@ def _probe(model: nn.Module, blueprints: list[Blueprint], precision: Precision, 
             torch.accelerator.empty_cache()
 
 
-def _run(model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any, device: torch.device) -> Pass:
+def _run(
+    model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any, device: torch.device
+) -> TimedPass:
     dtypes = {id(member.parameter): member.dtype for blueprint in blueprints for member in blueprint.members}
     outside, inside = root_casts(precision, (p.dtype for p in model.parameters())) or (None, None)
 
@@ -193,14 +273,16 @@ def _run(model: nn.Module, blueprints: list[Blueprint], precision: Precision, ba
 
     copied, _ = copy_of(model, own)
     inputs = map_tensors(moved, batch)
-    passes = [_pass(copied, inputs, device)]
-    if sum(passes[0][:2]) < LONGEST_S:
-        passes = [_pass(copied, inputs, device) for _ in range(NUM_TIMED)]
-    return min(passes, key=lambda seconds: seconds[0] + seconds[1])
+    clock = GroupClock(model, copied, blueprints)
+    passes = [_pass(copied, inputs, device, clock)]
+    if passes[0].forward_s + passes[0].backward_s < LONGEST_S:
+        passes = [_pass(copied, inputs, device, clock) for _ in range(NUM_TIMED)]
+    return min(passes, key=lambda timed: timed.forward_s + timed.backward_s)
 
 
-def _pass(model: nn.Module, batch: Any, device: torch.device) -> Pass:
+def _pass(model: nn.Module, batch: Any, device: torch.device, clock: GroupClock) -> TimedPass:
     finish(device)
+    clock.start()
     has_own_memory = device.type != "cpu"
     before = torch.accelerator.memory_allocated(device) if has_own_memory else 0
     if has_own_memory:
@@ -214,4 +296,4 @@ def _pass(model: nn.Module, batch: Any, device: torch.device) -> Pass:
     del output, ends
     finish(device)
     peak = torch.accelerator.max_memory_allocated(device) - before if has_own_memory else None
-    return between.since(begun), ended.since(between), peak
+    return TimedPass(between.since(begun), ended.since(between), peak, clock.seconds(ended))

@@ -165,6 +165,8 @@ class Ledger:
 
     now: Counter[tuple[Tier, Kind]] = field(default_factory=Counter)
     peak: Counter[tuple[Tier, Kind]] = field(default_factory=Counter)
+    held: Counter[Tier] = field(default_factory=Counter)  # bytes of all kinds, now
+    most: Counter[Tier] = field(default_factory=Counter)  # and at most, since somebody set it back
     sent: Counter[str] = field(default_factory=Counter)  # bytes this rank put on the wire, by verb
     gradient_form: str = "none yet"
     events: Events = field(default_factory=Events)
@@ -181,11 +183,14 @@ class Ledger:
         with self._lock:
             self.now[tier, kind] += num_bytes
             self.peak[tier, kind] = max(self.peak[tier, kind], self.now[tier, kind])
+            self.held[tier] += num_bytes
+            self.most[tier] = max(self.most[tier], self.held[tier])
         self.leaks.enter(tier, kind, num_bytes, self._group)
 
     def leave(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
         with self._lock:
             self.now[tier, kind] -= num_bytes
+            self.held[tier] -= num_bytes
         self.leaks.leave(tier, kind, num_bytes, self._group)
 
     def memory(self) -> Memory:

@@ -36,7 +36,7 @@ class Retries:
 
     def __init__(self, shared: Retries | None = None, clean: Callable[[], None] | None = None) -> None:
         self._counts: Counter[str] = Counter() if shared is None else shared._counts
-        self._lock = threading.Lock() if shared is None else shared._lock
+        self._lock: threading.Lock = threading.Lock() if shared is None else shared._lock
         self._clean = clean  # called before another try where a file system is full
 
     def cleaning(self, clean: Callable[[], None]) -> Retries:

@@ -56,9 +56,17 @@ class CpuUpdater:
         self.worker = Worker(self.name, self.allocator.device)
         self.allocator.before_close(self.worker.stop)
         self._weights: dict[StateShard, torch.Tensor] = {}  # on the host: new parameters on their way
+        self.serve(self.placed)
+
+    def serve(self, placed: Sequence[tuple[Flat, StateShard]]) -> None:
+        """Update these shards from now on. Nothing may be under way of others."""
+        self.placed = placed
+        served = {shard for _, shard in placed}
+        for shard in [shard for shard in self._weights if shard not in served]:
+            self.allocator.host.free(self._weights.pop(shard))
         if self.allocator.device.type == "cpu":
             return
-        for flat, shard in self.placed:  # host memory where new parameters cannot take the place of the gradient's copy
+        for flat, shard in placed:  # host memory where new parameters cannot take the place of the gradient's copy
             takes_its_place = _is_upper_half(shard) or (not shard.spare and _fitting_copy(flat) is not None)
             if shard.route is Route.CPU and flat.rest.tier is not Tier.HOST and not takes_its_place:
                 self._weights_of(flat, shard)
@@ -216,6 +224,11 @@ def _fitting_copy(flat: Flat) -> HostGradientCopy | None:
     return flat.gradient.host_copy if flat.rest.tensor is not None and is_as_wide else None
 
 
+def dtypes_on_disk(shard: StateShard) -> dict[str, torch.dtype]:
+    """Return the dtypes of what is read from disk, by name."""
+    return {name: tensor.dtype for name, tensor in shard.tensors.items() if tensor.tier is Tier.DISK}
+
+
 class DiskUpdater(CpuUpdater):
     """Updates spans whose states are on disk, in a thread of its own."""
 
@@ -230,10 +243,7 @@ class DiskUpdater(CpuUpdater):
         self.streamed: StreamedUpdater | None = None  # for those that pass through the device
         if streamed:
             self.streamed = StreamedUpdater(self.inner, streamed, self._tile_numel, allocator, self.streams)
-        dtypes = widest_dtypes(
-            {name: tensor.dtype for name, tensor in shard.tensors.items() if tensor.tier is Tier.DISK}
-            for shard in shards
-        )
+        dtypes = widest_dtypes(dtypes_on_disk(shard) for shard in shards)
         sizes = {name: self._tile_numel * dtype.itemsize for name, dtype in dtypes.items()}
         self._slots = [
             StagingSlot({name: allocator.host.allocate(size, Kind.BUFFERS) for name, size in sizes.items()})

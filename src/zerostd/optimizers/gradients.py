@@ -8,9 +8,10 @@ backward, so the user's loop stays as it is, and the update takes it out again. 
 rank is skipped on all, and the scale halved.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from zerostd.communication import Wires
+from zerostd.communication.dtensors import local_values
+from zerostd.compat import no_torch_function, version_of
 from zerostd.errors import MisuseError
 from zerostd.parameters import Flat, GradientHandle, Group
 from zerostd.parameters.gradient import vector_norm
 from zerostd.parameters.observing import StepObserver
+from zerostd.parameters.prepared import GRAD
 
 DROPPED = (
     "the gradient of {!r} was dropped by optimizer.zero_grad(), and a forward has taken its memory since: copy it "
@@ -64,6 +68,21 @@ def scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return view
 
 
+@dataclass
+class _Scaled:
+    """Gradients that were multiplied by one number, one after the other; not done yet."""
+
+    given: torch.Tensor
+    version: int  # when it was given: the user may change it
+    value: torch.Tensor  # a copy
+    missing: set[str]  # other parameters that have gradients
+    names: list[str] = field(default_factory=list)
+
+    def has(self, factor: torch.Tensor) -> bool:
+        """Return whether this is the same number."""
+        return factor is self.given and version_of(factor) == self.version
+
+
 class Gradients(StepObserver):
     """All gradients of one prepared model; also what the handles in `p.grad` pass their calls to."""
 
@@ -84,6 +103,7 @@ class Gradients(StepObserver):
         }
         self._handles: dict[str, GradientHandle] = {}
         self._norms: dict[tuple[float, str], torch.Tensor] = {}  # by order and parameter, of the gradients as they are
+        self._scaled: _Scaled | None = None  # gradients that are to be multiplied by one number
         self._whole: tuple[Flat, torch.Tensor] | None = None  # the gradient that was read last, from all ranks
 
     def make_handle(self, name: str, parameter: nn.Parameter) -> GradientHandle:
@@ -92,7 +112,10 @@ class Gradients(StepObserver):
         return self._handles[name]
 
     def before_backward(self) -> None:
-        """Gradients have changed."""
+        """Multiply into gradients what waits for the update: those of the next pass are not meant. They change then."""
+        self.flush()
+        if self.loss_scale is None:
+            self._apply_factor()
         self._are_dropped = False
         self._norms.clear()
         self._whole = None
@@ -108,27 +131,36 @@ class Gradients(StepObserver):
     def total_norm(self, order: float = 2.0) -> torch.Tensor:
         """Return the norm of all gradients as one vector, with `factor`; fp32, on the device."""
         self._wait()
-        norms = [self._norm_of(flat, order) for flat in self._flats]
+        self.flush()
+        norms = [norm for flat in self._flats for norm in self._counted_norms(flat, order)]
         stacked = torch.stack(norms) if norms else torch.zeros(1, device=self.wires.world.device)
         total = stacked.max() if math.isinf(order) else stacked.pow(order).sum()
         return torch.mul(self._across_ranks(total, order), self.factor)
 
-    def _norm_of(self, flat: Flat, order: float) -> torch.Tensor:
+    def _counted_norms(self, flat: Flat, order: float) -> list[torch.Tensor]:
+        """Return norms of what this rank keeps of a flat, such that each number counts once over all splits."""
         assert flat.gradient is not None
-        if all(parameter.grad is not None for parameter in flat.parameters):
-            return flat.gradient.norm(order)
-        norms = [
-            flat.gradient.norm(order, piece.place)
-            for piece in flat.layout.pieces(flat.region)
-            if flat.parameters[piece.index].grad is not None
-        ]
-        return vector_norm(torch.stack(norms), order) if norms else torch.zeros((), device=self.wires.world.device)
+        num_splits = self.wires.world.num_splits
+        with no_torch_function():
+            has_gradient = [GRAD.__get__(parameter) is not None for parameter in flat.parameters]
+        if all(has_gradient) and num_splits == 1:
+            return [flat.gradient.norm(order)]
+        pieces = [piece for piece in flat.layout.pieces(flat.region) if has_gradient[piece.index]]
+        norms = []
+        for num_copies, same in itertools.groupby(pieces, lambda piece: flat.num_copies(piece.index, num_splits)):
+            parts = [flat.gradient.norm(order, piece.place) for piece in same]
+            norms.append(vector_norm(torch.stack(parts), order) / num_copies ** (1.0 / order))
+        return norms
 
     def _across_ranks(self, value: torch.Tensor, order: float) -> torch.Tensor:
         """Return norms over all ranks, from sums of powers (or from the maximum) on this one. Where each rank holds
-        all gradients, nothing is exchanged."""
+        all gradients, nothing is exchanged, but with other splits."""
+        world = self.wires.world
         is_sharded = any(flat.gradient is not None and flat.gradient.numel < flat.layout.numel for flat in self._flats)
-        with self.wires.world.at("the norm of gradients"):
+        if world.num_splits > 1 and not is_sharded:
+            is_sharded = True
+            value = value if math.isinf(order) else value / world.num_shards
+        with world.at("the norm of gradients"):
             if math.isinf(order):
                 return self.wires.largest(value) if is_sharded else value
             return (self.wires.sum(value) if is_sharded else value).pow(1.0 / order)
@@ -147,6 +179,7 @@ class Gradients(StepObserver):
     def take_factor(self) -> torch.Tensor | None:
         """Return the factor for the update that comes now, and begin anew with one. It is fp32 and one element long,
         so that it lifts 16-bit gradients to fp32 while it is multiplied in; None for one."""
+        self.flush()
         factor = self.factor
         self.factor = 1.0
         self.clip_norm = None
@@ -159,17 +192,34 @@ class Gradients(StepObserver):
 
     def norm(self, handle: GradientHandle, order: float) -> torch.Tensor:
         """Return one parameter's norm. The first call computes all of them with one exchange."""
-        self._wait()
         if (order, handle.of) not in self._norms:
-            parts = torch.zeros(len(self._places), device=self.wires.world.device)
-            for row, (flat, index) in enumerate(self._places.values()):
-                piece = flat.layout.piece_of(index, flat.region)
-                if piece is not None and flat.parameters[index].grad is not None and flat.gradient is not None:
-                    parts[row] = flat.gradient.norm(order, piece.place)
+            self._wait()
+            self.flush()
+            parts = torch.cat([self._norms_of(flat, order) for flat in self._flats])
+            names = list(self._places)
+            if self.wires.world.num_splits > 1:  # in one order on all splits, whose flats may be laid out in others
+                rows = sorted(range(len(names)), key=names.__getitem__)
+                parts = parts[rows]
+                names.sort()
             norms = self._across_ranks(parts if math.isinf(order) else parts.pow(order), order)
-            self._norms = {(order, name): norms[row] for row, name in enumerate(self._places)}
+            self._norms = {(order, name): norm for name, norm in zip(names, norms.unbind(), strict=True)}
         unscale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
-        return self._norms[order, handle.of] * self.factor * unscale
+        return self._norms[order, handle.of] * (self.factor * unscale)
+
+    def _norms_of(self, flat: Flat, order: float) -> torch.Tensor:
+        """Return the norms of what this rank has of a flat's gradients, by parameter; those without count as zero."""
+        norms = torch.zeros(len(flat.parameters), device=self.wires.world.device)
+        with no_torch_function():
+            has_gradient = [GRAD.__get__(parameter) is not None for parameter in flat.parameters]
+        pieces = [piece for piece in flat.layout.pieces(flat.region) if has_gradient[piece.index]]
+        if pieces and flat.gradient is not None:
+            rows = torch.tensor([piece.index for piece in pieces], device=norms.device)
+            norms[rows] = flat.gradient.norms(order, [piece.place for piece in pieces])
+        num_splits = self.wires.world.num_splits
+        if num_splits > 1:  # each number counts once over all splits
+            copies = [flat.num_copies(index, num_splits) for index in range(len(flat.parameters))]
+            norms /= torch.tensor(copies, device=norms.device) ** (1.0 / order)
+        return norms
 
     def scale(self, handle: GradientHandle, factor: torch.Tensor | float) -> None:
         """Multiply one parameter's gradient."""
@@ -180,8 +230,46 @@ class Gradients(StepObserver):
 
     def change(self, handle: GradientHandle, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Change one parameter's gradient in place, element by element: here this rank's part of it."""
+        if func is torch.ops.aten.mul_.Tensor and self._put_off(handle, args[0]):
+            return
         self._wait()
         self.check_unlocked("a change of p.grad")
+        self.flush()
+        self._change(handle, func, args, kwargs)
+
+    def _put_off(self, handle: GradientHandle, factor: Any) -> bool:
+        """Note that one gradient is to be multiplied by a number on the device. Clipping does so with one after the
+        other: when it has come to all, the number waits for the update, as `factor` does. False: do it now."""
+        is_number = isinstance(factor, torch.Tensor) and factor.numel() == 1 and factor.dtype is torch.float32
+        if not is_number or self.locked is not None or self.loss_scale is not None:
+            return False
+        scaled = self._scaled
+        if scaled is None or not scaled.has(factor) or handle.of not in scaled.missing:
+            self._wait()
+            self.flush()
+            with no_torch_function():
+                names = [name for name, (f, i) in self._places.items() if GRAD.__get__(f.parameters[i]) is not None]
+            if handle.of not in names:  # it was dropped, and is being used all the same
+                return False
+            scaled = self._scaled = _Scaled(factor, version_of(factor), factor.clone().reshape(()), set(names))
+            self._norms.clear()
+            self._whole = None
+        scaled.missing.remove(handle.of)
+        scaled.names.append(handle.of)
+        if not scaled.missing:
+            self._scaled = None
+            self.factor = self.factor * scaled.value.to(self.wires.world.device)
+        return True
+
+    def flush(self) -> None:
+        """Multiply what `_put_off` has put off, since not all gradients were multiplied by the same number."""
+        scaled = self._scaled
+        self._scaled = None
+        if scaled is not None:
+            for name in scaled.names:
+                self._change(self._handles[name], torch.ops.aten.mul_.Tensor, (scaled.value,), {})
+
+    def _change(self, handle: GradientHandle, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         if func not in HOMOGENEOUS:
             self._apply_factor()
         self._norms.clear()
@@ -198,15 +286,16 @@ class Gradients(StepObserver):
             if not isinstance(value, torch.Tensor):
                 return value
             if value.dim():
-                value = value.expand(handle.shape).reshape(-1)[piece.start : piece.stop]
-            return value.to(part.device)
+                value = flat.local(index, value.expand(handle.shape)).reshape(-1)[piece.start : piece.stop]
+            return local_values(value).to(part.device)
 
         func(part, *tree_map(local, tuple(args)), **tree_map(local, dict(kwargs)))
 
     def read(self, handle: GradientHandle) -> torch.Tensor:
-        """Return all of one parameter's gradient, as a copy. Every rank must ask."""
+        """Return all of one parameter's gradient, as a copy; of a DTensor this is one too. Every rank must ask."""
         self._wait()
         self.check_unlocked("a use of p.grad")
+        self.flush()
         self._apply_factor()
         flat, index = self._places[handle.of]
         if self._whole is None or self._whole[0] is not flat:
@@ -217,9 +306,7 @@ class Gradients(StepObserver):
                 with self.wires.world.at(f"the gather of the gradient of {handle.of!r}"):
                     self.wires.gather(whole, mine).wait()
             self._whole = (flat, whole)
-        interval = flat.layout.intervals[index]
-        values = self._whole[1][interval.offset : interval.end].view(interval.shape)
-        return values.to(handle.dtype, copy=True)
+        return flat.shown(index, self._whole[1]).to(handle.dtype, copy=True)
 
     def replace(self, name: str, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Let `gradient`, which must be alike on all ranks, be the gradient of a parameter."""
@@ -269,10 +356,15 @@ class Gradients(StepObserver):
         memory."""
         self._are_dropped = len(parameters) == len(self._places)
 
-    def put_back(self, handle: GradientHandle) -> None:
-        """Note that the user keeps a gradient after all; raise if its memory is gone."""
+    def put_back(self, handle: GradientHandle, parameter: nn.Parameter) -> None:
+        """Note that the user keeps a gradient after all; raise if its memory is gone, or it is another parameter's."""
+        flat, index = self._places[handle.of]
+        if flat.parameters[index] is not parameter:
+            raise MisuseError(
+                f"p.grad = the gradient of another parameter, {handle.of!r}: in torch the two would be one tensor, "
+                "which those of a prepared model cannot be. Write p.grad = q.grad.clone()"
+            )
         self._are_dropped = False
-        flat, _ = self._places[handle.of]
         assert flat.gradient is not None
         if flat.gradient.is_given_back:
             raise MisuseError(DROPPED.format(handle.of))

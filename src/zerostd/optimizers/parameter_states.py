@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zerostd.communication import Control
+from zerostd.communication.dtensors import Spec, is_dtensor
 from zerostd.errors import MisuseError
 from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.states import States, has_states, parameters_with_states, read_states, write_states
@@ -84,13 +85,14 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
         flat, index = self._places[parameter]
         interval, states = read_states(self._updater.spans[flat], index)
         if flat.region.stop - flat.region.start < flat.layout.numel:
-            parts = sorted(self._control.collect((interval, states)), key=lambda part: part[0])
+            everyone = self._control.collect((interval, states))
+            parts = sorted(everyone[self._control.world.row], key=lambda part: part[0])
             states = _join([part for _, part in parts if part])
         device = parameter.device
-        return {
-            name: value.to(device).reshape(parameter.shape) if name in self._updater.states else value
-            for name, value in states.items()
-        }
+        shape = flat.layout.intervals[index].shape
+        states |= {n: value.to(device).reshape(shape) for n, value in states.items() if n in self._updater.states}
+        spec = flat.specs[index]
+        return states if spec is None else {n: _wrapped(value, spec, shape) for n, value in states.items()}
 
     def write(self, parameter: nn.Parameter, states: States) -> None:
         """Let these be the states of one parameter."""
@@ -108,9 +110,14 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
                     f"{tuple(parameter.shape)}: it must have the parameter's shape"
                 )
         self._synchronize()
-        states |= {name: value.to(dtypes[name]) for name, value in states.items() if name in dtypes}
         flat, index = self._places[parameter]
+        states |= {name: flat.local(index, v).to(dtypes[name]) for name, v in states.items() if name in dtypes}
         write_states(self._updater, self._updater.spans[flat], index, states)
+
+
+def _wrapped(value: Any, spec: Spec, shape: tuple[int, ...]) -> Any:
+    """Return a state with the local shape as a DTensor, others as they are."""
+    return spec.wrap(value) if isinstance(value, torch.Tensor) and tuple(value.shape) == shape else value
 
 
 def _join(parts: list[States]) -> States:
@@ -133,7 +140,7 @@ class ParameterState(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         source = _StateSource(self, name)
         value = source.read()
-        return lend(source, value) if isinstance(value, torch.Tensor) else value
+        return lend(source, value) if isinstance(value, torch.Tensor) and not is_dtensor(value) else value
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._states.write(self._parameter, {**self.read(), name: value})

@@ -18,10 +18,11 @@ from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.spans import UpdateSpan, UpdateSpans
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
-from zerostd.parameters.flat import SavedInterval, pieces_in
+from zerostd.parameters.intervals import SavedInterval, pieces_in, saved_interval
 from zerostd.parameters.state_shard import MASTER
 from zerostd.policy import Route
 from zerostd.sharding import Piece
+from zerostd.sharding.boxes import Stretch
 from zerostd.tiers import TierTensor
 
 States = dict[str, Any]
@@ -142,14 +143,11 @@ def put_states(updater: Updater, saved: Mapping[nn.Parameter, States]) -> None:
 
 @torch.no_grad()
 def take_states(updater: Updater, flat: Flat) -> dict[nn.Parameter, States]:
-    """Return the states of one flat, long ones as copies on the host, and forget them. The master is the flat's."""
+    """Return the states of one flat, long ones where they are, and forget them. The master is the flat's."""
     spans = updater.spans[flat]
-    saved = {}
-    for parameter, places in spans.by_parameter().items():
-        states = _read(spans, places)
+    saved = {parameter: _read(spans, places) for parameter, places in spans.by_parameter().items()}
+    for states in saved.values():
         states.pop(MASTER, None)
-        pairs = states.items()
-        saved[parameter] = {key: value.to("cpu", copy=True) if _is_long(value) else value for key, value in pairs}
     _forget(updater, flat)
     return saved
 
@@ -175,7 +173,8 @@ def _fill(updater: Updater, spans: UpdateSpans, saved: Mapping[nn.Parameter, Sta
     for span in spans:
         span.scalars = None
     for parameter, places in spans.by_parameter().items():
-        _fill_parameter(updater, spans, places, saved.get(parameter, {}), parameter.numel())
+        numel = spans.flat.layout.intervals[places[0][1].index].numel
+        _fill_parameter(updater, spans, places, saved.get(parameter, {}), numel)
 
 
 def _fill_parameter(updater: Updater, spans: UpdateSpans, places: Places, states: States, numel: int) -> None:
@@ -261,7 +260,7 @@ def state_records(updater: Updater, flat: Flat, mine: slice, group: str) -> Iter
             of = flat.layout.intervals[part.index]
             for name, (tensor, origin) in states.items():
                 offset = part.offset - origin
-                yield SavedInterval("state", of.name, of.shape, part.start, part.stop, tensor, offset, name, group)
+                yield saved_interval("state", of, part, tensor, offset, state=name, group=group)
 
 
 def gradient_records(
@@ -279,8 +278,7 @@ def gradient_records(
     intervals = flat.layout.intervals
     empty = [Piece(index, 0, 0, 0) for index, interval in enumerate(intervals) if not (mine.start or interval.numel)]
     for part in (*empty, *pieces_in(mine, flat)):
-        of = intervals[part.index]
-        yield SavedInterval("gradient", of.name, of.shape, part.start, part.stop, tensor, part.offset, group=group)
+        yield saved_interval("gradient", intervals[part.index], part, tensor, part.offset, group=group)
 
 
 def scalar_states(updater: Updater, rank: int) -> dict[str, dict[str, Any]]:
@@ -299,7 +297,7 @@ def scalar_states(updater: Updater, rank: int) -> dict[str, dict[str, Any]]:
     return by_name
 
 
-def updated_intervals(flat: Flat) -> list[tuple[str, int, int]]:
-    """Return the elements of each parameter that this rank updates: name, start, stop."""
-    pieces = flat.layout.pieces(flat.region)
-    return [(flat.layout.intervals[piece.index].name, piece.start, piece.stop) for piece in pieces]
+def updated_intervals(flat: Flat) -> list[tuple[str, Stretch]]:
+    """Return the elements of each parameter that this rank updates, by name."""
+    pairs = [(flat.layout.intervals[piece.index], piece) for piece in flat.layout.pieces(flat.region)]
+    return [(of.name, Stretch(of.origin, of.shape, piece.start, piece.stop)) for of, piece in pairs]

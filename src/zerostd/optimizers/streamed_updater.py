@@ -86,6 +86,15 @@ def widest_dtypes(many: Iterable[Mapping[str, torch.dtype]]) -> dict[str, torch.
     return dtypes
 
 
+def staged_dtypes(shard: StateShard, device: torch.device) -> dict[str, torch.dtype]:
+    """Return the dtypes of what passes through a slot of the device: all but upper halves that are there."""
+    return {
+        name: tensor.dtype
+        for name, tensor in shard.tensors.items()
+        if name != HIGH or not (device.type == "cpu" or tensor.tier is Tier.DEVICE)
+    }
+
+
 @dataclass(eq=False)
 class StreamedUpdater:
     """Updates tiles of `shards` on the device, in a thread of its own."""
@@ -104,7 +113,7 @@ class StreamedUpdater:
         self.allocator.before_close(self.worker.stop)
         self.clone = clone_optimizer(self.inner)
         self._turn = 0
-        dtypes = widest_dtypes(self._staged(shard) for shard in self.shards)
+        dtypes = widest_dtypes(staged_dtypes(shard, self.device) for shard in self.shards)
         sizes = {name: self.tile_numel * dtype.itemsize for name, dtype in _slot_dtypes(dtypes).items()}
         allocate = partial(torch.empty, dtype=torch.uint8, device=self.device)
         self._slots = [StagingSlot({name: allocate(size) for name, size in sizes.items()}) for _ in range(NUM_SLOTS)]
@@ -117,14 +126,6 @@ class StreamedUpdater:
         """Return the bytes that slots and joined masters take on the device; `dtypes` are those of what is staged."""
         in_slots = NUM_SLOTS * tile_numel * sum(dtype.itemsize for dtype in _slot_dtypes(dtypes).values())
         return in_slots + 4 * _joined_numel(dtypes, tile_numel)
-
-    def _staged(self, shard: StateShard) -> dict[str, torch.dtype]:
-        """Return the dtypes of what passes through a slot: all but upper halves that are on the device."""
-        return {
-            name: tensor.dtype
-            for name, tensor in shard.tensors.items()
-            if name != HIGH or not (self.device.type == "cpu" or tensor.tier is Tier.DEVICE)
-        }
 
     def close(self) -> None:
         """End the thread and give the slots back."""

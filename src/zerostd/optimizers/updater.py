@@ -20,10 +20,10 @@ from zerostd.compat import no_torch_function, plain_step
 from zerostd.errors import MisuseError
 from zerostd.monitoring import Ledger
 from zerostd.optimizers import cpu_updater, streamed_updater
-from zerostd.optimizers.cpu_updater import CpuUpdater, DiskUpdater
+from zerostd.optimizers.cpu_updater import CpuUpdater, DiskUpdater, dtypes_on_disk
 from zerostd.optimizers.elementwise import written_options
 from zerostd.optimizers.spans import StepOptions, UpdateSpan, UpdateSpans, UpdateTask, snapshot
-from zerostd.optimizers.streamed_updater import NUM_SLOTS, StreamedUpdater, tile_numel, widest_dtypes
+from zerostd.optimizers.streamed_updater import NUM_SLOTS, StreamedUpdater, staged_dtypes, tile_numel, widest_dtypes
 from zerostd.parameters import Flat, Group
 from zerostd.parameters.prepared import GRAD
 from zerostd.policy import Kind, Route, Tier
@@ -51,22 +51,48 @@ class OffloadUpdater:
     ) -> None:
         self.allocator = allocator
         self.device = allocator.device
+        self.updaters: dict[str, CpuUpdater | StreamedUpdater] = {}
+        self._inner = inner
+        self._streams = streams
+        self._num_threads = num_threads
+        self._slots: dict[str, Any] = {}  # by updater: what its memory depends on
+        self.follow(groups)
+        self._factors = allocator.host.allocate(NUM_FACTORS * 4, Kind.BUFFERS).view(torch.float32)
+        self.last_factor: tuple[torch.Tensor, Transfer] | None = None  # of the last step that had one, and its arrival
+        self._turn = 0
+
+    def follow(self, groups: Sequence[Group]) -> None:
+        """Serve the shards that are off the device now. An updater with nothing left to do ends, one whose slots do
+        not fit is made anew; others go on with what they are doing, which may be about other groups."""
         placed = [(flat, shard) for group in groups for flat in group.trainable for shard in flat.state_shards]
         on_host = [(flat, shard) for flat, shard in placed if shard.tier is Tier.HOST]
-        on_disk = [(flat, shard) for flat, shard in placed if shard.tier is Tier.DISK]
+        by_cpu = [(flat, shard) for flat, shard in on_host if shard.route is Route.CPU]
         streamed = [shard for _, shard in on_host if shard.route is Route.STREAMED]
-        self.updaters: dict[str, CpuUpdater | StreamedUpdater] = {}
-        if len(streamed) < len(on_host):
-            self.updaters["cpu"] = CpuUpdater(inner, on_host, allocator, streams, num_threads)
-        if streamed:
-            numel = tile_numel(streamed_updater.TILE_NUMEL, streamed)
-            self.updaters["streamed"] = StreamedUpdater(inner, streamed, numel, allocator, streams)
-        if on_disk:
-            self.updaters["disk"] = DiskUpdater(inner, on_disk, allocator, streams, num_threads)
+        on_disk = [(flat, shard) for flat, shard in placed if shard.tier is Tier.DISK]
+        from_disk = [shard for _, shard in on_disk]
+        tile = tile_numel(streamed_updater.TILE_NUMEL, streamed)
+        disk_tile = tile_numel(cpu_updater.DISK_TILE_NUMEL, from_disk)
+        slots: dict[str, Any] = {
+            "cpu": bool(by_cpu),
+            "streamed": (tile, widest_dtypes(staged_dtypes(shard, self.device) for shard in streamed)),
+            "disk": (disk_tile, widest_dtypes(map(dtypes_on_disk, from_disk)), {shard.route for shard in from_disk}),
+        }
+        for name in [name for name in self.updaters if self._slots[name] != slots[name]]:
+            self._drain(self.updaters[name])
+            self.updaters.pop(name).close()
+        basis = (self.allocator, self._streams)
+        if by_cpu and "cpu" not in self.updaters:
+            self.updaters["cpu"] = CpuUpdater(self._inner, by_cpu, *basis, self._num_threads)
+        if streamed and "streamed" not in self.updaters:
+            self.updaters["streamed"] = StreamedUpdater(self._inner, streamed, tile, *basis)
+        if on_disk and "disk" not in self.updaters:
+            self.updaters["disk"] = DiskUpdater(self._inner, on_disk, *basis, self._num_threads)
+        for name, served in (("cpu", by_cpu), ("disk", on_disk)):
+            if isinstance(updater := self.updaters.get(name), CpuUpdater):
+                updater.serve(served)
+        self._slots = slots
         for updater in self.updaters.values():
-            allocator.before_close(updater.worker.stop)
-        self._factors = allocator.host.allocate(NUM_FACTORS * 4, Kind.BUFFERS).view(torch.float32)
-        self._turn = 0
+            self.allocator.before_close(updater.worker.stop)
 
     @staticmethod
     def buffer_bytes(passing: Sequence[PassingStates]) -> dict[Tier, int]:
@@ -96,7 +122,8 @@ class OffloadUpdater:
         self._turn = (self._turn + 1) % NUM_FACTORS
         memory = self._factors[self._turn]
         memory.copy_(factor.reshape(()), non_blocking=True)
-        return memory, record_event(self.device)
+        self.last_factor = (memory, record_event(self.device))
+        return self.last_factor
 
     def close(self) -> None:
         """End the threads and give their memory back; nothing may be under way."""
@@ -107,9 +134,12 @@ class OffloadUpdater:
     def drain(self) -> None:
         """Return when every update so far is done; raise if one failed."""
         for updater in self.updaters.values():
-            updater.worker.drain()
-            if isinstance(updater, DiskUpdater):
-                updater.wait_writes()
+            self._drain(updater)
+
+    def _drain(self, updater: CpuUpdater | StreamedUpdater) -> None:
+        updater.worker.drain()
+        if isinstance(updater, DiskUpdater):
+            updater.wait_writes()
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from zerostd.communication.dtensors import Spec, check_dtensors, local_values
 from zerostd.errors import PrepareError
 from zerostd.policy import Precision
 from zerostd.sharding import Node, find_groups
@@ -39,6 +41,16 @@ class Member:
     parameter: nn.Parameter
     dtype: torch.dtype  # it will compute in
     options: int | None  # index of its param_group; None if it is not updated
+    spec: Spec | None  # of a DTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what this rank has of it."""
+        return tuple(self.parameter.shape) if self.spec is None else self.spec.box.sizes
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +89,8 @@ def find_blueprints(
     for parameter, ((home, name, dtype), *others) in uses.items():
         if any(use[0] != home for use in others):
             home = -1
-        members.setdefault(home, []).append(Member(name, parameter, dtype, options.get(parameter)))
+        spec = Spec.of(parameter)
+        members.setdefault(home, []).append(Member(name, parameter, dtype, options.get(parameter), spec))
     # The root may be empty: it still borrows what forward reads.
     blueprints = [Blueprint(ROOT, (weakref.ref(model),), tuple(members.get(-1, ())))]
     for index, top in enumerate(tops):
@@ -126,13 +139,9 @@ def check_model(model: nn.Module) -> None:
     for name, parameter in parameters:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise PrepareError(f"parameter {name!r} is lazy and has no shape yet: run one forward before prepare")
-        if any(base.__name__ == "DTensor" for base in type(parameter).__mro__):
-            raise PrepareError(
-                f"parameter {name!r} is a DTensor: zerostd shards plain tensors "
-                "only so far. Prepare the model before it is made parallel, or leave that out"
-            )
         if parameter.requires_grad and parameter.is_complex():
             raise PrepareError(f"parameter {name!r} is {parameter.dtype}: complex parameters cannot be sharded yet")
+    check_dtensors(parameters)
     places = {str(p.device): name for name, p in parameters if p.device.type != "meta"}
     if len(places) > 1:
         (first, a), (second, b) = list(places.items())[:2]
@@ -168,14 +177,15 @@ def _shares_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _check_shared_storage(parameters: list[tuple[str, nn.Parameter]]) -> None:
     """Refuse two Parameter objects over the same bytes: they would be updated twice."""
     spans = []
-    for name, parameter in parameters:
+    for name, whole in parameters:
+        parameter = local_values(whole)
         if parameter.device.type != "meta" and parameter.numel():
             low = parameter.data_ptr()
             last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-            spans.append((low, low + (int(last) + 1) * parameter.element_size(), name, parameter))
+            spans.append((low, low + (int(last) + 1) * parameter.element_size(), name, whole))
     spans.sort(key=lambda span: span[:2])
     for (_, end, first, a), (start, _, second, b) in itertools.pairwise(spans):
-        if start >= end or not _shares_elements(a, b):
+        if start >= end or not _shares_elements(local_values(a), local_values(b)):
             continue
         if a.requires_grad != b.requires_grad:
             frozen, trained = (first, second) if b.requires_grad else (second, first)
@@ -216,7 +226,8 @@ def describe(
         yield f"{type(optimizer).__name__} param_group {index}: " + ", ".join(f"{k}={v!r}" for k, v in options.items())
     places = {member.parameter: member.options for blueprint in blueprints for member in blueprint.members}
     for name, p in model.named_parameters(remove_duplicate=False):
-        yield f"{name} {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')} param_group {places.get(p)}"
+        line = f"{name} {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')} param_group {places.get(p)}"
+        yield line if (spec := Spec.of(p)) is None else f"{line} {spec.placements}"
     for name, buffer in model.named_buffers():
         yield f"{name} {tuple(buffer.shape)} buffer"
     for blueprint in blueprints:

@@ -1,7 +1,7 @@
 """One flat buffer: the parameters of a group that have one dtype and train (or are frozen) together.
 
 The parameters stay the user's own objects. Gathered, they are views into `full`; released, they show a NaN of their
-true shape. What the optimizer keeps for a region is in `StateShard`s; `SavedInterval`s are what checkpoints save of it.
+true shape. What the optimizer keeps for a region is in `StateShard`s.
 [Note: storage] autograd saves views of weights, so a released buffer keeps its storage object and only gives its memory
 back: the same views are valid again when it has been gathered anew. Writes go through `full`, whose version counter is
 its own, so autograd does not take them for the user's.
@@ -10,18 +10,20 @@ its own, so autograd does not take them for the user's.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from zerostd import kernels
-from zerostd.compat import no_torch_function, version_of
+from zerostd.communication.dtensors import Spec
+from zerostd.compat import local_of, no_torch_function, set_local, version_of, versions_of
 from zerostd.parameters.gradient import Gradient
 from zerostd.parameters.lending import DATA, set_data
 from zerostd.parameters.prepared import classes_for
-from zerostd.parameters.state_shard import HIGH, LOW, MASTER, HalfCopies, SplitTensor, StateShard, clear_low
+from zerostd.parameters.state_shard import HIGH, LOW, MASTER, HalfCopies, StateShard, clear_low
 from zerostd.policy import Kind, Tier
 from zerostd.sharding import Layout, Piece
 from zerostd.tiers import TierAllocator, TierTensor, Transfer
@@ -38,11 +40,13 @@ class Flat:
     allocator: TierAllocator
     region: slice  # what this rank updates: its slice, or everything at stage 0
     state_shards: Sequence[StateShard]  # portion by portion of the region; none if frozen
+    specs: Sequence[Spec | None] = ()  # of parameters that are DTensors: their local tensors are here; empty: none is
     is_sharded: bool = field(init=False, default=False)  # parameters rest as this rank's slice only
     gradient: Gradient | None = field(init=False, default=None)  # None if frozen
     readers: list[Transfer] = field(init=False, default_factory=list)  # of values and states; writes wait for them
 
     def __post_init__(self) -> None:
+        self.specs = self.specs or [None] * len(self.parameters)
         # On the device. Its storage is empty while released, if parameters rest elsewhere.
         self.full = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.allocator.device)
         # Where parameters rest: a view into `full` unless sharded or off the device.
@@ -50,8 +54,8 @@ class Flat:
         loud = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
         blank = torch.full((), loud, dtype=self.dtype, device=self.full.device)
         self._faces = [  # of each parameter: its view of `full`, its NaN, and its classes
-            (self.full[i.offset : i.end].view(i.shape), blank.expand(i.shape), classes_for(type(parameter)))
-            for parameter, i in zip(self.parameters, self.layout.intervals, strict=True)
+            (self._view(index, self.full), blank.expand(i.shape), classes_for(type(parameter)))
+            for index, (parameter, i) in enumerate(zip(self.parameters, self.layout.intervals, strict=True))
         ]
         self._versions = self._read_versions()  # when edits were kept last
         self._is_edited = False  # the user has written to parameters, and masters do not know
@@ -61,6 +65,39 @@ class Flat:
     def gives_back(self) -> bool:
         """Whether a released flat takes no memory beside where it rests."""
         return self.is_sharded or self.rest.tier is not Tier.DEVICE
+
+    def _view(self, index: int, full: torch.Tensor) -> torch.Tensor:
+        """Return one parameter's values in a gathered buffer. A DTensor keeps its local tensor, which must have a
+        version counter of its own: [Note: storage]."""
+        interval = self.layout.intervals[index]
+        view = full[interval.offset : interval.end].view(interval.shape)
+        return view if self.specs[index] is None else view.data
+
+    def shown(self, index: int, full: torch.Tensor) -> torch.Tensor:
+        """Return one parameter's values in a gathered buffer as users see them, in the same memory."""
+        spec = self.specs[index]
+        return self._view(index, full) if spec is None else spec.wrap(self._view(index, full))
+
+    def copied(self, index: int) -> torch.Tensor:
+        """Return a copy of one gathered parameter's values as users see them."""
+        spec = self.specs[index]
+        copy = self._faces[index][0].clone()
+        return copy if spec is None else spec.wrap(copy)
+
+    def local(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        """Return what the flat holds of values that users see as one parameter's, or its gradient's or states'."""
+        spec = self.specs[index]
+        return values if spec is None else spec.local(values)
+
+    def num_copies(self, index: int, num_splits: int) -> int:
+        """Return how many of the splits have the same values of a parameter: all, if it is no DTensor."""
+        spec = self.specs[index]
+        return num_splits if spec is None else spec.num_copies
+
+    def saves(self, index: int, split: int) -> bool:
+        """Return whether this split, the first that has these values of a parameter, saves them."""
+        spec = self.specs[index]
+        return split == 0 if spec is None else spec.is_first_copy
 
     def parameters_of(self, shard: StateShard) -> torch.Tensor | None:
         """Return the parameters of a portion where they rest: an update writes its master there. None on disk."""
@@ -79,16 +116,24 @@ class Flat:
     @torch.no_grad()
     def adopt(self, index: int, value: torch.Tensor) -> None:
         """Take a parameter's values, before rounding, and let the parameter's own memory go."""
-        self.set_values(index, value)
+        self.write_values(index, value)
         view = self._faces[index][0]
         parameter = self.parameters[index]
         if parameter.device.type == "meta":  # torch lets no tensor change between meta and a real device in place
             real = torch.empty(0, dtype=self.full.dtype, device=self.full.device)  # own version: [Note: storage]
             torch.utils.swap_tensors(parameter, nn.Parameter(real, requires_grad=parameter.requires_grad))
-        set_data(parameter, view)
+        self.set_values(index, view)
+
+    def set_values(self, index: int, values: torch.Tensor) -> None:
+        """Let a parameter have these values, in this memory."""
+        spec = self.specs[index]
+        if spec is None:
+            set_data(self.parameters[index], values)
+        else:
+            spec.show(self.parameters[index], values)
 
     @torch.no_grad()
-    def set_values(self, index: int, value: torch.Tensor) -> None:
+    def write_values(self, index: int, value: torch.Tensor) -> None:
         """Write the values of one gathered parameter, before rounding: to the parameter, where it is kept, and to its
         master."""
         view = self._faces[index][0].copy_(value)
@@ -144,8 +189,8 @@ class Flat:
     def show_values(self) -> None:
         """Let parameters be views of the gathered buffer."""
         with no_torch_function():
-            for parameter, (view, _, (_, prepared, _)) in zip(self.parameters, self._faces, strict=True):
-                DATA.__set__(parameter, view)
+            for parameter, spec, (view, _, (_, prepared, _)) in self._with_faces():
+                (DATA.__set__ if spec is None else set_local)(parameter, view)
                 parameter.__class__ = prepared
         self._renew_copies()
 
@@ -153,9 +198,12 @@ class Flat:
         """Let parameters ask for their values when they are touched, and take no memory. What cannot ask, since it
         goes around torch's functions, sees NaN."""
         with no_torch_function():
-            for parameter, (_, blank, (_, _, released)) in zip(self.parameters, self._faces, strict=True):
-                DATA.__set__(parameter, blank)
+            for parameter, spec, (_, blank, (_, _, released)) in self._with_faces():
+                (DATA.__set__ if spec is None else set_local)(parameter, blank)
                 parameter.__class__ = released
+
+    def _with_faces(self) -> Iterable[tuple[nn.Parameter, Spec | None, Any]]:
+        return zip(self.parameters, self.specs, self._faces, strict=True)
 
     def free(self) -> None:
         """Give the gathered buffer's memory back, if parameters rest elsewhere."""
@@ -208,6 +256,7 @@ class Flat:
         they reach lower halves later."""
         self.wait_readers()
         view = self._faces[index][0]
+        values = self.local(index, values)
         if self.gives_back:
             piece = self._kept_piece(index)
             if piece is not None:
@@ -264,8 +313,11 @@ class Flat:
         return self._is_edited or self.has_edits
 
     def _read_versions(self) -> list[int]:
+        if not any(self.specs):
+            return versions_of(self.parameters)
         with no_torch_function():
-            return [version_of(parameter) for parameter in self.parameters]
+            pairs = zip(self.parameters, self.specs, strict=True)
+            return [version_of(p) if spec is None else version_of(p) + version_of(local_of(p)) for p, spec in pairs]
 
     def keep_all(self, full: torch.Tensor, before: torch.Tensor | None = None) -> None:
         """Keep all values of a gathered buffer: the user may have written to any. `before` are those from before.
@@ -323,76 +375,3 @@ class Flat:
             return self.rest.read(slice(0, self.rest.numel)).to(self.full.device)
         parts = [shard.read_master().to(self.full.device) for shard in self.state_shards]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-@dataclass(frozen=True)
-class SavedInterval:
-    """Elements [start, stop) of one tensor, flattened, which begin at `offset` of a tier tensor: saved from there, and
-    loaded to there."""
-
-    kind: str
-    of: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    column: TierTensor
-    offset: int
-    state: str = ""
-    group: str = ""  # whose update changes it
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.column.dtype
-
-    @property
-    def place(self) -> slice:
-        return slice(self.offset, self.offset + self.stop - self.start)  # of the tier tensor
-
-    def copied(self) -> SavedInterval:
-        """Return the same with the values of now, in host memory of its own: they are there when the work that is
-        queued on their device is done, and later work does not change them."""
-        halves = self.column if isinstance(self.column, SplitTensor) and self.column.tier is not Tier.DISK else None
-        values = self.read(0, self.stop - self.start) if halves is None else halves.high.read(self.place)
-        copy = torch.empty_like(values, device="cpu", pin_memory=values.device.type != "cpu")
-        copy.copy_(values, non_blocking=True)
-        column = TierTensor(copy.numel(), copy.dtype, Tier.HOST, copy)
-        if halves is not None:  # what users can write to is the upper half
-            column = SplitTensor(column, halves.low.part(self.place))
-        return replace(self, column=column, offset=0)
-
-    def read(self, low: int, high: int, memory: torch.Tensor | None = None) -> torch.Tensor:
-        """Return elements [low, high) of the interval; those on disk are read into `memory`, if it is given."""
-        return self.column.read(slice(self.offset + low, self.offset + high), memory)
-
-
-def tensor_interval(kind: str, of: str, tensor: torch.Tensor, state: str = "") -> SavedInterval:
-    """Return a copy of a whole tensor as one interval."""
-    flat = tensor.detach().to("cpu", copy=True).contiguous().view(-1)
-    column = TierTensor(flat.numel(), flat.dtype, Tier.HOST, flat)
-    return SavedInterval(kind, of, tuple(tensor.shape), 0, flat.numel(), column, 0, state)
-
-
-def pieces_in(mine: slice, flat: Flat, pieces: Iterable[Piece] | None = None) -> list[Piece]:
-    """Return what lies in `mine` of pieces of a trained flat's region, of all of them if none are given."""
-    pieces = flat.layout.pieces(flat.region) if pieces is None else pieces
-    parts = [piece.within(mine.start - flat.region.start, mine.stop - flat.region.start) for piece in pieces]
-    return [part for part in parts if part is not None]
-
-
-def value_intervals(flat: Flat, mine: slice, group: str) -> Iterator[SavedInterval]:
-    """Yield where values of a flat's parameters are kept, at full precision, as far as they lie in `mine`: this rank's
-    shard, the region, or all of the flat. Parameters without elements lie at its start."""
-    intervals = flat.layout.intervals
-    empty = [Piece(index, 0, 0, 0) for index, interval in enumerate(intervals) if not (mine.start or interval.numel)]
-    if flat.state_shards:
-        owned = pieces_in(mine, flat)
-        places = [(piece, flat.state_shards[0].master, 0) for piece in empty]
-        for shard in flat.state_shards:
-            master = shard.master
-            places += [(part, master, here.start) for part, here in shard.parts(owned)]
-    else:
-        begin = 0 if flat.is_sharded else mine.start
-        places = [(piece, flat.rest, begin + piece.offset) for piece in (*empty, *flat.layout.pieces(mine))]
-    for piece, column, offset in places:
-        of = intervals[piece.index]
-        yield SavedInterval("parameter", of.name, of.shape, piece.start, piece.stop, column, offset, group=group)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zerostd.compat import foreach_add_, foreach_copy_, storage_of
+from zerostd.compat import foreach_add_, foreach_copy_, foreach_norm, storage_of
 from zerostd.policy import Kind, Tier
 from zerostd.sharding import Layout
 from zerostd.tiers import Done, Streams, TierAllocator, Transfer, record_event
@@ -270,10 +270,23 @@ class Gradient:
         gradient = self.wait_landed()
         return vector_norm(gradient if part is None else gradient[part], order).to(self.allocator.device)
 
+    def norms(self, order: float, parts: Sequence[slice]) -> torch.Tensor:
+        """Return the norms of parts of the region, with one launch: fp32, on the device."""
+        gradient = self.wait_landed()
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        norms = foreach_norm([gradient[part] for part in parts], order, dtype)
+        return torch.stack(norms).to(self.allocator.device, torch.float32)
+
     def send_host_copy(self) -> None:
         """Start copying down what the CPU will read."""
         if self.host_copy is not None:
             self.host_copy.send(self.current)
+
+    def change_host_copy(self, copy: HostGradientCopy | None) -> None:
+        """Let the CPU read other parts of it, or none."""
+        if self.host_copy is not None:
+            self.host_copy.close()
+        self.host_copy = copy
 
     def host_view(self, part: slice) -> tuple[torch.Tensor, Transfer]:
         """Return a part of the region in host memory, and its transfer there, which is started if it was not."""

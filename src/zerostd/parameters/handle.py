@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zerostd.communication.dtensors import Spec
 from zerostd.compat import in_backward, written_by
 from zerostd.errors import MisuseError
-from zerostd.parameters.lending import LentTensor, call_with_values, lend
+from zerostd.parameters.lending import call_with_values, lend
 
 aten = torch.ops.aten
 # Changes in place that are the same for each element, and new tensors of the same shape.
@@ -46,6 +47,7 @@ class GradientHandle(torch.Tensor):
 
     def __init__(self, of: str, parameter: nn.Parameter, ops: object) -> None:
         self.of = of  # the parameter it stands for
+        self.spec = Spec.of(parameter)  # of a DTensor
         self._ops = weakref.ref(ops)  # parameters hold handles in C++, where Python's collector sees no cycle
         self.incoming: torch.Tensor | None = None  # what the running backward pass wants to add, taken by the reducer
 
@@ -62,6 +64,13 @@ class GradientHandle(torch.Tensor):
         self.incoming = None
         assert incoming is not None
         return incoming
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what only a DTensor has, such as `full_tensor`: all ranks must ask."""
+        spec = self.__dict__.get("spec")
+        if spec is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(spec.empty(self) if name in ("placements", "device_mesh") else self.ops.read(self), name)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         _lent(self)[index] = value
@@ -88,7 +97,7 @@ class GradientHandle(torch.Tensor):
         if func.overloadpacket in LIKE:
             handle = args[0]
             plain = torch.empty(handle.shape, dtype=handle.dtype, device=handle.device)
-            return func(plain, *args[1:], **(kwargs or {}))
+            return func(plain if handle.spec is None else handle.spec.empty(plain), *args[1:], **(kwargs or {}))
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             args[0][0].ops.unscale(args[0], args[1], args[2])
             return None
@@ -115,6 +124,7 @@ class _GradientSource:
         """Nothing is kept: `read` returns a copy each time."""
 
 
-def _lent(handle: GradientHandle) -> LentTensor:
+def _lent(handle: GradientHandle) -> torch.Tensor:
+    """Return the gradient, lent; of a DTensor it is a copy."""
     source = _GradientSource(handle)
-    return lend(source, source.read())
+    return lend(source, source.read()) if handle.spec is None else source.read()

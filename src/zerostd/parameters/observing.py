@@ -13,9 +13,15 @@ class StepObserver:
     def before_backward(self) -> None:
         """A backward pass begins; gradients are about to change."""
 
+    def after_backward(self) -> None:
+        """A backward pass has ended; its activations are gone."""
+
     def facts(self) -> list[str]:
         """Return what must be alike on all ranks when a backward pass ends, a line each."""
         return []
 
     def after_step(self) -> None:
         """`optimizer.step()` has started or skipped its updates."""
+
+    def after_release(self) -> None:
+        """`zerostd.release` has made the model an ordinary one again."""

@@ -202,7 +202,7 @@ class PreparedParameter(nn.Parameter):
             self.source.access.set_gradient(self, gradient)
             return
         if isinstance(gradient, GradientHandle) and not in_backward():
-            gradient.ops.put_back(gradient)
+            gradient.ops.put_back(gradient, self)
         if gradient is None and not in_backward() and ACCESS in self.__dict__:
             self.source.access.check_unlocked("p.grad = None")
         GRAD.__set__(self, gradient)
@@ -268,11 +268,51 @@ class _Read(torch.autograd.Function):
         return grad, None
 
 
+class ReleasedDTensor(ReleasedParameter):
+    """A parameter that is a DTensor, and whose values are elsewhere. One that shows its values is of torch's own class,
+    for which torch has a faster way, and which alone it takes."""
+
+    def _brought(self) -> Any:
+        values = self.source.access.read(self)
+        return self.stand_in(values) if isinstance(self, ReleasedDTensor) else self
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Refused: what is written to it would be lost."""
+        raise MisuseError(
+            "p.data of a DTensor whose values are elsewhere: read it with p.detach(), write to it with p.copy_(values) "
+            "under torch.no_grad(), or use zerostd.gathered(module)"
+        )
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        raise MisuseError("p.data = a tensor, of a DTensor: write p.copy_(values) under torch.no_grad()")
+
+    def detach(self) -> torch.Tensor:
+        """Return a copy of the values outside autograd."""
+        with torch.no_grad():
+            return cast(torch.Tensor, self._brought().detach())
+
+    def to_local(self, **kwargs: Any) -> Any:
+        """Return this rank's part, as DTensor.to_local does."""
+        return self._brought().to_local(**kwargs)
+
+    def full_tensor(self, **kwargs: Any) -> Any:
+        """Return the whole tensor, as DTensor.full_tensor does."""
+        return self._brought().full_tensor(**kwargs)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a DTensor with other placements, as DTensor.redistribute does."""
+        return self._brought().redistribute(*args, **kwargs)
+
+
 @functools.cache
 def classes_for(original: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[nn.Parameter], type[nn.Parameter]]:
     """Return the class of a parameter, and those it has while it shows its values and while it does not."""
     if original is nn.Parameter:
         return original, PreparedParameter, ReleasedParameter
+    if not issubclass(original, nn.Parameter):  # a DTensor, which torch marks as a parameter
+        return original, original, type(original.__name__, (ReleasedDTensor, original), {"shown_class": original})
     shown = type(original.__name__, (PreparedParameter, original), {})
     return original, shown, type(original.__name__, (ReleasedParameter, original), {"shown_class": shown})
 

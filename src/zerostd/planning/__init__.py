@@ -4,11 +4,12 @@ profiles.py     what a machine can do, what a model needs    described.py   mode
 request.py      what is to be planned, what groups cost      demands.py     what shares of a group take
 linear.py       a linear program                             program.py     the schedule as a linear program
 rounding.py     whole groups, and what is missing            simulation.py  steps, event by event
-solution.py     homes of shares, rates as observed           planner.py     from a request to a plan
-plan.py         the plan                                     cluster.py     described models, many world sizes
+solution.py     homes of shares, rates as observed           planner.py     candidates, and which of them fit
+plan.py         the plan                                     pricing.py     a candidate as a plan, with prices
+cluster.py      described models, many world sizes
 """
 
-from zerostd.planning.plan import Plan, Prediction
+from zerostd.planning.plan import Plan, Prediction, Trial
 from zerostd.planning.profiles import DiskRates, GroupProfile, Link, MachineProfile, ModelProfile, Processor, Wire
 from zerostd.planning.request import PlanRequest
 
@@ -22,5 +23,6 @@ __all__ = [
     "PlanRequest",
     "Prediction",
     "Processor",
+    "Trial",
     "Wire",
 ]

@@ -7,21 +7,19 @@ module's to the byte.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zerostd.errors import PrepareError
-from zerostd.planning.demands import work
 from zerostd.planning.plan import Plan
-from zerostd.planning.planner import if_most_are_clipped, plan_from, solve
+from zerostd.planning.planner import Bytes, Counted, Refusal, fixed_bytes, search
+from zerostd.planning.pricing import if_most_are_clipped, plan_from
 from zerostd.planning.profiles import MachineProfile, ModelProfile, Processor
 from zerostd.planning.request import (
     FOR_ACTIVATIONS,
-    WORTH_SPECULATING,
     PlanRequest,
     group_costs,
     limits_for,
@@ -38,8 +36,6 @@ NOWHERE = MachineProfile("nowhere", "none", {"any": 1.0}, 0.0, {}, Processor(1, 
 MOST_TRIED = 8  # divisions of a batch into passes
 ALMOST = 0.01  # of a step
 MISSING = re.compile(r"[^:.]*(?:[.]\d[^:.]*)* is missing")  # what of a refusal goes into the table
-
-Refusal = tuple[PlanRequest, PrepareError]
 
 
 @dataclass(frozen=True)
@@ -86,16 +82,17 @@ def plan_on(model: ModelProfile, machine: MachineProfile, use: TrainingOptions) 
         for samples, passes in _divided(model, use)
         for stage in stages_of(use.stage, use.world_size)
     ]
-    solutions, refused = try_all(requests, _fitted)
-    best = shortest(solutions)
-    solution = min([best, *_speculating(solutions, use)], key=_seconds)
-    plan = plan_from(solution, solution.homes, model_state(solution))
+    may_speculate = use.clips and not use.scales_loss and (use.batch is not None or use.accumulate is not None)
+    result = search(requests, count, may_speculate=may_speculate)
+    best = shortest(result.candidates)
+    chosen = min([best, *result.speculating], key=lambda counted: counted.seconds)
+    plan = plan_from(chosen.solution, chosen.solution.homes, chosen.held)
     if use.batch is None:
-        notes = [*_notes(solution.request, use), *(str(error) for _, error in refused)]
+        notes = [*_notes(chosen.solution.request, use), *(str(error) for _, error in result.refused)]
     else:
-        use = replace(use, accumulate=best.request.accumulate)
-        notes = [table(solutions, refused, best), *_notes(solution.request, use)]
-    return replace(plan, notes=(*plan.notes, *notes, *if_most_are_clipped(plan, _seconds(best))))
+        use = replace(use, accumulate=best.solution.request.accumulate)
+        notes = [table(result.candidates, result.refused, best), *_notes(chosen.solution.request, use)]
+    return replace(plan, notes=(*plan.notes, *notes, *if_most_are_clipped(plan, best.seconds)))
 
 
 def _divided(model: ModelProfile, use: TrainingOptions) -> list[tuple[int | None, int | None]]:
@@ -124,41 +121,26 @@ def divisions(batch: int, most: int = MOST_TRIED) -> list[tuple[int, int]]:
     return [(size, batch // size) for size in reversed(sizes)]
 
 
-def try_all(
-    requests: Iterable[PlanRequest], solve: Callable[[PlanRequest], Solution]
-) -> tuple[list[Solution], list[Refusal]]:
-    """Return the solutions, and the requests that were refused. Raises the last refusal if nothing fits."""
-    solutions = list[Solution]()
-    refused = list[Refusal]()
-    for request in requests:
-        try:
-            solutions.append(solve(request))
-        except PrepareError as error:
-            refused.append((request, error))
-    if not solutions:
-        raise refused[-1][1]
-    return solutions, refused
-
-
-def shortest(solutions: Sequence[Solution]) -> Solution:
+def shortest(counted: Sequence[Counted]) -> Counted:
     """Return the shortest, but at the same stage a pass of more samples for almost the same time."""
-    best = min(solutions, key=_seconds)
-    most_s = _seconds(best) * (1 + ALMOST)
-    near = [each for each in solutions if each.request.stage is best.request.stage and _seconds(each) <= most_s]
-    return max(near, key=lambda solution: (solution.request.model.samples or 0, -_seconds(solution)))
+    best = min(counted, key=lambda each: each.seconds)
+    most_s = best.seconds * (1 + ALMOST)
+    stage = best.solution.request.stage
+    near = [each for each in counted if each.solution.request.stage is stage and each.seconds <= most_s]
+    return max(near, key=lambda each: (each.solution.request.model.samples or 0, -each.seconds))
 
 
-def table(solutions: Sequence[Solution], refused: Sequence[Refusal], chosen: Solution) -> str:
+def table(counted: Sequence[Counted], refused: Sequence[Refusal], chosen: Counted) -> str:
     """Return the divisions of a batch that were tried, in lines; of each the best stage."""
     outcomes = {}
     for request, error in refused:
         match = MISSING.search(str(error))
         outcomes[request.model.samples or 1, request.accumulate] = match.group().strip() if match else str(error)
-    for solution in sorted(solutions, key=_seconds, reverse=True):
-        request = solution.request
-        outcomes[request.model.samples or 1, request.accumulate] = f"{_seconds(solution):.3g} s a step"
-    passes = chosen.request.accumulate
-    samples = chosen.request.model.samples or 1
+    for each in sorted(counted, key=lambda each: each.seconds, reverse=True):
+        request = each.solution.request
+        outcomes[request.model.samples or 1, request.accumulate] = f"{each.seconds:.3g} s a step"
+    passes = chosen.solution.request.accumulate
+    samples = chosen.solution.request.model.samples or 1
     lines = [f"A step of {samples * passes} samples is made in passes of {samples}: accumulate={passes}. Tried:"]
     lines += [f"  {size} x {count}: {outcomes[size, count]}" for size, count in sorted(outcomes, reverse=True)]
     return "\n".join(lines)
@@ -184,35 +166,14 @@ def _request(
     )
 
 
-def _seconds(solution: Solution) -> float:
-    if solution.request.model.knows_time:
-        return solution.timeline.step_s
-    return max(work(solution.request, solution.shares).values(), default=0.0)
-
-
-def _speculating(solutions: Sequence[Solution], use: TrainingOptions) -> Iterator[Solution]:
-    """Yield the best of each stage once more with speculation, where that is worth its memory."""
-    if not use.clips or use.scales_loss or (use.batch is None and use.accumulate is None):
-        return
-    for stage in {solution.request.stage for solution in solutions}:
-        best = shortest([solution for solution in solutions if solution.request.stage is stage])
-        if best.request.model.knows_time and model_state(best)[Tier.HOST]:
-            with contextlib.suppress(PrepareError):
-                speculating = _fitted(replace(best.request, speculates=True))
-                if speculating.timeline.step_s < (1.0 - WORTH_SPECULATING) * _seconds(best):
-                    yield speculating
-
-
-def _fitted(request: PlanRequest) -> Solution:
-    """Solve with room for activations and for working memory, which is more if parameters come from elsewhere."""
+def count(solution: Solution) -> Bytes:
+    """Return the bytes of a solution by closed form, with working memory in its large parts."""
+    request = solution.request
     is_sharded = request.world_size > 1 and shards(request.stage, Kind.PARAMETERS)
-    activations = 0 if request.chooses else request.model.activations()
-    for gathers in (is_sharded, True):
-        fixed = {Tier.DEVICE: activations + _working(request, gathers=gathers)}
-        solution = solve(replace(request, fixed=fixed))
-        if gathers or not any(share.parameters_off for share in solution.shares):
-            break
-    return solution
+    gathers = is_sharded or any(share.parameters_off for share in solution.shares)
+    fixed = fixed_bytes(request)
+    fixed[Tier.DEVICE] += _working(request, gathers=gathers)
+    return model_state(replace(solution, request=replace(request, fixed=fixed)))
 
 
 def _working(request: PlanRequest, *, gathers: bool) -> int:

@@ -21,7 +21,18 @@ from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, Way
 VERSION = 1
 GIB = 2**30
 REMEDY = "correct it, or plan again"
-FIELDS = ("stage", "world_size", "speculate", "adaptive", "homes", "activations", "limits", "notes", "predicted")
+FIELDS = (
+    "stage",
+    "world_size",
+    "speculate",
+    "adaptive",
+    "homes",
+    "activations",
+    "limits",
+    "notes",
+    "predicted",
+    "trials",
+)
 DOES = {"recompute": "recompute them in", "host": "send them to the host in", "keep": "keep them in"}
 MOST_NAMED = 4  # stretches of groups
 WORDS = {
@@ -59,6 +70,15 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """A candidate, and the steps that were made with it."""
+
+    name: str  # what sets it apart
+    predicted_s: float | None  # of a step
+    measured_s: float  # the median of its steps, on the slowest rank
+
+
+@dataclass(frozen=True)
 class Plan:
     """Where everything rests, by which route it is updated, and what that is predicted to cost.
 
@@ -75,11 +95,18 @@ class Plan:
     limits: Mapping[Tier, int] = field(default_factory=dict)  # bytes it was made for
     notes: tuple[str, ...] = ()  # why it is as it is, and what was refused
     activations: Mapping[str, str] = field(default_factory=dict)  # keep, recompute or host; empty: as the model does
+    trials: tuple[Trial, ...] = ()  # candidates that training measured, this one first
 
     def __post_init__(self) -> None:
         for name, way in self.activations.items():
             if way not in WAYS:
                 raise PrepareError(f"activations of {name!r} are {way!r}, and can be {', '.join(WAYS)}")
+
+    @property
+    def is_untried(self) -> bool:
+        """Whether it was made without a batch, and recomputes until a pass has shown what activations take."""
+        recomputes = len(self.activations) == 1 and self.activations.get("*") == "recompute"
+        return recomputes and self.predicted.step_s is None and bool(self.limits)
 
     def homes_of(self, group: str) -> Homes:
         """Return the homes of one group, by its name or by the first glob that fits it."""
@@ -202,6 +229,9 @@ def _sentences(plan: Plan) -> list[str]:
             if tier in plan.limits:
                 worth = f"would save {gain * 1e3:.2g} ms a step" if gain > 1e-6 else "would change nothing"
                 lines.append(f"One more GiB of the {tier.value} {worth}.")
+    if plan.trials:
+        measured = (f"{trial.name} {trial.measured_s:.3g} s" for trial in plan.trials)
+        lines.append(f"Measured while training: {', '.join(measured)}. The first is in use.")
     return [*lines, *plan.notes]
 
 

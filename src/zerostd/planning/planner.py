@@ -1,159 +1,86 @@
-"""From a request to a plan: solve, bring whole groups to one place, solve again, look at it in the simulation."""
+"""From a request to plans: the linear program and a few variations of it give candidates, whole groups each; a
+simulation of one step ranks them, and bytes are counted by whoever will allocate them.
+
+`candidates` ranks, `fitting` makes room for bytes that the program does not know, `search` goes through stages and
+divisions of a batch. They serve machines that are here, where `count` is exact, and machines on paper. The first of a
+list is the plan; training may try others on real steps.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from zerostd.errors import PrepareError
-from zerostd.monitoring.texts import size_text
-from zerostd.planning.demands import GroupShares, activation_bytes, again_seconds, way_of, work
-from zerostd.planning.linear import Infeasible, LinearSolution
-from zerostd.planning.plan import GIB, Plan, Prediction
-from zerostd.planning.program import SLACK, optimise, prices_of, quickest
-from zerostd.planning.request import PlanRequest
-from zerostd.planning.rounding import explain_missing, optimise_whole, recomputed_bytes
-from zerostd.planning.simulation import simulate
-from zerostd.planning.solution import Solution, activations_by_group, fits
-from zerostd.policy import Homes, Kind, Tier
+from zerostd.planning.demands import GroupShares, way_of, work
+from zerostd.planning.linear import Infeasible
+from zerostd.planning.program import SLACK, optimise
+from zerostd.planning.request import WORTH_SPECULATING, PlanRequest
+from zerostd.planning.rounding import enlargements, explain_missing, least_of, optimise_whole
+from zerostd.planning.solution import Solution, fits, model_state
+from zerostd.policy import Kind, Tier
 
-CPU_PARTS = (0.4, 0.5, 0.6, 0.7, 0.85)  # of states on the host that the CPU updates, tried in the simulation
 DIGITS = 9  # of seconds: among placements that differ in less, the first is taken
 FEW = 1e-3  # of the bytes off the device: as good as none
-WORTH_TELLING = 0.15  # of a step: what recomputing must bring
-WORTH_CHANGING = 0.01  # of a step: what another answer must bring
+WORTH_CHANGING = 0.01  # of a step: what a variation must bring to be the plan
 WORTH_MOVING = 0.1  # of a step: what a plan must bring to move anything where all fits on the device
-WORTH_SAYING = 0.02  # of a step: what not speculating must bring where most gradients are clipped
+WORTH_A_DISK = 0.02  # of all bytes, and of a step: less is not worth the buffers and threads of a disk
+MOST_ROUNDS = 8  # of making room for what the program does not know
+ROUNDING = 1.002  # the linear program keeps to its limits only this exactly
+PLENTY = 1 << 60  # bytes of a tier: more than anything takes
+SCRAP = 0.1  # of a group's states on the host: not worth a second worker
+MOST_SPLITS = 6  # of updates between CPU and device, that are looked at
+NEIGHBOURS = (0.8, 1.2)  # times the CPU's part of an update: how busy a processor is with other things, nobody knows
+
+Bytes = Mapping[Tier, Mapping[Kind, int]]
+CountBytes = Callable[[Solution], Bytes]  # everything that a solution takes, by tier and kind
+Refusal = tuple[PlanRequest, PrepareError]
 
 
-# -- plans --
+def total(held: Bytes, tier: Tier) -> int:
+    return sum(held.get(tier, {}).values())
 
 
-def plan_from(
-    solution: Solution,
-    homes: Mapping[str, Homes],
-    counted: Mapping[Tier, Mapping[Kind, int]],
-    notes: Sequence[str] = (),
-) -> Plan:
-    """Return a solution as a plan, with bytes that were counted for its homes."""
-    request = solution.request
-    speculates = request.speculates and any(share.resident < 1 for share in solution.shares)
-    busy = work(request, solution.shares)
-    busy["wire"] = request.accumulate * sum(cost.wire_s for cost in request.costs)
-    busy = {name: seconds for name, seconds in busy.items() if seconds > 1e-9}
-    predicted = Prediction(bytes=counted, busy=busy, prices=_prices(solution))
-    if request.model.knows_time:
-        timeline = solution.timeline
-        predicted = replace(predicted, step_s=timeline.step_s, compute_s=timeline.compute_s)
-        if speculates:
-            clipped_s = simulate(replace(request, speculates=False), solution.shares).step_s
-            predicted = replace(predicted, clipped_s=clipped_s)
-        about = _about_activations if request.chooses else _if_recomputed
-        notes = [_twice_the_samples(solution), *about(solution), *notes]
-    return Plan(
-        homes=homes,
-        stage=request.stage,
-        world_size=request.world_size,
-        speculate=speculates,
-        predicted=predicted,
-        limits=dict(request.limits),
-        notes=tuple(notes),
-        activations=activations_by_group(solution),
-    )
-
-
-def _prices(solution: Solution) -> dict[Tier, float]:
-    """Return the seconds for a byte of the next GiB: what it takes off the program's step, in shares of groups, since
-    whole ones may have to change places to make use of it. No step is shorter than its arithmetic."""
-    request = solution.asked or solution.request
-    prices: dict[Tier, float] = {}
-    with contextlib.suppress(Infeasible):  # it is a plan that no longer fits
-        shortest = _shortest(request, solution)
-        prices = prices_of(shortest)
-        for tier in (tier for tier in request.limits if prices[tier]):
-            more = {**request.limits, tier: request.limits[tier] + GIB}
-            gain = shortest.objective - _shortest(replace(request, limits=more), solution).objective
-            prices[tier] = min(prices[tier], max(0.0, gain) / GIB)
-    least_s = request.accumulate * sum(cost.compute_s for cost in request.costs)
-    most_s = max(0.0, solution.timeline.step_s - least_s)
-    return {tier: min(price, most_s / GIB) for tier, price in prices.items()}
-
-
-def _shortest(request: PlanRequest, solution: Solution) -> LinearSolution:
-    """Return the shortest step in shares of groups; in whole ones, where only those fit."""
-    with contextlib.suppress(Infeasible):
-        return quickest(request)[1]
-    return quickest(request, solution.shares)[1]
-
-
-def _if_recomputed(solution: Solution) -> Iterator[str]:
-    request = solution.request
-    activations = request.model.activations()
-    recomputed = recomputed_bytes(request.model)
-    most_gain = 1.0 - solution.timeline.compute_s / max(solution.timeline.step_s, 1e-12)
-    if recomputed is None or recomputed >= activations or most_gain < WORTH_TELLING or not solution.bytes_off:
-        return
-    fixed = {**request.fixed, Tier.DEVICE: max(0, request.fixed.get(Tier.DEVICE, 0) - activations)}
-    try:
-        changed = _solve_as_measured(replace(request, fixed=fixed, activations=frozenset({"keep", "recompute"})))
-    except PrepareError:
-        return
-    gain = 1.0 - changed.timeline.step_s / solution.timeline.step_s
-    if gain > WORTH_TELLING:
-        count = sum(len(cost.members) for cost, share in changed.pairs if way_of(share) != "keep")
-        yield (
-            f"Recomputing the activations of {count} of {len(request.model.groups)} groups with "
-            f"torch.utils.checkpoint would make a step {gain:.0%} shorter: it leaves more of the device to model state."
-        )
-
-
-def _twice_the_samples(solution: Solution) -> str:
-    request = solution.request
-    fixed = request.fixed
-    if not request.chooses:
-        fixed = {**fixed, Tier.DEVICE: fixed.get(Tier.DEVICE, 0) + request.model.activations()}
-    try:
-        changed = _solve_as_measured(replace(request, model=request.model.with_twice_the_samples(), fixed=fixed))
-    except PrepareError:
-        return "Twice the samples in a pass would not fit."
-    gain = 2 * solution.timeline.step_s / max(changed.timeline.step_s, 1e-12)
-    return f"Twice the samples in a pass would train {gain:.2f} times as many of them in a second."
-
-
-def _about_activations(solution: Solution) -> Iterator[str]:
-    request = solution.request
-    kept, _ = activation_bytes(request, [GroupShares()] * len(request.costs))
-    held, sent = activation_bytes(request, solution.shares)
-    if held < kept:
-        prices = []
-        again_s = request.accumulate * again_seconds(request, solution.shares)
-        if again_s > 0:
-            prices.append(f"{again_s:.3g} s of arithmetic a step")
-        if sent > 0:
-            prices.append(f"{size_text(sent)} of the host, over the link and back in every pass")
-        instead = f"{size_text(held)} of the device instead of {size_text(kept)}"
-        yield f"Activations take {instead}, for {' and '.join(prices)}."
-
-
-def if_most_are_clipped(plan: Plan, without_s: float) -> Iterator[str]:
-    """Yield what to do where a plan speculates and the best that does not takes `without_s`."""
-    if (plan.predicted.clipped_s or 0.0) > without_s * (1 + WORTH_SAYING):
-        yield (
-            f"Without speculating each step takes {without_s:.3g} s, clipped or not: if most are, leave accumulate= "
-            "out of prepare."
-        )
-
-
-# -- solutions --
+# -- candidates --
 
 
 def solve(request: PlanRequest) -> Solution:
     """Return the best placement of whole groups. Raises PrepareError with what is missing, if nothing fits."""
-    best = _solve_as_measured(request)
-    if best.slow_s > best.timeline.step_s * (1 + SLACK):
-        return _better(best, [best.slow_request])
-    return best
+    return candidates(request)[0]
+
+
+def candidates(request: PlanRequest) -> list[Solution]:
+    """Return placements of whole groups, the best first. Raises PrepareError with what is missing, if nothing fits."""
+    try:
+        return _candidates(request)
+    except Infeasible:
+        raise PrepareError(explain_missing(request)) from None
+
+
+def _candidates(request: PlanRequest) -> list[Solution]:
+    _, shares = optimise_whole(request)
+    ranked = _ranked(request, [*_splits(request, shares), *_at_home(request)])
+    best = ranked[0]
+    for simpler in _simpler(request, best):
+        with contextlib.suppress(Infeasible):
+            _, shares = optimise_whole(simpler)
+            answers = _ranked(request, _splits(request, shares), simpler)
+            if answers[0].timeline.step_s < best.timeline.step_s * (1 - WORTH_CHANGING):
+                ranked = [*answers, *ranked]
+                best = answers[0]
+            else:
+                ranked = [*ranked, *answers]
+    return [best, *sorted(ranked[1:], key=lambda solution: solution.timeline.step_s)]
+
+
+def neighbours(solution: Solution) -> list[Solution]:
+    """Return the same placement with more and with fewer updates by the CPU; nothing where it has no choice."""
+    if solution.request.machine.link is None:
+        return []
+    parts = [_with_cpu_part(solution.request, solution.shares, times) for times in NEIGHBOURS]
+    changed = [replace(solution, shares=shares) for shares in parts if shares != solution.shares]
+    return [candidate for candidate in changed if fits(candidate)]
 
 
 def place_states(solution: Solution, fixed: Mapping[Tier, int]) -> Solution | None:
@@ -164,94 +91,268 @@ def place_states(solution: Solution, fixed: Mapping[Tier, int]) -> Solution | No
     except Infeasible:
         return None
     asked = solution.asked and replace(solution.asked, fixed=fixed)
-    return replace(_choose(request, shares), asked=asked)
+    return _ranked(request, _splits(request, shares), asked)[0]
 
 
-def _solve_as_measured(request: PlanRequest) -> Solution:
-    best = _solve(request)
-    return _better(best, _simpler(request, best))
+def _ranked(
+    request: PlanRequest, placements: Iterable[list[GroupShares]], asked: PlanRequest | None = None
+) -> list[Solution]:
+    """Return those of a few placements that fit. The first is the shortest; but of those within SLACK of it the one
+    with the fewest bytes off the device, and nothing moves at all for little."""
+    solutions = list[Solution]()
+    for placement in placements:
+        candidate = Solution(request, placement, asked)
+        if candidate not in solutions and (fits(candidate) or not solutions):
+            solutions.append(candidate)
+    shortest_s = min(solution.timeline.step_s for solution in solutions)
+    near = [solution for solution in solutions if solution.timeline.step_s <= shortest_s * (1 + SLACK)]
+    few = min(solution.bytes_off for solution in near) * (1 + FEW)
+    few_off = [solution for solution in near if solution.bytes_off <= few]
+    best = min(few_off, key=lambda solution: round(solution.timeline.step_s, DIGITS))
+    for home in _at_home(request):
+        stays = [solution for solution in solutions if solution.shares == home]
+        best = next((each for each in stays if each.timeline.step_s <= shortest_s * (1 + WORTH_MOVING)), best)
+    return [best, *(solution for solution in solutions if solution is not best)]
 
 
-def _better(best: Solution, requests: Iterable[PlanRequest]) -> Solution:
-    """Return this solution or a better answer to another request: the program does not see all that things cost."""
-    for request in requests:
-        with contextlib.suppress(PrepareError):
-            answer = _solve(request)
-            asked = replace(request, machine=best.request.machine)
-            candidate = Solution(best.request, answer.shares, asked)
-            if candidate.cost_s < best.cost_s * (1 - WORTH_CHANGING):
-                best = candidate
-    return best
+def _at_home(request: PlanRequest) -> Iterator[list[GroupShares]]:
+    """Yield the placement in which nothing moves, unless activations may not be kept."""
+    if not request.chooses or "keep" in request.ways:
+        rests = [cost.rests for cost in request.costs]
+        yield [GroupShares(parameters_host=tier is Tier.HOST, parameters_disk=tier is Tier.DISK) for tier in rests]
 
 
 def _simpler(request: PlanRequest, solution: Solution) -> Iterator[PlanRequest]:
-    """Yield the request with less to choose from, where that can be shorter."""
+    """Yield the request with less to choose from, where that can be shorter: the program does not see all that things
+    cost."""
     ways = {way_of(share) for share in solution.shares}
     if request.chooses and "recompute" in request.ways and ways != {"recompute"}:
         longer_s = sum(cost.activations.longer_s for cost in request.costs)
         least_s = longer_s + sum(cost.forward_s + cost.backward_s for cost in request.costs)
-        if request.accumulate * least_s < solution.cost_s:
+        if request.accumulate * least_s < solution.timeline.step_s:
             yield replace(request, activations=frozenset({"recompute"}))
+    if "host" in ways and request.ways > {"host"}:  # they cost more as a whole than in shares
+        yield replace(request, activations=request.ways - {"host"})
     is_off = any(share.gradients_host + share.parameters_off for share in solution.shares)
     if is_off:  # what is off comes and goes in every pass, behind what is streamed
         yield replace(request, can_place=request.can_place & {Kind.OPTIMIZER_STATES})
 
 
-def _solve(request: PlanRequest) -> Solution:
-    try:
-        step_s, shares = optimise_whole(request)
-    except Infeasible:
-        raise PrepareError(explain_missing(request)) from None
-    without_host = request.ways - {"host"}
-    if without_host and any(share.activations_host for share in shares):  # they cost more as a whole than in shares
-        with contextlib.suppress(Infeasible):
-            without_s, without = optimise_whole(replace(request, activations=without_host))
-            shares = without if without_s < step_s else shares
-    return _choose(request, shares)
+def _splits(request: PlanRequest, shares: list[GroupShares]) -> list[list[GroupShares]]:
+    """Return the shares, without scraps, and with the CPU's part the same in all groups that are kept alike: the
+    program does not care, but workers that take turns on every group wait less for each other. As long as the
+    simulation finds less or more of the CPU better, which has nothing to do for half of backward, that is taken too."""
+    splits = [shares, [_without_scraps(share) for share in shares], _with_cpu_part(request, shares, 1.0)]
+    best = Solution(request, splits[-1])
+    while len(splits) < MOST_SPLITS:
+        near = [solution for solution in neighbours(best) if solution.shares not in splits]
+        better = min(near, key=lambda solution: solution.timeline.step_s, default=best)
+        if better.timeline.step_s >= best.timeline.step_s:
+            break
+        splits.append(better.shares)
+        best = better
+    return splits
 
 
-def _choose(request: PlanRequest, shares: list[GroupShares]) -> Solution:
-    """Return, of a few placements that the program finds alike, the one that the simulation likes best."""
-    placements = [shares, _even(request, shares)]
-    if request.machine.link is not None:
-        for part in CPU_PARTS:  # the program sees no harm in a CPU that has nothing to do for half of backward
-            placements.append([share if share.parameters_disk else _with_cpu_part(share, part) for share in shares])
-    rests = [cost.rests for cost in request.costs]
-    at_home = [GroupShares(parameters_host=tier is Tier.HOST, parameters_disk=tier is Tier.DISK) for tier in rests]
-    if not request.chooses or "keep" in request.ways:
-        placements.append(at_home)
-    solutions = list[Solution]()
-    for placement in placements:
-        candidate = Solution(request, placement)
-        if candidate not in solutions and (fits(candidate) or not solutions):
-            solutions.append(candidate)
-    shortest_s = min(solution.timeline.step_s for solution in solutions)
-    for solution in solutions:
-        if solution.shares == at_home and solution.timeline.step_s <= shortest_s * (1 + WORTH_MOVING):
-            return solution
-    most_s = min(solution.cost_s for solution in solutions) * (1 + SLACK)
-    near = [solution for solution in solutions if solution.cost_s <= most_s]
-    few = min(solution.bytes_off for solution in near) * (1 + FEW)
-    candidates = [solution for solution in near if solution.bytes_off <= few]
-    return min(candidates, key=lambda solution: round(solution.cost_s, DIGITS))
+def _without_scraps(share: GroupShares) -> GroupShares:
+    """Return the share with all of a group's states on the host updated by one worker, where the other has next to
+    nothing of them: it would hold the group up for that."""
+    on_host = share.cpu + share.streamed
+    if min(share.cpu, share.streamed) > SCRAP * on_host:
+        return share
+    by_cpu = share.cpu > share.streamed
+    return replace(share, cpu=on_host * by_cpu, streamed=on_host * (not by_cpu))
 
 
-def _even(request: PlanRequest, shares: Sequence[GroupShares]) -> list[GroupShares]:
-    """Give the CPU the same part in all groups whose parameters and gradients are kept alike: the program does not
-    care, but workers that take turns on every group wait less for each other."""
+def _with_cpu_part(request: PlanRequest, shares: Sequence[GroupShares], times: float) -> list[GroupShares]:
+    """Return the shares with so many times the CPU's part, the same in all groups that are kept alike."""
     alike: dict[tuple[float, float, float], list[int]] = {}
     for index, share in enumerate(shares):
         alike.setdefault((share.parameters_host, share.parameters_disk, share.gradients_host), []).append(index)
     even = list(shares)
-    for indices in alike.values():
+    for (_, on_disk, _), indices in alike.items():
         cpu = sum(request.costs[index].updated * shares[index].cpu for index in indices)
         streamed = sum(request.costs[index].updated * shares[index].streamed for index in indices)
-        part = cpu / (cpu + streamed) if cpu + streamed else 0.0
+        part = 1.0 if on_disk else min(1.0, times * cpu / (cpu + streamed)) if cpu + streamed else 0.0
         for index in indices:
-            even[index] = _with_cpu_part(shares[index], part)
+            on_host = shares[index].cpu + shares[index].streamed
+            even[index] = replace(shares[index], cpu=on_host * part, streamed=on_host * (1 - part))
     return even
 
 
-def _with_cpu_part(share: GroupShares, part: float) -> GroupShares:
-    on_host = share.cpu + share.streamed
-    return replace(share, cpu=on_host * part, streamed=on_host * (1 - part))
+# -- bytes, counted --
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A placement with the bytes that it takes by account."""
+
+    solution: Solution
+    held: Bytes
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step; without a time, the most that a resource has to do."""
+        request = self.solution.request
+        if request.model.knows_time:
+            return self.solution.timeline.step_s
+        return max(work(request, self.solution.shares).values(), default=0.0)
+
+
+def fitting(request: PlanRequest, count: CountBytes) -> list[Counted]:
+    """Return the candidates that fit by account, the best first. Raises PrepareError with what is missing, working
+    memory included: what a refusal asks for is enough."""
+    counted = _make_room(request, count)
+    if counted:
+        return counted
+    least = {tier: _least(request, tier, count) for tier in request.limits}
+    alone: dict[Tier, int] = {}  # bytes that a tier lacks, where it lacks them alone
+    for tier, fewest in least.items():
+        if fewest is None:
+            continue
+        alone[tier] = total(fewest.held, tier) - request.limits[tier]
+        if alone[tier] <= 0:
+            faster = place_states(fewest.solution, _with_unknown(fewest.solution, fewest.held))
+            return [(faster and _counted(request, faster, count)) or fewest]
+    raise PrepareError(explain_missing(request, _enough(request, alone, count)))
+
+
+def _make_room(request: PlanRequest, count: CountBytes) -> list[Counted]:
+    """Return the candidates that fit by account, or none. What the program does not know, such as buffers, depends on
+    its answer: first only the states of that answer are placed again beside it, then everything is."""
+    fixed: Mapping[Tier, int] = fixed_bytes(request)
+    for _ in range(MOST_ROUNDS):
+        try:
+            answers = _candidates(replace(request, fixed=fixed))
+        except Infeasible:
+            break
+        counted = [taken for answer in answers if (taken := _counted(request, answer, count)) is not None]
+        if counted:
+            return counted
+        fixed = _with_unknown(answers[0], count(answers[0]))
+    return []
+
+
+def _least(request: PlanRequest, tier: Tier, count: CountBytes) -> Counted | None:
+    """Return the whole groups that take the fewest bytes of a tier while the others keep to their limits, by account;
+    None if they cannot. The tier's own limit plays no part: a refusal names these bytes, and with as many of them the
+    same groups are found again."""
+    fixed: Mapping[Tier, int] = fixed_bytes(request)
+    for _ in range(MOST_ROUNDS):
+        asked = replace(request, fixed=fixed)
+        try:
+            solution = Solution(asked, least_of(asked, tier))
+        except Infeasible:
+            return None
+        held = count(solution)
+        if all(total(held, other) <= request.limits.get(other, 0) for other in Tier if other is not tier):
+            return Counted(solution, held)
+        fixed = {**_with_unknown(solution, held), tier: fixed.get(tier, 0)}
+    return None
+
+
+def _enough(request: PlanRequest, alone: Mapping[Tier, int], count: CountBytes) -> list[dict[Tier, int]]:
+    """Return ways to enlarge limits that are enough by account, the fewest bytes first: of each tier alone, and of
+    several where that is less or all there is."""
+    together = enlargements(replace(request, fixed=fixed_bytes(request)))[0]
+    by = _enlarged(request, together, count) or _enlarged(request, dict.fromkeys(request.limits, 0.0), count)
+    ways = [{tier: size} for tier, size in alone.items()]
+    if by and by not in ways:
+        ways.append(by)
+    return sorted(ways, key=lambda way: sum(way.values()))
+
+
+def _enlarged(request: PlanRequest, by: Mapping[Tier, float], count: CountBytes) -> dict[Tier, int]:
+    """Return by how many bytes these tiers must be larger, one after the other: so much at least, and what each needs
+    beside plenty of those after it. Empty if that does not help."""
+    limits: dict[Tier, int] = {tier: limit + int(by.get(tier, 0.0)) for tier, limit in request.limits.items()}
+    tiers = list(by)
+    for index, tier in enumerate(tiers):
+        plenty = dict.fromkeys(tiers[index + 1 :], PLENTY)
+        least = _least(replace(request, limits={**limits, **plenty}), tier, count)
+        if least is None:
+            return {}
+        is_last = not plenty
+        limits[tier] = max(request.limits[tier] if is_last else limits[tier], total(least.held, tier))
+    return {tier: limits[tier] - request.limits[tier] for tier in tiers if limits[tier] > request.limits[tier]}
+
+
+def fixed_bytes(request: PlanRequest) -> dict[Tier, int]:
+    """Return the bytes that are there wherever things are placed: activations, if there is no choice about them."""
+    return {Tier.DEVICE: 0 if request.chooses else request.model.activations()}
+
+
+def _counted(request: PlanRequest, answer: Solution, count: CountBytes) -> Counted | None:
+    """Return an answer with its bytes, its states placed again if it does not fit; None if that does not help."""
+    solution: Solution | None = answer
+    for _ in range(3):
+        if solution is None:
+            return None
+        held = count(solution)
+        if all(total(held, tier) <= request.limits.get(tier, 0) for tier in Tier):
+            return Counted(solution, held)
+        solution = place_states(solution, _with_unknown(solution, held))
+    return None
+
+
+def _with_unknown(solution: Solution, held: Bytes) -> dict[Tier, int]:
+    """Return the bytes of each tier that the program should be given as fixed: more than it was, and all that it did
+    not know of, rounded up."""
+    known = model_state(solution)
+    before = solution.request.fixed
+    beside = {tier: total(held, tier) - total(known, tier) + before.get(tier, 0) for tier in Tier}
+    empty = {tier for tier, limit in solution.request.limits.items() if not limit}  # where not even a byte fits
+    unknown = {tier: 0 if tier in empty else int(ROUNDING * size) + 1 for tier, size in beside.items()}
+    return {tier: max(int(before.get(tier, 0) * ROUNDING), size) for tier, size in unknown.items()}
+
+
+# -- many requests --
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The candidates of all requests, and those that were refused."""
+
+    candidates: list[Counted]  # the best of each request first
+    refused: list[Refusal] = field(default_factory=list)
+    speculating: list[Counted] = field(default_factory=list)
+
+
+def search(requests: Iterable[PlanRequest], count: CountBytes, *, may_speculate: bool) -> SearchResult:
+    """Return what fits of all requests, and of each once more with speculation, where that is worth its memory. Raises
+    the last refusal if nothing fits."""
+    result = SearchResult([])
+    for request in requests:
+        try:
+            counted = _worth_a_disk(request, fitting(request, count), count)
+        except PrepareError as error:
+            result.refused.append((request, error))
+            continue
+        result.candidates.extend(counted)
+        is_off = total(counted[0].held, Tier.HOST) and request.model.knows_time
+        if may_speculate and is_off:
+            with contextlib.suppress(PrepareError):
+                best = fitting(replace(request, speculates=True), count)[0]
+                if best.seconds < (1.0 - WORTH_SPECULATING) * counted[0].seconds:
+                    result.speculating.append(best)
+    if not result.candidates:
+        raise result.refused[-1][1]
+    return result
+
+
+def _worth_a_disk(request: PlanRequest, counted: list[Counted], count: CountBytes) -> list[Counted]:
+    """Return the candidates without a disk, if it would hold next to nothing."""
+    best = counted[0]
+    on_disk = total(best.held, Tier.DISK)
+    if not 0 < on_disk < WORTH_A_DISK * sum(total(best.held, tier) for tier in Tier):
+        return counted
+    limits: dict[Tier, int] = {tier: size for tier, size in request.limits.items() if tier is not Tier.DISK}
+    with contextlib.suppress(PrepareError):
+        without = fitting(replace(request, limits=limits), count)
+        if without[0].seconds <= (1 + WORTH_A_DISK) * best.seconds:
+            return [replace(each, solution=_with_limits(each.solution, request)) for each in without]
+    return counted
+
+
+def _with_limits(solution: Solution, request: PlanRequest) -> Solution:
+    return replace(solution, request=replace(solution.request, limits=request.limits))

@@ -57,11 +57,6 @@ class Processor:
                 return 1.0 / ((1.0 - part) / slow + part / fast)
         return known[-1][1]
 
-    def at_pace(self, pace: float) -> Processor:
-        """Return the same processor with this part of its rates, as when others use it too."""
-        slower = {num_threads: ns / pace for num_threads, ns in self.update_ns.items()}
-        return replace(self, update_ns=slower, memory=self.memory * pace)
-
 
 @dataclass(frozen=True)
 class DiskRates:
@@ -159,6 +154,8 @@ class GroupProfile:
     peak_bytes: float = 0.0  # most that one sample needs beside what is kept, while the group runs
     stays: bool = False  # its activations are kept, whatever others do with theirs
     again_flops: float | None = None  # when it is recomputed, up to the last tensor that is saved; None: all
+    forward_part: float | None = None  # of the model's `forward_s`, as it was timed; None: by its operations
+    backward_part: float | None = None  # of its `backward_s`
 
 
 @dataclass(frozen=True)

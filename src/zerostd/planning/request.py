@@ -20,6 +20,7 @@ from zerostd.policy import Budget, Kind, Route, Stage, Tier, is_at_hand, parse_b
 MARGIN = 0.1  # of what is free: the part that no plan uses
 FOR_ACTIVATIONS = 0.4  # of the device, if the batch is not known and there is no budget
 FOR_LIBRARIES = 128 << 20  # bytes of an accelerator that matrix products take to work in: 110 to 125 MiB were seen
+UNSEEN = 0.01  # of an accelerator's budget, or as much as for libraries: what operations take that nobody counts
 WORTH_SPECULATING = 0.03  # of a step, for twice the host memory
 NUM_BUSY_THREADS = 2  # cores left to the loop and the autograd engine while the CPU updates beside them
 MIN_WIRE_BANDWIDTH = 1e6
@@ -187,7 +188,8 @@ def limits_for(
     share its memory too. `held` bytes of the device are the model's own already."""
     usable = 1.0 - MARGIN
     if budget.device is not None:
-        device = max(0, parse_bytes(budget.device) - (0 if is_host else FOR_LIBRARIES))
+        whole = parse_bytes(budget.device)
+        device = max(0, whole - (0 if is_host else max(FOR_LIBRARIES, int(UNSEEN * whole))))
     elif "device" not in free:
         raise PrepareError("machine profile: free.device is missing; complete it, or give a budget for the device")
     else:
@@ -231,7 +233,9 @@ def _group_cost(request: PlanRequest, index: int, group: GroupProfile, forward_s
     wire_forward_s = gather_s if request.stage > Stage.DATA_PARALLEL else 0.0
     wire_backward_s = (gather_s if shards(request.stage, Kind.PARAMETERS) else 0.0) + reduce_s
     backward_s = forward_s * (3.0 if model.recomputes else 2.0 + model.recomputed)
-    if model.backward_s is not None and model.forward_s:
+    if model.backward_s is not None and group.backward_part is not None:
+        backward_s = model.backward_s * group.backward_part
+    elif model.backward_s is not None and model.forward_s:
         backward_s = forward_s * model.backward_s / model.forward_s
     if request.chooses and model.recomputes:
         backward_s = max(0.0, backward_s - forward_s)
@@ -283,6 +287,9 @@ def _forward_seconds(request: PlanRequest) -> list[float]:
     if not any(flops):
         flops = [float(group.trained + group.frozen) for group in model.groups]
     if model.forward_s is not None:
+        parts = [group.forward_part for group in model.groups if group.forward_part is not None]
+        if len(parts) == len(model.groups):
+            return [model.forward_s * part for part in parts]
         total = sum(flops) or 1.0
         return [model.forward_s * count / total for count in flops]
     if model.samples is None:

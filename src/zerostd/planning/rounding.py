@@ -123,6 +123,14 @@ def missing_bytes(
     return {tier: float(lack) * GIGA for tier, lack in zip(of, solution.values[short], strict=True)}
 
 
+def least_of(request: PlanRequest, tier: Tier) -> list[GroupShares]:
+    """Return the whole shares that take the fewest bytes of a tier, whatever its limit is, while the others keep to
+    theirs. Raises Infeasible if they cannot."""
+    program, taken = _bytes_program(replace(request, limits={**request.limits, tier: 0}), {tier: -1.0})
+    solution = program.linear.minimise([(taken, 1.0)], _whole(program))
+    return [_rounded(share) for share in program.shares(solution)]
+
+
 def most_room(request: PlanRequest) -> float:
     """Return the most bytes of the device that whole groups can leave free; below 0 if they do not fit at all."""
     program, spare = _bytes_program(request, {Tier.DEVICE: 1.0})
@@ -164,28 +172,34 @@ def _bytes_program(request: PlanRequest, beside: Mapping[Tier, float]) -> tuple[
 # -- when nothing fits --
 
 
-def explain_missing(request: PlanRequest) -> str:
+def enlargements(request: PlanRequest) -> list[dict[Tier, float]]:
+    """Return the bytes that would be enough, in the ways there are: the fewest in all, and of each tier alone."""
     least = {tier: size for tier, size in missing_bytes(request).items() if size > FEW}
-    whole = _in_whole_groups(request, tuple(Tier)) or least or dict.fromkeys(request.limits, _spare(request))
+    fewest = _in_whole_groups(request, tuple(Tier)) or least or dict.fromkeys(request.limits, _spare(request))
+    alone = [_in_whole_groups(request, (tier,)) for tier in request.limits if {*fewest} != {tier}]
+    return [fewest, *(sizes for sizes in alone if sizes)]
+
+
+def explain_missing(request: PlanRequest, counted: Sequence[Mapping[Tier, float]] = ()) -> str:
+    """Return what a request is refused with; `counted` are bytes that are enough by account, the fewest first."""
+    larger = counted or enlargements(request)
+    least = counted[0] if counted else {tier: size for tier, size in missing_bytes(request).items() if size > FEW}
     limits = ", ".join(f"{size_text(size)} of the {tier.value}" for tier, size in request.limits.items())
     if least:
         where = f"at least {_of_tiers(least)} is missing"
     else:
+        whole = _of_tiers(larger[0])
         largest = max(cost.gathered for cost in request.costs)
-        where = f"{_of_tiers(whole)} is missing, since groups move as a whole (the largest has {int(largest)} bytes)"
+        where = f"{whole} is missing, since groups move as a whole (the largest has {int(largest)} bytes)"
     return (
         f"no placement fits {request.model.numel / 1e9:.4g} B parameters at stage {request.stage.value} on "
         f"{request.world_size} rank(s) into {limits} each: {where}. What would fit: "
-        + "; or ".join(_changes(request, whole))
+        + "; or ".join(_changes(request, larger))
     )
 
 
-def _changes(request: PlanRequest, whole: Mapping[Tier, float]) -> Iterator[str]:
-    yield _larger(request, whole)
-    for tier in request.limits:
-        alone = _in_whole_groups(request, (tier,)) if {*whole} != {tier} else {}
-        if alone:
-            yield _larger(request, alone)
+def _changes(request: PlanRequest, larger: Sequence[Mapping[Tier, float]]) -> Iterator[str]:
+    yield from (_larger(request, by) for by in larger)
     if Tier.DISK not in request.limits:
         plenty = replace(request, limits={**request.limits, Tier.HOST: 1 << 60})  # more of what is not the device
         if sum(missing_bytes(plenty).values()) < sum(missing_bytes(request).values()) - FEW:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
-from zerostd.planning.demands import GroupShares, activation_bytes, lands_on_copy, way_of
-from zerostd.planning.profiles import MachineProfile
+from zerostd.planning.demands import GroupShares, activation_bytes, again_seconds, lands_on_copy, way_of
+from zerostd.planning.profiles import MachineProfile, ModelProfile
 from zerostd.planning.request import GroupCost, PlanRequest
 from zerostd.planning.simulation import Timeline, simulate
 from zerostd.policy import Homes, Kind, Route, Tier
@@ -19,8 +19,8 @@ MOST_ROUNDS = 8  # of fitting rates
 CLOSE = 0.02  # of what a worker was observed to take
 LEAST_SECONDS = 1e-4  # of a worker in a step, for its rate to be told, and
 LEAST_PART = 0.1  # of a step: in less, what it shares with others hides how fast it is
-SLOW_PACE = 0.8  # of its rates, that a CPU has in slow minutes: 0.5 to 1.1 were seen within one hour
 Value = TypeVar("Value")
+WayOf = Callable[[str], str | None]  # what a group does with its activations, by its name
 NAMES = {  # of shares of states
     (Tier.DEVICE, Route.RESIDENT): "resident",
     (Tier.HOST, Route.CPU): "cpu",
@@ -47,24 +47,6 @@ class Solution:
         return simulate(self.request, self.shares)
 
     @property
-    def slow_request(self) -> PlanRequest:
-        """The same request while others use the CPU and its memory too."""
-        machine = self.request.machine
-        return replace(self.request, machine=replace(machine, processor=machine.processor.at_pace(SLOW_PACE)))
-
-    @cached_property
-    def slow_s(self) -> float:
-        """A step in such minutes, never a shorter one."""
-        if self.request.machine.link is None:
-            return self.timeline.step_s
-        return max(self.timeline.step_s, simulate(self.slow_request, self.shares).step_s)
-
-    @property
-    def cost_s(self) -> float:
-        """The seconds that placements are compared by: half of the steps are in such minutes."""
-        return (self.timeline.step_s + self.slow_s) / 2
-
-    @property
     def bytes_off(self) -> float:
         """Bytes of model state that are not on the device."""
         return sum(
@@ -84,9 +66,10 @@ class Solution:
         return {groups[index].name: of_share(share) for cost, share in self.pairs for index in cost.members}
 
 
-def evaluate(request: PlanRequest, homes: Mapping[str, Homes]) -> Solution:
-    """Return what given homes cost. Groups that are placed as one must have the same."""
-    return Solution(request, [shares_of(homes[cost.name]) for cost in request.costs])
+def evaluate(request: PlanRequest, homes: Mapping[str, Homes], way_of_group: WayOf | None = None) -> Solution:
+    """Return what given homes, and ways to treat activations, cost. Groups placed as one must have the same."""
+    ways = {cost.name: way_of_group(cost.name) if way_of_group is not None else None for cost in request.costs}
+    return Solution(request, [shares_of(homes[cost.name], ways[cost.name]) for cost in request.costs])
 
 
 def homes_of(share: GroupShares) -> Homes:
@@ -97,7 +80,7 @@ def homes_of(share: GroupShares) -> Homes:
     return Homes(parameters, gradients, tuple((tier, route, part / total) for (tier, route), part in parts.items()))
 
 
-def shares_of(homes: Homes) -> GroupShares:
+def shares_of(homes: Homes, way: str | None = None) -> GroupShares:
     states = dict.fromkeys(NAMES.values(), 0.0)
     for tier, route, part in homes.states:
         states[NAMES[tier, route]] = part
@@ -106,6 +89,8 @@ def shares_of(homes: Homes) -> GroupShares:
         parameters_host=float(homes.parameters is Tier.HOST),
         parameters_disk=float(homes.parameters is Tier.DISK),
         gradients_host=float(homes.gradients is Tier.HOST),
+        activations_recomputed=float(way == "recompute"),
+        activations_host=float(way == "host"),
     )
 
 
@@ -181,25 +166,26 @@ class ObservedStep:
     num_passes: int = 1  # in a step
     busy: Mapping[str, float] = field(default_factory=dict)  # seconds of each worker in a step: cpu, streamed, disk
     activation_bytes: int | None = None  # on the device beside model state, at most; None: not known
+    profile: ModelProfile | None = None  # of the model, with the activations that were counted in a pass; None: not
 
 
-def refit(request: PlanRequest, homes: Mapping[str, Homes], observed: ObservedStep) -> PlanRequest:
-    """Return the request with compute and rates as they were observed under a plan with these homes.
+def refit(
+    request: PlanRequest, homes: Mapping[str, Homes], observed: ObservedStep, way_of_group: WayOf | None = None
+) -> PlanRequest:
+    """Return the request with compute and rates as they were observed under a plan with these homes and ways.
 
     What a worker was seen to take is held against what it takes in the simulation of the same plan, and the rate it
     leans on is changed by that ratio. What it shares with others is in the simulation too, so it is not counted twice.
     """
-    model = replace(request.model, forward_s=observed.forward_s, backward_s=observed.backward_s)
-    if observed.activation_bytes is not None:
-        model = replace(model, activation_bytes=observed.activation_bytes)
-    request = replace(request, model=model)
+    request = replace(request, model=_as_observed(request, homes, observed, way_of_group))
+    model = request.model
     busy = dict(observed.busy)
     if request.machine.link is None:  # the CPU computes, and what else it did has made that longer
         busy["compute"] = request.accumulate * (observed.forward_s + observed.backward_s)
-    forward_s = observed.forward_s
-    backward_s = observed.backward_s
+    forward_s = model.forward_s or 0.0
+    backward_s = model.backward_s or 0.0
     for _ in range(MOST_ROUNDS):
-        expected = evaluate(request, homes).timeline.busy
+        expected = evaluate(request, homes, way_of_group).timeline.busy
         ratios = {
             worker: seconds / expected[worker]
             for worker, seconds in busy.items()
@@ -213,6 +199,24 @@ def refit(request: PlanRequest, homes: Mapping[str, Homes], observed: ObservedSt
         model = replace(model, forward_s=forward_s, backward_s=backward_s)
         request = replace(request, model=model, machine=_slower(request.machine, ratios))
     return request
+
+
+def _as_observed(
+    request: PlanRequest, homes: Mapping[str, Homes], observed: ObservedStep, way_of_group: WayOf | None
+) -> ModelProfile:
+    """Return the model with the seconds that were observed, as if nothing had been recomputed, and the bytes. What the
+    device held beyond what was counted in each group is needed by any of them for a moment."""
+    model = replace(request.model, forward_s=observed.forward_s, backward_s=observed.backward_s)
+    if not request.chooses:
+        known = observed.activation_bytes
+        return model if known is None else replace(model, activation_bytes=known)
+    now = evaluate(replace(request, model=model), homes, way_of_group)
+    again_s = again_seconds(now.request, now.shares)
+    model = replace(model, backward_s=max(observed.forward_s, observed.backward_s - again_s))
+    held, _ = activation_bytes(now.request, now.shares)
+    more = max(0.0, (observed.activation_bytes or 0) - held) / (model.samples or 1)
+    groups = (replace(group, peak_bytes=group.peak_bytes + more) for group in model.groups)
+    return replace(model, groups=tuple(groups))
 
 
 def _slower(machine: MachineProfile, by: Mapping[str, float]) -> MachineProfile:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zerostd.communication import Control, Wires, World
+from zerostd.communication.dtensors import local_values, mesh_of
 from zerostd.communication.wires import wires_to_peers
 from zerostd.engine.runtime import Resources, Runtime
 from zerostd.engine.settings import Settings
@@ -66,7 +67,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta" and not is_deferred(parameter):
             make_real(name, parameter, seed=0, device=device)  # raises: nobody knows its values
-    world = World.discover(device, settings.mesh)
+    world = World.discover(device, settings.mesh, mesh_of(model.parameters()))
     control = Control(world)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(world.close)
@@ -103,6 +104,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: S
     left = {Tier.HOST: _left_on_host(need, settings.budget, world), Tier.DISK: None}  # a disk knows its own limit
     copies = ActivationCopies(allocator, streams, left)
     activations = Activations(model, gatherer, ways, ActivationOffloader(copies, peers))
+    activations.counter.is_on = settings.plan is not None and settings.plan.is_untried
     runtime = Runtime(model, gatherer, activations, resources, settings=settings, original_dtypes=original_dtypes)
     runtime.install()
     return runtime
@@ -161,7 +163,7 @@ def _first_values(model: nn.Module, wires: Wires, seed: int) -> ValueOf:
     def value_of(member: Member) -> torch.Tensor:
         if member.parameter.device.type == "meta":
             return make_real(member.name, member.parameter, seed=seeds[member.name], device=device)
-        value = member.parameter.data.to(device)
+        value: torch.Tensor = local_values(member.parameter.data).to(device)
         with wires.world.at(f"the broadcast of {member.name!r}"):
             wires.broadcast([value])
         return value
@@ -182,7 +184,10 @@ def _place_buffers(model: nn.Module, device: torch.device, seed: int) -> None:
 def attach_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
     """Return the optimizer that updates the runtime's groups as `inner` would; states that it has are taken over."""
     settings = runtime.settings
-    earlier: dict[Any, dict[str, Any]] = {parameter: dict(states) for parameter, states in inner.state.items()}
+    earlier: dict[Any, dict[str, Any]] = {
+        parameter: {name: local_values(value) for name, value in states.items()}
+        for parameter, states in inner.state.items()
+    }
     offload = make_offload_updater(runtime, inner)
     updater = Updater(inner, runtime.groups, runtime.world.device, runtime.ledger, offload, settings.states)
     if earlier:

@@ -6,7 +6,7 @@ reserved before the first group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -21,8 +21,10 @@ from zerostd.policy import Kind, Route, Tier
 from zerostd.preparing.homes import Columns, FlatPlan
 from zerostd.sharding import Portion
 from zerostd.tiers import TierAllocator, TierTensor
+from zerostd.tiers.extents import Extent
 
 ValueOf = Callable[[Member], torch.Tensor]
+Arenas = Mapping[Tier, torch.Tensor | Extent]  # memory off the device for the states of one flat
 
 
 def make_flat(plan: FlatPlan, resources: Resources, value_of: ValueOf) -> Flat:
@@ -30,7 +32,8 @@ def make_flat(plan: FlatPlan, resources: Resources, value_of: ValueOf) -> Flat:
     allocator = resources.allocator
     parameters = [member.parameter for member in plan.members]
     shards = [_make_shard(plan, portion, allocator) for portion in plan.portions]
-    flat = Flat(plan.layout, parameters, plan.dtype, allocator, region=plan.region, state_shards=shards)
+    specs = [member.spec for member in plan.members]
+    flat = Flat(plan.layout, parameters, plan.dtype, allocator, plan.region, shards, specs)
     for position, member in enumerate(plan.members):
         flat.adopt(position, value_of(member))
     rest: TierTensor | None = None
@@ -42,25 +45,40 @@ def make_flat(plan: FlatPlan, resources: Resources, value_of: ValueOf) -> Flat:
     return flat
 
 
-def move_flat(flat: Flat, plan: FlatPlan, resources: Resources) -> None:
-    """Let masters, room for states and gradients be where `plan` says from now on, which differs in nothing else.
-    Masters keep their values; states are the caller's, and no gradient may be wanted."""
+def reserve_states(plan: FlatPlan, allocator: TierAllocator) -> Arenas:
+    """Take the memory off the device that the states of a flat will need; any thread may call it."""
+    sizes = {tier: size for (tier, kind), size in plan.demand().items() if kind is Kind.OPTIMIZER_STATES}
+    return {
+        tier: allocator.allocate_bytes(tier, Kind.OPTIMIZER_STATES, size, plan.owner)
+        for tier, size in sizes.items()
+        if size and tier is not Tier.DEVICE
+    }
+
+
+def move_flat(flat: Flat, plan: FlatPlan, resources: Resources, arenas: Arenas) -> Callable[[], None]:
+    """Let masters, room for states and gradients be where `plan` says from now on, which differs in nothing else, in
+    memory that `reserve_states` took. Masters keep their values, straight from the old place to the new; states are the
+    caller's. A gradient that stays where it is keeps its values, and one that moves may not be wanted. Return a
+    function that gives the old memory back."""
     allocator = resources.allocator
-    masters = [shard.read_master().to("cpu", copy=True) for shard in flat.state_shards]
-    region = torch.cat(masters) if masters else torch.empty(0)
-    del masters
-    if flat.gradient is not None:
-        flat.gradient.close()
-    allocator.free(plan.owner, Kind.OPTIMIZER_STATES)
-    for (tier, kind), num_bytes in plan.demand().items():
-        if kind is Kind.OPTIMIZER_STATES:
-            allocator.reserve(plan.owner, tier, kind, num_bytes)
+    before = flat.state_shards
+    give_back = allocator.exchange(plan.owner, Kind.OPTIMIZER_STATES, arenas)
     flat.state_shards = tuple(_make_shard(plan, portion, allocator) for portion in plan.portions)
     flat.share_masters()
-    for shard in flat.state_shards:
-        if shard.is_split or not shard.holds_parameters:
-            shard.master.write(slice(0, shard.numel), region[shard.region])
-    flat.gradient = _make_gradient(plan, resources)
+    for shard in (shard for shard in flat.state_shards if shard.is_split or not shard.holds_parameters):
+        for old in before:
+            start = max(old.start, shard.start)
+            stop = min(old.stop, shard.stop)
+            if start < stop:
+                values = old.master.read(slice(start - old.start, stop - old.start))
+                shard.master.write(slice(start - shard.start, stop - shard.start), values)
+    assert flat.gradient is not None
+    if flat.gradient.tier is plan.gradients:
+        flat.gradient.change_host_copy(_make_host_copy(plan, resources))
+    else:
+        flat.gradient.close()
+        flat.gradient = _make_gradient(plan, resources)
+    return give_back
 
 
 def _make_shard(plan: FlatPlan, portion: Portion, allocator: TierAllocator) -> StateShard:
@@ -95,7 +113,7 @@ def _make_gradient(plan: FlatPlan, resources: Resources) -> Gradient:
 def _make_host_copy(plan: FlatPlan, resources: Resources) -> HostGradientCopy | None:
     """Return the host's copy of what the CPU reads, where the gradient rests on a device with memory of its own."""
     parts = [slice(portion.start, portion.stop) for portion in plan.portions if portion.route is Route.CPU]
-    if not plan.rules.has_own_memory or not parts:
+    if not plan.rules.has_own_memory or plan.gradients is Tier.HOST or not parts:
         return None
     dtype = plan.gradient_dtype
     rests_in = torch.promote_types(dtype, torch.float32) if plan.rules.sums_gradients else dtype

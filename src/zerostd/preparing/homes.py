@@ -209,8 +209,14 @@ def _lay_out(blueprint: Blueprint, rules: Rules) -> list[FlatPlan]:
     for (dtype, _), members in by_sort.items():
         members.sort(key=lambda member: -1 if member.options is None else member.options)
         by_name = {member.name: member for member in members}
-        shapes = [(name, tuple(member.parameter.shape)) for name, member in by_name.items()]
+        shapes = [(name, member.shape) for name, member in by_name.items()]
         layout = make_layout(shapes, rules.size, dtype.itemsize, num_replicas=rules.num_replicas)
+        specs = [by_name[interval.name].spec for interval in layout.intervals]
+        intervals = [
+            interval if spec is None else replace(interval, whole=spec.shape, origin=spec.box.offsets)
+            for interval, spec in zip(layout.intervals, specs, strict=True)
+        ]
+        layout = replace(layout, intervals=tuple(intervals))
         region = layout.shard(rules.rank) if rules.shards(Kind.OPTIMIZER_STATES) else slice(0, layout.numel)
         ordered = tuple(by_name[interval.name] for interval in layout.intervals)
         flats.append(FlatPlan(rules, ordered, layout, region))

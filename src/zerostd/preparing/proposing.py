@@ -20,25 +20,20 @@ from zerostd.measuring.identity import free_bytes
 from zerostd.measuring.model import untried_profile
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.planning import MachineProfile, ModelProfile, Plan, PlanRequest, Prediction
-from zerostd.planning.planner import if_most_are_clipped, place_states, plan_from, solve
+from zerostd.planning.planner import Counted, SearchResult, fitting, fixed_bytes, neighbours, search, total
+from zerostd.planning.pricing import bare_plan, if_most_are_clipped, plan_from
 from zerostd.planning.profiles import WAYS
-from zerostd.planning.program import SLACK
-from zerostd.planning.request import WORTH_SPECULATING, limits_for, stages_of, threads_of
+from zerostd.planning.request import FOR_ACTIVATIONS, limits_for, stages_of, threads_of
 from zerostd.planning.solution import ObservedStep, Solution, evaluate, model_state, refit
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats
 from zerostd.preparing.options import check_placement, homes_of, rules_for
+from zerostd.preparing.remembering import plan_file, recall
 
-MOST_TRIES = 12
-MOST_FITTING = 3  # placements that fit, of which the one with the shortest step is taken
-NEARLY = 0.002  # of a limit: a placement that is over by less needs a little room, not another answer
-WORTH_A_DISK = 0.02  # of all bytes, and of a step: less is not worth the buffers and threads of a disk
-ROUNDING = 1.002  # the linear program keeps to its limits only this exactly
+FIRST_PASS = "The first pass recomputes activations; the plan is made again by what it took."
 
 log = logging.getLogger("zerostd")
-
-Bytes = Mapping[Tier, Mapping[Kind, int]]
 
 
 def decide(settings: Settings, blueprints: Sequence[Blueprint], control: Control, *, has_optimizer: bool) -> Settings:
@@ -61,7 +56,8 @@ def decide(settings: Settings, blueprints: Sequence[Blueprint], control: Control
 def _plan_together(
     settings: Settings, blueprints: Sequence[Blueprint], control: Control, *, has_optimizer: bool
 ) -> Plan:
-    """Return the plan of the first rank, for what the rank with the least has."""
+    """Return the plan of the first rank, for what the rank with the least has. The batch is not known, so where memory
+    is scarce the first pass takes as little of it as can be; then the plan is made again by what it took."""
     world = control.world
     held = _held(blueprints, world)
 
@@ -70,11 +66,19 @@ def _plan_together(
         return {tier: min(limits[tier] for limits in by_rank) for tier in by_rank[0]}
 
     search = PlanSearch(settings, blueprints, world, has_optimizer=has_optimizer)
-    plan = search.all_on_device(least(replace(settings.budget, disk_path=None)))
+    limits = least(replace(settings.budget, disk_path=None))
+    plan = search.all_on_device(limits)
+    is_scarce = plan is None or settings.budget.device is not None
     if plan is None:
         limits = least(settings.budget)
         machine = load_or_measure(world.device, disk_path=settings.budget.disk_path, mesh=settings.mesh)
-        plan = search.propose(limits, None, machine)
+        plan = search.propose_untried(limits, machine)
+    remembered = recall(plan_file(settings, blueprints, world)) if has_optimizer else None
+    if remembered is not None and search.fits(remembered, limits):
+        predicted = Prediction(bytes=search.account(remembered))
+        plan = replace(remembered, limits=plan.limits, activations={}, predicted=predicted)
+    if is_scarce:
+        plan = replace(plan, activations={"*": "recompute"}, notes=(*plan.notes, FIRST_PASS))
     plan = Plan.from_json(control.collect(plan.to_json())[0])
     if world.rank == 0:
         log.info("%s", plan.explain())
@@ -141,7 +145,7 @@ class PlanSearch:
         """Return the plan with everything on the device, at the first stage at which it fits; None if at none."""
         for stage in stages_of(self.settings.stage, self.world.num_shards):
             counted = self._predict(replace(self.settings, stage=stage, placement=Placement()))
-            if sum(counted.get(Tier.DEVICE, {}).values()) <= limits[Tier.DEVICE]:
+            if total(counted, Tier.DEVICE) <= limits[Tier.DEVICE]:
                 homes = {group.name: Homes() for group in self.blueprints}
                 note = "Everything fits on the device, so nothing has to move."
                 prediction = Prediction(bytes=counted)
@@ -151,44 +155,94 @@ class PlanSearch:
     def propose(self, limits: Mapping[Tier, int], profile: ModelProfile | None, machine: MachineProfile) -> Plan:
         """Return the plan with the shortest step inside the limits, over all stages that are open. Without a profile
         nothing is known of the model's time and activations."""
-        plans: list[Plan] = []
-        refused: list[PrepareError] = []
-        for stage in stages_of(self.settings.stage, self.world.num_shards):
-            request = self._request(limits, profile, machine, stage)
-            try:
-                plan = self._best(request)
-            except PrepareError as error:
-                refused.append(error)
-                continue
-            plans += [plan, *self._speculative(request, plan)]
-        if not plans:
-            raise refused[-1]
-        best = min(plans, key=_seconds)
-        without_s = min(_seconds(plan) for plan in plans if not plan.speculate)
-        notes = [str(error) for error in refused]
-        notes += if_most_are_clipped(best, without_s)
-        return replace(best, notes=(*best.notes, *notes))
+        stages = stages_of(self.settings.stage, self.world.num_shards)
+        requests = [self._request(limits, profile, machine, stage) for stage in stages]
+        result = search(requests, self.count, may_speculate=self.may_speculate)
+        without = min(result.candidates, key=lambda counted: counted.seconds)
+        best = min([without, *result.speculating], key=lambda counted: counted.seconds)
+        plan = plan_from(best.solution, best.solution.homes, best.held, _notes(best.solution.request))
+        notes = [*(str(error) for _, error in result.refused), *if_most_are_clipped(plan, without.seconds)]
+        return replace(plan, notes=(*plan.notes, *notes))
 
-    def revise(self, limits: Mapping[Tier, int], machine: MachineProfile, seen: ObservedStep) -> tuple[Plan, Plan]:
-        """Return the present plan with its cost as steps were observed, and the best one with parameters where they
-        are. The first may not fit into the limits; raises PrepareError if nothing does."""
+    def propose_untried(self, limits: Mapping[Tier, int], machine: MachineProfile) -> Plan:
+        """Return a plan for a batch that nobody knows, with a part of the device left to its activations; without,
+        where nothing else fits."""
+        part = 1.0 if self.settings.budget.device is None else 1.0 - FOR_ACTIVATIONS  # else it is left already
+        less: dict[Tier, int] = {**limits, Tier.DEVICE: int(limits[Tier.DEVICE] * part)}
+        with contextlib.suppress(PrepareError):
+            return replace(self.propose(less, None, machine), limits=limits)
+        return self.propose(limits, None, machine)
+
+    def place_states(self, limits: Mapping[Tier, int], machine: MachineProfile) -> Plan:
+        """Return the present plan with its states placed again inside the limits, and nothing else. Raises
+        PrepareError with what is missing."""
+        plan = self.settings.plan
+        assert plan is not None
+        request = replace(
+            self._request(limits, None, machine, self.settings.decided[0]),
+            rests=self._rests(plan),
+            can_place=frozenset({Kind.OPTIMIZER_STATES}),
+        )
+        best = fitting(request, self.count)[0]
+        return replace(plan, homes=best.solution.homes, predicted=Prediction(bytes=best.held))
+
+    def _rests(self, plan: Plan) -> dict[str, Tier]:
+        """Return where the parameters of each group are."""
+        return {name: home.parameters for name, home in homes_of(plan, self.blueprints).items()}
+
+    def fits(self, plan: Plan, limits: Mapping[Tier, int]) -> bool:
+        """Return whether the model state of a plan fits into the limits, in this world."""
+        if plan.world_size != self.world.num_shards:
+            return False
+        try:
+            held = self.account(plan)
+        except PrepareError:  # it is of another model
+            return False
+        return all(total(held, tier) <= limits.get(tier, 0) for tier in Tier)
+
+    def account(self, plan: Plan) -> dict[Tier, dict[Kind, int]]:
+        """Return the bytes of a plan without activations, by the code that allocates them."""
+        return self._predict(self.settings.obeying(plan, sizes_of(self.blueprints)))
+
+    def revise(
+        self, limits: Mapping[Tier, int], machine: MachineProfile, seen: ObservedStep, *, speculates: bool
+    ) -> tuple[Plan, list[Plan]]:
+        """Return the present plan with its cost as steps were observed, and others, the best first, with parameters
+        where they are. The first may not fit into the limits; raises PrepareError if nothing does."""
         plan = self.settings.plan
         assert plan is not None
         homes = homes_of(plan, self.blueprints)
         request = replace(
-            self._request(limits, None, machine, self.settings.decided[0]),
+            self._request(limits, seen.profile, machine, self.settings.decided[0]),
             accumulate=self.settings.accumulate or seen.num_passes,
-            rests={name: home.parameters for name, home in homes.items()},
+            rests=self._rests(plan),
             speculates=plan.speculate,
         )
         planned = plan.predicted.bytes.get(Tier.DEVICE, {}).get(Kind.ACTIVATIONS)
         if seen.activation_bytes is None and planned is not None:  # nobody can see them, but they were counted on
             seen = replace(seen, activation_bytes=planned)
-        request = refit(request, homes, seen)
-        now = evaluate(replace(request, fixed=_fixed_bytes(request)), homes)
-        counted = self._count(request, homes, model_state(now))
-        best = replace(self._best(request), activations=plan.activations)
-        return plan_from(now, homes, counted), best
+        request = refit(request, homes, seen, plan.activations_of)
+        now = evaluate(replace(request, fixed=fixed_bytes(request)), homes, plan.activations_of)
+        result = search([replace(request, speculates=False)], self.count, may_speculate=speculates)
+        counted = [*result.speculating, *result.candidates, *self._near(result)]
+        others = [bare_plan(each.solution, each.solution.homes, each.held) for each in counted]
+        if not request.chooses:
+            others = [replace(other, activations=plan.activations) for other in others]
+        return bare_plan(now, homes, self.count(now)), sorted(others, key=lambda other: other.predicted.step_s or 0.0)
+
+    def _near(self, result: SearchResult) -> list[Counted]:
+        """Return the best candidate with more and with fewer updates by the CPU."""
+        best = min([*result.speculating, *result.candidates], key=lambda counted: counted.seconds)
+        limits = best.solution.request.limits
+        near = [Counted(solution, self.count(solution)) for solution in neighbours(best.solution)]
+        return [each for each in near if all(total(each.held, tier) <= limits.get(tier, 0) for tier in Tier)]
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether updates may begin before the norm is known."""
+        settings = self.settings
+        knows_norm = settings.accumulate is not None and settings.max_grad_norm is not None
+        return knows_norm and not settings.precision.scales_loss
 
     def _request(
         self, limits: Mapping[Tier, int], profile: ModelProfile | None, machine: MachineProfile, stage: Stage
@@ -213,116 +267,21 @@ class PlanSearch:
             activations=frozenset() if profile.recomputed else frozenset(WAYS),  # a model that recomputes is left alone
         )
 
-    def _speculative(self, request: PlanRequest, without: Plan) -> list[Plan]:
-        """Return the plan that speculates, if it may and that is worth its memory."""
-        settings = self.settings
-        knows_norm = settings.accumulate is not None and settings.max_grad_norm is not None
-        may_speculate = knows_norm and not settings.precision.scales_loss and request.model.knows_time
-        if not may_speculate or not without.predicted.total(Tier.HOST):
-            return []
-        try:
-            plan = self._best(replace(request, speculates=True))
-        except PrepareError:
-            return []
-        step_s = plan.predicted.step_s or 0.0
-        without_s = without.predicted.step_s or 0.0
-        return [plan] if step_s < (1.0 - WORTH_SPECULATING) * without_s else []
-
-    def _best(self, request: PlanRequest) -> Plan:
-        """Return the best plan that fits by exact account, without a disk that would hold next to nothing."""
-        plan = self._search(request)
-        on_disk = plan.predicted.total(Tier.DISK)
-        if not 0 < on_disk < WORTH_A_DISK * sum(plan.predicted.total(tier) for tier in Tier):
-            return plan
-        limits: dict[Tier, int] = {tier: size for tier, size in request.limits.items() if tier is not Tier.DISK}
-        with contextlib.suppress(PrepareError):
-            without = replace(self._search(replace(request, limits=limits)), limits=request.limits)
-            if (without.predicted.step_s or 0.0) <= (1 + WORTH_A_DISK) * (plan.predicted.step_s or 0.0):
-                return without
-        return plan
-
-    def _search(self, request: PlanRequest) -> Plan:
-        """Plan, count exactly, and plan again with that much less room until it fits. Bytes that the program does not
-        know, such as buffers, depend on its answer; so first only the states of that answer are placed again. If they
-        then cost time, another answer may be better: a few more are tried."""
-        least = _fixed_bytes(request)
-        fixed = dict(least)
-        over: dict[Tier, int] = {}
-        fitting: list[tuple[Solution, Bytes]] = []
-        for attempt in range(MOST_TRIES):
-            try:
-                answer = solve(replace(request, fixed=fixed))
-            except PrepareError:
-                if fitting:
-                    break
-                if attempt == 0 or attempt > MOST_TRIES // 2:
-                    raise
-                fixed = {tier: (size + least.get(tier, 0)) // 2 for tier, size in fixed.items()}  # may need less
-                continue
-            solution: Solution | None = answer
-            for _ in range(2):
-                assert solution is not None
-                assumed = model_state(solution)
-                counted = self._count(request, solution.homes, assumed)
-                unknown = _unknown_bytes(counted, assumed, solution.request.fixed)
-                over = {tier: sum(counted.get(tier, {}).values()) - request.limits.get(tier, 0) for tier in Tier}
-                if all(size <= 0 for size in over.values()):
-                    fitting.append((solution, counted))
-                    break
-                earlier = solution.request.fixed
-                needed = {tier: max(earlier.get(tier, 0), unknown[tier]) for tier in Tier}
-                solution = place_states(solution, needed)
-                if solution is None:
-                    break
-            has_enough = len(fitting) >= MOST_FITTING
-            if fitting and (has_enough or fitting[-1][0].cost_s <= answer.cost_s * (1 + SLACK)):
-                break
-            for tier in Tier:
-                fixed[tier] = max(fixed.get(tier, 0), unknown[tier])
-                is_near = over[tier] < NEARLY * request.limits.get(tier, 0)  # answers differ by that much
-                if over[tier] > 0 and (is_near or attempt > 1):
-                    fixed[tier] += attempt * over[tier]
-        if fitting:
-            best, counted = min(fitting, key=lambda pair: pair[0].cost_s)
-            return plan_from(best, best.homes, counted, _notes(request))
-        beyond = {tier.value: size for tier, size in over.items()}
-        raise PrepareError(
-            f"no placement was found whose bytes stay inside the limits: the last one is {beyond} bytes over. Give the "
-            "tier that is over more, with Budget(...)"
-        )
-
-    def _count(self, request: PlanRequest, homes: Mapping[str, Homes], assumed: Bytes) -> Bytes:
-        """Return the exact bytes of given homes, with the activations that were assumed."""
+    def count(self, solution: Solution) -> dict[Tier, dict[Kind, int]]:
+        """Return the bytes of a solution by the code that allocates them, with the activations that it assumes."""
+        request = solution.request
+        homes = solution.homes
         given = {group.name: homes.get(group.name, Homes()) for group in self.blueprints}
         plan = Plan(given, request.stage, request.world_size, speculate=request.speculates)
-        counted = self._predict(self.settings.obeying(plan, sizes_of(self.blueprints)))
-        for tier in Tier:
-            if activations := assumed.get(tier, {}).get(Kind.ACTIVATIONS, 0):
+        counted = self.account(plan)
+        for tier, kinds in model_state(solution).items():
+            if activations := kinds.get(Kind.ACTIVATIONS, 0):
                 counted.setdefault(tier, {})[Kind.ACTIVATIONS] = activations
         return counted
 
     def _predict(self, settings: Settings) -> dict[Tier, dict[Kind, int]]:
         rules = rules_for(settings, self.world, self.blueprints)
         return predict(plan_flats(self.blueprints, rules), rules)
-
-
-def _seconds(plan: Plan) -> float:
-    """Return those of a step; without a time, the most that a resource has to do."""
-    return plan.predicted.step_s or max(plan.predicted.busy.values(), default=0.0)
-
-
-def _fixed_bytes(request: PlanRequest) -> dict[Tier, int]:
-    """Return the bytes that are there wherever things are placed: activations, if there is no choice about them."""
-    return {Tier.DEVICE: 0 if request.chooses else request.model.activations()}
-
-
-def _unknown_bytes(counted: Bytes, assumed: Bytes, fixed: Mapping[Tier, int]) -> dict[Tier, int]:
-    """Return the bytes of each tier that the program did not know of, with those it was told of, rounded up."""
-    unknown = {}
-    for tier in Tier:
-        beside = sum(counted.get(tier, {}).values()) - sum(assumed.get(tier, {}).values())
-        unknown[tier] = int(ROUNDING * (beside + fixed.get(tier, 0))) + 1
-    return unknown
 
 
 def _notes(request: PlanRequest) -> list[str]:
@@ -342,7 +301,7 @@ def _notes(request: PlanRequest) -> list[str]:
 def sizes_of(blueprints: Sequence[Blueprint]) -> dict[str, float]:
     """Return the number of trained parameters by name of group."""
     return {
-        group.name: float(sum(member.parameter.numel() for member in group.members if member.options is not None))
+        group.name: float(sum(member.numel for member in group.members if member.options is not None))
         for group in blueprints
         if group.members
     }
@@ -350,5 +309,5 @@ def sizes_of(blueprints: Sequence[Blueprint]) -> dict[str, float]:
 
 def _held(blueprints: Sequence[Blueprint], world: World) -> int:
     """Return the bytes of parameters that are on the device already."""
-    parameters = [member.parameter for group in blueprints for member in group.members]
-    return sum(p.numel() * p.element_size() for p in parameters if p.device == world.device)
+    members = [member for group in blueprints for member in group.members if member.parameter.device == world.device]
+    return sum(member.numel * member.parameter.element_size() for member in members)

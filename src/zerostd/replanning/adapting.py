@@ -1,45 +1,43 @@
-"""Observes training and revises its plan where another one is better.
+"""Observes training and obeys the plan that real steps prove best.
 
-    after the first steps    the profile is fitted to what was observed, and the plan is made again, once
-    afterwards               when steps take longer, others took memory, or the device ran out of it
+    the first pass        where the batch was not known it recomputes; then everything is placed by what it took
+    the first steps       some are watched, rates are fitted to them, and candidates are ranked; the best are tried one
+                          after the other, and the fastest stays
+    afterwards            the same again, when steps take longer or clipping starts or stops. A plan under which steps
+                          take longer than under the one before is undone. Memory that others took, or that a larger
+                          batch needs, is made room for at once
 
-Everything happens between two steps, before the next forward, when there are no gradients. All ranks observe the same
-steps and obey one plan. A change must bring enough to be made, and each search for a faster plan doubles the time to
-the next, also one that ends with nothing: a plan does not go back and forth.
+Everything happens before a forward, when there are no gradients; states move a few groups at a time. All ranks watch
+the same steps and obey one plan.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 import torch
 
 from zerostd.engine.runtime import Runtime
-from zerostd.errors import PrepareError
-from zerostd.measuring import load_or_measure
-from zerostd.measuring.identity import free_bytes
-from zerostd.monitoring.events import LoopPhase
 from zerostd.monitoring.texts import size_text
-from zerostd.optimizers.updater import OffloadUpdater
 from zerostd.parameters.observing import StepObserver
-from zerostd.planning import MachineProfile, Plan
+from zerostd.planning import Plan
 from zerostd.planning.request import MARGIN
 from zerostd.planning.solution import ObservedStep
-from zerostd.policy import Kind, Tier
+from zerostd.policy import Tier, Way
 from zerostd.preparing.proposing import PlanSearch
-from zerostd.replanning.moving import move
+from zerostd.preparing.remembering import plan_file, recall, remember
+from zerostd.replanning.meter import DeviceMeter
+from zerostd.replanning.moving import HomeMove, can_move
+from zerostd.replanning.ranking import Ranking
+from zerostd.replanning.room import PassRoom
+from zerostd.replanning.trials import Trials, is_same
+from zerostd.replanning.watching import EVERY, ClipCounter, Pace, RankReport, StepWatch, worst_of
 
 NUM_FIRST = 2  # steps that are not looked at: the first ones are slower
-NUM_WATCHED = 3  # steps that rates are taken from
-EVERY = 10  # steps between two looks at memory and at how long steps take
-SLOWER = 1.3  # times as long as before: worth looking for another plan
-GAIN = 0.1  # of a step, and
-LEAST_GAIN_S = 0.002  # seconds of a step, for a faster plan to be worth moving to
 MORE_ROOM = 0.1  # of the device, for activations, when it ran out of memory
+MOVED_RATE = 1e9  # bytes that may move before a step, for each second of it: at 5 GB/s they take a fifth
 
 log = logging.getLogger("zerostd")
 
@@ -54,16 +52,6 @@ class Revision:
     plan: Plan
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """Memory and step times of one rank when they are checked."""
-
-    room: Mapping[Tier, int]  # bytes of a tier that are ours or free
-    is_short: bool = False  # the device's allocator had to search for memory, or ran out of it
-    is_slow: bool = False
-    seen: ObservedStep | None = None
-
-
 def adapt(runtime: Runtime) -> None:
     """Revise the plan of a model while it trains, if that is allowed: a plan with limits that is not frozen."""
     plan = runtime.settings.plan
@@ -76,238 +64,337 @@ class Adapter(StepObserver):
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
+        self.meter = DeviceMeter(runtime)
         self.revisions: list[Revision] = []
-        self._step = 0  # that has begun
-        self._begun = time.perf_counter()  # that step
-        self._times: list[float] = []  # seconds of the steps since the last check
-        self._usual: float | None = None  # seconds of a step under this plan
-        self._pause = 1  # checks between two searches for another plan; doubles each time
-        self._next = {"room": 0, "speed": EVERY}  # the first step at which to search again
-        self._watching: tuple[int, dict[str, float], str] | None = None  # first step, busy before, reason
+        self._search = PlanSearch(runtime.settings, runtime.blueprints, runtime.world)
+        self._room = PassRoom(runtime, self.meter, self._search)
+        self._pace = Pace(runtime.backward.passes.num_steps)
+        self._next_room = 0  # the first step at which to look for room again, after it was looked for in vain
+        self._watch: StepWatch | None = None  # steps that are watched now
         self._seen: ObservedStep | None = None  # when it was watched last
-        self._num_short = _times_short(runtime.world.device)
-        _forget_peak(runtime.world.device)
+        self._ranks_aside = self.meter.has_allocator
+        self._ranking: Ranking | None = None  # of candidates, beside the steps
+        self._trials: Trials | None = None  # under way
+        self._moving: HomeMove | None = None  # under way
+        self._clips = ClipCounter(runtime)
+        self.meter.reset()
+        self.meter.cap(is_on=self.plan.is_untried)
+        if runtime.settings.budget.device is not None or self._is_off:
+            runtime.backward.activations.count()  # of the first pass: what else can be done with them
+            runtime.hooks.renew()
 
     def before_forward(self) -> None:
         """A forward of training begins."""
         passes = self.runtime.backward.passes
-        if passes.num_steps == self._step:
-            if passes.num_done == 0 and self.runtime.world.size == 1:  # the last forward may have come to nothing
-                self._check(only_short=True)
-            return
-        now = time.perf_counter()
-        self._times.append(now - self._begun)
-        self._step = passes.num_steps
-        self._begun = now
-        if self._watching is not None:
-            if self._step == self._watching[0] + NUM_WATCHED:
-                self._end_watching()
-            self.runtime.gatherer.timer.cut()
-        elif self._step == NUM_FIRST and self._offload is not None:
-            self._watch("after the first steps")
-        elif self._step % EVERY == 0:
+        if passes.num_steps != self._pace.step:
+            self._begin_step(passes.num_steps)
+        elif passes.num_done == 0 and self.runtime.world.size == 1:  # the last forward may have come to nothing
+            self._check(only_short=True)
+        self._follow_input()
+
+    def after_backward(self) -> None:
+        """A backward pass has ended. The first step makes states only now, which would hide what the pass took."""
+        if self.plan.is_untried:
+            self.meter.note_pass()
+
+    def after_release(self) -> None:
+        """The model is an ordinary one again."""
+        self.meter.cap(is_on=False)
+
+    def _begin_step(self, step: int) -> None:
+        """Do what is due before a step."""
+        self._pace.begin(step)
+        self._clips.note()
+        self.runtime.backward.activations.counter.is_on = self.plan.is_untried
+        if self._has_gradients:
+            return  # they are kept over the step: nothing can move
+        if self.plan.is_untried:
+            self._place()
+        elif self._moving is not None:
+            self._advance()
+        elif self._watch is not None:
+            self._look()
+        elif self._ranking is not None and step % EVERY:
+            self._take_candidates()
+        elif self._is_first_look:
+            self._begin_watch("after the first steps")
+        elif step % EVERY == 0:
             self._check()
+        elif step == 1 and self.runtime.world.size == 1:
+            self._check(only_short=True)
 
     @property
-    def _offload(self) -> OffloadUpdater | None:
-        return None if self.runtime.optimizer is None else self.runtime.optimizer.updater.offload
+    def _is_first_look(self) -> bool:
+        """Whether this plan is to be watched for the first time: something is off the device. All ranks agree on it."""
+        is_time = self._pace.step == NUM_FIRST or self._pace.step % EVERY == 0
+        keeps_all = set(self.plan.activations.values()) <= {Way.DEVICE.in_plan}
+        return is_time and not self._pace.num_rounds and (self._is_off or not keeps_all)
 
-    # Observing
+    @property
+    def plan(self) -> Plan:
+        """The plan that is obeyed now."""
+        plan = self.runtime.settings.plan
+        assert plan is not None
+        return plan
 
-    def _watch(self, reason: str) -> None:
-        self.runtime.finish_updates()
-        self._watching = (self._step, self._busy(), reason)
-        self.runtime.gatherer.timer.start()
+    @property
+    def _has_gradients(self) -> bool:
+        return any(trained.parameter.grad is not None for trained in self.runtime.backward.trained)
 
-    def _busy(self) -> dict[str, float]:
-        return {} if self._offload is None else self._offload.busy()
+    @property
+    def _is_off(self) -> bool:
+        """Whether states are off the device."""
+        return self.runtime.optimizer is not None and self.runtime.optimizer.updater.offload is not None
 
-    def _end_watching(self) -> None:
-        assert self._watching is not None
-        _, before, reason = self._watching
-        self._watching = None
-        spent = self.runtime.gatherer.timer.stop()
-        self.runtime.finish_updates()
-        num_passes = self.runtime.backward.passes.num_before
-        self._seen = ObservedStep(
-            step_s=median(sum(step.values()) for step in spent),
-            forward_s=median(step[LoopPhase.FORWARD] + step[LoopPhase.OUTSIDE] for step in spent) / num_passes,
-            backward_s=median(step[LoopPhase.BACKWARD] for step in spent) / num_passes,
-            num_passes=num_passes,
-            busy={name: (seconds - before.get(name, 0.0)) / NUM_WATCHED for name, seconds in self._busy().items()},
-            activation_bytes=self._activation_bytes(),
-        )
-        self._revise(reason, self._collect(RankReport(self._room(), seen=self._seen)))
+    # The first pass, and larger ones
+
+    def _place(self) -> None:
+        """Place everything by what the first pass took. What was remembered of an earlier run comes first, then keeping
+        all where it is, then the best plan that fits. Where nothing could be counted, groups go on recomputing."""
+        control = self.runtime.gatherer.control
+        self.runtime.backward.activations.counter.is_on = False
+        self.meter.cap(is_on=False)
+        way = Way.RECOMPUTE if self._room.count() is None else Way.DEVICE
+        ways = {group.name: way.in_plan for group in self.runtime.blueprints}
+        kept = replace(self.plan, activations=ways, notes=self.plan.notes[:-1])
+        remembered = recall(plan_file(self.runtime.settings, self.runtime.blueprints, self.runtime.world))
+        texts: list[str] = control.collect([plan.to_json() for plan in (remembered, kept) if plan is not None])[0]
+        plans = [Plan.from_json(text) for text in texts]
+        by_rank: list[list[bool]] = control.collect([self._leaves_parameters(p) and self._room.holds(p) for p in plans])
+        for plan, *is_held in zip(plans, *by_rank, strict=True):
+            if all(is_held):
+                self._start(plan)
+                return
+        self._revise("after the first pass", self._report())
+        if self.plan.is_untried:  # nothing fits better
+            what = "a pass like the first one, beside the states of the optimizer"
+            refusals: list[str] = control.collect(self._room.refusal(self.plan, what))
+            if any(refusals):
+                self._pace.step -= 1  # the next forward is refused as well
+                raise torch.OutOfMemoryError(max(refusals, key=len))
+            self._start(replace(kept, activations=dict.fromkeys(ways, Way.RECOMPUTE.in_plan)))
+
+    def _leaves_parameters(self, plan: Plan) -> bool:
+        """Return whether a plan has parameters where they are."""
+        names = [group.name for group in self.runtime.blueprints if group.members]
+        homes = [(plan.homes_of(name), self.plan.homes_of(name)) for name in names]
+        return all(home.parameters is now.parameters for home, now in homes)
+
+    def _follow_input(self) -> None:
+        """Make room for a batch that is larger than those before, or say what is missing."""
+        if self._room.follow_input(self.plan):
+            return
+        why = self._room.why_grown
+        num_revisions = len(self.revisions)
+        if self.runtime.world.size == 1 and not self._has_gradients:  # others cannot be asked here
+            self._revise(why, self._report())
+        if len(self.revisions) > num_revisions:
+            self._room.obey_plan()
+            return
+        refusal = self._room.refusal(self.plan, why)
+        if refusal:
+            self._room.take_back()
+            raise torch.OutOfMemoryError(refusal)
+
+    # Watching
+
+    def _begin_watch(self, reason: str) -> None:
+        self._watch = StepWatch(self.runtime, self._pace.step, reason)
+
+    def _look(self) -> None:
+        """Go on watching; when enough steps were seen, note what they took."""
+        assert self._watch is not None
+        if not self._watch.is_over(self._pace.step):
+            return
+        reason = self._watch.reason
+        self._seen = self._watch.end(self.meter.activation_bytes())
+        self._watch = None
+        report = self._collect(replace(self._report(), why_short=self.meter.shortage()))
+        if self._trials is not None:
+            if not report.why_short:  # what passes the budget is no candidate
+                self._trials.record(self.plan, report.seen.step_s)
+            self._try_next()
+        elif not report.why_short or not self._revise(report.why_short, report):
+            self._try(reason, report)
 
     def _check(self, *, only_short: bool = False) -> None:
-        """Check memory and how long steps take. All ranks call it together."""
-        if self.runtime.optimizer is None:
+        """Check memory, clipping and how long steps take. All ranks call it together."""
+        why_short = self.meter.shortage()
+        if self.runtime.optimizer is None or (only_short and not why_short):
             return
-        num_short = _times_short(self.runtime.world.device)
-        is_short = num_short > self._num_short
-        self._num_short = num_short
-        if only_short and not is_short:
-            return
-        is_slow = not only_short and self._is_slower()
-        report = self._collect(RankReport(self._room(), is_short, is_slow, self._seen))
-        taken: list[Tier] = []
-        if not only_short and self._step >= self._next["room"]:
-            taken = [tier for tier, room in report.room.items() if self._needs(tier) > (1 - MARGIN / 2) * room]
-        num_revisions = len(self.revisions)
-        if report.is_short:
-            self._revise("the device ran out of memory", report)
-        elif taken:
-            room = ", ".join(f"{size_text(report.room[tier])} of the {tier.value}" for tier in taken)
-            self._revise(f"memory was taken by others, which leaves us {room}", report)
+        pace = self._pace
+        report = replace(self._report(), why_short=why_short)
+        if not only_short:
+            is_slow = pace.is_slower() and self._is_off
+            report = replace(report, is_slow=is_slow, is_worse=pace.is_worse, why_grown=self._room.why_grown)
+        report = self._collect(report)
+        shortage = self._shortage(report, only_short=only_short)
+        if shortage:
+            if not self._revise(shortage, report):
+                self._next_room = pace.next_search  # nothing could be done about it
+            elif report.why_grown:
+                self._room.obey_plan()
+        elif report.is_worse:
+            self._undo()
+        elif self._clips.has_changed(self._search.may_speculate, speculates=self.plan.speculate):
+            self._begin_watch(self._clips.reason)
         elif report.is_slow:
-            self._watch(f"steps take {median(self._times):.3g} s and took {self._usual or 0.0:.3g} s before")
-        if (report.is_short or taken) and len(self.revisions) == num_revisions:
-            self._next["room"] = self._next["speed"]  # nothing could be done about it
-        self._times = []
+            self._begin_watch(f"steps take {pace.median_s:.3g} s and took {pace.usual_s or 0.0:.3g} s before")
+        pace.clear()
 
-    def _is_slower(self) -> bool:
-        """Return whether steps take longer than they did under this plan at first."""
-        if self._usual is None:
-            self._usual = median(self._times)
-            return False
-        may_search = self._offload is not None and self._step >= self._next["speed"]
-        return may_search and median(self._times) > SLOWER * self._usual
+    def _shortage(self, report: RankReport, *, only_short: bool) -> str:
+        """Return why room has to be made; empty if there is enough."""
+        if report.why_short:
+            return report.why_short
+        if only_short or self._pace.step < self._next_room:
+            return ""
+        if report.why_grown:
+            return report.why_grown
+        taken = [tier for tier, room in report.room.items() if self.meter.needs(tier) > (1 - MARGIN / 2) * room]
+        room = ", ".join(f"{size_text(report.room[tier])} of the {tier.value}" for tier in taken)
+        return f"memory was taken by others, which leaves us {room}" if taken else ""
+
+    def _report(self) -> RankReport:
+        """Return what this rank has and takes. Before steps were watched, a third of one is taken for forward."""
+        if self._seen is None:
+            step_s = self._pace.median_s
+            self._seen = ObservedStep(step_s, step_s / 3, 2 * step_s / 3)
+        activation_bytes = self.meter.activation_bytes()
+        self._seen = replace(self._seen, activation_bytes=activation_bytes, profile=self._room.count())
+        return RankReport(self.meter.room(), self._seen)
 
     def _collect(self, report: RankReport) -> RankReport:
         """Return the worst of all ranks."""
         reports: list[RankReport] = self.runtime.gatherer.control.collect(report)
-        steps = [report.seen for report in reports if report.seen is not None]
-        return RankReport(
-            {tier: min(report.room[tier] for report in reports) for tier in report.room},
-            any(report.is_short for report in reports),
-            any(report.is_slow for report in reports),
-            max(steps, key=lambda step: step.step_s) if len(steps) == len(reports) else None,
-        )
+        return worst_of(reports)
 
-    def _room(self) -> dict[Tier, int]:
-        """Return the bytes that are ours or free. Where the device is the CPU, its memory is the host's."""
-        world = self.runtime.world
-        free = free_bytes(world.device, None)
-        held = sum(size for (tier, _), size in self.runtime.ledger.now.items() if tier is Tier.HOST)
-        room = {Tier.HOST: held + free["host"] // world.local_size}
-        if world.device.type != "cpu":
-            room[Tier.DEVICE] = free["device"] + torch.accelerator.memory_allocated(world.device)
-        return room
+    # Trials
 
-    def _needs(self, tier: Tier) -> int:
-        """Return the bytes planned for a tier or held there; on an accelerator also what is not of the model."""
-        plan = self.runtime.settings.plan
-        device = self.runtime.world.device
-        assert plan is not None
-        held = sum(size for (where, _), size in self.runtime.ledger.now.items() if where is tier)
-        if tier is Tier.DEVICE and device.type != "cpu":
-            held = torch.accelerator.memory_allocated(device)
-        return max(held, plan.predicted.total(tier))
+    def _try(self, reason: str, report: RankReport) -> None:
+        """Rank candidates, and try the best of them one after the other."""
+        self._pace.begin_round()
+        if self._ranks_aside:
+            self._ranking = self._rank(reason, report, is_aside=True)
+        else:
+            self._begin_trials(reason, report, *self._candidates(reason, report))
 
-    def _activation_bytes(self) -> int | None:
-        """The most that the device held beside what the plan knows of."""
-        device = self.runtime.world.device
-        plan = self.runtime.settings.plan
-        if device.type == "cpu" or plan is None:
-            return None
-        known = sum(
-            size for kind, size in plan.predicted.bytes.get(Tier.DEVICE, {}).items() if kind != Kind.ACTIVATIONS
-        )
-        return max(0, torch.accelerator.max_memory_allocated(device) - known)
+    def _take_candidates(self) -> None:
+        """Begin to try candidates, if they were found."""
+        ranking = self._ranking
+        assert ranking is not None
+        if ranking.is_done():
+            self._ranking = None
+            present, others = ranking.plans()
+            self._begin_trials(ranking.reason, ranking.report, present or self.plan, others)
 
-    # Revising
+    def _begin_trials(self, reason: str, report: RankReport, present: Plan, candidates: Sequence[Plan]) -> None:
+        present = replace(self.plan, predicted=present.predicted)
+        self._trials = Trials(present, candidates, report.seen.step_s, reason)
+        self._try_next()
 
-    def _revise(self, reason: str, report: RankReport) -> None:
-        """Make the plan again, and obey it if that pays or must be."""
-        if any(trained.parameter.grad is not None for trained in self.runtime.backward.trained):
-            return  # gradients are kept over the step: nothing can move
-        world = self.runtime.world
-        seen = self._seen_or_rough(report)  # before anything is measured, which takes memory too
-        proposal = ""
-        try:
-            settings = self.runtime.settings
-            machine = load_or_measure(world.device, disk_path=settings.budget.disk_path, mesh=settings.mesh)
-            proposal = self._propose(reason, report.room, seen, machine) if world.rank == 0 else ""
-        except (PrepareError, torch.OutOfMemoryError) as error:  # of measuring: training goes on as it did
-            if world.size > 1:
-                raise
-            log.warning("the plan is kept after step %d (%s): %s", self._step, reason, error)
-        text = self.runtime.gatherer.control.collect(proposal)[0]
-        self._times = []
-        self._usual = None
-        self._pause *= 2
-        self._next["speed"] = self._step + self._pause * EVERY
-        if text:
-            plan = Plan.from_json(text)
-            _empty_cache(world.device)  # so that what moves does not lie in the blocks of activations
-            moved = move(self.runtime, plan)
-            _empty_cache(world.device)  # what was given up is there for others
-            self.revisions.append(Revision(self._step, reason, tuple(moved), plan))
-        _forget_peak(world.device)
-        self._begun = time.perf_counter()
+    def _try_next(self) -> None:
+        assert self._trials is not None
+        while (plan := self._trials.next()) is not None:
+            if all(self.runtime.gatherer.control.collect(can_move(self.runtime, plan))):
+                self._start(plan)
+                return
+        trials = self._trials
+        self._trials = None
+        winner = trials.winner()
+        text = "; ".join(f"{trial.name}: {trial.measured_s:.3g} s" for trial in winner.trials)
+        log.info("tried after step %d (%s), the first stays: %s", self._pace.step, trials.why, text)
+        self._pace.replaced = None if is_same(winner, trials.present) else (trials.present, trials.present_s)
+        self._choose(winner, trials.present, trials.why)
 
-    def _propose(self, reason: str, room: Mapping[Tier, int], seen: ObservedStep, machine: MachineProfile) -> str:
-        """Return the plan to obey from now on as JSON, or nothing to keep the present one."""
-        limits = self._limits(room, seen)
-        search = PlanSearch(self.runtime.settings, self.runtime.blueprints, self.runtime.world)
-        try:
-            now, best = search.revise(limits, machine, seen)
-        except PrepareError as error:
-            log.warning("the plan is kept after step %d (%s), although nothing fits: %s", self._step, reason, error)
-            return ""
-        before = now.predicted.step_s or 0.0
-        after = best.predicted.step_s or 0.0
-        fits = all(now.predicted.total(tier) <= limit for tier, limit in limits.items())
-        if fits and before - after < max(GAIN * before, LEAST_GAIN_S):
-            log.info(
-                "the plan is kept after step %d (%s): a step takes %.3g s by the model and took %.3g s, and the best "
-                "other plan would take %.3g s",
-                *(self._step, reason, before, seen.step_s, after),
-            )
-            return ""
-        why = f"a step of {before:.3g} s becomes {after:.3g} s"
-        if not fits:
-            why = f"it no longer fits; a step takes {after:.3g} s"
-        log.info("the plan is revised after step %d (%s): %s\n%s", self._step, reason, why, best.explain())
-        note = f"Revised after step {self._step}: {reason}."
-        return replace(best, notes=(*best.notes, note)).to_json()
+    def _undo(self) -> None:
+        """Go back to the plan before the last trials, if there is room for it: its steps took less."""
+        assert self._pace.replaced is not None
+        plan, seconds = self._pace.replaced
+        self._pace.replaced = None
+        if all(self.runtime.gatherer.control.collect(self._room.holds(plan))):
+            reason = f"steps take {self._pace.median_s:.3g} s and took {seconds:.3g} s under the plan before"
+            log.info("the plan is undone after step %d: %s", self._pace.step, reason)
+            self._choose(plan, self.plan, reason)
 
-    def _seen_or_rough(self, report: RankReport) -> ObservedStep:
-        """What was observed; before that a third of a step is forward. A device that ran out needs more room."""
-        step_s = median(self._times) if self._times else 0.0
-        activations = self._activation_bytes()
-        seen = report.seen or ObservedStep(step_s, step_s / 3, 2 * step_s / 3, activation_bytes=activations)
-        if report.is_short and Tier.DEVICE in report.room:
-            return replace(seen, activation_bytes=int((activations or 0) + MORE_ROOM * report.room[Tier.DEVICE]))
-        return seen
+    def _choose(self, plan: Plan, before: Plan, reason: str) -> None:
+        """Obey a plan that real steps have chosen, and remember it for the next start."""
+        if self.runtime.world.rank == 0:
+            remember(plan, plan_file(self.runtime.settings, self.runtime.blueprints, self.runtime.world))
+        if not is_same(plan, before):
+            plan = replace(plan, notes=(*plan.notes, f"Revised after step {self._pace.step}: {reason}."))
+            names = [group.name for group in self.runtime.blueprints if group.members]
+            moved = tuple(name for name in names if plan.homes_of(name) != before.homes_of(name))
+            self.revisions.append(Revision(self._pace.step, reason, moved, plan))
+        self._start(plan)
 
-    def _limits(self, room: Mapping[Tier, int], seen: ObservedStep) -> dict[Tier, int]:
-        """Return the bytes to plan with: the budget's, or what there is less a margin."""
-        settings = self.runtime.settings
-        assert settings.plan is not None
-        limits = dict(settings.plan.limits)
-        if settings.budget.device is None and seen.activation_bytes is not None:  # which are counted by themselves
-            limits[Tier.DEVICE] = room[Tier.DEVICE]
-        for tier, size in room.items():
-            limits[tier] = min(limits.get(tier, 0), int((1 - MARGIN) * size))
-        return limits
+    def _start(self, plan: Plan) -> None:
+        """Begin to obey a plan; states move in the steps to come."""
+        self._moving = HomeMove(self.runtime, plan)
+        self._moving.take_ahead(self._most_bytes)
+        if self._moving.is_done:
+            self._end_move()
 
+    @property
+    def _most_bytes(self) -> float:
+        """The bytes that may move before one step: the same on all ranks."""
+        step_s = self._seen.step_s if self._seen is not None else 0.0
+        slowest_s: float = max(self.runtime.gatherer.control.collect(step_s))
+        return MOVED_RATE * slowest_s
 
-def _empty_cache(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
+    def _advance(self) -> None:
+        assert self._moving is not None
+        self._moving.advance(self._most_bytes)
+        if self._moving.is_done:
+            self._end_move()
 
+    def _end_move(self) -> None:
+        self._moving = None
+        self._room.recompute()
+        self.meter.give_cache_back()  # what was given up is there for others
+        self.meter.reset()
+        self._pace.restart()
+        if self._trials is not None:
+            self._begin_watch(self._trials.why)
 
-def _forget_peak(device: torch.device) -> None:
-    """Count the peak from here on: what loading, preparing or measuring took are no activations."""
-    if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats(device)
+    # Room that has to be made at once
 
+    def _revise(self, reason: str, report: RankReport) -> bool:
+        """Obey the best plan that fits, at once, if the present one does not. False if none fits."""
+        if self._has_gradients:
+            return False
+        if self._moving is not None:
+            self._moving.advance()
+            self._end_move()
+        seen = report.seen
+        if report.why_short and Tier.DEVICE in report.room:  # a device that ran out needs more room
+            more = int((self.meter.activation_bytes() or 0) + self.meter.missing(MORE_ROOM * report.room[Tier.DEVICE]))
+            report = replace(report, seen=replace(seen, activation_bytes=more))
+        present, candidates = self._candidates(reason, report)
+        self._trials = None
+        self._ranking = None
+        self._watch = None
+        if not candidates:
+            return False
+        limits = self.meter.limits(report.room).items()
+        if all(present.predicted.total(tier) <= limit for tier, limit in limits):
+            return True
+        step = self._pace.step
+        plan = replace(candidates[0], notes=(*candidates[0].notes, f"Revised after step {step}: {reason}."))
+        log.info("the plan is revised after step %d (%s): it no longer fits\n%s", step, reason, plan.explain())
+        self.meter.give_cache_back()  # so that what moves does not lie in the blocks of activations
+        move = HomeMove(self.runtime, plan)
+        move.advance()
+        self.revisions.append(Revision(step, reason, tuple(move.names), plan))
+        self._end_move()
+        return True
 
-def _times_short(device: torch.device) -> int:
-    """Return how often the device's allocator had to free its cache to find memory, or failed."""
-    module = torch.get_device_module(device) if device.type != "cpu" else None
-    if module is None or not hasattr(module, "memory_stats"):
-        return 0
-    stats = module.memory_stats(device)
-    return int(stats.get("num_alloc_retries", 0)) + int(stats.get("num_ooms", 0))
+    def _candidates(self, reason: str, report: RankReport) -> tuple[Plan, list[Plan]]:
+        """Return the present plan as it was observed, and others, the best first; none if nothing fits."""
+        present, others = self._rank(reason, report, is_aside=False).plans()
+        return present or self.plan, others
+
+    def _rank(self, reason: str, report: RankReport, *, is_aside: bool) -> Ranking:
+        ranking = Ranking(self.runtime, reason, report)
+        speculates = self._search.may_speculate and not self._clips.are_usual
+        ranking.begin(self.meter.limits(report.room), speculates=speculates, is_aside=is_aside)
+        return ranking

@@ -1,76 +1,271 @@
-"""Another plan while training goes on: between two steps, states and gradients of groups go to other homes, one group
-at a time, so that the memory this takes is one group's. Parameters stay where they are. Values do not change by a bit.
+"""Another plan while training goes on: states and gradients of a few groups at a time go to other homes, before a
+forward, so that no step waits for gigabytes. Parameters stay where they are. Values do not change by a bit.
+
+Memory off the device is taken ahead, by a thread, for the groups that move next. Their states then go straight from the
+old place to the new one. Groups that do not move go on with their updates meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from zerostd.engine.runtime import Runtime
+from zerostd.engine.settings import Settings
 from zerostd.errors import MisuseError
 from zerostd.optimizers.states import replace_states, take_states
-from zerostd.parameters import Flat
+from zerostd.parameters import Flat, Group
 from zerostd.parameters.state_shard import StateShard
 from zerostd.planning import Plan
-from zerostd.policy import Tier
+from zerostd.policy import Kind, Tier, Way
 from zerostd.preparing.building import begin_backward_updates, make_offload_updater
-from zerostd.preparing.groups import move_flat
+from zerostd.preparing.groups import Arenas, move_flat, reserve_states
 from zerostd.preparing.homes import FlatPlan, plan_flats
-from zerostd.preparing.options import check_world, rules_for
+from zerostd.preparing.options import check_world, rules_for, ways_for
 from zerostd.preparing.proposing import sizes_of
 from zerostd.sharding import Portion
+from zerostd.tiers import Done, Transfer, Worker
 
 
-@torch.no_grad()
 def move(runtime: Runtime, plan: Plan) -> list[str]:
     """Obey another plan from the next step on, and return the names of the groups that moved. Every rank must call it,
-    between optimizer.zero_grad() and the next backward."""
-    optimizer = runtime.optimizer
-    if optimizer is None:
-        raise MisuseError("moving to another plan needs the optimizer: pass it to prepare")
-    if any(trained.parameter.grad is not None for trained in runtime.backward.trained) or runtime.backward.is_running:
-        raise MisuseError("moving to another plan while there are gradients: do it after optimizer.zero_grad()")
+    between two backward passes; where gradients move, after optimizer.zero_grad()."""
+    change = HomeMove(runtime, plan)
+    change.advance()
+    return change.names
+
+
+@dataclass(eq=False)
+class _Change:
+    """A flat that moves."""
+
+    group: Group
+    flat: Flat
+    before: FlatPlan
+    wanted: FlatPlan
+    arenas: Arenas = field(default_factory=dict)  # its memory off the device, once that is taken
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of states that it will hold."""
+        return sum(size for (_, kind), size in self.wanted.demand().items() if kind is Kind.OPTIMIZER_STATES)
+
+    @property
+    def sizes(self) -> tuple[Counter[Tier], Counter[Tier]]:
+        """Bytes of states off the device that it takes, and then gives back."""
+        return _states_off(self.wanted), _states_off(self.before)
+
+
+def can_move(runtime: Runtime, plan: Plan) -> bool:
+    """Return whether states can go to another plan and back, flat by flat, inside its limits of host and disk: what
+    moves is there twice for a moment."""
+    sizes = [change.sizes for change in _changes(runtime, _obeying(runtime, plan))]
+    held = Counter(runtime.ledger.held)
+    _, goes = _in_order(sizes, held, plan.limits)
+    for taken, given in sizes:
+        held.update(taken)
+        held.subtract(given)
+    _, comes_back = _in_order([(given, taken) for taken, given in reversed(sizes)], held, plan.limits)
+    return goes and comes_back
+
+
+def _obeying(runtime: Runtime, plan: Plan) -> Settings:
     settings = runtime.settings.obeying(plan, sizes_of(runtime.blueprints))
     check_world(settings, runtime.world)
-    rules = rules_for(settings, runtime.world, runtime.blueprints)
-    plans = plan_flats(runtime.blueprints, rules)
-    changed = [
-        (group, flat, wanted)
-        for group, flats in zip(runtime.groups, plans, strict=True)
-        for flat, wanted in zip(group.flats, flats, strict=True)
-        if not _is_as(flat, wanted, speculates=plan.speculate)
+    return settings
+
+
+def _changes(runtime: Runtime, settings: Settings) -> list[_Change]:
+    """Return the flats that move, those that leave the device first."""
+    plans = [
+        plan_flats(runtime.blueprints, rules_for(each, runtime.world, runtime.blueprints))
+        for each in (runtime.settings, settings)
     ]
-    for _, flat, wanted in changed:
-        if flat.rest.tier is not wanted.parameters:
-            raise MisuseError(
-                f"the new plan has the parameters of {wanted.owner!r} on the {wanted.parameters.value}, and they are "
-                f"on the {flat.rest.tier.value}: only states and gradients move while training goes on"
-            )
-    optimizer.synchronize()
-    runtime.gatherer.wait_all()
-    for group in runtime.groups:
-        group.wait_updates()
-        group.commit_edits()
-    updater = optimizer.updater
-    if updater.offload is not None:
-        updater.offload.close()
-    resources = runtime.resources
-    goes_to_disk = any(portion.tier is Tier.DISK for _, _, wanted in changed for portion in wanted.portions)
-    if goes_to_disk:
-        resources.allocator.open_disk(settings.budget, runtime.world.local_size)
-    changed.sort(key=lambda change: _on_device(change[2].portions) - _on_device(change[1].state_shards))
-    for _, flat, wanted in changed:  # what leaves the device comes first
-        states = take_states(updater, flat)
-        move_flat(flat, wanted, resources)
-        replace_states(updater, flat, states)
-    runtime.settings = settings
-    updater.moved(make_offload_updater(runtime, updater.inner))
-    begin_backward_updates(runtime, optimizer)
-    runtime.hooks.renew()
-    runtime.backward.order_is_learnt = False
-    return list(dict.fromkeys(group.name for group, _, _ in changed))
+    speculates = settings.plan is not None and settings.plan.speculate
+    changes = [
+        _Change(group, flat, before, wanted)
+        for group, old, new in zip(runtime.groups, *plans, strict=True)
+        for flat, before, wanted in zip(group.flats, old, new, strict=True)
+        if not _is_as(flat, wanted, speculates=speculates)
+    ]
+    return sorted(changes, key=_growth_on_device)
+
+
+def _in_order(
+    sizes: Sequence[tuple[Counter[Tier], Counter[Tier]]], held: Counter[Tier], limits: Mapping[Tier, int]
+) -> tuple[list[int], bool]:
+    """Return an order in which bytes are taken and then given back without passing the limits, as far as there is one;
+    and whether there is."""
+    held = Counter(held)
+    left = list(range(len(sizes)))
+    order: list[int] = []
+    while left:
+        for index in left:
+            taken, given = sizes[index]
+            if all(held[tier] + size <= limits.get(tier, math.inf) for tier, size in taken.items()):
+                break
+        else:
+            return [*order, *left], False
+        left.remove(index)
+        order.append(index)
+        held.update(taken)
+        held.subtract(given)
+    return order, True
+
+
+class HomeMove:
+    """A change of plan that is under way. Every rank makes the same one, and advances it before the same forward."""
+
+    def __init__(self, runtime: Runtime, plan: Plan) -> None:
+        settings = _obeying(runtime, plan)
+        self._runtime = runtime
+        self._limits = plan.limits
+        changes = _changes(runtime, settings)
+        order, _ = _in_order([change.sizes for change in changes], runtime.ledger.held, plan.limits)
+        self._left = [changes[index] for index in order]
+        for change in self._left:
+            if change.flat.rest.tier is not change.wanted.parameters:
+                raise MisuseError(
+                    f"the new plan has the parameters of {change.wanted.owner!r} on the "
+                    f"{change.wanted.parameters.value}, and they are on the {change.flat.rest.tier.value}: only states "
+                    "and gradients move while training goes on"
+                )
+        self._moves_gradients = any(_moves_gradient(change.flat, change.wanted) for change in self._left)
+        self._check()
+        self._next: list[_Change] = []  # whose memory is being taken
+        self._taken: Transfer = Done()
+        has_kernels = runtime.world.size > 1 and runtime.world.device.type != "cpu"
+        self._is_aside = not has_kernels  # pinning memory while collectives wait for each other can hold them up
+        self._ways: dict[str, Way] | None = None  # what groups do with activations in the end; None: as before
+        self._worker = Worker("the memory of states that move", runtime.world.device)
+        self.names = list(dict.fromkeys(change.group.name for change in self._left))  # of groups that move
+        self._obey(settings)
+
+    def _obey(self, settings: Settings) -> None:
+        """Let updates begin as the new plan says. Until all has moved, each group does with its activations what takes
+        less of the device, before or after: states make room first."""
+        runtime = self._runtime
+        names = [group.name for group in runtime.groups]
+        before = ways_for(runtime.settings, names)
+        runtime.settings = settings
+        if settings.plan is not None and settings.plan.activations:
+            self._ways = ways_for(settings, names)
+            between = {name: max(before[name], way, key=_spared) for name, way in self._ways.items()}
+            runtime.backward.activations.change(between)
+        goes_to_disk = any(part.tier is Tier.DISK for change in self._left for part in change.wanted.portions)
+        allocator = runtime.resources.allocator
+        if goes_to_disk:
+            allocator.open_disk(settings.budget, runtime.world.local_size)
+        self._renew()
+
+    def _check(self) -> None:
+        runtime = self._runtime
+        if runtime.optimizer is None:
+            raise MisuseError("moving to another plan needs the optimizer: pass it to prepare")
+        has_gradients = any(trained.parameter.grad is not None for trained in runtime.backward.trained)
+        has_begun = runtime.gradients.locked is not None  # updates, inside backward
+        if runtime.backward.is_running or (has_gradients and (self._moves_gradients or has_begun)):
+            raise MisuseError("moving to another plan while there are gradients: do it after optimizer.zero_grad()")
+
+    @property
+    def is_done(self) -> bool:
+        return not self._left and not self._next
+
+    def take_ahead(self, most_bytes: float = math.inf) -> None:
+        """Let a thread take the memory of the flats that move next: of so many bytes inside the limits, or of one."""
+        total = 0
+        held = Counter(self._runtime.ledger.held)
+        while self._left:
+            taken, _ = self._left[0].sizes
+            held.update(taken)
+            total += self._left[0].num_bytes
+            passes = total > most_bytes or any(held[tier] > self._limits.get(tier, math.inf) for tier in taken)
+            if self._next and passes:
+                break
+            self._next.append(self._left.pop(0))
+        taking = list(self._next)
+        allocator = self._runtime.resources.allocator
+
+        def take() -> None:
+            for change in taking:
+                change.arenas = reserve_states(change.wanted, allocator)
+
+        if self._is_aside:
+            self._taken = self._worker.submit(take) if taking else Done()
+        else:
+            take()
+
+    @torch.no_grad()
+    def advance(self, most_bytes: float = math.inf) -> int:
+        """Move the groups whose memory was taken, and return the number of bytes. Then take memory for those that are
+        next. Without a limit all that are left move at once."""
+        self._check()
+        if not self._next:
+            self.take_ahead(most_bytes)
+        moved = 0
+        while self._next:
+            self._taken.wait()
+            moving = self._next
+            self._next = []
+            for change in moving:
+                self._move(change)
+            moved += sum(change.num_bytes for change in moving)
+            if math.isinf(most_bytes):
+                self.take_ahead()
+        self._renew()
+        if self._left:
+            self.take_ahead(most_bytes)
+        return moved
+
+    def _move(self, change: _Change) -> None:
+        optimizer = self._runtime.optimizer
+        assert optimizer is not None
+        updater = optimizer.updater
+        change.group.wait_updates()
+        change.group.wait_readers()
+        change.group.commit_edits()
+        if updater.offload is not None and any(shard.tier is Tier.DISK for shard in change.flat.state_shards):
+            updater.offload.drain()  # what was updated is still being written
+        for shard in change.flat.state_shards:
+            shard.landed.synchronize()
+        states = take_states(updater, change.flat)
+        give_back = move_flat(change.flat, change.wanted, self._runtime.resources, change.arenas)
+        replace_states(updater, change.flat, states)
+        del states
+        give_back()
+
+    def _renew(self) -> None:
+        """Let updates and hooks follow what has moved."""
+        runtime = self._runtime
+        optimizer = runtime.optimizer
+        assert optimizer is not None
+        updater = optimizer.updater
+        offload = updater.offload
+        if offload is None:
+            offload = make_offload_updater(runtime, updater.inner)
+        else:
+            offload.follow(runtime.groups)
+        if offload is not None and not offload.updaters:
+            offload.close()
+            offload = None
+        updater.moved(offload)
+        begin_backward_updates(runtime, optimizer)
+        if self.is_done and self._ways is not None:
+            runtime.backward.activations.change(self._ways)
+        runtime.hooks.renew()
+        runtime.backward.order_is_learnt = False
+
+
+def _states_off(plan: FlatPlan) -> Counter[Tier]:
+    """Return the bytes of states that a flat has off the device."""
+    sizes = plan.demand().items()
+    return Counter(
+        {tier: size for (tier, kind), size in sizes if kind is Kind.OPTIMIZER_STATES and tier is not Tier.DEVICE}
+    )
 
 
 def _is_as(flat: Flat, wanted: FlatPlan, *, speculates: bool) -> bool:
@@ -80,10 +275,23 @@ def _is_as(flat: Flat, wanted: FlatPlan, *, speculates: bool) -> bool:
     if flat.gradient is None:
         return True
     return (
-        (flat.gradient.tier is Tier.HOST) == (wanted.gradients is Tier.HOST)
+        not _moves_gradient(flat, wanted)
         and tuple(shard.portion for shard in flat.state_shards) == wanted.portions
         and all(bool(shard.spare) == (speculates and shard.tier is Tier.HOST) for shard in flat.state_shards)
     )
+
+
+def _moves_gradient(flat: Flat, wanted: FlatPlan) -> bool:
+    return flat.gradient is not None and flat.gradient.tier is not wanted.gradients
+
+
+def _spared(way: Way) -> int:
+    """Return how much less of the device a way to treat activations takes, on a scale."""
+    return 2 if way.tier is not Tier.DEVICE else 1 if way.recomputes else 0
+
+
+def _growth_on_device(change: _Change) -> int:
+    return _on_device(change.wanted.portions) - _on_device(change.flat.state_shards)
 
 
 def _on_device(parts: Sequence[Portion | StateShard]) -> int:

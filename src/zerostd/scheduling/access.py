@@ -19,10 +19,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from zerostd.compat import outside_transforms
+from zerostd.compat import outside_transforms, storage_of
 from zerostd.errors import MisuseError
 from zerostd.parameters import Flat, Group, GroupState
-from zerostd.parameters.lending import get_data
 from zerostd.parameters.prepared import ACCESS, LAST_HOOK, LENT
 from zerostd.scheduling.gathering import Gatherer
 
@@ -94,20 +93,19 @@ class ParameterAccess:
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the parameter itself, if it shows its values then, else a copy of them outside autograd."""
         group, flat, index = self.places[parameter]
-        interval = flat.layout.intervals[index]
         if group in self._held:
-            return self._held[group][flat][interval.offset : interval.end].view(interval.shape)
+            return flat.shown(index, self._held[group][flat])
         has_copy = self._copied is not None and self._copied[0] is group and not self.active
         if group.state is not GroupState.GATHERED and not has_copy:
             with self.gatherer.turn, outside_transforms():
-                self._bring(group, interval.name)
+                self._bring(group, flat.layout.intervals[index].name)
         if group.state is GroupState.GATHERED:
             if not flat.holds_halves or self.active:
                 return parameter
             with torch.inference_mode(False):  # a write is told from what was there before
-                return get_data(parameter).clone()
+                return flat.copied(index)
         assert self._copied is not None
-        return self._copied[1][flat][interval.offset : interval.end].view(interval.shape)
+        return flat.shown(index, self._copied[1][flat])
 
     def _bring(self, group: Group, name: str) -> None:
         """Gather a group, or make a copy of its values."""
@@ -121,11 +119,16 @@ class ParameterAccess:
 
     def write(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
         """Keep what was written to the tensor that `read` returned."""
-        _, flat, index = self.places[parameter]
+        group, flat, index = self.places[parameter]
         if self._read_only is not None:
             raise not_writable(flat.layout.intervals[index].name, self._read_only)
         with self.gatherer.turn, torch.inference_mode(False), torch.no_grad():
             flat.keep_values(index, values, is_compared=flat not in self._before)
+        # A call that takes parameters of several groups may have made two copies of this one. The later one is kept,
+        # and does not have these values.
+        copied = self._copied
+        if copied is not None and copied[0] is group and storage_of(values) != storage_of(copied[1][flat]):
+            self._copied = None
 
     @contextlib.contextmanager
     def watched(self, parameter: nn.Parameter, *, gives_view: bool) -> Iterator[None]:
@@ -194,6 +197,7 @@ class ParameterAccess:
 
     def _keep_held(self, groups: Sequence[Group]) -> None:
         """Keep what rank 0 has changed."""
+        self.forget()
         for group in groups:
             for flat, full in self._held.get(group, {flat: flat.full for flat in group.flats}).items():
                 with self.gatherer.wires.world.at(f"the broadcast of group {group.name!r}"):

@@ -27,6 +27,7 @@ from zerostd.errors import MisuseError
 from zerostd.monitoring.events import LoopPhase
 from zerostd.parameters import Group
 from zerostd.policy import Tier, Way
+from zerostd.scheduling.counting import ActivationCounter
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.offloading import ActivationOffloader
 from zerostd.scheduling.saved_storage import GroupActivations, SavedStorage, TensorLayout
@@ -38,6 +39,7 @@ MOST_KINDS = 256  # of forwards that are remembered: lengths may vary for ever
 Storage = torch.UntypedStorage
 GiveBack = Callable[[], torch.Tensor]  # what autograd holds instead of a saved tensor
 Keep = Callable[[torch.Tensor], GiveBack]  # for the inputs of a forward that is recomputed
+Counting = Callable[[], contextlib.AbstractContextManager[None]]  # looks on while a group saves its activations
 Passed = tuple[weakref.ref[GroupActivations], int]  # of a group whose activations stay: what left before it; its bytes
 
 
@@ -65,20 +67,48 @@ class Activations:
         self._inputs: dict[int, int] = {}  # bytes by storage, of the recomputed group that runs now
         self._last: weakref.ref[GroupActivations] | None = None  # left in this pass
         self._checked: set[str] = set()  # groups that peers have compared
+        self.counter = ActivationCounter(lambda storage: id(storage) in self._ours)
 
     @property
     def is_on(self) -> bool:
         """Whether anything is done with activations but keeping them."""
-        return self.offloader.peers is not None or any(way is not Way.DEVICE for way in self._ways.values())
+        is_changed = any(way is not Way.DEVICE for way in self._ways.values())
+        return self.offloader.peers is not None or is_changed or self.counter.is_on
+
+    def count(self) -> None:
+        """Count what groups keep of the next pass, where none of it leaves."""
+        self.counter.is_on = all(way.tier is Tier.DEVICE for way in self._ways.values())
+
+    def change(self, ways: Mapping[str, Way]) -> None:
+        """Do something else with activations from the next forward on."""
+        self._undo.close()
+        self.counter.recomputed.clear()
+        self._ways = {group: ways.get(group.name, Way.DEVICE) for group in self._gatherer.groups}
+        self._sends = self.offloader.peers is None and any(way.tier is not Tier.DEVICE for way in self._ways.values())
+        self.install()
 
     def install(self) -> None:
         """Replace the forwards of groups that are recomputed."""
         device = self._gatherer.wires.world.device
         for group, way in self._ways.items():
             for module in group.blueprint.modules:
-                has_parts = next(module.children(), None) is not None  # else it keeps its inputs and little else
-                if way.recomputes and has_parts:
-                    self._undo.callback(_recompute(module, device, self._keep_input))
+                if way.recomputes and _has_parts(module) and module is not self._root():
+                    counting = functools.partial(self.counter.within, group.name)
+                    keep = functools.partial(self._keep_input, group.name)
+                    self._undo.callback(_recompute(module, device, keep, counting))
+                    self.counter.recomputed.add(module)
+
+    def counted_bytes(self) -> int:
+        """Return the bytes of the device at once, in the last pass that was counted, as far as groups take them."""
+        total = 0
+        inside = 0
+        for group, way in self._ways.items():
+            size = self.counter.groups.get(group.name)
+            if size is not None and way.tier is Tier.DEVICE:
+                is_recomputed = not self.counter.recomputed.isdisjoint(group.blueprint.modules)
+                total += size.boundary if is_recomputed else size.kept
+                inside = max(inside, size.kept if is_recomputed else 0)
+        return total + inside
 
     def remove(self) -> None:
         """Leave the modules as they were."""
@@ -94,16 +124,22 @@ class Activations:
         self._last = None
         self._known.clear()
         self._inputs.clear()
-        if not self.is_on:
+        self.counter.begin()
+        if not (self.is_on or self.counter.is_on):
             return
         flats = [flat.full for group in self._gatherer.groups for flat in group.flats]
         root = self._root()
         buffers = [] if root is None else root.buffers()
         self._ours = {id(tensor.untyped_storage()) for tensor in (*flats, *buffers)}
 
-    def enter(self, group: Group, module: nn.Module) -> None:
+    def enter(self, group: Group, module: nn.Module, inputs: Any) -> None:
         """Begin a group's forward."""
         way = self._ways[group]
+        is_kept = way.tier is Tier.DEVICE and module not in self.counter.recomputed and module is not self._root()
+        if self.counter.is_on and is_kept and not in_backward():
+            self.counter.enter(group.name)
+            for tensor in tensors_in(inputs) if _has_parts(module) else ():
+                self.counter.take_input(group.name, tensor)
         stays = way.tier is Tier.DEVICE and (self.offloader.peers is None or way.recomputes)
         if stays or module is self._root() or self._running or not torch.is_grad_enabled() or in_backward():
             return
@@ -125,6 +161,7 @@ class Activations:
         before it."""
         inputs = self._inputs
         self._inputs = {}
+        self.counter.leave()
         if self._running is not None:
             if self._running[0] is module:
                 activations = self._stop_packing()
@@ -168,8 +205,9 @@ class Activations:
             self.offloader.send(activations)
             self._last = weakref.ref(activations)
 
-    def _keep_input(self, tensor: torch.Tensor) -> GiveBack:
+    def _keep_input(self, group: str, tensor: torch.Tensor) -> GiveBack:
         """Keep an input of a recomputed group."""
+        self.counter.take_input(group, tensor)
         if self._running is not None:
             return self._pack(self._running[1], tensor)
         storage = tensor.untyped_storage()
@@ -220,6 +258,11 @@ class Activations:
         return saved.tensor(layout)
 
 
+def _has_parts(module: nn.Module) -> bool:
+    """Return whether recomputing a module spares anything: one without parts keeps its inputs and little else."""
+    return next(module.children(), None) is not None
+
+
 def _kept(tensor: torch.Tensor, *, may_change: bool = False) -> GiveBack:
     """Keep a saved tensor where it is; without its place in the graph, which would hold itself."""
     kept = tensor.detach()
@@ -240,7 +283,7 @@ def _changed(size: torch.Size) -> RuntimeError:
     )
 
 
-def _recompute(module: nn.Module, device: torch.device, keep: Keep) -> Callable[[], None]:
+def _recompute(module: nn.Module, device: torch.device, keep: Keep, counting: Counting) -> Callable[[], None]:
     """Replace a module's forward by one that is recomputed in backward; return a function that puts it back."""
     forward = module.forward
     had_own = "forward" in module.__dict__
@@ -254,7 +297,7 @@ def _recompute(module: nn.Module, device: torch.device, keep: Keep) -> Callable[
         is_functional = any(parameters.get(name) is not parameter for parameters, name, parameter in own)
         if not torch.is_grad_enabled() or in_backward() or in_transform() or in_checkpoint() or is_functional:
             return forward(*args, **kwargs)
-        run = _run_twice(module, forward, keep, args, kwargs, changing)
+        run = _run_twice(module, forward, keep, args, kwargs, changing, counting)
         return checkpoint(run, marker, use_reentrant=False)
 
     def undo() -> None:
@@ -268,7 +311,13 @@ def _recompute(module: nn.Module, device: torch.device, keep: Keep) -> Callable[
 
 
 def _run_twice(
-    module: nn.Module, forward: Callable[..., Any], keep: Keep, args: Any, kwargs: Any, changing: set[str]
+    module: nn.Module,
+    forward: Callable[..., Any],
+    keep: Keep,
+    args: Any,
+    kwargs: Any,
+    changing: set[str],
+    counting: Counting,
 ) -> Callable[[torch.Tensor], Any]:
     """Return one call of a forward: with its inputs the first time, with what was kept of them from then on. Buffers
     that it changes, such as statistics, change once: `changing` learns which these are."""
@@ -295,7 +344,8 @@ def _run_twice(
         args, kwargs = first.pop()
         named = dict(module.named_buffers()) if changing else {}
         before = {name: (named[name], version_of(named[name]), named[name].clone()) for name in changing}
-        output = forward(*args, **kwargs)
+        with counting():
+            output = forward(*args, **kwargs)
         named = dict(module.named_buffers()) if changing else {}
         for name, (buffer, version, copy) in before.items():
             owner = module.get_submodule(name.rpartition(".")[0])

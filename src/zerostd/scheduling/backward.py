@@ -77,6 +77,7 @@ class PassCounter:
         self.num_done = 0
         self.num_before = 1  # in the step before
         self.num_steps = 0
+        self.input_bytes = 0  # of the forward of training that began last
 
     @property
     def is_last(self) -> bool:
@@ -179,7 +180,7 @@ class Backward:
 
     def arrived(self, trained: TrainedParameter, parameter: nn.Parameter) -> None:
         """Take the gradient that autograd has put into `parameter.grad`, or added to its handle."""
-        running = self.begin()
+        running = self._pass or self.begin()
         with no_torch_function():
             grad = GRAD.__get__(parameter)
             if grad is None:  # a hook of the user's has dropped it
@@ -188,6 +189,7 @@ class Backward:
         adds = isinstance(grad, GradientHandle)
         if adds:
             grad = grad.take_incoming()
+        grad = trained.flat.local(trained.index, grad)
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         if grad.requires_grad:
@@ -203,17 +205,18 @@ class Backward:
                 f"a nested backward brought another gradient for {trained.handle.of!r}, whose group is being updated "
                 "already: leave accumulate out of prepare, so that updates wait for optimizer.step()"
             )
+        arrivals = running.gradients[group]
         if self.weight == 0.0:
             with no_torch_function():
                 GRAD.__set__(parameter, trained.handle if adds else None)  # what earlier passes brought stays
-            if not running.gradients[group].skip(trained):
+            if not arrivals.skip(trained):
                 return
-        elif running.is_complete(group):  # a nested backward brought more for a group that has left already
+        elif not arrivals.num_missing:  # a nested backward brought more for a group that has left already
             running.late.setdefault(group, GroupGradients(group)).take(trained, grad, adds=True)
             return
         else:
-            running.gradients[group].take(trained, grad, adds=adds)
-        if running.is_complete(group):
+            arrivals.take(trained, grad, adds=adds)
+        if not arrivals.num_missing:
             with self.gatherer.turn:
                 running.completed.append(group)
                 self.done_with(group)
@@ -269,6 +272,8 @@ class Backward:
         self._pass = None
         self.gatherer.turn.end_pass()
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)
+        for observer in self.observers:
+            observer.after_backward()
         if self.gatherer.wires.world.size > 1:
             if not self.is_syncing:
                 self.passes.num_done += bool(arrived) or self.weight == 0.0

@@ -121,6 +121,7 @@ class Guards:
             raise MisuseError("load_state_dict(assign=True) would replace prepared parameters: leave assign out")
         if self._depth == 0:
             self._access.check_unlocked("load_state_dict()")
+            self._access.forget()
             self._finish_updates()
         self._depth += 1
         wanted = dict.fromkeys(self._places[parameter][0] for parameter in module.parameters(recurse=False))
@@ -132,8 +133,9 @@ class Guards:
             value = state_dict.get(prefix + short)
             if parameter is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 flat, index = self._places[parameter][1:]
-                self._values.setdefault(flat, {})[index] = value
-                self.gatherer.control.note_values(prefix + short, value)
+                self._values.setdefault(flat, {})[index] = flat.local(index, value)
+                if flat.specs[index] is None:
+                    self.gatherer.control.note_values(prefix + short, value)
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         self._depth -= 1
@@ -148,5 +150,5 @@ class Guards:
                 flat.keep_all(flat.full)
                 flat.commit_edits()
                 for index, value in self._values.pop(flat, {}).items():
-                    flat.set_values(index, value)  # masters are exact, whatever torch has rounded
+                    flat.write_values(index, value)  # masters are exact, whatever torch has rounded
             self.gatherer.release(group)

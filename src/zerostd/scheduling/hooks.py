@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,8 +21,10 @@ from torch import nn
 from zerostd.compat import calls_of, in_transform, no_dynamo
 from zerostd.monitoring.events import LoopPhase
 from zerostd.monitoring.ledger import KeptGraphs
+from zerostd.monitoring.texts import size_text
 from zerostd.parameters import Group
 from zerostd.parameters.prepared import LAST_HOOK
+from zerostd.policy import Tier
 from zerostd.scheduling.access import ParameterAccess
 from zerostd.scheduling.activations import Passed
 from zerostd.scheduling.backward import Backward
@@ -39,7 +42,7 @@ class Hooks:
         root: nn.Module,
         backward: Backward,
         access: ParameterAccess,
-        before_forward: Callable[[nn.Module], None],
+        before_forward: Callable[[nn.Module, Any], None],
         on_input: OnTensor | None,
         on_output: OnTensor | None,
     ) -> None:
@@ -111,18 +114,18 @@ class Hooks:
             self._depth += 1
             changed = None
             if self._depth == 1:  # else it calls itself: this is no new pass
-                self._begin_forward(module)
+                self._begin_forward(module, (args, kwargs))
                 changed = self._cast_inputs(args, kwargs)
             if self._knows_groups:
                 for group in self._of_root:
                     self._before_group(group, module, *(changed or (args, kwargs)))
         return changed
 
-    def _begin_forward(self, module: nn.Module) -> None:
+    def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
         self.backward.abandon()
         if not self.backward.is_running:
             self.gatherer.wires.world.enter("forward")
-            self._before_forward(module)
+            self._before_forward(module, inputs)
             self.gatherer.timer.mark(LoopPhase.FORWARD if torch.is_grad_enabled() else LoopPhase.OUTSIDE)
             self.activations.begin()
             self.gatherer.begin(LoopPhase.FORWARD)
@@ -152,6 +155,7 @@ class Hooks:
             self.gatherer.release_all(is_backward=False, but_kept=output is not None)  # None: it failed
             self.gatherer.timer.mark(LoopPhase.OUTSIDE)
         if output is None:
+            self._explain(sys.exception())
             return None
         if self._on_output is not None:
             output = map_tensors(output, self._on_output)
@@ -162,6 +166,16 @@ class Hooks:
                 if tensor.requires_grad and tensor.grad_fn is not None:
                     tensor.register_hook(hook)
         return output
+
+    def _explain(self, error: BaseException | None) -> None:
+        """Add to an error of torch's allocator what the model holds of the device, and what would help."""
+        if isinstance(error, torch.OutOfMemoryError):
+            held = self.gatherer.wires.ledger.memory().now.get(Tier.DEVICE.value, {})
+            kinds = ", ".join(f"{kind.replace('_', ' ')} {size_text(size)}" for kind, size in held.items() if size)
+            error.add_note(
+                f"zerostd: beside activations the device holds {kinds or 'nothing'} of this model. Use fewer samples "
+                "in a pass, Placement(activations='recompute'), or a Budget(device=...) for which a plan is made"
+            )
 
     def _backward_begins(self, trainer: threading.Thread, grad: torch.Tensor) -> None:
         self.backward.begin(trainer)
@@ -181,7 +195,7 @@ class Hooks:
                 inputs = _signs_of_passing(args, kwargs)
                 if inputs:
                     group.await_inputs(_InputsHook(inputs, self, group))
-            self.activations.enter(group, module)
+            self.activations.enter(group, module, (args, kwargs))
 
     def inputs_done(self, group: Group, forward: object) -> None:
         """Take note that backward has passed one forward."""

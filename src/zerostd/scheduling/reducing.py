@@ -93,7 +93,7 @@ class Reducer:
     def reserve(self, groups: tuple[Group, ...]) -> None:
         """Allocate staging and receive buffers for the largest flat, before the first collective."""
         world = self.wires.world
-        if world.size == 1:
+        if world.is_alone:
             return
         gradients = [flat.gradient for group in groups for flat in group.trainable if flat.gradient is not None]
         self.wires.reserve(max(map(_full_bytes, gradients), default=0))
@@ -109,7 +109,7 @@ class Reducer:
         """Start the way of one group's gradients to rest; without `sync`, only sum them up locally. In the last pass
         of a step, what the CPU will read goes on to the host. Returns the groups that have landed by now."""
         group = arrivals.group
-        is_alone = self.wires.world.size == 1
+        is_alone = self.wires.world.is_alone
         landed: list[Group] = []
         if not is_alone and is_last and sync:
             # What was sent before may go on to the host from where it landed. Else one reduce more may be under way.

@@ -21,6 +21,60 @@ class Box(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.sizes)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What selects it of the tensor."""
+        return tuple(slice(low, low + size) for low, size in zip(self.offsets, self.sizes, strict=True))
+
+    def shared(self, other: Box) -> Box | None:
+        """Return the elements that two boxes have in common; None if there are none."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = [
+            min(a + size_a, b + size_b)
+            for a, size_a, b, size_b in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        ]
+        sizes = tuple(end - low for low, end in zip(offsets, ends, strict=True))
+        return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+    def moved(self, origin: tuple[int, ...], sign: int = 1) -> Box:
+        """Return it with offsets from elsewhere: of a box that begins at `origin`, in the whole tensor."""
+        return Box(tuple(low + sign * by for low, by in zip(self.offsets, origin, strict=True)), self.sizes)
+
+
+class Stretch(NamedTuple):
+    """Elements [start, stop) of a flattened box of a tensor."""
+
+    origin: tuple[int, ...]  # where the box begins; empty: it is the whole tensor
+    shape: tuple[int, ...]  # of the box
+    start: int
+    stop: int
+
+    def part(self, start: int, stop: int) -> Stretch:
+        """Return other elements of the same box."""
+        return self._replace(start=start, stop=stop)
+
+    def is_of(self, other: Stretch) -> bool:
+        """Return whether both are of one box."""
+        return self.shape == other.shape and self.corner == other.corner
+
+    @property
+    def corner(self) -> tuple[int, ...]:
+        return self.origin or (0,) * len(self.shape)
+
+    def boxes(self) -> Iterator[tuple[int, Box]]:
+        """Yield its boxes in the whole tensor, each with the number of elements before it."""
+        before = 0
+        for box in boxes_of(self.shape, self.start, self.stop):
+            yield before, box.moved(self.corner)
+            before += box.numel
+
+    def shared(self, other: Stretch) -> Iterator[tuple[tuple[int, Box], tuple[int, Box], Box]]:
+        """Yield the boxes that two stretches have in common, each with the boxes that it lies in."""
+        for mine in self.boxes():
+            for theirs in other.boxes():
+                if (box := mine[1].shared(theirs[1])) is not None:
+                    yield mine, theirs, box
+
 
 def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """Yield the boxes of elements [start, stop), in row-major order; each is contiguous there."""

@@ -7,6 +7,7 @@ and starts aligned. Each keeps its name and its interval: everything that reshar
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 ALIGNMENT = 64  # elements: a slice starts on a cache line in every dtype, and kernels see whole vectors
@@ -19,12 +20,19 @@ class Interval:
     name: str
     offset: int
     shape: tuple[int, ...]
+    whole: tuple[int, ...] | None = None  # shape of the tensor that this is a box of; None: it is whole
+    origin: tuple[int, ...] = ()  # where the box begins
 
     @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor that it is, or is a box of."""
+        return self.shape if self.whole is None else self.whole
+
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def end(self) -> int:
         return self.offset + self.numel
 

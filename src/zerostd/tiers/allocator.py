@@ -11,7 +11,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -143,13 +143,28 @@ class TierAllocator:
 
     def free(self, owner: str, kind: Kind) -> None:
         """Give back what an owner has of one kind; its tensors must not be used any more."""
-        for num_bytes in self._on_device.pop((owner, kind), ()):
-            self.ledger.leave(kind, num_bytes)
+        self.exchange(owner, kind, {})()
+
+    def exchange(self, owner: str, kind: Kind, arenas: Mapping[Tier, torch.Tensor | Extent]) -> Callable[[], None]:
+        """Let an owner's tensors of one kind come from other arenas from now on. Return a function that gives back
+        what it had before, to be called when that is used no more."""
+        on_device = self._on_device.pop((owner, kind), [])
+        before = []
         for tier in (Tier.HOST, Tier.DISK):
             self._used.pop((owner, tier, kind), None)
             memory = self._arenas.pop((owner, tier, kind), None)
             if memory is not None:
+                before.append(memory)
+            if tier in arenas:
+                self._arenas[owner, tier, kind] = arenas[tier]
+
+        def give_back() -> None:
+            for num_bytes in on_device:
+                self.ledger.leave(kind, num_bytes)
+            for memory in before:
                 self.free_bytes(memory)
+
+        return give_back
 
     def allocate_bytes(self, tier: Tier, kind: Kind, num_bytes: int, owner: str = "") -> torch.Tensor | Extent:
         if tier is Tier.HOST:
@@ -166,7 +181,8 @@ class TierAllocator:
 
     def before_close(self, stop: Callable[[], None]) -> None:
         """Call `stop` before anything is given back: it ends a thread that uses the memory."""
-        self._stops.append(stop)
+        if stop not in self._stops:
+            self._stops.append(stop)
 
     def forget_stop(self, stop: Callable[[], None]) -> None:
         """Do not call it: its thread has ended."""

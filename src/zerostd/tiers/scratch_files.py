@@ -73,7 +73,7 @@ class ScratchFile:
         fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
         if fallocate is None:
             return False
-        return fallocate(self.fd, PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(size)) == 0
+        return int(fallocate(self.fd, PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(size))) == 0
 
     def close(self) -> None:
         os.close(self.fd)

@@ -42,13 +42,14 @@ from zerostd.checkpointing.storage.reading import OnBytes, Target
 from zerostd.compat import fsspec_storage
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import decode
-from zerostd.parameters.flat import SavedInterval, tensor_interval
-from zerostd.sharding.boxes import Box, boxes_of
+from zerostd.parameters.intervals import SavedInterval, tensor_interval
+from zerostd.sharding.boxes import Box, Stretch
 
 MODEL = "model"
 OPTIMIZER = "optim"
 OURS = "zerostd"  # what other programs do not have, as JSON: `extra`, states of modules, the number of steps
 TENSORS_OF_OURS = "zerostd_tensors"  # that the JSON names by number
+AVERAGES = "zerostd_averages"  # by name of average, then of the parameter or buffer
 FAILURES = (Exception, CheckpointException)  # the latter holds those of all ranks, and is no Exception
 OPTION = re.compile(r"param_groups\.(\d+)\.(.+)")
 
@@ -57,14 +58,12 @@ class ShardedValue:
     """What this rank keeps of one tensor, as boxes. torch calls the methods with two underscores."""
 
     def __init__(self, records: Sequence[SavedInterval]) -> None:
-        self.shape = torch.Size(records[0].shape)
+        self.shape = torch.Size(records[0].full_shape)
         self.dtype = records[0].dtype
         self.places: dict[torch.Size, tuple[Box, SavedInterval, int]] = {}  # by offsets; the first element
         for record in records:
-            low = 0
-            for box in boxes_of(record.shape, record.start, record.stop):
+            for low, box in record.stretch.boxes():
                 self.places[torch.Size(box.offsets)] = (box, record, low)
-                low += box.numel
 
     def size(self) -> torch.Size:
         return self.shape
@@ -231,6 +230,9 @@ class DcpCheckpoint:
         for key, stored in self._metadata.items():
             if key.startswith(f"{TENSORS_OF_OURS}.") and isinstance(stored, TensorStorageMetadata):
                 entries.append(self._entry("extra", key.rpartition(".")[2], key, stored))
+            elif key.startswith(f"{AVERAGES}.") and isinstance(stored, TensorStorageMetadata):
+                _, average, of = key.split(".", 2)
+                entries.append(self._entry("average", of, key, stored, average))
         return Manifest(
             zerostd="",
             saved=0.0,
@@ -242,6 +244,7 @@ class DcpCheckpoint:
             optimizer=optimizer,
             extra=ours.get("extra"),
             modules=modules | ours.get("modules", {}),
+            averages=ours.get("averages", {}),
         )
 
     def _describe_optimizer(self, prefix: str, entries: list[TensorEntry], values: Mapping[str, Any]) -> OptimizerEntry:
@@ -289,7 +292,7 @@ class DcpCheckpoint:
             except FAILURES as error:
                 raise CheckpointError(f"{self._path} cannot be read: {first_failure(error)}") from error
 
-    def verify(self, wanted: Iterable[tuple[TensorEntry, int, int]], on_bytes: OnBytes) -> None:
+    def verify(self, wanted: Iterable[tuple[TensorEntry, Stretch]], on_bytes: OnBytes) -> None:
         """Check nothing: DCP has no checksums."""
 
     def read(self, entry: TensorEntry) -> torch.Tensor:

@@ -24,9 +24,11 @@ from msgspec import Meta, Struct
 
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import convert
+from zerostd.sharding.boxes import Box, Stretch
 
 FORMAT = "zerostd checkpoint"
-VERSION = 2
+VERSION = 3
+UNBOXED = 2  # the version of manifests whose parts are no boxes
 SEALED_FROM = 2  # the first version whose manifests have a checksum
 SEAL = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n')
 SEAL_BYTES = len(',"crc32":"01234567"}\n')
@@ -34,6 +36,7 @@ BLOCK = 4 << 20  # bytes of a part that share a checksum
 KINDS = ("parameter", "buffer", "state", "average", "gradient", "random", "extra")
 NAMED_STATES = ("state", "average")  # kinds of which a parameter may have several, by name
 MOST_ELEMENTS = 1 << 60
+MOST_BOXES = 4096  # of one tensor
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 # Fields that are not written if they have these values.
 ABSENT_IF_DEFAULT = {"sequence": 0, "modules": {}, "passes": 0, "frozen": True, "averages": {}}
@@ -79,14 +82,16 @@ class FileEntry(Struct, frozen=True, forbid_unknown_fields=True):
     bytes: Count
 
 
-class TensorPart(Struct, frozen=True, forbid_unknown_fields=True):
-    """Elements [start, stop) of a flattened tensor, stored in a file under a key."""
+class TensorPart(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Elements [start, stop) of a flattened tensor, or of a flattened box of it, stored in a file under a key."""
 
     start: Count
     stop: Count
     file: str
     key: str
     crc32: tuple[Crc32, ...]  # of each BLOCK bytes
+    origin: Shape = ()  # where the box begins, and its shape; empty: it is the whole tensor
+    sizes: Shape = ()
 
 
 class TensorEntry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
@@ -116,6 +121,15 @@ class TensorEntry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     @property
     def label(self) -> str:
         return f"{self.kind} {self.of!r}" + (f" ({self.state})" if self.state else "")
+
+    def stretch_of(self, part: TensorPart) -> Stretch:
+        """Return which elements of the tensor a part has."""
+        return Stretch(part.origin, part.sizes if part.origin else self.shape, part.start, part.stop)
+
+    @property
+    def whole(self) -> Stretch:
+        """All its elements."""
+        return Stretch((), self.shape, 0, self.numel)
 
 
 class OptimizerGroup(Struct, frozen=True, forbid_unknown_fields=True):
@@ -168,7 +182,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, di
         return [entry for entry in self.tensors if entry.kind == kind]
 
     def to_json(self) -> str:
-        data = {"format": FORMAT, "version": VERSION, **msgspec.to_builtins(self)}
+        has_boxes = any(part.origin for entry in self.tensors for part in entry.parts)
+        data = {"format": FORMAT, "version": VERSION if has_boxes else UNBOXED, **msgspec.to_builtins(self)}
         for name, default in ABSENT_IF_DEFAULT.items():
             if data[name] == default:
                 del data[name]
@@ -263,16 +278,44 @@ def _tensor_problems(entry: TensorEntry, files: Mapping[str, FileEntry]) -> Iter
             yield f"part [{part.start}, {part.stop}) of {entry.label} is empty"
         if part.file not in files:
             yield f"a part of {entry.label} is in {part.file!r}, which is not among the files"
+    by_box: dict[Box, list[TensorPart]] = {}
+    for part in entry.parts:
+        sizes = part.sizes if part.origin else entry.shape
+        by_box.setdefault(Box(part.origin or (0,) * len(entry.shape), sizes), []).append(part)
+    yield from _box_problems(entry, list(by_box))
+    for box, parts in by_box.items() if by_box else [(Box((), entry.shape), [])]:
+        yield from _part_problems(entry, box.numel, parts)
+
+
+def _box_problems(entry: TensorEntry, boxes: list[Box]) -> Iterator[str]:
+    """Yield what is wrong with the boxes of one tensor: they must lie in it, and cover it without overlapping."""
+    whole = Box((0,) * len(entry.shape), entry.shape)
+    if len(boxes) > MOST_BOXES:
+        yield f"{entry.label} is in {len(boxes)} boxes, more than {MOST_BOXES}"
+    for box in boxes:
+        if len(box.offsets) != len(entry.shape) or len(box.sizes) != len(entry.shape):
+            yield f"{entry.label} has a box of {len(box.sizes)} dimensions, not {len(entry.shape)}"
+        elif box.shared(whole) != box and box != whole:
+            yield f"{entry.label} has a box that is not inside: {box.sizes} at {box.offsets}"
+    for index, box in enumerate(boxes):
+        if any(box.shared(other) is not None for other in boxes[:index]):
+            yield f"{entry.label} has boxes that overlap, {box.sizes} at {box.offsets}"
+    if boxes and sum(box.numel for box in boxes) != entry.numel:
+        yield f"{entry.label} has boxes of {sum(box.numel for box in boxes)} elements, not {entry.numel}"
+
+
+def _part_problems(entry: TensorEntry, numel: int, parts: list[TensorPart]) -> Iterator[str]:
+    """Yield what is wrong with the parts of one tensor, or of a box of so many elements: they must cover it."""
     end = 0
-    for part in sorted(entry.parts, key=lambda part: part.start):
+    for part in sorted(parts, key=lambda part: part.start):
         if part.start != end:
             yield f"{entry.label} has {'a gap' if part.start > end else 'parts that overlap'} at {end}"
         end = part.stop
         wanted = -(-(part.stop - part.start) * entry.torch_dtype.itemsize // BLOCK)  # rounded up
         if len(part.crc32) != wanted:
             yield f"{entry.label} has {len(part.crc32)} checksums in a part, not {wanted}"
-    if end != entry.numel:
-        yield f"{entry.label} ends at element {end} of {entry.numel}"
+    if end != numel:
+        yield f"{entry.label} ends at element {end} of {numel}"
 
 
 def encode_value(value: Any, store: StoreTensor, where: str) -> Any:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -24,11 +25,13 @@ from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import path_of
 from zerostd.monitoring.progress import ByteProgress
 from zerostd.policy import parse_bytes
+from zerostd.sharding.boxes import Stretch
 
 INDEX = "model.safetensors.index.json"
 SHORT_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 FORMAT = {"format": "pt"}  # what transformers looks for
 SLICE = 512 << 10  # bytes copied at a time
+GATHERED = 4 << 20  # elements put together at a time from boxes
 CONVERTED = 1 << 15  # elements converted at a time: so few that torch needs no threads of its own
 NUMBER = re.compile("([0-9]{1,18})")
 
@@ -117,7 +120,16 @@ def _output_tensor(checkpoint: Checkpoint, entry: TensorEntry, chosen: torch.dty
             writer.write(values, offset + (low - block.low) * dtype.itemsize)
         return block.crc32
 
-    blocks = [(block.low, partial(copy, block)) for block in blocks_of(entry, 0, entry.numel)]
+    def gather(stretch: Stretch, writer: DirectFileWriter, offset: int) -> int:
+        """Put elements together from the boxes that several ranks have written."""
+        writer.write(checkpoint.gather(entry, stretch).to(dtype), offset)
+        return 0
+
+    if any(part.origin for part in entry.parts):
+        ends = [*range(0, entry.numel, GATHERED), entry.numel]
+        stretches = [entry.whole.part(low, high) for low, high in pairwise(ends)]
+        return OutputTensor(entry.of, dtype, entry.shape, [(s.start, partial(gather, s)) for s in stretches])
+    blocks = [(block.low, partial(copy, block)) for block in blocks_of(entry, entry.whole)]
     return OutputTensor(entry.of, dtype, entry.shape, blocks)
 
 

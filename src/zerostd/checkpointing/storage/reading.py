@@ -22,7 +22,8 @@ from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader, j
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
 from zerostd.monitoring.retrying import Retries
-from zerostd.parameters.flat import SavedInterval
+from zerostd.parameters.intervals import SavedInterval
+from zerostd.sharding.boxes import Stretch
 from zerostd.tiers import Done, TierTensor, Transfer
 from zerostd.tiers.host import PAGE, aligned
 
@@ -34,13 +35,18 @@ OnBytes = Callable[[int], None]
 
 
 class BlockOfPart(NamedTuple):
-    """Elements [low, high) of a tensor that share a checksum."""
+    """Elements [low, high) of a tensor, or of a box of it, that share a checksum."""
 
     entry: TensorEntry
     part: TensorPart
     crc32: int
     low: int
     high: int
+
+    @property
+    def stretch(self) -> Stretch:
+        """Which elements of the tensor these are."""
+        return self.entry.stretch_of(self.part).part(self.low, self.high)
 
 
 class Checkpoint:
@@ -80,31 +86,30 @@ class Checkpoint:
     def close(self) -> None:
         self._files.close()
 
-    def verify(self, wanted: Iterable[tuple[TensorEntry, int, int]], on_bytes: OnBytes) -> None:
-        """Read the blocks of these intervals and check them. Raises CheckpointError for the first damaged one."""
-        blocks = (block for entry, low, high in wanted for block in blocks_of(entry, low, high))
+    def verify(self, wanted: Iterable[tuple[TensorEntry, Stretch]], on_bytes: OnBytes) -> None:
+        """Read the blocks of these elements and check them. Raises CheckpointError for the first damaged one."""
+        blocks = (block for entry, stretch in wanted for block in blocks_of(entry, stretch))
         for numbers in ordered_results(self._threads, self._read_block, blocks):
             on_bytes(numbers.nbytes)
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """Return a whole tensor, on the host."""
         values = torch.empty(entry.numel, dtype=entry.torch_dtype)
-        self.fill([(entry, 0, values)], lambda num_bytes: None)
+        self.fill([(entry, entry.whole, values)], lambda num_bytes: None)
         return values.view(entry.shape)
 
-    def fill(self, wanted: Iterable[tuple[TensorEntry, int, torch.Tensor]], on_bytes: OnBytes) -> None:
-        """Read elements of tensors, each from a first one on, into flat memory of any dtype and device."""
-        jobs = (
-            (block, low, values)
-            for entry, low, values in wanted
-            for block in blocks_of(entry, low, low + values.numel())
-        )
+    def fill(self, wanted: Iterable[tuple[TensorEntry, Stretch, torch.Tensor]], on_bytes: OnBytes) -> None:
+        """Read elements of tensors into flat memory of any dtype and device."""
+        jobs = ((block, stretch, values) for entry, stretch, values in wanted for block in blocks_of(entry, stretch))
 
         @torch.no_grad()
-        def fill(job: tuple[BlockOfPart, int, torch.Tensor]) -> int:
-            block, low, values = job
+        def fill(job: tuple[BlockOfPart, Stretch, torch.Tensor]) -> int:
+            block, stretch, values = job
+            if not stretch.is_of(block.stretch):
+                return copy_shared(self._read_block(block), block.stretch, values, stretch)
+            low = stretch.start
             start = max(low, block.low)
-            stop = min(low + values.numel(), block.high)
+            stop = min(stretch.stop, block.high)
             target = values[start - low : stop - low]
             is_whole = (start, stop) == (block.low, block.high)
             if is_whole and target.device.type == "cpu" and target.dtype == block.entry.torch_dtype:
@@ -116,6 +121,13 @@ class Checkpoint:
         for num_bytes in ordered_results(self._threads, fill, jobs):
             on_bytes(num_bytes)
 
+    def gather(self, entry: TensorEntry, wanted: Stretch) -> torch.Tensor:
+        """Return elements of a tensor from the boxes it is stored in, by the calling thread alone."""
+        values = torch.empty(wanted.stop - wanted.start, dtype=entry.torch_dtype)
+        for block in blocks_of(entry, wanted):
+            copy_shared(self._read_block(block), block.stretch, values, wanted)
+        return values
+
     def fill_tiers(self, targets: Sequence[Target], on_bytes: OnBytes) -> None:
         """Read tensors into tier tensors. On disk neighbours are written together, while the next ones are read."""
         in_memory = []
@@ -124,7 +136,7 @@ class Checkpoint:
             if record.column.tensor is None:
                 on_disk.append((entry, record))
             else:
-                in_memory.append((entry, record.start, record.column.tensor[record.place]))
+                in_memory.append((entry, record.stretch, record.column.tensor[record.place]))
         self.fill(in_memory, on_bytes)
         if not on_disk:
             return
@@ -134,7 +146,7 @@ class Checkpoint:
             slot = turn % NUM_BUFFERS
             writes[slot].wait()
             values = buffers[slot].view(tensor.dtype)[: high - low]
-            self.fill(((entry, first, values[part]) for entry, first, part in parts), on_bytes)
+            self.fill(((entry, stretch, values[part]) for entry, stretch, part in parts), on_bytes)
             per_page = PAGE // tensor.dtype.itemsize
             if low % per_page == 0 and (high % per_page == 0 or high == tensor.numel):
                 writes[slot] = tensor.start_write(low, values)
@@ -174,22 +186,35 @@ class Checkpoint:
             )
 
 
-def blocks_of(entry: TensorEntry, low: int, high: int) -> Iterator[BlockOfPart]:
-    """Yield the blocks that [low, high) of a tensor lies in."""
+def blocks_of(entry: TensorEntry, wanted: Stretch) -> Iterator[BlockOfPart]:
+    """Yield the blocks that elements of a tensor lie in."""
     step = BLOCK // entry.torch_dtype.itemsize
     for part in entry.parts:
-        start = max(low, part.start) - part.start
-        stop = min(high, part.stop) - part.start
-        if start >= stop:
-            continue
-        for index in range(start // step, -(-stop // step)):
+        stored = entry.stretch_of(part)
+        is_same_box = wanted.is_of(stored)
+        start = max(wanted.start, part.start) - part.start if is_same_box else 0
+        stop = (min(wanted.stop, part.stop) if is_same_box else part.stop) - part.start
+        for index in range(start // step, -(-stop // step)) if start < stop else ():
             begin = part.start + index * step
-            yield BlockOfPart(entry, part, part.crc32[index], begin, min(part.stop, begin + step))
+            block = BlockOfPart(entry, part, part.crc32[index], begin, min(part.stop, begin + step))
+            if is_same_box or any(True for _ in wanted.shared(block.stretch)):
+                yield block
+
+
+def copy_shared(source: torch.Tensor, of: Stretch, target: torch.Tensor, to: Stretch) -> int:
+    """Copy what two stretches of one tensor have in common from the flat memory of one to that of the other; returns
+    the bytes."""
+    num_bytes = 0
+    for (before, theirs), (begin, mine), box in of.shared(to):
+        numbers = source[before : before + theirs.numel].view(theirs.sizes)[box.moved(theirs.offsets, -1).slices]
+        target[begin : begin + mine.numel].view(mine.sizes)[box.moved(mine.offsets, -1).slices].copy_(numbers)
+        num_bytes += box.numel * source.element_size()
+    return num_bytes
 
 
 def _disk_stretches(
     targets: Iterable[Target],
-) -> Iterator[tuple[TierTensor, int, int, list[tuple[TensorEntry, int, slice]]]]:
+) -> Iterator[tuple[TierTensor, int, int, list[tuple[TensorEntry, Stretch, slice]]]]:
     """Yield stretches of tier tensors, none longer than a buffer: tensor, start, stop, and what fills which part."""
     runs: list[list[Target]] = []  # of neighbours
     for target in sorted(targets, key=lambda target: (id(target[1].column), target[1].offset)):
@@ -209,5 +234,7 @@ def _disk_stretches(
                 start = max(low, record.offset)
                 stop = min(high, record.place.stop)
                 if start < stop:
-                    parts.append((entry, record.start + start - record.offset, slice(start - low, stop - low)))
+                    first = record.start + start - record.offset
+                    stretch = record.stretch.part(first, first + stop - start)
+                    parts.append((entry, stretch, slice(start - low, stop - low)))
             yield column, low, high, parts

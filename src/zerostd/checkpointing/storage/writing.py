@@ -27,12 +27,12 @@ from msgspec.structs import replace
 from zerostd.checkpointing.storage.directory import PendingDirectory, keep_newest, make_room
 from zerostd.checkpointing.storage.manifest import BLOCK, FileEntry, Manifest, TensorEntry, TensorPart
 from zerostd.checkpointing.storage.safetensors_files import DirectFileWriter, OutputTensor, write_file
-from zerostd.communication import Control
+from zerostd.communication import Control, World
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
 from zerostd.monitoring.progress import ByteProgress
 from zerostd.monitoring.retrying import Retries
-from zerostd.parameters.flat import SavedInterval
+from zerostd.parameters.intervals import SavedInterval
 from zerostd.parameters.observing import StepObserver
 from zerostd.policy import Tier
 from zerostd.tiers import Done, Stream, Transfer, Work, record_event
@@ -114,7 +114,7 @@ class Saving(PendingSave):
                     folder = self._directory.folder
             except CheckpointError as error:
                 folder = error
-            folder = _first_value(control.collect(folder, "zerostd.save()"))
+            folder = _first_value(control.collect(folder, "zerostd.save()"), control.world)
             self._cleanup = cleanup.pop_all()
         arguments = (folder, records, manifest, tensors)
         self._thread = threading.Thread(target=self._write, args=arguments, name="zerostd save")
@@ -182,7 +182,9 @@ class Saving(PendingSave):
             for entry, record in zip(manifest.tensors, records, strict=True):
                 if record in tensors:
                     key = tensors[record].key
-                    entry = replace(entry, parts=(TensorPart(record.start, record.stop, name, key, checksums[key]),))
+                    box = (record.origin, record.shape) if record.origin else ((), ())
+                    part = TensorPart(record.start, record.stop, name, key, checksums[key], *box)
+                    entry = replace(entry, parts=(part,))
                 entries.append(entry)
             self._outcome = replace(manifest, files={name: FileEntry(num_bytes)}, tensors=tuple(entries))
         except BaseException as error:
@@ -201,7 +203,7 @@ class Saving(PendingSave):
             outcomes = self._control.collect_on_first(self._outcome, where)
             problem = self._commit(outcomes)
         try:
-            _first_value(self._control.collect(problem, where))
+            _first_value(self._control.collect(problem, where), self._control.world)
         except CheckpointError as error:
             self.error = error
             log.error("the checkpoint %s was not saved: %s", self.target, error)
@@ -217,7 +219,7 @@ class Saving(PendingSave):
         try:
             for rank, outcome in enumerate(outcomes):
                 if isinstance(outcome, CheckpointError):
-                    raise CheckpointError(f"rank {rank}: {outcome}; nothing was saved")
+                    raise CheckpointError(f"{self._control.world.name(rank)}: {outcome}; nothing was saved")
             manifests = [outcome for outcome in outcomes if isinstance(outcome, Manifest)]
             self._directory.commit(_merge_manifests(manifests))
         except Exception as error:
@@ -271,7 +273,7 @@ def _merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
         for entry in manifest.tensors:
             earlier = entries.setdefault(entry.identity, entry)
             if earlier is not entry:
-                parts = sorted((*earlier.parts, *entry.parts), key=lambda part: part.start)
+                parts = sorted((*earlier.parts, *entry.parts), key=lambda part: (part.origin, part.start))
                 entries[entry.identity] = replace(earlier, parts=tuple(parts))
     optimizer = manifests[0].optimizer
     if optimizer is not None:
@@ -285,9 +287,9 @@ def checkpoint_error(error: BaseException) -> CheckpointError:
     return error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
 
 
-def _first_value(values: list[Any]) -> Any:
+def _first_value(values: list[Any], world: World) -> Any:
     """Return rank 0's value, or raise on all ranks the error of the first rank that has one."""
     for rank, value in enumerate(values):
         if isinstance(value, CheckpointError):
-            raise CheckpointError(f"rank {rank}: {value}" if rank else str(value)) from value
+            raise CheckpointError(f"{world.name(rank)}: {value}" if rank else str(value)) from value
     return values[0]

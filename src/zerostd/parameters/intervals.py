@@ -1,0 +1,110 @@
+"""What checkpoints save of a flat: where the values of each parameter, of its states and its gradient are kept.
+
+Intervals are elements of one flattened tensor. Where a parameter is a DTensor, what is here is a box of a larger
+tensor, and the interval says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from zerostd.parameters.flat import Flat
+from zerostd.parameters.state_shard import SplitTensor
+from zerostd.policy import Tier
+from zerostd.sharding import Interval, Piece
+from zerostd.sharding.boxes import Stretch
+from zerostd.tiers import TierTensor
+
+
+@dataclass(frozen=True)
+class SavedInterval:
+    """Elements [start, stop) of one tensor, flattened, which begin at `offset` of a tier tensor: saved from there, and
+    loaded to there."""
+
+    kind: str
+    of: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    column: TierTensor
+    offset: int
+    state: str = ""
+    group: str = ""  # whose update changes it
+    whole: tuple[int, ...] | None = None  # shape of the tensor that `shape` is a box of; None: it is whole
+    origin: tuple[int, ...] = ()  # where the box begins
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor that is saved."""
+        return self.shape if self.whole is None else self.whole
+
+    @property
+    def stretch(self) -> Stretch:
+        """Which elements of the tensor these are."""
+        return Stretch(self.origin, self.shape, self.start, self.stop)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.column.dtype
+
+    @property
+    def place(self) -> slice:
+        return slice(self.offset, self.offset + self.stop - self.start)  # of the tier tensor
+
+    def copied(self) -> SavedInterval:
+        """Return the same with the values of now, in host memory of its own: they are there when the work that is
+        queued on their device is done, and later work does not change them."""
+        halves = self.column if isinstance(self.column, SplitTensor) and self.column.tier is not Tier.DISK else None
+        values = self.read(0, self.stop - self.start) if halves is None else halves.high.read(self.place)
+        copy = torch.empty_like(values, device="cpu", pin_memory=values.device.type != "cpu")
+        copy.copy_(values, non_blocking=True)
+        column = TierTensor(copy.numel(), copy.dtype, Tier.HOST, copy)
+        if halves is not None:  # what users can write to is the upper half
+            column = SplitTensor(column, halves.low.part(self.place))
+        return replace(self, column=column, offset=0)
+
+    def read(self, low: int, high: int, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """Return elements [low, high) of the interval; those on disk are read into `memory`, if it is given."""
+        return self.column.read(slice(self.offset + low, self.offset + high), memory)
+
+
+def saved_interval(
+    kind: str, of: Interval, piece: Piece, column: TierTensor, offset: int, *, state: str = "", group: str = ""
+) -> SavedInterval:
+    """Return a part of a parameter, or of something with its shape, as it is saved."""
+    place = (piece.start, piece.stop, column, offset, state, group)
+    return SavedInterval(kind, of.name, of.shape, *place, of.whole, of.origin)
+
+
+def tensor_interval(kind: str, of: str, tensor: torch.Tensor, state: str = "") -> SavedInterval:
+    """Return a copy of a whole tensor as one interval."""
+    flat = tensor.detach().to("cpu", copy=True).contiguous().view(-1)
+    column = TierTensor(flat.numel(), flat.dtype, Tier.HOST, flat)
+    return SavedInterval(kind, of, tuple(tensor.shape), 0, flat.numel(), column, 0, state)
+
+
+def pieces_in(mine: slice, flat: Flat, pieces: Iterable[Piece] | None = None) -> list[Piece]:
+    """Return what lies in `mine` of pieces of a trained flat's region, of all of them if none are given."""
+    pieces = flat.layout.pieces(flat.region) if pieces is None else pieces
+    parts = [piece.within(mine.start - flat.region.start, mine.stop - flat.region.start) for piece in pieces]
+    return [part for part in parts if part is not None]
+
+
+def value_intervals(flat: Flat, mine: slice, group: str) -> Iterator[SavedInterval]:
+    """Yield where values of a flat's parameters are kept, at full precision, as far as they lie in `mine`: this rank's
+    shard, the region, or all of the flat. Parameters without elements lie at its start."""
+    intervals = flat.layout.intervals
+    empty = [Piece(index, 0, 0, 0) for index, interval in enumerate(intervals) if not (mine.start or interval.numel)]
+    if flat.state_shards:
+        owned = pieces_in(mine, flat)
+        places = [(piece, flat.state_shards[0].master, 0) for piece in empty]
+        for shard in flat.state_shards:
+            places += [(part, shard.master, here.start) for part, here in shard.parts(owned)]
+    else:
+        begin = 0 if flat.is_sharded else mine.start
+        places = [(piece, flat.rest, begin + piece.offset) for piece in (*empty, *flat.layout.pieces(mine))]
+    for piece, column, offset in places:
+        yield saved_interval("parameter", intervals[piece.index], piece, column, offset, group=group)

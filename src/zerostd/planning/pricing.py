@@ -1,0 +1,139 @@
+"""A solution as a plan: what it costs, what a GiB more of a tier would buy, and what other choices would bring."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from zerostd.errors import PrepareError
+from zerostd.monitoring.texts import size_text
+from zerostd.planning.demands import GroupShares, activation_bytes, again_seconds, way_of, work
+from zerostd.planning.linear import Infeasible, LinearSolution
+from zerostd.planning.plan import GIB, Plan, Prediction
+from zerostd.planning.planner import Bytes, solve
+from zerostd.planning.program import prices_of, quickest
+from zerostd.planning.request import PlanRequest
+from zerostd.planning.rounding import recomputed_bytes
+from zerostd.planning.simulation import simulate
+from zerostd.planning.solution import Solution, activations_by_group
+from zerostd.policy import Homes, Tier
+
+WORTH_TELLING = 0.15  # of a step: what recomputing must bring
+WORTH_SAYING = 0.02  # of a step: what not speculating must bring where most gradients are clipped
+
+
+def plan_from(solution: Solution, homes: Mapping[str, Homes], counted: Bytes, notes: Sequence[str] = ()) -> Plan:
+    """Return a solution as a plan, with bytes that were counted for its homes, prices and what else would help."""
+    plan = bare_plan(solution, homes, counted)
+    if solution.request.model.knows_time:
+        about = _about_activations if solution.request.chooses else _if_recomputed
+        notes = [_twice_the_samples(solution), *about(solution), *notes]
+    return replace(plan, notes=tuple(notes), predicted=replace(plan.predicted, prices=_prices(solution)))
+
+
+def bare_plan(solution: Solution, homes: Mapping[str, Homes], counted: Bytes) -> Plan:
+    """Return a solution as a plan that knows its seconds and bytes, and of nothing else."""
+    request = solution.request
+    speculates = request.speculates and any(share.resident < 1 for share in solution.shares)
+    busy = work(request, solution.shares)
+    busy["wire"] = request.accumulate * sum(cost.wire_s for cost in request.costs)
+    busy = {name: seconds for name, seconds in busy.items() if seconds > 1e-9}
+    predicted = Prediction(bytes=counted, busy=busy)
+    if request.model.knows_time:
+        timeline = solution.timeline
+        predicted = replace(predicted, step_s=timeline.step_s, compute_s=timeline.compute_s)
+        if speculates:
+            clipped_s = simulate(replace(request, speculates=False), solution.shares).step_s
+            predicted = replace(predicted, clipped_s=clipped_s)
+    return Plan(
+        homes=homes,
+        stage=request.stage,
+        world_size=request.world_size,
+        speculate=speculates,
+        predicted=predicted,
+        limits=dict(request.limits),
+        activations=activations_by_group(solution),
+    )
+
+
+def _prices(solution: Solution) -> dict[Tier, float]:
+    """Return the seconds for a byte of the next GiB: what it takes off the program's step, in shares of groups, since
+    whole ones may have to change places to make use of it. No step is shorter than its arithmetic."""
+    request = solution.asked or solution.request
+    prices: dict[Tier, float] = {}
+    with contextlib.suppress(Infeasible):  # it is a plan that no longer fits
+        shortest = _shortest(request, solution)
+        prices = prices_of(shortest)
+        for tier in (tier for tier in request.limits if prices[tier]):
+            more = {**request.limits, tier: request.limits[tier] + GIB}
+            gain = shortest.objective - _shortest(replace(request, limits=more), solution).objective
+            prices[tier] = min(prices[tier], max(0.0, gain) / GIB)
+    least_s = request.accumulate * sum(cost.compute_s for cost in request.costs)
+    most_s = max(0.0, solution.timeline.step_s - least_s)
+    return {tier: min(price, most_s / GIB) for tier, price in prices.items()}
+
+
+def _shortest(request: PlanRequest, solution: Solution) -> LinearSolution:
+    """Return the shortest step in shares of groups; in whole ones, where only those fit."""
+    with contextlib.suppress(Infeasible):
+        return quickest(request)[1]
+    return quickest(request, solution.shares)[1]
+
+
+def _if_recomputed(solution: Solution) -> Iterator[str]:
+    request = solution.request
+    activations = request.model.activations()
+    recomputed = recomputed_bytes(request.model)
+    most_gain = 1.0 - solution.timeline.compute_s / max(solution.timeline.step_s, 1e-12)
+    if recomputed is None or recomputed >= activations or most_gain < WORTH_TELLING or not solution.bytes_off:
+        return
+    fixed = {**request.fixed, Tier.DEVICE: max(0, request.fixed.get(Tier.DEVICE, 0) - activations)}
+    try:
+        changed = solve(replace(request, fixed=fixed, activations=frozenset({"keep", "recompute"})))
+    except PrepareError:
+        return
+    gain = 1.0 - changed.timeline.step_s / solution.timeline.step_s
+    if gain > WORTH_TELLING:
+        count = sum(len(cost.members) for cost, share in changed.pairs if way_of(share) != "keep")
+        yield (
+            f"Recomputing the activations of {count} of {len(request.model.groups)} groups with "
+            f"torch.utils.checkpoint would make a step {gain:.0%} shorter: it leaves more of the device to model state."
+        )
+
+
+def _twice_the_samples(solution: Solution) -> str:
+    request = solution.request
+    fixed = request.fixed
+    if not request.chooses:
+        fixed = {**fixed, Tier.DEVICE: fixed.get(Tier.DEVICE, 0) + request.model.activations()}
+    try:
+        changed = solve(replace(request, model=request.model.with_twice_the_samples(), fixed=fixed))
+    except PrepareError:
+        return "Twice the samples in a pass would not fit."
+    gain = 2 * solution.timeline.step_s / max(changed.timeline.step_s, 1e-12)
+    return f"Twice the samples in a pass would train {gain:.2f} times as many of them in a second."
+
+
+def _about_activations(solution: Solution) -> Iterator[str]:
+    request = solution.request
+    kept, _ = activation_bytes(request, [GroupShares()] * len(request.costs))
+    held, sent = activation_bytes(request, solution.shares)
+    if held < kept:
+        prices = []
+        again_s = request.accumulate * again_seconds(request, solution.shares)
+        if again_s > 0:
+            prices.append(f"{again_s:.3g} s of arithmetic a step")
+        if sent > 0:
+            prices.append(f"{size_text(sent)} of the host, over the link and back in every pass")
+        instead = f"{size_text(held)} of the device instead of {size_text(kept)}"
+        yield f"Activations take {instead}, for {' and '.join(prices)}."
+
+
+def if_most_are_clipped(plan: Plan, without_s: float) -> Iterator[str]:
+    """Yield what a plan that speculates costs where most steps are clipped, if one that does not takes `without_s`."""
+    if (plan.predicted.clipped_s or 0.0) > without_s * (1 + WORTH_SAYING):
+        yield (
+            f"Without speculating each step takes {without_s:.3g} s, clipped or not: if most are, leave accumulate= "
+            "out of prepare."
+        )

@@ -1,0 +1,46 @@
+"""Plans that trials have chosen, kept in the cache for the next start: by model, machine and options."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from zerostd.communication import World
+from zerostd.engine.settings import Settings
+from zerostd.errors import PrepareError
+from zerostd.measuring.identity import machine_name, versions
+from zerostd.measuring.machine import cached, write_cached
+from zerostd.parameters.blueprints import Blueprint
+from zerostd.planning import Plan
+
+log = logging.getLogger("zerostd")
+
+
+def plan_file(settings: Settings, blueprints: Sequence[Blueprint], world: World) -> Path:
+    """Return the file that holds the plan of this model on this machine with these options."""
+    members = [(group.name, member) for group in blueprints for member in group.members]
+    model = [[group, each.name, list(each.parameter.shape), str(each.dtype)] for group, each in members]
+    options = [line for line in settings.describe() if not line.startswith(("plan ", "stage ", "placement "))]
+    budget = [str(settings.budget.device), str(settings.budget.host), str(settings.budget.disk)]
+    machine = [machine_name(world.device), versions(world.device), world.num_shards]
+    return cached("plan", [model, options, budget, sorted(settings.states), machine])
+
+
+def remember(plan: Plan, file: Path) -> None:
+    """Keep a plan that was measured."""
+    try:
+        write_cached(file, plan.to_json())
+    except OSError as error:
+        log.warning("the plan cannot be kept in %s (%s): it is searched for again next time", file, error)
+
+
+def recall(file: Path) -> Plan | None:
+    """Return the plan that was kept; None if there is none that can be used."""
+    if not file.exists():
+        return None
+    try:
+        return Plan.load(file)
+    except PrepareError as error:
+        log.warning("the plan that was kept is of no use, so it is searched for again: %s", error)
+        return None

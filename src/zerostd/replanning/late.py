@@ -1,0 +1,72 @@
+"""An optimizer that is made after prepare: its states are placed before its first step makes them.
+
+`attach_late` is called when that step begins. There are gradients then, so only states are placed; the next forward
+places everything by what the first pass took.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from zerostd.engine.runtime import Runtime
+from zerostd.errors import PrepareError
+from zerostd.measuring import load_or_measure
+from zerostd.optimizers.elementwise import find_states
+from zerostd.optimizers.optimizer import ZeroOptimizer
+from zerostd.planning import Plan
+from zerostd.policy import Tier
+from zerostd.preparing.building import attach_optimizer
+from zerostd.preparing.proposing import PlanSearch, find_limits
+from zerostd.replanning.adapting import adapt
+from zerostd.replanning.moving import move
+
+
+def attach(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
+    """Take over an optimizer, and let the plan follow what steps show."""
+    optimizer = attach_optimizer(runtime, inner)
+    adapt(runtime)
+    return optimizer
+
+
+def attach_late(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
+    """Take over an optimizer, with its states where they fit. Raises PrepareError with what is missing. All ranks call
+    it together."""
+    plan = _plan_states(runtime, inner)
+    optimizer = attach(runtime, inner)
+    if plan is not None:
+        move(runtime, plan)
+    return optimizer
+
+
+def _plan_states(runtime: Runtime, inner: torch.optim.Optimizer) -> Plan | None:
+    """Return the plan with the states of an optimizer placed inside the limits; None if they fit on the device, or if
+    the user placed them."""
+    settings = replace(runtime.settings, states=find_states(inner))
+    runtime.settings = settings
+    if settings.plan is None or not settings.plan.limits:
+        return None
+    world = runtime.world
+    control = runtime.gatherer.control
+    here = find_limits(settings.budget, world, runtime.ledger.held[Tier.DEVICE])
+    by_rank: list[dict[Tier, int]] = control.collect(here)
+    limits = {tier: min(limits[tier] for limits in by_rank) for tier in here}
+    activations: int = max(control.collect(runtime.backward.activations.counted_bytes()))  # of the passes to come
+    beside: dict[Tier, int] = {**limits, Tier.DEVICE: limits[Tier.DEVICE] - activations}
+    search = PlanSearch(settings, runtime.blueprints, world)
+    if search.fits(settings.plan, beside):
+        return None
+    machine = load_or_measure(world.device, disk_path=settings.budget.disk_path, mesh=settings.mesh)
+    text = ""
+    refusal = ""
+    if world.rank == 0:
+        try:
+            text = replace(search.place_states(beside, machine), limits=limits).to_json()
+        except PrepareError as error:
+            refusal = str(error)
+    text, refusal = control.collect((text, refusal))[0]
+    if refusal:
+        name = type(inner).__name__
+        raise PrepareError(f"the states of {name}, made after prepare, do not fit beside the model: {refusal}")
+    return Plan.from_json(text)

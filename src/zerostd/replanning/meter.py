@@ -1,0 +1,152 @@
+"""The bytes of a device that are allocated, and those there are.
+
+An accelerator has torch's statistics. A CPU has no allocator to ask: there the ledger knows model state, and
+activations are those that were counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from zerostd.engine.runtime import Runtime
+from zerostd.measuring.identity import free_bytes
+from zerostd.monitoring.texts import size_text
+from zerostd.planning import ModelProfile, Plan
+from zerostd.planning.demands import NUM_BUFFERS
+from zerostd.planning.request import MARGIN
+from zerostd.policy import Tier, parse_bytes
+
+
+class DeviceMeter:
+    """Reads the device's memory for one prepared model."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._device = runtime.world.device
+        self._ledger = runtime.ledger
+        self._activations = runtime.backward.activations
+        self.has_allocator = self._device.type != "cpu"
+        self._num_short = self._read_num_short()
+        budget = runtime.settings.budget.device
+        self._budget = None if budget is None else parse_bytes(budget)
+        self._pass_bytes = 0  # of passes that `note_pass` was told of, since `reset`
+        self._part_before: float | None = None  # of the device, that torch's allocator might use before `cap`
+
+    def now(self) -> int:
+        """Return the bytes that are allocated now."""
+        return (
+            torch.accelerator.memory_allocated(self._device) if self.has_allocator else self._ledger.held[Tier.DEVICE]
+        )
+
+    def peak(self) -> int:
+        """Return the most that were allocated at once since `reset`."""
+        if self.has_allocator:
+            return torch.accelerator.max_memory_allocated(self._device)
+        return self._ledger.most[Tier.DEVICE] + self._activations.counted_bytes()
+
+    def reset(self) -> None:
+        """Take the peak from here on."""
+        if self.has_allocator:
+            torch.accelerator.reset_peak_memory_stats(self._device)
+        self._ledger.most[Tier.DEVICE] = self._ledger.held[Tier.DEVICE]
+        self._pass_bytes = 0
+
+    def note_pass(self) -> None:
+        """Remember what a pass took, before a step makes states."""
+        self._pass_bytes = max(self._pass_bytes, self.peak() - self._ledger.most[Tier.DEVICE])
+
+    def shortage(self) -> str:
+        """Return what the device lacked since `reset`; empty: nothing. The allocator had to free its cache to find
+        memory, or failed, or the peak passed the user's limit."""
+        before = self._num_short
+        self._num_short = self._read_num_short()
+        if self._num_short > before:
+            return "the device ran out of memory"
+        if self._budget is not None and self.peak() > self._budget:
+            return f"the device held {size_text(self.peak())}, more than its budget of {size_text(self._budget)}"
+        return ""
+
+    def missing(self, otherwise: float) -> float:
+        """Return the bytes by which the peak passed the user's limit; if it did not, `otherwise`."""
+        passed = 0 if self._budget is None else self.peak() - self._budget
+        return passed if passed > 0 else otherwise
+
+    def cap(self, *, is_on: bool) -> None:
+        """Let torch's allocator refuse, in a pass that nobody has seen yet, what passes the user's limit. It counts
+        cached blocks too, so later passes, whose peaks are known, are not held to it."""
+        if self._budget is None or self._device.type != "cuda" or is_on == (self._part_before is not None):
+            return
+        part = self._part_before
+        if is_on:
+            self._part_before = torch.cuda.get_per_process_memory_fraction(self._device)
+            part = min(self._part_before, self._budget / torch.cuda.mem_get_info(self._device)[1])
+        else:
+            self._part_before = None
+        assert part is not None
+        self.give_cache_back()
+        torch.cuda.set_per_process_memory_fraction(part, self._device)
+        self._num_short = self._read_num_short()  # the cap made the allocator search
+
+    def _read_num_short(self) -> int:
+        module = torch.get_device_module(self._device) if self.has_allocator else None
+        if module is None or not hasattr(module, "memory_stats"):
+            return 0
+        stats = module.memory_stats(self._device)
+        return int(stats.get("num_alloc_retries", 0)) + int(stats.get("num_ooms", 0))
+
+    def give_cache_back(self) -> None:
+        """Let others have what torch keeps for later."""
+        if self.has_allocator:
+            torch.accelerator.empty_cache()
+
+    def room(self) -> dict[Tier, int]:
+        """Return the bytes that are ours or free. Where the device is the CPU, its memory is the host's."""
+        free = free_bytes(self._device, None)
+        room = {Tier.HOST: self._ledger.held[Tier.HOST] + free["host"] // self._runtime.world.local_size}
+        if self.has_allocator:
+            room[Tier.DEVICE] = free["device"] + self.now()
+        return room
+
+    def limits(self, room: Mapping[Tier, int] | None = None) -> dict[Tier, int]:
+        """Return the bytes to plan with: the budget's, or those there are less a margin. What the device holds beside
+        the model, such as the user's own tensors, is not ours."""
+        settings = self._runtime.settings
+        assert settings.plan is not None
+        limits = dict(settings.plan.limits)
+        for tier, size in (self.room() if room is None else room).items():
+            if tier is Tier.DEVICE and settings.budget.device is None:
+                limits[tier] = size
+            limits[tier] = min(limits.get(tier, 0), int((1 - MARGIN) * size))
+        return limits
+
+    def needs(self, tier: Tier) -> int:
+        """Return the bytes planned for a tier or held there; on an accelerator also those that are not the model's."""
+        plan = self._runtime.settings.plan
+        held = self.now() if tier is Tier.DEVICE else self._ledger.held[tier]
+        return max(held, 0 if plan is None else plan.predicted.total(tier))
+
+    def activation_bytes(self) -> int | None:
+        """Return the most that the device held beside model state since `reset`; None where only counts tell."""
+        if not self.has_allocator:
+            return None
+        return max(0, self._pass_bytes, self.peak() - self._ledger.most[Tier.DEVICE])
+
+    def activations_of(self, plan: Plan, profile: ModelProfile) -> int:
+        """Return the bytes of activations under a plan: those of a profile that was counted, and what else a pass took
+        that was not."""
+        counted = 0.0
+        inside = 0.0  # of a group that is recomputed
+        passing = 0.0  # of a group whose activations leave
+        for group in profile.groups:
+            way = plan.activations_of(group.name)
+            if way == "host":
+                passing = max(passing, NUM_BUFFERS * group.kept_bytes)
+            elif way == "recompute" and group.boundary_bytes < group.kept_bytes:
+                counted += group.boundary_bytes
+                inside = max(inside, group.kept_bytes)
+            else:
+                counted += group.kept_bytes
+        more = max(0, (self.activation_bytes() or 0) - self._activations.counted_bytes())
+        return int(counted + inside + passing) + more

@@ -1,0 +1,111 @@
+"""Room for passes: what groups keep of one, and whether a plan has room for it, also when a batch is larger.
+
+A rank that sees a larger batch cannot wait for the others, who may not: where the plan has no room for it, this rank
+recomputes all groups from this pass on, which needs no word from anybody. The next check makes a plan of it on all
+ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from zerostd.engine.runtime import Runtime
+from zerostd.monitoring.texts import size_text
+from zerostd.planning import ModelProfile, Plan
+from zerostd.policy import Tier, Way
+from zerostd.preparing.options import ways_for
+from zerostd.preparing.proposing import PlanSearch
+from zerostd.replanning.meter import DeviceMeter
+from zerostd.replanning.watching import counted_profile, scaled_profile
+
+GREATER = 1.02  # times the bytes of input before: worth looking whether they fit
+
+log = logging.getLogger("zerostd")
+
+
+class PassRoom:
+    """Keeps the passes of one prepared model inside its limits."""
+
+    def __init__(self, runtime: Runtime, meter: DeviceMeter, search: PlanSearch) -> None:
+        self._runtime = runtime
+        self._meter = meter
+        self._search = search
+        self.profile: ModelProfile | None = None  # the model with the activations of the largest pass; None: not known
+        self.why_grown = ""  # all groups recompute since a batch was larger; empty: they do as planned
+        self._largest = 0  # bytes of input in a pass so far
+        self._before: tuple[int, ModelProfile | None] = (0, None)  # these, before the last larger input
+
+    def count(self) -> ModelProfile | None:
+        """Return what groups keep of a pass, once one was counted."""
+        self.profile = self.profile or counted_profile(self._runtime)
+        return self.profile
+
+    def holds(self, plan: Plan, times: float = 1.0) -> bool:
+        """Return whether model state and activations of a plan fit on the device, for so many times the batch."""
+        limits = self._meter.limits()
+        limits[Tier.DEVICE] -= int(times * self._activations_of(plan))
+        return self._search.fits(plan, limits)
+
+    def _activations_of(self, plan: Plan) -> int:
+        if self.profile is None:
+            return self._meter.activation_bytes() or 0
+        return self._meter.activations_of(plan, self.profile)
+
+    def follow_input(self, plan: Plan) -> bool:
+        """Look at the input of the pass that begins. False if it is larger than any before and even recomputing does
+        not hold it."""
+        size = self._runtime.backward.passes.input_bytes
+        before = self._largest
+        if size <= GREATER * before:
+            return True
+        self._largest = size
+        self._runtime.backward.activations.counter.is_on = True
+        if not before or self.count() is None:
+            return True
+        times = size / before
+        is_held = self.holds(plan, times)
+        assert self.profile is not None
+        self._before = (before, self.profile)
+        self.profile = scaled_profile(self.profile, times)
+        if is_held:
+            return True
+        self.why_grown = f"a batch is {times:.3g} times as large as any before"
+        log.info("%s, and the plan has no room for it: all groups are recomputed until it has", self.why_grown)
+        self.recompute()
+        return self.holds(recomputing(plan))
+
+    def take_back(self) -> None:
+        """Forget the last input: its pass is not made."""
+        self._largest, self.profile = self._before
+        self.obey_plan()
+
+    def recompute(self) -> None:
+        """Recompute all groups from the next forward on, if a batch has grown and no plan was made for it."""
+        if self.why_grown:
+            names = [group.name for group in self._runtime.groups]
+            self._runtime.backward.activations.change(dict.fromkeys(names, Way.RECOMPUTE))
+
+    def obey_plan(self) -> None:
+        """Let groups do with their activations what the plan says."""
+        if self.why_grown:
+            self.why_grown = ""
+            names = [group.name for group in self._runtime.groups]
+            self._runtime.backward.activations.change(ways_for(self._runtime.settings, names))
+
+    def refusal(self, plan: Plan, what: str) -> str:
+        """Return why a pass cannot be made inside the user's limit; empty if it can, or if there is none."""
+        budget = self._runtime.settings.budget.device
+        plan = recomputing(plan)
+        if budget is None or self.holds(plan):
+            return ""
+        return (
+            f"{what}: its activations would take {size_text(self._activations_of(plan))} beside the model, which does "
+            f"not fit into Budget(device={budget!r}) whatever is recomputed or kept on the host. Use a smaller batch "
+            "in more passes, or a larger budget"
+        )
+
+
+def recomputing(plan: Plan) -> Plan:
+    """Return a plan with all groups recomputed."""
+    return replace(plan, activations={"*": Way.RECOMPUTE.in_plan})

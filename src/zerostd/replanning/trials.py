@@ -1,0 +1,72 @@
+"""Trials: candidates that real steps are made with, one after the other. Placements give the same bits, so nothing is
+lost by trying; the fastest stays, and measured seconds count for more than predicted ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zerostd.planning import Plan, Trial
+from zerostd.policy import Route, Tier
+
+MOST_TRIED = 3  # candidates beside the present plan
+MOST_LONGER = 1.3  # times the shortest predicted step: what is longer is not tried
+WORTH_KEEPING = 0.02  # of a step, that a candidate must save: seconds of one plan differ by as much
+
+
+class Trials:
+    """The present plan, candidates to be tried, and what their steps took."""
+
+    def __init__(self, present: Plan, candidates: Sequence[Plan], measured_s: float, why: str) -> None:
+        self.why = why  # they are made
+        self.present = present
+        shortest_s = min((plan.predicted.step_s or 0.0 for plan in candidates), default=0.0)
+        self._left: list[Plan] = []
+        for plan in candidates:
+            is_new = all(not is_same(plan, other) for other in (present, *self._left))
+            if is_new and (plan.predicted.step_s or 0.0) <= MOST_LONGER * shortest_s:
+                self._left.append(plan)
+        self._left = self._left[:MOST_TRIED]
+        self.present_s = measured_s
+        self._measured = [(present, measured_s)]
+
+    def next(self) -> Plan | None:
+        """Return the candidate to try next; None: all were tried."""
+        return self._left.pop(0) if self._left else None
+
+    def record(self, plan: Plan, measured_s: float) -> None:
+        """Note the seconds that steps with a candidate took, on the slowest rank."""
+        self._measured.append((plan, measured_s))
+
+    def winner(self) -> Plan:
+        """Return the plan that stays, with all that was measured: the fastest, if it is faster by enough."""
+        present, present_s = self._measured[0]
+        best, best_s = min(self._measured, key=lambda pair: pair[1])
+        if best_s > present_s * (1 - WORTH_KEEPING):
+            best = present
+        measured = sorted(self._measured, key=lambda pair: (pair[0] is not best, pair[1]))
+        trials = tuple(Trial(name_of(plan), plan.predicted.step_s, seconds) for plan, seconds in measured)
+        return replace(best, trials=trials)
+
+
+def is_same(plan: Plan, other: Plan) -> bool:
+    """Return whether two plans place everything alike."""
+    return (plan.homes, plan.activations, plan.speculate) == (other.homes, other.activations, other.speculate)
+
+
+def name_of(plan: Plan) -> str:
+    """Return what sets a plan apart, in a few words."""
+    homes = list(plan.homes.values())
+    shares = {tier: sum(part for home in homes for where, _, part in home.states if where is tier) for tier in Tier}
+    total = sum(shares.values()) or 1.0
+    words = [f"{share / total:.0%} of states on the {tier.value}" for tier, share in shares.items() if share > 0.005]
+    off = sum(part for home in homes for tier, _, part in home.states if tier is not Tier.DEVICE)
+    by_cpu = sum(part for home in homes for _, route, part in home.states if route is Route.CPU)
+    if off:
+        words.append(f"{by_cpu / off:.0%} of those off it by the CPU")
+    if any(home.gradients is Tier.HOST for home in homes):
+        words.append("gradients on the host")
+    ways = sorted({way for way in plan.activations.values() if way != "keep"})
+    words += [f"activations: {' and '.join(ways)}"] if ways else []
+    words += ["speculating"] if plan.speculate else []
+    return ", ".join(words)

@@ -1,0 +1,91 @@
+"""What autograd saves in each group's forward, counted in the passes in which somebody asks for it.
+
+A pack hook looks on and hands what is saved to whoever packs it at that moment: torch's checkpointing, or nobody. So a
+recomputed group shows what it would keep, and keeps nothing. Each storage counts once, in the group that saves it
+first; parameters and buffers do not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zerostd.compat import saved_tensor_hooks
+
+
+@dataclass
+class GroupBytes:
+    """Bytes of one group's activations in one pass."""
+
+    kept: int = 0  # saved in its forward
+    boundary: int = 0  # of its inputs that get a gradient: what stays if it is recomputed
+
+
+class ActivationCounter:
+    """Counts the activations of groups in one pass."""
+
+    def __init__(self, is_ours: Callable[[torch.UntypedStorage], bool]) -> None:
+        self.is_on = False
+        self.groups: dict[str, GroupBytes] = {}  # by name, of the last pass that was counted
+        self.recomputed: set[nn.Module] = set()  # modules that keep their inputs only
+        self._running = contextlib.ExitStack()  # in the group that runs and keeps its activations
+        self._is_ours = is_ours  # whether a storage is a parameter's or a buffer's
+        self._seen: set[StorageWeakRef] = set()
+
+    def begin(self) -> None:
+        """Begin a forward of the root. One that was interrupted may not have ended."""
+        self._running.close()
+        self._seen.clear()
+        if self.is_on:
+            self.groups = {}
+
+    def enter(self, group: str) -> None:
+        """Begin the forward of a group that keeps its activations."""
+        self._running.close()
+        self._running.enter_context(self.within(group))
+
+    def leave(self) -> None:
+        """End the forward of a group."""
+        self._running.close()
+
+    @contextlib.contextmanager
+    def within(self, group: str) -> Iterator[None]:
+        """Count what is saved in a `with` block, if anybody asks for it."""
+        if not self.is_on or not torch.is_grad_enabled():
+            yield
+            return
+        size = self.groups.setdefault(group, GroupBytes())
+        packing = saved_tensor_hooks()
+
+        def pack(tensor: torch.Tensor) -> object:
+            size.kept += self._new_bytes(tensor)
+            return tensor.detach() if packing is None else packing[0](tensor)
+
+        with saved_tensors_hooks(pack, _same if packing is None else packing[1]):
+            yield
+
+    def take_input(self, group: str, tensor: torch.Tensor) -> None:
+        """Count an input of a group."""
+        if self.is_on and tensor.requires_grad:
+            self.groups.setdefault(group, GroupBytes()).boundary += tensor.untyped_storage().nbytes()
+
+    def _new_bytes(self, tensor: torch.Tensor) -> int:
+        """Return the bytes of a tensor's storage, if they were not counted yet."""
+        if tensor.layout is not torch.strided or self._is_ours(tensor.untyped_storage()):
+            return 0
+        storage = tensor.untyped_storage()
+        ref = StorageWeakRef(storage)
+        if ref in self._seen:
+            return 0
+        self._seen.add(ref)
+        return storage.nbytes()
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
