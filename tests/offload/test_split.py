@@ -345,7 +345,7 @@ def test_a_write_in_place_changes_no_other_bits(name: str | None, tmp_path: Path
         expected["layers.1.weight"] = torch.where(is_new, plain.detach().float(), master)
         assert_bitwise(masters_of(model), expected, f"{name}, {kind}")
     run_steps(model, optimizer, range(1))
-    assert not any(flat._copies.values for flat, _ in shards_of(model)), "copies stay for writes that were seen"
+    assert not any(flat._edits.copies for flat, _ in shards_of(model)), "copies stay for writes that were seen"
     zerostd.release(model)
 
 

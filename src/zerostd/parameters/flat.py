@@ -23,7 +23,7 @@ from zerostd.compat import local_of, no_torch_function, set_local, version_of, v
 from zerostd.parameters.gradient import Gradient
 from zerostd.parameters.lending import DATA, set_data
 from zerostd.parameters.prepared import classes_for
-from zerostd.parameters.state_shard import HIGH, LOW, MASTER, HalfCopies, StateShard, clear_low
+from zerostd.parameters.state_shard import HIGH, LOW, MASTER, Edits, StateShard, clear_low
 from zerostd.policy import Kind, Tier
 from zerostd.sharding import Layout, Piece
 from zerostd.tiers import TierAllocator, TierTensor, Transfer
@@ -57,9 +57,8 @@ class Flat:
             (self._view(index, self.full), blank.expand(i.shape), classes_for(type(parameter)))
             for index, (parameter, i) in enumerate(zip(self.parameters, self.layout.intervals, strict=True))
         ]
-        self._versions = self._read_versions()  # when edits were kept last
         self._is_edited = False  # the user has written to parameters, and masters do not know
-        self._copies = HalfCopies(self.allocator.ledger)
+        self._edits = Edits(self.allocator.ledger, self._read_versions())
 
     @property
     def gives_back(self) -> bool:
@@ -280,32 +279,32 @@ class Flat:
         """Copy a parameter that is half of its master, since it is about to be written to. Returns False if a copy is
         there already, or comes too late: somebody wrote unseen."""
         piece = self.layout.piece_of(index, self.region)
-        is_late = self._read_versions()[index] != self._versions[index]
-        if piece is None or is_late or piece in self._copies.values:
+        is_late = self._read_versions()[index] != self._edits.versions[index]
+        if piece is None or is_late or piece in self._edits.copies:
             return False
-        self._copies.take(piece, self.full[self.region], is_brief=True)
+        self._edits.take(piece, self.full[self.region], is_brief=True)
         return True
 
     def keep_watched(self, index: int, *, forget: bool) -> None:
         """Keep what the user wrote to a parameter that is watched, and with `forget` watch it no more."""
         piece = self.layout.piece_of(index, self.region)
         version = self._read_versions()[index]
-        copy = None if piece is None else self._copies.values.get(piece)
+        copy = None if piece is None else self._edits.copies.get(piece)
         if piece is None or copy is None:
             return
-        if version != self._versions[index]:
+        if version != self._edits.versions[index]:
             self.wait_readers()
             clear_low(self.state_shards, piece.offset, self.full[self.region][piece.place], copy)
-            self._copies.renew(self.full[self.region], piece)
-            self._versions[index] = version
+            self._edits.renew(self.full[self.region], piece)
+            self._edits.versions[index] = version
             self._is_edited = True
         if forget:
-            self._copies.forget(piece)
+            self._edits.forget(piece)
 
     @property
     def has_edits(self) -> bool:
         """Whether the user wrote in place to parameters that show their values."""
-        return self._read_versions() != self._versions
+        return self._read_versions() != self._edits.versions
 
     @property
     def awaits_commit(self) -> bool:
@@ -330,15 +329,15 @@ class Flat:
         elif before is not None:
             clear_low(self.state_shards, 0, full[self.region], before[self.region])
         elif self.holds_halves:
-            for index, (then, now) in enumerate(zip(self._versions, versions, strict=True)):
+            for index, (then, now) in enumerate(zip(self._edits.versions, versions, strict=True)):
                 piece = self.layout.piece_of(index, self.region)
                 if then != now and piece is not None:
-                    copy = self._copies.values.get(piece)
+                    copy = self._edits.copies.get(piece)
                     clear_low(self.state_shards, piece.offset, full[self.region][piece.place], copy)
                     if copy is None:
-                        self._copies.take(piece, full[self.region], is_brief=False)
+                        self._edits.take(piece, full[self.region], is_brief=False)
         self._renew_copies()
-        self._versions = versions
+        self._edits.versions = versions
         self._is_edited = True
 
     def commit_edits(self) -> None:
@@ -360,14 +359,14 @@ class Flat:
                 shard.master.write(slice(0, shard.numel), values)
 
     def _renew_copies(self) -> None:
-        if self._copies.values:  # else the gathered buffer may have no memory
-            self._copies.renew(self.full[self.region])
+        if self._edits.copies:  # else the gathered buffer may have no memory
+            self._edits.renew(self.full[self.region])
 
     def mark_updated(self) -> None:
         """Note that an update changes the parameters: a graph from before must not run on new values."""
         torch.autograd.graph.increment_version(self.parameters)
-        self._versions = self._read_versions()
-        self._copies.forget(*self._copies.brief)
+        self._edits.versions = self._read_versions()
+        self._edits.forget(*self._edits.brief)
 
     def exact_values(self) -> torch.Tensor:
         """Return this rank's region, or shard if it is frozen, at the precision it is kept in, on the device."""

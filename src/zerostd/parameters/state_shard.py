@@ -138,27 +138,28 @@ def clear_low(shards: Iterable[StateShard], start: int, new: torch.Tensor, old: 
 
 
 @dataclass(eq=False)
-class HalfCopies:
-    """Copies of parameters on the device that are upper halves of masters, from before users wrote to them in place:
-    they tell which elements changed."""
+class Edits:
+    """What tells that users wrote to parameters in place: version counters, and copies of parameters on the device that
+    are upper halves of masters, from before they were written to. The copies tell which elements changed."""
 
     ledger: Ledger
-    values: dict[Piece, torch.Tensor] = field(default_factory=dict)
+    versions: list[int]  # of the parameters, when edits were kept last
+    copies: dict[Piece, torch.Tensor] = field(default_factory=dict)
     brief: set[Piece] = field(default_factory=set)  # those that the next update forgets
 
     def take(self, piece: Piece, region: torch.Tensor, *, is_brief: bool) -> None:
         with torch.inference_mode(False):
-            self.values[piece] = region[piece.place].clone()
-        self.ledger.enter(Kind.BUFFERS, self.values[piece].nbytes)
+            self.copies[piece] = region[piece.place].clone()
+        self.ledger.enter(Kind.BUFFERS, self.copies[piece].nbytes)
         if is_brief:
             self.brief.add(piece)
 
     def renew(self, region: torch.Tensor, *pieces: Piece) -> None:
         """Copy pieces again, or all."""
-        for piece in pieces or self.values:
-            self.values[piece].copy_(region[piece.place])
+        for piece in pieces or self.copies:
+            self.copies[piece].copy_(region[piece.place])
 
     def forget(self, *pieces: Piece) -> None:
         for piece in pieces:
             self.brief.discard(piece)
-            self.ledger.leave(Kind.BUFFERS, self.values.pop(piece).nbytes)
+            self.ledger.leave(Kind.BUFFERS, self.copies.pop(piece).nbytes)
