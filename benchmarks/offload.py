@@ -39,6 +39,7 @@ from peers import ADAMW, Batch, Build, Job, Trainer
 from torch import Tensor, nn
 
 import zerostd
+from zerostd import policy
 
 SIZES = {
     "tiny": (256, 4, 4),
@@ -69,6 +70,7 @@ class System:
     cpu_share: float | None = None
     speculate: bool = False
     record: bool = False
+    whole_masters: bool = False
 
     @property
     def label(self) -> str:
@@ -80,6 +82,7 @@ class System:
         if self.cpu_share is not None:
             moved.append(f"cpu share {self.cpu_share:g}")
         moved += ["speculating"] * self.speculate + ["empty_init"] * self.empty_init + ["recorded"] * self.record
+        moved += ["whole fp32 masters"] * self.whole_masters
         return f"zerostd, {', '.join(moved) or 'all on device'}"
 
 
@@ -114,6 +117,8 @@ def plain(job: Job, build: Build) -> Trainer:
 
 def with_zerostd(job: Job, build: Build, system: System, disk_path: str) -> Trainer:
     """The same by one call."""
+    if system.whole_masters:
+        policy.SPLIT_DTYPE = None  # in this process, which has one run
     model = build()
     homes = {"parameters": system.parameters, "gradients": system.gradients, "optimizer_states": system.states}
     model, optimizer = zerostd.prepare(
@@ -208,6 +213,8 @@ def job_options() -> argparse.ArgumentParser:
     parser.add_argument("--record", action="store_true", help="zerostd writes down what happens")
     parser.add_argument("--cpu-share", type=float, help="what the processor updates of zerostd's states off the device")
     parser.add_argument("--speculate", action="store_true", help="zerostd updates before the norm is known")
+    parser.add_argument("--whole-masters", action="store_true", help="zerostd keeps fp32 masters in one piece, beside "
+                        "the bf16 weights, to compare with masters in two halves")  # fmt: skip
     parser.add_argument("--empty-init", action="store_true", help="zerostd builds its model under empty_init(); its "
                         "first values, and so its losses, are then not those of the others")  # fmt: skip
     return parser
@@ -246,6 +253,7 @@ def tables(options: argparse.Namespace) -> list[tuple[Job, dict[System, int]]]:
                 "cpu_share",
                 "speculate",
                 "record",
+                "whole_masters",
             )
             homes = {name: getattr(chosen, name) for name in names}
             system = System(name, **homes) if name == "zerostd" else System(name)

@@ -60,7 +60,9 @@ ZS_INLINE __m128i round_bf16(Vector value) {
 ZS_INLINE __m128i round_fp16(Vector value) { return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT); }
 
 ZS_INLINE void split(Vector value, HalfVector* high, HalfVector* low) {
-  const __m256i bits = unless_nan(value, _mm256_castps_si256(value), 0x7FC00000);
+  __m256i bits = unless_nan(value, _mm256_castps_si256(value), 0x7FC00000);
+  const __m256i end = _mm256_and_si256(bits, _mm256_set1_epi32(0x1FFFF));
+  bits = _mm256_add_epi32(bits, _mm256_cmpeq_epi32(end, _mm256_set1_epi32(0x8000)));  // minus one for an even tie
   const __m256i rounded = _mm256_add_epi32(bits, _mm256_set1_epi32(0x8000));
   *high = lower_halves(_mm256_srli_epi32(rounded, 16));
   *low = lower_halves(bits);

@@ -56,7 +56,10 @@ ZS_INLINE __m256i round_bf16(Vector value) {
 ZS_INLINE __m256i round_fp16(Vector value) { return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT); }
 
 ZS_INLINE void split(Vector value, HalfVector* high, HalfVector* low) {
-  const __m512i bits = unless_nan(value, _mm512_castps_si512(value), 0x7FC00000);
+  __m512i bits = unless_nan(value, _mm512_castps_si512(value), 0x7FC00000);
+  const __m512i end = _mm512_and_si512(bits, _mm512_set1_epi32(0x1FFFF));
+  const __mmask16 is_even_tie = _mm512_cmpeq_epi32_mask(end, _mm512_set1_epi32(0x8000));
+  bits = _mm512_mask_sub_epi32(bits, is_even_tie, bits, _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x8000));
   *high = _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
   *low = _mm512_cvtepi32_epi16(bits);

@@ -49,7 +49,8 @@ ZS_INLINE uint16_t round_bf16(Vector value) { return round_as<BFloat16>(value); 
 ZS_INLINE uint16_t round_fp16(Vector value) { return round_as<Float16>(value); }
 
 ZS_INLINE void split(Vector value, HalfVector* high, HalfVector* low) {
-  const uint32_t bits = value != value ? 0x7FC00000u : bits_of(value);
+  uint32_t bits = value != value ? 0x7FC00000u : bits_of(value);
+  bits -= (bits & 0x1FFFFu) == 0x8000u;  // an even tie
   *high = static_cast<uint16_t>((bits + 0x8000u) >> 16);
   *low = static_cast<uint16_t>(bits);
 }

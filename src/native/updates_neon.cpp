@@ -48,7 +48,9 @@ ZS_INLINE HalfVector round_bf16(Vector value) {
 ZS_INLINE HalfVector round_fp16(Vector value) { return vreinterpret_u16_f16(vcvt_f16_f32(value)); }
 
 ZS_INLINE void split(Vector value, HalfVector* high, HalfVector* low) {
-  const uint32x4_t bits = unless_nan(value, vreinterpretq_u32_f32(value), 0x7FC00000u);
+  uint32x4_t bits = unless_nan(value, vreinterpretq_u32_f32(value), 0x7FC00000u);
+  const uint32x4_t end = vandq_u32(bits, vdupq_n_u32(0x1FFFF));
+  bits = vaddq_u32(bits, vceqq_u32(end, vdupq_n_u32(0x8000)));  // minus one for an even tie
   *high = vshrn_n_u32(vaddq_u32(bits, vdupq_n_u32(0x8000)), 16);
   *low = vmovn_u32(bits);
 }

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define ZS_ABI_VERSION 6
+#define ZS_ABI_VERSION 7
 
 #if defined(__GNUC__)
 #define ZS_EXPORT __attribute__((visibility("default")))
@@ -55,8 +55,9 @@ enum zs_momentum { ZS_NO_MOMENTUM = 0, ZS_FIRST = 1, ZS_CONTINUED = 2 };
 
 // gradient       count elements of gradient_dtype; multiplied by factor in fp32, then negated when maximize != 0
 // source, target what is read and written; an array of target is the same memory as its source, or apart from it.
-//   master       fp32, or with low != NULL the upper halves of fp32 numbers as bf16, rounded to nearest with ties away
-//                from zero; low holds the lower halves, and (master << 16) + (signed)low are the bits of the number
+//   master       fp32, or with low != NULL the upper halves of fp32 numbers as bf16, rounded to nearest even; low holds
+//                the lower halves, and (master << 16) + (signed)low are the bits of the number. A tie with an even upper
+//                half has no such halves: the unit of fp32 below it, towards zero, is kept in its place
 //   states       fp32: Adam exp_avg and exp_avg_sq; Adagrad sum; SGD with momentum its buffer (not read when ZS_FIRST)
 // weight         NULL, or takes the new master in weight_dtype, rounded to nearest even; may be the gradient's memory
 //                when both have the same item size. So may target.master when it is bf16.

@@ -125,6 +125,26 @@ def shards(stage: Stage, kind: Kind) -> bool:
     return stage >= SHARDED_FROM[kind]
 
 
+# The dtype of parameters whose fp32 masters are kept as two halves, one of which is the parameter. None: masters are
+# whole, for benchmarks to compare with.
+SPLIT_DTYPE: torch.dtype | None = torch.bfloat16
+
+
+def splits_masters(dtype: torch.dtype) -> bool:
+    """Return whether the masters of parameters of a dtype are kept as two halves."""
+    return dtype is SPLIT_DTYPE
+
+
+def is_at_hand(parameters: Tier, route: Route, *, has_own_memory: bool) -> bool:
+    """Return whether an update by a route has the parameters in memory where it runs, or can bring them there with the
+    states: then a bf16 parameter is the upper half of its master, and only the lower half is kept beside it."""
+    if route is Route.STREAMED:
+        return parameters is not Tier.DISK
+    if route is Route.CPU and has_own_memory:
+        return parameters is Tier.HOST
+    return parameters is Tier.DEVICE or (parameters is Tier.HOST and route is Route.CPU)
+
+
 @dataclass(frozen=True)
 class Precision:
     """Number formats of one run.

@@ -155,7 +155,7 @@ def test_config_is_read(plan: Plan_, tmp_path: Path) -> None:
     assert found.predicted.step_s is not None and len(found.homes) == 6
 
 
-@pytest.mark.parametrize(("precision", "width"), [("fp32", 16), ("bf16", 16), ("fp16", 16)])
+@pytest.mark.parametrize(("precision", "width"), [("fp32", 16), ("bf16", 14), ("fp16", 16)])
 def test_precision_decides_the_widths(plan: Plan_, precision: str, width: int) -> None:
     result = plan("--params", "100M", "--cluster", CLUSTER, "--precision", precision, "--json")
     kinds = made(result).predicted.bytes[Tier.DEVICE]

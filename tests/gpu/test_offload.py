@@ -328,7 +328,8 @@ def test_allocator_grows_by_what_the_ledger_says(name):
     on_device = 0 if name == "all on host" else 4 * numel
     assert on_device <= memory.total() <= on_device + 0.001 * numel + MIB
     assert ledger.now[Tier.DEVICE, Kind.OPTIMIZER_STATES] == 0
-    assert 0 <= ledger.now[Tier.HOST, Kind.OPTIMIZER_STATES] - 12 * numel < MIB
+    width = {"streamed": 10, "cpu": 12, "both": 11, "all on host": 10}[name]  # the CPU needs a weight of its own
+    assert abs(ledger.now[Tier.HOST, Kind.OPTIMIZER_STATES] - width * numel) < MIB
     assert pss() - held > 0.98 * sum(memory.now["host"].values()) - 64 * MIB
     zerostd.release(model)
     assert not any(size for (tier, _), size in ledger.now.items() if tier is Tier.HOST)
@@ -356,7 +357,7 @@ def test_host_memory_is_pinned():
     for group in model.__dict__["_zerostd"].groups:
         for flat in group.flats:
             columns = [*flat.state_shards[0].tensors.values(), flat.rest]
-            assert len(columns) == 4 and all(column.tensor.is_pinned() for column in columns)
+            assert len(columns) == 5 and all(column.tensor.is_pinned() for column in columns)
             assert flat.gradient.current.is_pinned()
     column = flat.rest.tensor
     zerostd.release(model)

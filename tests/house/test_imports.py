@@ -24,7 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "kernels": set(),
     "tiers": GROUND | {"kernels", "monitoring"},
     "communication": GROUND | {"sharding", "kernels", "monitoring", "tiers"},
-    "parameters": GROUND | {"sharding", "tiers", "communication", "monitoring"},
+    "parameters": GROUND | {"sharding", "kernels", "tiers", "communication", "monitoring"},
     "scheduling": GROUND | {"parameters", "tiers", "communication", "monitoring"},
     "optimizers": GROUND | {"parameters", "sharding", "tiers", "communication", "kernels", "monitoring"},
     "planning": GROUND | {"sharding", "monitoring"},

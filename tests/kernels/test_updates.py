@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.halves import assert_halves, every_lower_half
 from zerostd.kernels import Adagrad, Adam, Rule, Sgd, Split, join, native, reference, split, update
 from zerostd.kernels.rules import UpdateArguments
 
@@ -164,8 +165,9 @@ def test_split_master_gives_the_same_bits(make, rule) -> None:
         halves, state_copies, theirs = split(master), clones(states), split(master)
         update_reference(rule, gradient, [theirs, *clones(states)])
         update(rule, gradient, [halves, *state_copies], num_threads=3)
+        master = join(split(master))
         update(rule, gradient, [master, *states])
-        assert_all_same([join(halves), *state_copies], [master, *states])
+        assert_all_same([join(halves), *state_copies], [join(split(master)), *states])
         assert_all_same(halves, split(master))
         assert_all_same(halves, theirs)
 
@@ -180,16 +182,25 @@ def test_high_half_may_land_on_the_gradient() -> None:
     assert_all_same([gradient, low], expected)
 
 
-def test_split_and_join_round_trip() -> None:
-    near = torch.arange(2**16, dtype=torch.int32) << 16
-    numbers = torch.cat([near + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(torch.float32)
-    halves = split(numbers)
-    assert_same_bits(join(halves), numbers)
-    assert torch.equal(halves.high.isnan(), numbers.isnan())
-    off = (halves.high.double() - numbers.double()).abs()
-    nearest = (numbers.bfloat16().double() - numbers.double()).abs()
-    finite = halves.high.isfinite()
-    assert torch.equal(off[finite], nearest[finite])
+def test_halves_are_rounded_as_torch_rounds_and_join_to_the_number() -> None:
+    numbers = every_lower_half()
+    assert_halves(split(numbers), numbers)
+    assert_all_same(split(join(split(numbers))), split(numbers))
+
+
+def test_every_instruction_set_splits_every_lower_half_alike(each_level) -> None:
+    """A master of zero that moves by the gradient is the gradient afterwards."""
+    library = native.load()
+    assert library is not None
+    numbers = every_lower_half()
+    move = replace(SGD, lr=-1.0, momentum=0.0)
+    for level in [*each_level, 0]:
+        assert library.zs_limit_instructions(level) == level
+        halves = split(torch.full_like(numbers, -0.0))
+        update(move, numbers, [halves])
+        assert_halves(halves, numbers)
+        update(move, torch.full_like(numbers, -0.0), [halves])
+        assert_halves(halves, numbers)  # read and written again
 
 
 OPTIMIZERS = {

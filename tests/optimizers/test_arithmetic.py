@@ -15,7 +15,7 @@ from zerostd.errors import MisuseError
 from zerostd.kernels import Adagrad, Adam, Sgd, native
 from zerostd.optimizers.elementwise import clone_optimizer, native_rule, next_scalars, update_by_clone
 from zerostd.optimizers.spans import StepOptions, snapshot
-from zerostd.parameters.flat import MASTER
+from zerostd.parameters.state_shard import MASTER
 
 NUMEL = 100
 STEPS = 3

@@ -12,7 +12,7 @@ from torch import nn
 from zerostd.monitoring import Ledger
 from zerostd.optimizers.spans import UpdateSpans
 from zerostd.parameters import Flat
-from zerostd.parameters.flat import MASTER, StateShard
+from zerostd.parameters.state_shard import MASTER, StateShard
 from zerostd.policy import Route, Tier
 from zerostd.sharding import make_layout
 from zerostd.tiers import TierAllocator, TierTensor

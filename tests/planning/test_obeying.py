@@ -85,7 +85,7 @@ BUDGETS = {
     "all": {},
     "some on the host": {"device": "6MiB", "host": "100MiB"},
     "most on the host": {"device": "3MiB", "host": "100MiB"},
-    "on disk": {"device": "6MiB", "host": "10MiB", "disk": "200MiB"},
+    "on disk": {"device": "6MiB", "host": "8MiB", "disk": "200MiB"},
     "most on disk": {"device": "5MiB", "host": "9MiB", "disk": "200MiB"},
 }
 
@@ -209,9 +209,10 @@ def test_the_plan_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_without_an_optimizer_only_parameters_move() -> None:
+    """In fp16: a bf16 parameter is the upper half of its master on the device, so nothing is saved by moving it."""
     model = make()
     model, optimizer = zerostd.prepare(
-        model, precision="bf16", budget=Budget(device="8MiB", host="100MiB"), groups=["*"]
+        model, precision="fp16", budget=Budget(device="8MiB", host="100MiB"), groups=["*"]
     )
     assert optimizer is None
     plan = plan_of(model)
@@ -273,7 +274,7 @@ GIB = 2**30
 def for_a_device(
     width: int = 2048, depth: int = 16, clip: float | None = None
 ) -> tuple[Settings, list[Blueprint], World]:
-    """67 million parameters for an accelerator that need not be here: 1040 MiB with their states."""
+    """67 million parameters for an accelerator that need not be here: 928 MiB with their states."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth))).to(torch.bfloat16)
     options = Settings(precision=Precision.parse("bf16"), accumulate=1, max_grad_norm=clip, globs=["*"])
@@ -287,12 +288,12 @@ def test_activations_count_in_the_plan_that_is_obeyed() -> None:
     settings, found, world = for_a_device()
     limits: dict[Tier, int] = {Tier.DEVICE: 60 * GIB, Tier.HOST: 60 * GIB}
     plan = PlanSearch(settings, found, world).all_on_device(limits)
-    assert plan is not None and plan.predicted.total(Tier.DEVICE) == pytest.approx(1040 * MIB, rel=0.01)
-    limits[Tier.DEVICE] = 1290 * MIB
+    assert plan is not None and plan.predicted.total(Tier.DEVICE) == pytest.approx(928 * MIB, rel=0.01)
+    limits[Tier.DEVICE] = 1178 * MIB
     seen = ObservedStep(0.005, 0.0017, 0.0033, activation_bytes=440 * MIB)
     search = PlanSearch(settings.obeying(plan, sizes_of(found)), found, world)
     now, (best, *_) = search.revise(limits, H200, seen, speculates=False)
-    assert now.predicted.total(Tier.DEVICE) == pytest.approx(1480 * MIB, rel=0.01)
+    assert now.predicted.total(Tier.DEVICE) == pytest.approx(1368 * MIB, rel=0.01)
     assert best.predicted.total(Tier.DEVICE) <= limits[Tier.DEVICE] < now.predicted.total(Tier.DEVICE)
     assert best.predicted.bytes[Tier.DEVICE][Kind.ACTIVATIONS] == 440 * MIB
 

@@ -31,8 +31,8 @@ from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import gradient_records, replace_states, state_records, updated_intervals
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
-from zerostd.parameters.flat import MASTER
 from zerostd.parameters.intervals import SavedInterval
+from zerostd.parameters.state_shard import OF_MASTER
 from zerostd.sharding.boxes import Stretch
 
 if TYPE_CHECKING:  # it imports torch.distributed.checkpoint, which `api.save_dcp` does when it is needed
@@ -313,7 +313,7 @@ def _clear_states(flat: Flat, manifest: Manifest) -> None:
         for part, here in shard.parts(flat.layout.pieces(flat.region)):
             saved = {entry.state for entry in manifest.named("state", flat.layout.intervals[part.index].name)}
             for name, tensor in shard.tensors.items():
-                if name != MASTER and name not in saved:
+                if name not in OF_MASTER and name not in saved:
                     tensor.write(here, torch.zeros(part.numel, dtype=tensor.dtype))
 
 

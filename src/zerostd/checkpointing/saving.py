@@ -32,6 +32,7 @@ from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import gradient_records, scalar_states, state_records
 from zerostd.parameters import Flat, Group
 from zerostd.parameters.intervals import SavedInterval, tensor_interval, value_intervals
+from zerostd.parameters.state_shard import SplitTensor
 
 
 @torch.no_grad()
@@ -103,13 +104,14 @@ def finish_saves(runtime: Runtime) -> list[PendingSave]:
 
 def _out_of_reach(runtime: Runtime, records: Sequence[SavedInterval]) -> list[SavedInterval]:
     """Return the records with copies of what users can write to without asking: parameters that stay on the device and
-    are their own masters. All else is asked for, and waits until the checkpoint has it."""
+    are their own masters, or the upper halves of them. All else is asked for, and waits until the checkpoint has it."""
     within_reach = {
         flat.full.untyped_storage().data_ptr() for flat in model_parts.flats_of(runtime) if not flat.gives_back
     }
 
     def is_within_reach(record: SavedInterval) -> bool:
-        tensor = record.column.tensor
+        column = record.column
+        tensor = column.high.tensor if isinstance(column, SplitTensor) else column.tensor
         return tensor is not None and tensor.untyped_storage().data_ptr() in within_reach
 
     return [record.copied() if is_within_reach(record) else record for record in records]

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from decimal import ROUND_FLOOR, ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,9 @@ def _table(*heads: str) -> Table:
 
 
 def state_rows(model: ModelProfile) -> list[dict[str, Any]]:
-    """Return GB of model state on one device at stages 0 to 3, by number of devices, with the paper's digits."""
+    """Return GB of model state on one device at stages 0 to 3, by number of devices, with the paper's digits. The paper
+    has whole masters."""
+    model = replace(model, shared_bytes=0)
     return [
         {"devices": degree, **{f"stage_{s.value}": _digits(state_bytes(model, s, degree) / 1e9) for s in Stage}}
         for degree in DEGREES

@@ -65,7 +65,7 @@ def in_precision(model: ModelProfile, precision: Precision) -> ModelProfile:
     """Return a model in numbers, which is for bf16; in fp32 a parameter is its own master, and activations are twice as
     long."""
     if precision.name == "fp16":
-        return replace(model, dtype="float16")
+        return replace(model, dtype="float16", shared_bytes=0)
     if precision.name != "fp32":
         return model
     groups = tuple(
@@ -78,7 +78,7 @@ def in_precision(model: ModelProfile, precision: Precision) -> ModelProfile:
         for group in model.groups
     )
     model = replace(model, groups=groups, dtype="float32")
-    return replace(model, parameter_bytes=4, gradient_bytes=4, state_bytes=8, master_bytes=4)
+    return replace(model, parameter_bytes=4, gradient_bytes=4, state_bytes=8, master_bytes=4, shared_bytes=0)
 
 
 def make_model(name: str, *, is_meta: bool) -> Built:

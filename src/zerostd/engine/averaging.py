@@ -22,9 +22,9 @@ from torch import nn
 from zerostd.engine.runtime import Runtime, runtime_of
 from zerostd.errors import MisuseError, PrepareError
 from zerostd.parameters import Flat, Group
-from zerostd.parameters.flat import MASTER, StateShard
 from zerostd.parameters.intervals import SavedInterval, pieces_in, saved_interval
 from zerostd.parameters.observing import StepObserver
+from zerostd.parameters.state_shard import LOW, MASTER, StateShard
 from zerostd.policy import Kind, Tier, limit_of
 from zerostd.scheduling.access import not_writable
 from zerostd.tiers import AllOf, Streams, TierTensor, Transfer, Worker, record_event
@@ -195,11 +195,12 @@ class Average(StepObserver):
 
     def _start(self, group: Group, shard: StateShard, average: TierTensor, weight: float, updated: Transfer) -> None:
         """Move the average of one shard towards its master, now or when it is updated."""
-        master = shard.master.tensor
-        is_beside = master is not None and average.tensor is not None and master.device == average.tensor.device
+        kept = shard.tensors[LOW if shard.is_split else MASTER].tensor
+        is_beside = kept is not None and average.tensor is not None and kept.device == average.tensor.device
         if shard.is_resident and is_beside:
-            assert master is not None and average.tensor is not None
-            average.tensor.lerp_(master, weight)
+            assert average.tensor is not None
+            for tile in _tiles_of(shard.numel):
+                average.tensor[tile].lerp_(shard.master.read(tile), weight)
             return
         if not is_beside:
             self._make_tiles()
@@ -207,8 +208,11 @@ class Average(StepObserver):
         if shard.is_resident and shard.holds_parameters:  # the user may write to it as soon as step() returns
             updated.synchronize()
             move()
-        else:
-            group.add_reader(self._worker.submit(updated.synchronize, move, place=group.place, ready=updated))
+            return
+        moved = self._worker.submit(updated.synchronize, move, place=group.place, ready=updated)
+        group.add_reader(moved)
+        if shard.is_split and shard.holds_parameters:
+            group.add_update(moved)  # the user cannot write to what is read before
 
     def _make_tiles(self) -> None:
         if not self._tiles:
@@ -277,7 +281,7 @@ class Average(StepObserver):
                 buffers[name].copy_(averaged)
 
     def _exchange_shard(self, shard: StateShard, average: TierTensor) -> None:
-        if not shard.holds_parameters:
+        if not (shard.is_split or shard.holds_parameters):
             there = shard.tensors[MASTER]
             shard.tensors[MASTER] = self._masters.pop(shard, average)
             if shard.tensors[MASTER] is average:
@@ -377,7 +381,8 @@ def _move_towards(
     whose average does not, pass through `tiles`."""
     shard.landed.synchronize()
     for part in _tiles_of(average.numel):
-        values = shard.master.read(part, tiles[0] if tiles else None)
+        with streams.down.after():  # halves on the device come down
+            values = shard.master.read(part, tiles[0] if tiles else None)
         is_down = average.tensor is None or average.tensor.device.type == "cpu"
         if is_down and values.device.type != "cpu":
             with streams.down.after():

@@ -2,12 +2,12 @@
 
 In come plain tensors, out goes a result written into a tensor of the caller's. The native library serves contiguous
 CPU tensors; everything else (other devices, strided tensors, no library) goes to `reference`. Called by
-`tiers`, `communication`, `optimizers` and `checkpointing`. Knows torch, and nothing else of zerostd.
+`tiers`, `communication`, `parameters`, `optimizers` and `checkpointing`. Knows torch, and nothing else of zerostd.
 """
 
 from zerostd.kernels.blocks import coded_bytes, decode_blocks, encode_blocks
 from zerostd.kernels.operations import crc32, crc32_pages, sum_slices, update
-from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, join, split
+from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, join, join_into, split, split_into
 
 __all__ = [
     "Adagrad",
@@ -21,7 +21,9 @@ __all__ = [
     "decode_blocks",
     "encode_blocks",
     "join",
+    "join_into",
     "split",
+    "split_into",
     "sum_slices",
     "update",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor
 from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, UpdateArguments
 
 LIBRARY = Path(__file__).with_name("libzerostd_native.so")
-ABI_VERSION = 6
+ABI_VERSION = 7
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ADAM, SGD, ADAGRAD = range(3)
 NO_DECAY, COUPLED, DECOUPLED = range(3)

@@ -3,8 +3,12 @@
 A master may be kept as two halves of 16 bits, the upper one of which is the bf16 weight that the model computes with.
 """
 
+import functools
+import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -80,8 +84,10 @@ Rule = Adam | Sgd | Adagrad
 class Split(NamedTuple):
     """The halves of an fp32 tensor: `(high << 16) + low`, with `low` signed, are the bits of a number.
 
-    `high` is the number rounded to bf16, to nearest with ties away from zero (ties to even could not be undone: `low`
-    would not say which way a tie went). Infinities survive in both; a NaN survives as one NaN, its payload does not.
+    `high` is the number rounded to bf16 as torch rounds it: to nearest, ties to even. 65,537 numbers round to an even
+    `high`, one more than `low` can tell apart, so the tie that rounds down to it has no halves. The number next to it
+    is kept instead, one unit of fp32 towards zero, which rounds to the same `high`. That is one number in 131,072.
+    Infinities survive; a NaN survives as one NaN, its payload does not.
     """
 
     high: Tensor  # bf16
@@ -90,15 +96,65 @@ class Split(NamedTuple):
 
 def split(master: Tensor) -> Split:
     """Return the halves of an fp32 tensor, in new memory."""
-    bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
-    high = ((bits + 0x8000) >> 16).to(torch.int16)  # torch keeps the lower 16 bits
-    return Split(high.view(torch.bfloat16), bits.to(torch.int16))
+    halves = Split(torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16))
+    split_into(master.clone(memory_format=torch.contiguous_format), halves)
+    return halves
+
+
+def split_into(master: Tensor, halves: Split) -> None:
+    """Write the halves of an fp32 tensor, without more memory. The tensor is used up."""
+    if on_device := _device_halves(master.device.type):
+        on_device.split(master, *halves)
+        return
+    bits = master.nan_to_num_(math.nan, math.inf, -math.inf).view(torch.int32)  # one NaN, which no carry can change
+    high = halves.high.view(torch.int16)
+    low = halves.low.copy_(bits)  # torch keeps the lower 16 bits
+    bits.bitwise_right_shift_(16)
+    is_even_tie = high.copy_(bits).bitwise_and_(1).bitwise_or_(low.bitwise_xor_(-0x8000)).eq_(0)
+    low.bitwise_xor_(-0x8000).sub_(is_even_tie)
+    bits.sub_(high.copy_(low).bitwise_right_shift_(15))  # plus one where the lower half is negative
+    high.copy_(bits)
 
 
 def join(halves: Split) -> Tensor:
     """Return the fp32 tensor of the halves, in new memory."""
-    high = halves.high.view(torch.int16).to(torch.int32)
-    return ((high << 16) + halves.low.to(torch.int32)).view(torch.float32)
+    master = torch.empty_like(halves.low, dtype=torch.float32)
+    join_into(halves, master)
+    return master
+
+
+def join_into(halves: Split, master: Tensor) -> None:
+    """Write the fp32 numbers of the halves, without more memory."""
+    if on_device := _device_halves(master.device.type):
+        on_device.join(*halves, master)
+        return
+    master.copy_(halves.high).view(torch.int32).add_(halves.low)
+
+
+@functools.cache
+def _device_halves(device_type: str) -> ModuleType | None:
+    """Return the operations of a device that has them, tried once. Without, torch's take several passes."""
+    if device_type != "cuda":
+        return None
+    try:
+        from zerostd.kernels import device_halves
+
+        numbers = torch.linspace(-3.0, 3.0, 1000, device=device_type)
+        halves = Split(torch.empty_like(numbers, dtype=torch.bfloat16), torch.empty_like(numbers, dtype=torch.int16))
+        joined = torch.empty_like(numbers)
+        device_halves.split(numbers, *halves)
+        device_halves.join(*halves, joined)
+        if torch.equal(numbers, joined):
+            return device_halves
+        reason = "it gave wrong numbers"
+    except Exception as error:  # of triton, of a compiler that is missing, of the driver
+        reason = f"{type(error).__name__}: {error}"
+    warnings.warn(
+        f"masters are joined and split by torch's operations, in several passes, since triton failed here ({reason})",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
 
 
 Arrays = Sequence[Tensor | Split]

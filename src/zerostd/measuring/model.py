@@ -25,7 +25,7 @@ from zerostd.monitoring.events import Timestamp
 from zerostd.optimizers.elementwise import check_elementwise, find_states
 from zerostd.parameters.blueprints import ROOT, Blueprint, Member, check_model, check_optimizer, find_blueprints
 from zerostd.planning.profiles import GroupProfile, ModelProfile
-from zerostd.policy import Precision, root_casts
+from zerostd.policy import Precision, root_casts, splits_masters
 
 ASSUMED_STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}  # AdamW's, while there is no optimizer
 NUM_TIMED = 2  # passes after the first, which finds its kernels; the faster one counts
@@ -145,6 +145,7 @@ def untried_profile(
         gradient_bytes=gradient.itemsize,
         state_bytes=sum(kept) + (0 if dtype == master else master.itemsize),
         master_bytes=master.itemsize if dtype == master else 0,
+        shared_bytes=dtype.itemsize if splits_masters(dtype) else 0,
         dtype=str(_most(computes)).removeprefix("torch."),
     )
 

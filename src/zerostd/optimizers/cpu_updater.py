@@ -23,14 +23,14 @@ from torch.optim import Optimizer
 
 from zerostd import kernels
 from zerostd.errors import MisuseError
-from zerostd.kernels import Rule
+from zerostd.kernels import Rule, Split
 from zerostd.optimizers.elementwise import clone_optimizer, native_rule, next_scalars, update_by_clone
 from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask
 from zerostd.optimizers.streamed_updater import NUM_SLOTS, StagingSlot, StreamedUpdater, tile_numel, widest_dtypes
 from zerostd.parameters import Flat
-from zerostd.parameters.flat import MASTER, StateShard
 from zerostd.parameters.gradient import HostGradientCopy
 from zerostd.parameters.host_gradient import UP
+from zerostd.parameters.state_shard import HIGH, LOW, MASTER, OF_MASTER, StateShard
 from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding.portions import UNIT
 from zerostd.tiers import AllOf, Done, Streams, TierAllocator, Transfer, Worker
@@ -67,7 +67,7 @@ class CpuUpdater:
         if self.allocator.device.type == "cpu":
             return
         for flat, shard in placed:  # host memory where new parameters cannot take the place of the gradient's copy
-            takes_its_place = not shard.spare and _fitting_copy(flat) is not None
+            takes_its_place = _is_upper_half(shard) or (not shard.spare and _fitting_copy(flat) is not None)
             if shard.route is Route.CPU and flat.rest.tier is not Tier.HOST and not takes_its_place:
                 self._weights_of(flat, shard)
 
@@ -114,6 +114,10 @@ class CpuUpdater:
             return None
         if task.weights is not None and task.weights.device.type == "cpu":
             return task.weights
+        if _is_upper_half(span.shard):
+            high = task.target[HIGH].tensor
+            assert high is not None
+            return high[span.in_shard]
         copy = None if task.is_speculative else _fitting_copy(task.flat)
         if copy is not None:
             return copy.copy_of(span.region, overwrites=True).view(task.flat.rest.dtype)
@@ -145,28 +149,45 @@ class CpuUpdater:
         self, task: UpdateTask, tile: slice, source: Tensors, target: Tensors, factor: float
     ) -> ScalarStates | None:
         """Update one tile by the kernel, or by the clone; the latter returns its scalar states."""
+        scalars: ScalarStates | None = None
+        is_split = LOW in source
+        weights = None if task.host_weights is None else task.host_weights[tile]
         if task.rule is None:
-            if target is not source:
-                for name, tensor in source.items():
-                    target[name].copy_(tensor)
-            gradient = task.gradient[tile].to(target[MASTER].dtype, copy=True)
-            if factor != 1.0:
-                gradient.mul_(factor)
-            scalars = update_by_clone(self.clone, task.options, task.span, target, gradient)
-            if task.host_weights is not None:
-                task.host_weights[tile].copy_(target[MASTER])
-            return scalars
-        names = (MASTER, *task.rule.state_names)
-        kernels.update(
-            task.rule,
-            task.gradient[tile],
-            tuple(source[name] for name in names),
-            None if target is source else tuple(target[name] for name in names),
-            factor=factor,
-            weight=None if task.host_weights is None else task.host_weights[tile],
-            num_threads=self.num_threads,
-        )
-        return None
+            scalars = self._update_by_clone(task, tile, source, target, factor)
+        else:
+            names = task.rule.state_names
+            kernels.update(
+                task.rule,
+                task.gradient[tile],
+                (_master_of(source), *(source[name] for name in names)),
+                None if target is source else (_master_of(target), *(target[name] for name in names)),
+                factor=factor,
+                weight=None if is_split else weights,
+                num_threads=self.num_threads,
+            )
+        if weights is not None and is_split and weights.data_ptr() != target[HIGH].data_ptr():
+            weights.copy_(target[HIGH])
+        return scalars
+
+    def _update_by_clone(
+        self, task: UpdateTask, tile: slice, source: Tensors, target: Tensors, factor: float
+    ) -> ScalarStates:
+        """Update one tile by the clone, which is given whole masters."""
+        if target is not source:
+            for name, tensor in source.items():
+                target[name].copy_(tensor)
+        halves = _master_of(target)
+        master = kernels.join(halves) if isinstance(halves, Split) else halves
+        gradient = task.gradient[tile].to(master.dtype, copy=True)
+        if factor != 1.0:
+            gradient.mul_(factor)
+        states = {MASTER: master} | {name: tensor for name, tensor in target.items() if name not in OF_MASTER}
+        scalars = update_by_clone(self.clone, task.options, task.span, states, gradient)
+        if isinstance(halves, Split):
+            kernels.split_into(master, halves)
+        elif task.host_weights is not None:
+            task.host_weights[tile].copy_(master)
+        return scalars
 
     def send_weights(self, task: UpdateTask, tile: slice) -> None:
         """Start new parameters of a tile on their way to the device."""
@@ -187,11 +208,25 @@ class CpuUpdater:
             rest.write(task.span.region, task.host_weights)
 
 
+def _is_upper_half(shard: StateShard) -> bool:
+    """Return whether new parameters are in memory as the upper halves of masters."""
+    return shard.is_split and shard.tier is Tier.HOST
+
+
+def _master_of(tensors: Tensors) -> torch.Tensor | Split:
+    return Split(tensors[HIGH], tensors[LOW]) if LOW in tensors else tensors[MASTER]
+
+
 def _fitting_copy(flat: Flat) -> HostGradientCopy | None:
     """Return the host's copy of the gradient, if new parameters fit where it was."""
     assert flat.gradient is not None
     is_as_wide = flat.gradient.rest_dtype.itemsize == flat.rest.dtype.itemsize
     return flat.gradient.host_copy if flat.rest.tensor is not None and is_as_wide else None
+
+
+def dtypes_on_disk(shard: StateShard) -> dict[str, torch.dtype]:
+    """Return the dtypes of what is read from disk, by name."""
+    return {name: tensor.dtype for name, tensor in shard.tensors.items() if tensor.tier is Tier.DISK}
 
 
 class DiskUpdater(CpuUpdater):
@@ -208,7 +243,8 @@ class DiskUpdater(CpuUpdater):
         self.streamed: StreamedUpdater | None = None  # for those that pass through the device
         if streamed:
             self.streamed = StreamedUpdater(self.inner, streamed, self._tile_numel, allocator, self.streams)
-        sizes = {name: self._tile_numel * dtype.itemsize for name, dtype in widest_dtypes(shards).items()}
+        dtypes = widest_dtypes(dtypes_on_disk(shard) for shard in shards)
+        sizes = {name: self._tile_numel * dtype.itemsize for name, dtype in dtypes.items()}
         self._slots = [
             StagingSlot({name: allocator.host.allocate(size, Kind.BUFFERS) for name, size in sizes.items()})
             for _ in range(NUM_SLOTS)
@@ -240,7 +276,7 @@ class DiskUpdater(CpuUpdater):
         factor = 1.0 if is_streamed else task.options.read_factor()
         begun = time.perf_counter()
         events = self.allocator.ledger.events
-        num_bytes = 2 * span.numel * sum(tensor.dtype.itemsize for tensor in task.source.values())
+        num_bytes = 2 * span.numel * sum(tensor.dtype.itemsize for tensor in task.on_disk.values())
         event = events.begin("update", "disk", task.group.name, num_bytes, step=task.step)
         place = span.in_shard
         end = min(span.shard.numel, -(-place.stop // UNIT) * UNIT)
@@ -255,18 +291,19 @@ class DiskUpdater(CpuUpdater):
             block = slot.block
             for read in slot.reads:
                 read.wait()
-            staged = slot.views(task.source, block.stop - block.start)
+            staged = slot.views(task.on_disk, block.stop - block.start)
             low = max(block.start, place.start)
             high = min(block.stop, place.stop)
             part = slice(low - place.start, high - place.start)
             states = {name: tensor[low - block.start : high - block.start] for name, tensor in staged.items()}
+            states |= task.tensors_of(part)[0]  # parameters that are upper halves
             if is_streamed:
                 assert self.streamed is not None
                 scalars, landed = self.streamed.update_tile(task, part, states, states, after=Done())
                 landed.synchronize()
             else:
                 scalars = self.update_tile(task, part, states, states, factor)
-            slot.writes += [tensor.start_write(block.start, staged[name]) for name, tensor in task.source.items()]
+            slot.writes += [tensor.start_write(block.start, staged[name]) for name, tensor in task.on_disk.items()]
             self.send_weights(task, part)
         span.shard.landed = AllOf(*(write for slot in self._slots for write in slot.writes))
         self.finish(task, scalars)
@@ -282,6 +319,6 @@ class DiskUpdater(CpuUpdater):
                 writing.wait_writes()
         slot.task = task
         slot.block = block
-        staged = slot.views(task.source, block.stop - block.start)
-        slot.reads = [tensor.start_read(block.start, staged[name]) for name, tensor in task.source.items()]
+        staged = slot.views(task.on_disk, block.stop - block.start)
+        slot.reads = [tensor.start_read(block.start, staged[name]) for name, tensor in task.on_disk.items()]
         return slot

@@ -21,7 +21,7 @@ from zerostd.compat import move_step_hooks, plain_step
 from zerostd.errors import MisuseError, PrepareError
 from zerostd.kernels import Adagrad, Adam, Rule, Sgd
 from zerostd.optimizers.spans import Options, ScalarStates, StepOptions, Tensors, UpdateSpan, copy_values
-from zerostd.parameters.flat import MASTER
+from zerostd.parameters.state_shard import MASTER
 
 Trial = tuple[torch.Tensor, dict[str, Any], Options]  # numbers, states and param_group afterwards
 NEEDS_WHOLE = {

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from zerostd.errors import MisuseError
-from zerostd.kernels import Rule
+from zerostd.kernels import Rule, Split, join_into, split_into
 from zerostd.parameters import Flat, Group
-from zerostd.parameters.flat import MASTER, StateShard
+from zerostd.parameters.state_shard import HIGH, LOW, MASTER, OF_MASTER, StateShard
 from zerostd.policy import Route, Tier
 from zerostd.sharding import Piece
 from zerostd.tiers import AllOf, Done, TierTensor, Transfer, Work, Worker, record_event
@@ -42,14 +42,42 @@ class UpdateSpan:
     param_group: int  # index of the user's param_group; -1: it was taken out of them
     shard: StateShard
     tensor: torch.Tensor | None = field(init=False, default=None)  # resident only: its master, the key of its states
+    blank: torch.Tensor = field(init=False)  # resident, split: a NaN of its length, which it shows between updates
     scalars: ScalarStates | None = None  # not resident: None before the first update
     speculative_scalars: ScalarStates | None = None  # as a speculative update left them
     is_committed: bool = False  # the speculative update counts, as soon as it is done
 
     def __post_init__(self) -> None:
-        if self.shard.is_resident:
+        if not self.shard.is_resident:
+            return
+        if self.shard.is_split:
+            low = self.shard.tensors[LOW].tensor
+            assert low is not None
+            self.blank = torch.full((), float("nan"), dtype=torch.float32, device=low.device).expand(self.numel)
+            self.tensor = self.blank.detach()
+        else:
             assert self.shard.master.tensor is not None
             self.tensor = self.shard.master.tensor[self.in_shard].detach()
+
+    def show_master(self, memory: torch.Tensor) -> None:
+        """Join a split master in this memory, for an update of a resident span."""
+        assert self.tensor is not None
+        self.tensor.data = memory
+        join_into(self.halves, memory)
+
+    def hide_master(self) -> None:
+        """Keep the halves of an updated master, and let the tensor have no memory."""
+        assert self.tensor is not None
+        split_into(self.tensor, self.halves)
+        self.tensor.data = self.blank
+
+    @property
+    def halves(self) -> Split:
+        """Return the halves of the master of a resident span."""
+        high = self.shard.tensors[HIGH].tensor
+        low = self.shard.tensors[LOW].tensor
+        assert high is not None and low is not None
+        return Split(high[self.in_shard], low[self.in_shard])
 
     @property
     def region(self) -> slice:  # its place in the flat's region
@@ -169,7 +197,7 @@ class UpdateSpans:
         span.finish_commit()
         if span.tensor is None:
             tensors = span.shard.tensors.items() if span.scalars is not None else ()
-            return {name: (tensor, span.shard.start) for name, tensor in tensors if name != MASTER}
+            return {name: (tensor, span.shard.start) for name, tensor in tensors if name not in OF_MASTER}
         values = self.state.get(span.tensor, {}).items()
         return {name: _on_device(value, span) for name, value in values if _is_as_long(value, span.tensor)}
 
@@ -180,7 +208,7 @@ class UpdateSpans:
         if span.tensor is not None:
             states = self.state[span.tensor]
             if name not in states:
-                states[name] = torch.zeros_like(span.tensor, dtype=dtype)
+                states[name] = torch.zeros(span.numel, dtype=dtype, device=span.tensor.device)
             return _on_device(states[name], span)
         if name not in span.shard.tensors:
             raise MisuseError(
@@ -198,7 +226,7 @@ class UpdateSpans:
             return
         span.scalars = None
         for name, tensor in span.shard.tensors.items():
-            if name != MASTER:
+            if name not in OF_MASTER:
                 tensor.write(span.in_shard, torch.zeros(span.numel, dtype=tensor.dtype))
 
     def scalar_states(self, span: UpdateSpan) -> ScalarStates:
@@ -304,6 +332,11 @@ class UpdateTask:
         weights = None if place is None else place[span.in_shard]
         ready = AllOf(arrived, asked)
         return cls(group, flat, span, options, step, shard.tensors, target, asked, gradient, ready, weights)
+
+    @property
+    def on_disk(self) -> dict[str, TierTensor]:
+        """What is read from disk, and written back."""
+        return {name: tensor for name, tensor in self.source.items() if tensor.tensor is None}
 
     @property
     def is_speculative(self) -> bool:

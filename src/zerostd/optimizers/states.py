@@ -18,8 +18,8 @@ from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.spans import UpdateSpan, UpdateSpans
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
-from zerostd.parameters.flat import MASTER
 from zerostd.parameters.intervals import SavedInterval, pieces_in, saved_interval
+from zerostd.parameters.state_shard import MASTER
 from zerostd.policy import Route
 from zerostd.sharding import Piece
 from zerostd.sharding.boxes import Stretch

@@ -3,6 +3,9 @@
     up: states of a tile -> a slot        update: a clone of the user's optimizer on the slot, parameters published
     down: the slot -> home                free: when it is down, the slot takes the next tile
 
+The upper halves of split masters need no way where they are parameters on the device. Halves are joined into one tile
+of fp32 masters for the update, and split again.
+
 Four slots are on their way at once, so both directions of the link and the device work at the same time. A thread puts
 tiles into the streams as slots become free, and not before: until then, what forward needs first may still overtake.
 The arithmetic is the user's optimizer on the device, as for resident states: the same bits.
@@ -16,12 +19,14 @@ from functools import partial
 import torch
 from torch.optim import Optimizer
 
+from zerostd import kernels
+from zerostd.kernels import Split
 from zerostd.optimizers.elementwise import clone_optimizer, update_by_clone
 from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask
-from zerostd.parameters.flat import MASTER, StateShard
 from zerostd.parameters.gradient import DOWN
 from zerostd.parameters.host_gradient import UP
-from zerostd.policy import Kind
+from zerostd.parameters.state_shard import HIGH, LOW, MASTER, OF_MASTER, StateShard
+from zerostd.policy import Kind, Tier
 from zerostd.sharding import Portion
 from zerostd.sharding.portions import UNIT
 from zerostd.tiers import Streams, TierAllocator, TierTensor, Transfer, Worker
@@ -72,13 +77,22 @@ def tile_numel(most: int, stretches: Iterable[Portion | StateShard]) -> int:
     return min(most, -(-shorter // UNIT) * UNIT)
 
 
-def widest_dtypes(shards: Iterable[StateShard]) -> dict[str, torch.dtype]:
-    """Return the widest dtype of each tensor of the shards, by name."""
+def widest_dtypes(many: Iterable[Mapping[str, torch.dtype]]) -> dict[str, torch.dtype]:
+    """Return the widest dtype of each name."""
     dtypes: dict[str, torch.dtype] = {}
-    for shard in shards:
-        for name, tensor in shard.tensors.items():
-            dtypes[name] = torch.promote_types(dtypes.get(name, tensor.dtype), tensor.dtype)
+    for columns in many:
+        for name, dtype in columns.items():
+            dtypes[name] = torch.promote_types(dtypes.get(name, dtype), dtype)
     return dtypes
+
+
+def staged_dtypes(shard: StateShard, device: torch.device) -> dict[str, torch.dtype]:
+    """Return the dtypes of what passes through a slot of the device: all but upper halves that are there."""
+    return {
+        name: tensor.dtype
+        for name, tensor in shard.tensors.items()
+        if name != HIGH or not (device.type == "cpu" or tensor.tier is Tier.DEVICE)
+    }
 
 
 @dataclass(eq=False)
@@ -99,16 +113,19 @@ class StreamedUpdater:
         self.allocator.before_close(self.worker.stop)
         self.clone = clone_optimizer(self.inner)
         self._turn = 0
-        dtypes = widest_dtypes(self.shards)
+        dtypes = widest_dtypes(staged_dtypes(shard, self.device) for shard in self.shards)
         sizes = {name: self.tile_numel * dtype.itemsize for name, dtype in _slot_dtypes(dtypes).items()}
         allocate = partial(torch.empty, dtype=torch.uint8, device=self.device)
         self._slots = [StagingSlot({name: allocate(size) for name, size in sizes.items()}) for _ in range(NUM_SLOTS)]
+        # Joined masters of the tile that is updated; tiles are updated one after the other
+        self._masters = torch.empty(_joined_numel(dtypes, self.tile_numel), dtype=torch.float32, device=self.device)
         self.ledger.enter(Kind.BUFFERS, self.buffer_bytes(dtypes, self.tile_numel))
 
     @staticmethod
     def buffer_bytes(dtypes: Mapping[str, torch.dtype], tile_numel: int) -> int:
-        """Return the bytes that the slots take on the device; `dtypes` are those of master and states."""
-        return NUM_SLOTS * tile_numel * sum(dtype.itemsize for dtype in _slot_dtypes(dtypes).values())
+        """Return the bytes that slots and joined masters take on the device; `dtypes` are those of what is staged."""
+        in_slots = NUM_SLOTS * tile_numel * sum(dtype.itemsize for dtype in _slot_dtypes(dtypes).values())
+        return in_slots + 4 * _joined_numel(dtypes, tile_numel)
 
     @property
     def memories(self) -> list[torch.Tensor]:
@@ -119,8 +136,10 @@ class StreamedUpdater:
         """End the thread and give the slots back."""
         self.worker.stop()
         self.allocator.forget_stop(self.worker.stop)
-        self.ledger.leave(Kind.BUFFERS, sum(memory.nbytes for slot in self._slots for memory in slot.memory.values()))
+        in_slots = sum(memory.nbytes for slot in self._slots for memory in slot.memory.values())
+        self.ledger.leave(Kind.BUFFERS, in_slots + self._masters.nbytes)
         self._slots = []
+        self._masters = self._masters.new_empty(0)
 
     def launch(self, task: UpdateTask) -> Transfer:
         """Start an update; done when the new parameters are where they belong."""
@@ -148,24 +167,28 @@ class StreamedUpdater:
         slot.wait_writes()
         slot.task = task
         numel = tile.stop - tile.start
-        staged = slot.views(source, numel)
-        master = staged[MASTER]
-        gradient = slot.view(GRADIENT, master.dtype, numel)
+        moved = {name: tensor for name, tensor in source.items() if name != HIGH or tensor.device != self.device}
+        staged = slot.views(moved, numel)
+        gradient = slot.view(GRADIENT, torch.float32 if LOW in staged else staged[MASTER].dtype, numel)
         incoming = task.gradient[tile]
         weights = None if task.weights is None else task.weights[tile]
-        is_on_device = weights is not None and weights.device == self.device
+        shown = weights if weights is not None or HIGH in staged else target.get(HIGH)  # new parameters, when done
+        is_on_device = shown is not None and shown.device == self.device
+        rounded = weights if is_on_device or weights is None else slot.view(LANDING, weights.dtype, numel)
+        if LOW in staged:
+            rounded = staged.get(HIGH, target[HIGH])
         if incoming.device != self.device:
             task.ready.synchronize()  # here, lest the stream wait with everything behind it
         within = partial(
             self.ledger.events.within,
             group=task.group.name,
-            num_bytes=sum(tensor.nbytes for tensor in source.values()),
+            num_bytes=sum(tensor.nbytes for tensor in moved.values()),
             device=self.device,
             step=task.step,
         )
         with self.streams.up.after(after), within("transfer", "up", way=UP):
-            for name, tensor in source.items():
-                if task.span.scalars is not None or name == MASTER:
+            for name, tensor in moved.items():
+                if task.span.scalars is not None or name in OF_MASTER:
                     staged[name].copy_(tensor, non_blocking=True)
             if incoming.device != self.device:
                 incoming = slot.view(LANDING, incoming.dtype, numel).copy_(incoming, non_blocking=True)
@@ -174,16 +197,15 @@ class StreamedUpdater:
             gradient.copy_(incoming)
             if task.options.factor is not None:
                 gradient.mul_(task.options.factor)
-            scalars = update_by_clone(self.clone, task.options, task.span, staged, gradient)
-            if weights is not None:
-                rounded = weights if is_on_device else slot.view(LANDING, weights.dtype, numel)
-                rounded.copy_(master)
+            scalars = self._compute(task, {**source, **staged}, gradient, rounded)
+            if weights is not None and rounded is not None and is_on_device and weights is not rounded:
+                weights.copy_(rounded)
             updated = self.streams.update.record_event()
         with self.streams.down.after(updated), within("transfer", "down", way=DOWN):
-            if weights is not None and not is_on_device:
+            if weights is not None and rounded is not None and not is_on_device:
                 weights.copy_(rounded, non_blocking=True)
-            for name, tensor in target.items():
-                tensor.copy_(staged[name], non_blocking=True)
+            for name, tensor in staged.items():
+                target[name].copy_(tensor, non_blocking=True)
             for tensor in (*staged.values(), gradient, slot.memory[LANDING]):
                 poison(tensor)
             landed = self.streams.down.record_event()
@@ -191,7 +213,29 @@ class StreamedUpdater:
         task.transfer.event = updated if is_on_device else landed
         return scalars, landed
 
+    def _compute(
+        self, task: UpdateTask, tensors: Tensors, gradient: torch.Tensor, rounded: torch.Tensor | None
+    ) -> ScalarStates:
+        """Update master and states on the device, and write new parameters to `rounded`."""
+        is_split = LOW in tensors
+        master = self._masters[: gradient.numel()] if is_split else tensors[MASTER]
+        if is_split:
+            kernels.join_into(Split(tensors[HIGH], tensors[LOW]), master)
+        states = {MASTER: master} | {name: tensor for name, tensor in tensors.items() if name not in OF_MASTER}
+        scalars = update_by_clone(self.clone, task.options, task.span, states, gradient)
+        if is_split:
+            assert rounded is not None
+            kernels.split_into(master, Split(rounded, tensors[LOW]))
+        elif rounded is not None:
+            rounded.copy_(master)
+        return scalars
+
 
 def _slot_dtypes(dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
     """Return what a slot has room for: master, states, and the gradient twice."""
-    return {**dtypes, GRADIENT: dtypes[MASTER], LANDING: dtypes[MASTER]}
+    wide = dtypes.get(MASTER, torch.float32)
+    return {**dtypes, GRADIENT: wide, LANDING: wide}
+
+
+def _joined_numel(dtypes: Mapping[str, torch.dtype], tile_numel: int) -> int:
+    return tile_numel if LOW in dtypes else 0

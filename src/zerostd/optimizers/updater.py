@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from operator import is_
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -20,10 +20,10 @@ from zerostd.compat import no_torch_function, plain_step
 from zerostd.errors import MisuseError
 from zerostd.monitoring import Ledger
 from zerostd.optimizers import cpu_updater, streamed_updater
-from zerostd.optimizers.cpu_updater import CpuUpdater, DiskUpdater
+from zerostd.optimizers.cpu_updater import CpuUpdater, DiskUpdater, dtypes_on_disk
 from zerostd.optimizers.elementwise import written_options
 from zerostd.optimizers.spans import StepOptions, UpdateSpan, UpdateSpans, UpdateTask, snapshot
-from zerostd.optimizers.streamed_updater import NUM_SLOTS, StreamedUpdater, tile_numel, widest_dtypes
+from zerostd.optimizers.streamed_updater import NUM_SLOTS, StreamedUpdater, staged_dtypes, tile_numel, widest_dtypes
 from zerostd.parameters import Flat, Group
 from zerostd.parameters.prepared import GRAD
 from zerostd.policy import Kind, Route, Tier
@@ -32,6 +32,15 @@ from zerostd.tiers import Streams, TierAllocator, Transfer, record_event
 
 NUM_FACTORS = 4
 Scope = Literal["all", "speculative", "rest"]
+
+
+class PassingStates(NamedTuple):
+    """A portion of states to be, and the dtypes by name of what is kept in its tier and of what passes through the
+    device if it is streamed."""
+
+    portion: Portion
+    kept: Mapping[str, torch.dtype]
+    staged: Mapping[str, torch.dtype]
 
 
 class OffloadUpdater:
@@ -65,8 +74,8 @@ class OffloadUpdater:
         disk_tile = tile_numel(cpu_updater.DISK_TILE_NUMEL, from_disk)
         slots: dict[str, Any] = {
             "cpu": bool(by_cpu),
-            "streamed": (tile, widest_dtypes(streamed)),
-            "disk": (disk_tile, widest_dtypes(from_disk), {shard.route for shard in from_disk}),
+            "streamed": (tile, widest_dtypes(staged_dtypes(shard, self.device) for shard in streamed)),
+            "disk": (disk_tile, widest_dtypes(map(dtypes_on_disk, from_disk)), {shard.route for shard in from_disk}),
         }
         for name in [name for name in self.updaters if self._slots[name] != slots[name]]:
             self._drain(self.updaters[name])
@@ -86,17 +95,21 @@ class OffloadUpdater:
             self.allocator.before_close(updater.worker.stop)
 
     @staticmethod
-    def buffer_bytes(portions: Sequence[Portion], dtypes: Mapping[str, torch.dtype]) -> dict[Tier, int]:
-        """Return the bytes of all staging slots by tier; `dtypes` are those of master and states."""
-        on_disk = [portion for portion in portions if portion.tier is Tier.DISK]
-        disk_tile = tile_numel(cpu_updater.DISK_TILE_NUMEL, on_disk)
-        streamed = [portion for portion in portions if portion.route is Route.STREAMED]
-        from_host = [portion for portion in streamed if portion.tier is Tier.HOST]
-        on_device = tile_numel(streamed_updater.TILE_NUMEL, from_host)
-        if len(from_host) < len(streamed):
-            on_device += disk_tile
-        on_host = NUM_SLOTS * disk_tile * sum(dtype.itemsize for dtype in dtypes.values())
-        return {Tier.DEVICE: StreamedUpdater.buffer_bytes(dtypes, on_device), Tier.HOST: on_host}
+    def buffer_bytes(passing: Sequence[PassingStates]) -> dict[Tier, int]:
+        """Return the bytes of all staging slots by tier."""
+        on_disk = [states for states in passing if states.portion.tier is Tier.DISK]
+        disk_tile = tile_numel(cpu_updater.DISK_TILE_NUMEL, [states.portion for states in on_disk])
+        kept = widest_dtypes(states.kept for states in on_disk)
+        sizes = {Tier.DEVICE: 0, Tier.HOST: NUM_SLOTS * disk_tile * sum(dtype.itemsize for dtype in kept.values())}
+        streamed = [states for states in passing if states.portion.route is Route.STREAMED]
+        from_host = [states for states in streamed if states.portion.tier is Tier.HOST]
+        from_disk = [states for states in streamed if states.portion.tier is Tier.DISK]
+        host_tile = tile_numel(streamed_updater.TILE_NUMEL, [states.portion for states in from_host])
+        for through_device, numel in ((from_host, host_tile), (from_disk, disk_tile)):
+            if through_device:
+                staged = widest_dtypes(states.staged for states in through_device)
+                sizes[Tier.DEVICE] += StreamedUpdater.buffer_bytes(staged, numel)
+        return sizes
 
     def launch(self, task: UpdateTask) -> Transfer:
         """Start the update of one span."""
@@ -155,7 +168,8 @@ class Updater:
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)  # keyed by the tensors of resident spans
         self._note_members()
         self.spans = {flat: self.make_spans(flat) for group in self.groups for flat in group.trainable}
-        # As long as the largest group's resident part: gradients as the update reads them. It has memory in a step.
+        # For the largest group's resident part: gradients as the update reads them, and behind them joined masters. It
+        # has memory in a step.
         self.scratch = torch.empty(0, dtype=torch.float32, device=device)
         self._num_counted = 0  # tensors with states that the ledger knows
         self._num_booked = 0  # bytes of states that the ledger knows
@@ -205,15 +219,22 @@ class Updater:
         # A step changes param_groups, so it must be complete before they are read again
         self.counts_in_groups = offload is not None and bool(written_options(self.inner))
         self._has_memory = False
-        resident = [
-            sum(shard.numel for flat in group.trainable for shard in flat.state_shards if shard.is_resident)
-            for group in self.groups
-        ]
+        shards = [[shard for flat in group.trainable for shard in flat.state_shards] for group in self.groups]
+        resident = [[shard for shard in of_group if shard.is_resident] for of_group in shards]
+        numels = [sum(shard.numel for shard in of_group) for of_group in resident]
+        split = [sum(shard.numel for shard in of_group if shard.is_split) for of_group in resident]
         gradients = [flat.gradient for flat in self.spans if flat.gradient is not None]
-        num_bytes = self.buffer_bytes(resident, [(gradient.dtype, gradient.comes_up) for gradient in gradients])
+        comes_up = [(gradient.dtype, gradient.comes_up) for gradient in gradients]
+        num_bytes = self.buffer_bytes(numels, comes_up, split)
         self.give_back()
         self.scratch = self.scratch.new_empty(num_bytes // 4)
         self.scratch.untyped_storage().resize_(0)
+
+    def _take_scratch(self) -> None:
+        storage = self.scratch.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self.scratch.nbytes)
+            self.ledger.enter(Kind.BUFFERS, self.scratch.nbytes)
 
     def give_back(self) -> None:
         """Give the memory of the scratch back after the last group: forward and backward need it."""
@@ -222,11 +243,13 @@ class Updater:
         storage.resize_(0)
 
     @staticmethod
-    def buffer_bytes(resident: Iterable[int], gradients: Iterable[tuple[torch.dtype, bool]]) -> int:
-        """Return the bytes of the scratch, from the resident elements of each group, and for each gradient its dtype
-        and whether it comes up from the host."""
+    def buffer_bytes(
+        resident: Iterable[int], gradients: Iterable[tuple[torch.dtype, bool]], split: Iterable[int]
+    ) -> int:
+        """Return the bytes of the scratch, from the resident elements of each group, for each gradient its dtype and
+        whether it comes up from the host, and the resident elements of each group with split masters."""
         needs_scratch = any(dtype.itemsize < 4 or comes_up for dtype, comes_up in gradients)
-        return 4 * max(resident, default=0) if needs_scratch else 0
+        return (4 * max(resident, default=0) if needs_scratch else 0) + 4 * max(split, default=0)
 
     def step_options(self, factor: torch.Tensor | None) -> StepOptions:
         """Return what a step that begins now says to its updates; `factor` is on its gradients, None for one."""
@@ -266,7 +289,7 @@ class Updater:
                 flat.gradient.host_copy.drop_overwritten()
             flat.mark_updated()
         if resident:
-            self._update_resident(group, resident, options)
+            self._update_resident(group, resident, options, used)
 
     def commit_speculative(self, group: Group) -> None:
         """Make the speculative updates of a group count; they may still be going on."""
@@ -289,13 +312,20 @@ class Updater:
         del states
         self._has_memory = True
 
-    def _update_resident(self, group: Group, spans: list[UpdateSpan], options: StepOptions) -> None:
+    def _update_resident(self, group: Group, spans: list[UpdateSpan], options: StepOptions, used: int) -> None:
         """Let the inner optimizer update these spans. What it writes into its param_groups beside the parameters is
-        kept in `options`: the last group's word counts, and all groups start from the user's values."""
+        kept in `options`: the last group's word counts, and all groups start from the user's values. Gradients have
+        `used` the beginning of the scratch."""
         param_groups: list[dict[str, Any]] = [
             {**options_of_group, "params": [span.tensor for span in spans if span.param_group == index]}
             for index, options_of_group in enumerate(options.param_groups)
         ]
+        split = [span for span in spans if span.shard.is_split]
+        if split:
+            self._take_scratch()
+        for span in split:
+            span.show_master(self.scratch[used : used + span.numel])
+            used += span.numel
         state = self.inner.state
         self.inner.param_groups = param_groups
         self.inner.state = self.state
@@ -309,6 +339,8 @@ class Updater:
         for span in spans:
             assert span.tensor is not None
             span.tensor.grad = None
+        for span in split:
+            span.hide_master()
         for flat in group.trainable:
             flat.round_masters(only_resident=True)
 
@@ -317,10 +349,7 @@ class Updater:
         assert flat.gradient is not None and span.tensor is not None
         gradient = flat.gradient.current[span.region]
         if gradient.dtype != span.tensor.dtype or gradient.device != span.tensor.device:
-            storage = self.scratch.untyped_storage()
-            if not storage.nbytes():
-                storage.resize_(self.scratch.nbytes)
-                self.ledger.enter(Kind.BUFFERS, self.scratch.nbytes)
+            self._take_scratch()
             gradient = self.scratch[used : used + span.numel]
             flat.gradient.copy_to(gradient, span.region)
             used += span.numel

@@ -10,75 +10,24 @@ its own, so autograd does not take them for the user's.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from zerostd import kernels
 from zerostd.communication.dtensors import Spec
 from zerostd.compat import local_of, no_torch_function, set_local, version_of, versions_of
 from zerostd.parameters.gradient import Gradient
 from zerostd.parameters.lending import DATA, set_data
 from zerostd.parameters.prepared import classes_for
-from zerostd.policy import Kind, Route, Tier
-from zerostd.sharding import Layout, Piece, Portion
-from zerostd.tiers import Done, TierAllocator, TierTensor, Transfer
+from zerostd.parameters.state_shard import HIGH, LOW, MASTER, Edits, StateShard, clear_low
+from zerostd.policy import Kind, Tier
+from zerostd.sharding import Layout, Piece
+from zerostd.tiers import TierAllocator, TierTensor, Transfer
 from zerostd.tiers.debug import poison
-
-MASTER = "master"
-
-
-@dataclass(eq=False)
-class StateShard:
-    """A stretch of a region with one tier and one route, and its tensors, each as long as the stretch."""
-
-    start: int  # elements of the region
-    stop: int
-    tier: Tier
-    route: Route
-    tensors: dict[str, TierTensor]
-    spare: dict[str, TierTensor] = field(default_factory=dict)
-    holds_parameters: bool = False  # the master is the parameter itself, not a copy at another precision or place
-    landed: Transfer = field(default_factory=Done)  # when the last update is back in `tier`: of streamed ones, on disk
-
-    @property
-    def portion(self) -> Portion:
-        """The plan it was made from."""
-        return Portion(self.start, self.stop, self.tier, self.route)
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def region(self) -> slice:
-        """Where it lies in the region."""
-        return slice(self.start, self.stop)
-
-    @property
-    def master(self) -> TierTensor:
-        """fp32, or the parameters' own dtype if that is wider."""
-        return self.tensors[MASTER]
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether the user's optimizer updates it in place, on the device."""
-        return self.route is Route.RESIDENT
-
-    def commit_speculative(self) -> None:
-        """Make the spare tensors, which a speculative update has written, the true ones."""
-        self.tensors, self.spare = self.spare, self.tensors
-
-    def parts(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, slice]]:
-        """Yield the parts of the region's pieces that lie here, each with its place in the tensors."""
-        for piece in pieces:
-            if part := piece.within(self.start, self.stop):
-                yield part, part.place_from(self.start)
-
-    def read_master(self) -> torch.Tensor:
-        return self.master.read(slice(0, self.numel))
 
 
 @dataclass(eq=False, repr=False)
@@ -108,8 +57,8 @@ class Flat:
             (self._view(index, self.full), blank.expand(i.shape), classes_for(type(parameter)))
             for index, (parameter, i) in enumerate(zip(self.parameters, self.layout.intervals, strict=True))
         ]
-        self._versions = self._read_versions()  # when edits were kept last
         self._is_edited = False  # the user has written to parameters, and masters do not know
+        self._edits = Edits(self.allocator.ledger, self._read_versions())
 
     @property
     def gives_back(self) -> bool:
@@ -127,6 +76,12 @@ class Flat:
         """Return one parameter's values in a gathered buffer as users see them, in the same memory."""
         spec = self.specs[index]
         return self._view(index, full) if spec is None else spec.wrap(self._view(index, full))
+
+    def copied(self, index: int) -> torch.Tensor:
+        """Return a copy of one gathered parameter's values as users see them."""
+        spec = self.specs[index]
+        copy = self._faces[index][0].clone()
+        return copy if spec is None else spec.wrap(copy)
 
     def local(self, index: int, values: torch.Tensor) -> torch.Tensor:
         """Return what the flat holds of values that users see as one parameter's, or its gradient's or states'."""
@@ -150,15 +105,19 @@ class Flat:
         mine = self.rest.tensor if self.gives_back else self.full[self.region]
         return mine[shard.region]
 
+    @property
+    def holds_halves(self) -> bool:
+        """Whether parameters that users can write to without asking are the upper halves of masters."""
+        return not self.gives_back and any(shard.is_split and shard.holds_parameters for shard in self.state_shards)
+
     # Filling, when the model is prepared or moved
 
     @torch.no_grad()
     def adopt(self, index: int, value: torch.Tensor | None) -> None:
         """Take a parameter's values, before rounding, if they are known, and let the parameter's own memory go."""
-        view = self._faces[index][0]
         if value is not None:
-            view.copy_(value)
-            self.set_master(index, value)
+            self.write_values(index, value)
+        view = self._faces[index][0]
         parameter = self.parameters[index]
         if parameter.device.type == "meta":  # torch lets no tensor change between meta and a real device in place
             real = torch.empty(0, dtype=self.full.dtype, device=self.full.device)  # own version: [Note: storage]
@@ -174,14 +133,26 @@ class Flat:
             spec.show(self.parameters[index], values)
 
     @torch.no_grad()
-    def set_master(self, index: int, value: torch.Tensor) -> None:
-        """Write exact values to the master of one parameter, where there is one beside the parameter itself."""
-        piece = self.layout.piece_of(index, self.region)
-        pieces = [] if piece is None else [piece]
+    def write_values(self, index: int, value: torch.Tensor) -> None:
+        """Write the values of one gathered parameter, before rounding: to the parameter, where it is kept, and to its
+        master."""
+        view = self._faces[index][0].copy_(value)
+        if self.gives_back:
+            piece = self._kept_piece(index)
+            if piece is not None:
+                self.rest.write(piece.place, view.reshape(-1)[piece.start : piece.stop])
+        owned = self.layout.piece_of(index, self.region)
         for shard in self.state_shards:
-            if not shard.holds_parameters:
-                for part, here in shard.parts(pieces):
-                    shard.master.write(here, value.reshape(-1)[part.start : part.stop])
+            for part, here in shard.parts([] if owned is None else [owned]):
+                exact = value.reshape(-1)[part.start : part.stop]
+                if not shard.holds_parameters:
+                    shard.master.write(here, exact)
+                elif shard.is_split:
+                    shard.tensors[LOW].write(here, kernels.split(exact.to(torch.float32)).low)
+
+    def _kept_piece(self, index: int) -> Piece | None:
+        """Return the part of a parameter that rests on this rank."""
+        return self.layout.piece_of(index, self.region if self.is_sharded else slice(0, self.layout.numel))
 
     def keep(self, rest: TierTensor | None, *, is_sharded: bool, has_values: bool = True) -> None:
         """Keep what this rank needs of the values that were adopted: in `rest`, or in the gathered buffer itself."""
@@ -196,12 +167,13 @@ class Flat:
         self.share_masters()
 
     def share_masters(self) -> None:
-        """Give the parameters to state shards whose master is the parameter itself."""
+        """Give the parameters to state shards whose master, or its upper half, is the parameter itself."""
         for shard in self.state_shards:
             if shard.holds_parameters:
                 tensor = self.parameters_of(shard)
                 assert tensor is not None
-                shard.tensors[MASTER] = TierTensor(tensor.numel(), tensor.dtype, self.rest.tier, tensor)
+                shared = TierTensor(tensor.numel(), tensor.dtype, self.rest.tier, tensor)
+                shard.tensors[HIGH if shard.is_split else MASTER] = shared
 
     # Gathering and releasing, called by the group
 
@@ -221,6 +193,7 @@ class Flat:
             for parameter, spec, (view, _, (_, prepared, _)) in self._with_faces():
                 (DATA.__set__ if spec is None else set_local)(parameter, view)
                 parameter.__class__ = prepared
+        self._renew_copies()
 
     def show_nan(self) -> None:
         """Let parameters ask for their values when they are touched, and take no memory. What cannot ask, since it
@@ -262,12 +235,14 @@ class Flat:
         for shard in self.state_shards:
             if shard.holds_parameters or (only_resident and not shard.is_resident):
                 continue
-            values = shard.read_master()
+            column = shard.tensors[HIGH if shard.is_split else MASTER]
+            values = column.read(slice(0, shard.numel))
             target = self.parameters_of(shard)
             if target is not None:
                 target.copy_(values)
             else:
                 self.rest.write(shard.region, values.to(self.rest.dtype))
+        self._renew_copies()
 
     # What users write to parameters
 
@@ -277,20 +252,61 @@ class Flat:
             reader.wait()
         self.readers.clear()
 
-    def keep_values(self, index: int, values: torch.Tensor) -> None:
-        """Keep what the user wrote to one parameter, all of whose values these are."""
+    def keep_values(self, index: int, values: torch.Tensor, *, is_compared: bool = True) -> None:
+        """Keep what the user wrote to one parameter, all of whose values these are. Not compared with what was there,
+        they reach lower halves later."""
         self.wait_readers()
+        view = self._faces[index][0]
         values = self.local(index, values)
         if self.gives_back:
-            piece = self.layout.piece_of(index, self.region if self.is_sharded else slice(0, self.layout.numel))
+            piece = self._kept_piece(index)
             if piece is not None:
-                self.rest.write(piece.place, values.reshape(-1)[piece.start : piece.stop])
+                self._write_rest(piece.place, values.reshape(-1)[piece.start : piece.stop])
+        elif values.data_ptr() != view.data_ptr():
+            piece = self.layout.piece_of(index, self.region)
+            if piece is not None and is_compared:
+                part = slice(piece.start, piece.stop)
+                clear_low(self.state_shards, piece.offset, values.reshape(-1)[part], view.reshape(-1)[part])
+            view.copy_(values)
+            self._renew_copies()
         self._is_edited = True
+
+    def _write_rest(self, place: slice, values: torch.Tensor) -> None:
+        """Write parameters to where they rest off the device, or in slices."""
+        if any(shard.is_split and shard.holds_parameters for shard in self.state_shards):
+            clear_low(self.state_shards, place.start, values, self.rest.read(place))
+        self.rest.write(place, values)
+
+    def watch(self, index: int) -> bool:
+        """Copy a parameter that is half of its master, since it is about to be written to. Returns False if a copy is
+        there already, or comes too late: somebody wrote unseen."""
+        piece = self.layout.piece_of(index, self.region)
+        is_late = self._read_versions()[index] != self._edits.versions[index]
+        if piece is None or is_late or piece in self._edits.copies:
+            return False
+        self._edits.take(piece, self.full[self.region], is_brief=True)
+        return True
+
+    def keep_watched(self, index: int, *, forget: bool) -> None:
+        """Keep what the user wrote to a parameter that is watched, and with `forget` watch it no more."""
+        piece = self.layout.piece_of(index, self.region)
+        version = self._read_versions()[index]
+        copy = None if piece is None else self._edits.copies.get(piece)
+        if piece is None or copy is None:
+            return
+        if version != self._edits.versions[index]:
+            self.wait_readers()
+            clear_low(self.state_shards, piece.offset, self.full[self.region][piece.place], copy)
+            self._edits.renew(self.full[self.region], piece)
+            self._edits.versions[index] = version
+            self._is_edited = True
+        if forget:
+            self._edits.forget(piece)
 
     @property
     def has_edits(self) -> bool:
         """Whether the user wrote in place to parameters that show their values."""
-        return self._read_versions() != self._versions
+        return self._read_versions() != self._edits.versions
 
     @property
     def awaits_commit(self) -> bool:
@@ -304,17 +320,31 @@ class Flat:
             pairs = zip(self.parameters, self.specs, strict=True)
             return [version_of(p) if spec is None else version_of(p) + version_of(local_of(p)) for p, spec in pairs]
 
-    def keep_all(self, full: torch.Tensor) -> None:
-        """Keep all values of a gathered buffer: the user may have written to any."""
+    def keep_all(self, full: torch.Tensor, before: torch.Tensor | None = None) -> None:
+        """Keep all values of a gathered buffer: the user may have written to any. `before` are those from before.
+        Without them, the copy of a parameter that is watched tells what has changed. One that was written to unseen
+        counts as new as a whole; a copy of its values, kept from then on, tells what later writes change."""
         self.wait_readers()
+        versions = self._read_versions()
         if self.gives_back:
-            self.rest.write(slice(0, self.rest.numel), full[self.region] if self.is_sharded else full)
-        self._versions = self._read_versions()
+            self._write_rest(slice(0, self.rest.numel), full[self.region] if self.is_sharded else full)
+        elif before is not None:
+            clear_low(self.state_shards, 0, full[self.region], before[self.region])
+        elif self.holds_halves:
+            for index, (then, now) in enumerate(zip(self._edits.versions, versions, strict=True)):
+                piece = self.layout.piece_of(index, self.region)
+                if then != now and piece is not None:
+                    copy = self._edits.copies.get(piece)
+                    clear_low(self.state_shards, piece.offset, full[self.region][piece.place], copy)
+                    if copy is None:
+                        self._edits.take(piece, full[self.region], is_brief=False)
+        self._renew_copies()
+        self._edits.versions = versions
         self._is_edited = True
 
     def commit_edits(self) -> None:
         """Let masters follow what the user wrote. They change only where the rounded value did, so what was not
-        touched loses no bits."""
+        touched loses no bits. Those whose upper half is the parameter have followed when it was kept."""
         if self.has_edits and self.full.untyped_storage().nbytes():
             self.keep_all(self.full)
         if not self._is_edited:
@@ -330,10 +360,15 @@ class Flat:
                 values = torch.where(edited, mine.to(master.dtype), master)
                 shard.master.write(slice(0, shard.numel), values)
 
+    def _renew_copies(self) -> None:
+        if self._edits.copies:  # else the gathered buffer may have no memory
+            self._edits.renew(self.full[self.region])
+
     def mark_updated(self) -> None:
         """Note that an update changes the parameters: a graph from before must not run on new values."""
         torch.autograd.graph.increment_version(self.parameters)
-        self._versions = self._read_versions()
+        self._edits.versions = self._read_versions()
+        self._edits.forget(*self._edits.brief)
 
     def exact_values(self) -> torch.Tensor:
         """Return this rank's region, or shard if it is frozen, at the precision it is kept in, on the device."""
@@ -341,14 +376,3 @@ class Flat:
             return self.rest.read(slice(0, self.rest.numel)).to(self.full.device)
         parts = [shard.read_master().to(self.full.device) for shard in self.state_shards]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def separate_counters(parameters: Sequence[nn.Parameter]) -> None:
-    """Give parameters that share a version counter, as those made from views of one tensor do, one of their own."""
-    real = [parameter for parameter in parameters if parameter.device.type != "meta"]
-    before = [version_of(parameter) for parameter in real]
-    torch.autograd.graph.increment_version(real)
-    for parameter, version in zip(real, before, strict=True):
-        if version_of(parameter) > version + 1:
-            own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, own)

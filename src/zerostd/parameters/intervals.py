@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from zerostd.parameters.flat import Flat
+from zerostd.parameters.state_shard import SplitTensor
 from zerostd.policy import Tier
 from zerostd.sharding import Interval, Piece
 from zerostd.sharding.boxes import Stretch
@@ -56,10 +57,14 @@ class SavedInterval:
     def copied(self) -> SavedInterval:
         """Return the same with the values of now, in host memory of its own: they are there when the work that is
         queued on their device is done, and later work does not change them."""
-        values = self.read(0, self.stop - self.start)
+        halves = self.column if isinstance(self.column, SplitTensor) and self.column.tier is not Tier.DISK else None
+        values = self.read(0, self.stop - self.start) if halves is None else halves.high.read(self.place)
         copy = torch.empty_like(values, device="cpu", pin_memory=values.device.type != "cpu")
         copy.copy_(values, non_blocking=True)
-        return replace(self, column=TierTensor(copy.numel(), copy.dtype, Tier.HOST, copy), offset=0)
+        column = TierTensor(copy.numel(), copy.dtype, Tier.HOST, copy)
+        if halves is not None:  # what users can write to is the upper half
+            column = SplitTensor(column, halves.low.part(self.place))
+        return replace(self, column=column, offset=0)
 
     def read(self, low: int, high: int, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Return elements [low, high) of the interval; those on disk are read into `memory`, if it is given."""

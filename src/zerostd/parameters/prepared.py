@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
-from zerostd.compat import in_backward, in_transform, is_below_autograd, move_hook_to_end
+from zerostd.compat import in_backward, in_transform, is_below_autograd, move_hook_to_end, version_of
 from zerostd.errors import MisuseError
 from zerostd.parameters.handle import GradientHandle
 from zerostd.parameters.lending import Lender, LentTensor, get_data, lend
@@ -66,6 +66,34 @@ class Access(Protocol):
         """Drop the copy that `read` returned."""
         ...
 
+    def watched(self, parameter: nn.Parameter, *, gives_view: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a method writes to a parameter, or gives a view that may be written to."""
+        ...
+
+
+WRITES = [name for name in dir(torch.Tensor) if name.endswith("_") and not name.startswith("_")]
+WRITES += [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor")]
+WRITES += ["__setitem__"]
+VIEWS = ["__getitem__", "__iter__", "view", "view_as", "reshape", "flatten", "select", "narrow", "diagonal", "unbind"]
+VIEWS += ["split", "t", "transpose", "permute", "squeeze", "unsqueeze", "unflatten", "movedim"]
+
+
+def _watched(name: str) -> Callable[..., Any]:
+    """Return a method of torch.Tensor that tells before it writes to a parameter, or gives a view outside autograd.
+    Where a parameter is half of its master, the only copy of it would else be overwritten unseen."""
+    is_view = name in VIEWS
+
+    def call(self: PreparedParameter, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(super(PreparedParameter, self), name)
+        if torch.is_grad_enabled() and (is_view or self.requires_grad):
+            return method(*args, **kwargs)
+        if torch.compiler.is_compiling() or is_below_autograd() or in_transform():
+            return method(*args, **kwargs)
+        with self.source.access.watched(self, gives_view=is_view):
+            return method(*args, **kwargs)
+
+    return functools.update_wrapper(call, getattr(torch.Tensor, name))
+
 
 @dataclass(frozen=True)
 class ParameterSource:
@@ -92,6 +120,8 @@ class ParameterSource:
 
 class PreparedParameter(nn.Parameter):
     """A parameter of a prepared model that shows its values."""
+
+    locals().update({name: _watched(name) for name in (*WRITES, *VIEWS)})
 
     @property
     def source(self) -> ParameterSource:
@@ -285,3 +315,14 @@ def classes_for(original: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[
         return original, original, type(original.__name__, (ReleasedDTensor, original), {"shown_class": original})
     shown = type(original.__name__, (PreparedParameter, original), {})
     return original, shown, type(original.__name__, (ReleasedParameter, original), {"shown_class": shown})
+
+
+def separate_counters(parameters: Sequence[nn.Parameter]) -> None:
+    """Give parameters that share a version counter, as those made from views of one tensor do, one of their own."""
+    real = [parameter for parameter in parameters if parameter.device.type != "meta"]
+    before = [version_of(parameter) for parameter in real]
+    torch.autograd.graph.increment_version(real)
+    for parameter, version in zip(real, before, strict=True):
+        if version_of(parameter) > version + 1:
+            own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, own)

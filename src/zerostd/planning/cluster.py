@@ -237,7 +237,7 @@ def state_bytes(model: ModelProfile, stage: Stage, world_size: int) -> float:
     """Return the bytes of model state that one rank holds."""
     costs = group_costs(PlanRequest(replace(model, samples=None, forward_s=None), NOWHERE, {}, stage, world_size))
     whole = sum(cost.parameters + cost.gradients + cost.pinned_gradients for cost in costs)
-    return whole + model.state_bytes * sum(cost.updated for cost in costs)
+    return whole + (model.state_bytes - model.shared_bytes) * sum(cost.updated for cost in costs)
 
 
 def sent_bytes(model: ModelProfile, stage: Stage, world_size: int, passes: int = 1) -> int:

@@ -76,11 +76,17 @@ class ResourceDemands:
         self.weights = self.updated * model.parameter_bytes
         self.states = self.updated * model.state_bytes
         self.masters = self.updated * model.master_bytes
+        self.shared = self.updated * model.shared_bytes  # of `states`, where parameters are at hand
         self.kept = _array(cost.activations.kept for cost in costs)
         self.boundary = _array(cost.activations.boundary for cost in costs)
         self.forward_s = _array(cost.forward_s for cost in costs)
         self.backward_s = _array(cost.backward_s for cost in costs)
         self.longer_s = _array(cost.activations.longer_s for cost in costs)
+
+    @property
+    def _shared_off(self) -> Array:
+        """The same for states off the device."""
+        return self.shared * (not self.request.speculates)
 
     def bytes(self, tier: Tier) -> tuple[Factors, float]:
         """Return what shares take of one tier, and what is there in any case."""
@@ -88,8 +94,8 @@ class ResourceDemands:
         if tier is Tier.DEVICE:
             on_the_way = self.weights * one_memory  # to the disk
             factors = {
-                "resident": self.states,
-                "master_device": self.masters,
+                "resident": self.states - self.shared,
+                "master_device": self.masters + self.shared,
                 "parameters_host": -self.parameters,
                 "parameters_disk": on_the_way - self.parameters,
                 "gradients_host": -self.gradients,
@@ -101,42 +107,46 @@ class ResourceDemands:
             copies = 2 if self.request.speculates else 1
             has_link = self.request.machine.link is not None
             factors = {
-                "cpu": self.states * copies,
-                "streamed": self.states * copies,
-                "master_host": self.masters * copies,
+                "cpu": self.states * copies - self._shared_off,
+                "streamed": self.states * copies - self._shared_off,
+                "master_host": self.masters * copies + self._shared_off,
                 "parameters_host": self.parameters,
                 "gradients_host": self.gradients,
                 "activations_host": self.kept,
                 "parameters_disk": self.weights * (not one_memory),
                 "gradients_down": self.gradient * has_link,
-                "weights_held": self.weights * has_link,
+                "weights_held": self.weights * (has_link and not self.request.model.shared_bytes),
             }
             return factors, 0.0
         on_disk = self.states + self.masters
-        return {"disk_cpu": on_disk, "disk_streamed": on_disk, "parameters_disk": self.parameters}, 0.0
+        streamed = on_disk - self._shared_off
+        return {"disk_cpu": on_disk, "disk_streamed": streamed, "parameters_disk": self.parameters}, 0.0
 
     def update(self) -> dict[str, Factors]:
         """Return, by resource, what the update of a group takes and what its next forward needs from elsewhere."""
         model = self.request.model
         states = self.updated * (model.state_bytes + model.master_bytes)
+        streamed = states - self._shared_off
         up = {
-            "streamed": states,
-            "disk_streamed": states,
+            "streamed": streamed,
+            "disk_streamed": streamed,
+            "weights_down": self._shared_off,  # parameters from the host that are halves of masters
             "weights_up": self.weights,
             "gradients_up": self.gradient,
             "parameters_host": self.parameters,
             "parameters_disk": self.parameters,
         }
         down = {
-            "streamed": states,
-            "disk_streamed": states,
+            "streamed": streamed,
+            "disk_streamed": streamed,
             "gradients_down": self.gradient,
             "weights_down": self.weights,
             "gradients_host": self.gradient,
         }
-        read = {"disk_cpu": states, "disk_streamed": states, "parameters_disk": self.parameters}
+        read = {"disk_cpu": states, "disk_streamed": streamed, "parameters_disk": self.parameters}
         by_cpu = {"cpu": self.updated, "disk_cpu": self.updated}
-        in_memory = {name: self.gradient + self.weights + 2 * states for name in by_cpu}
+        written = self.weights * (not model.shared_bytes)  # beside the master, which else has them as one half
+        in_memory = {name: self.gradient + written + 2 * states for name in by_cpu}
         work = {"cpu": _scaled(by_cpu, self.request.cpu_s)}
         work |= self._link(up, down, _sum(in_memory, up, down, _scaled(read, 2)))
         return work | self._disk(read, read)
@@ -188,8 +198,13 @@ def products(request: PlanRequest) -> Iterator[tuple[str, Sequence[str], Mapping
     yield "weights_down", OFF, by_cpu, 0.0  # and from the device to where they are kept
     yield "gradients_down", BY_CPU, {"gradients_host": 1.0}, 0.0  # gradients on the device that the CPU reads a copy of
     yield "gradients_up", ("gradients_host",), by_cpu, 0.0  # gradients on the host that the device reads
-    yield "master_device", ("resident", *OFF), {}, 1.0  # masters that are no parameters themselves
-    yield "master_host", ("cpu", "streamed"), {} if request.speculates else {"parameters_host": 1.0}, 0.0
+    yield "master_device", ("resident", *OFF), {}, 1.0  # masters, or halves of them, that are no parameters themselves
+    if not request.model.shared_bytes:
+        yield "master_host", ("cpu", "streamed"), {} if request.speculates else {"parameters_host": 1.0}, 0.0
+    elif request.machine.link is None:
+        yield "master_host", ("cpu", "parameters_disk"), {}, 1.0
+    else:
+        yield "master_host", ("cpu",), {"parameters_host": 1.0}, 0.0
     yield (
         "weights_held",
         ("weights_up",),

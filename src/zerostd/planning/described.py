@@ -165,7 +165,7 @@ def _assemble(name: str, blocks: list[_Block], ends: _Ends, sequence: int, sampl
         head = GroupProfile("head", after, 0, 2.0 * hidden**2, 4.0 * hidden, stream, 2.0 * hidden)
     embedding = GroupProfile("embedding", before, peak_bytes=stream)
     middle = (block.profile(f"blocks.{index}", sequence) for index, block in enumerate(blocks))
-    return ModelProfile(name, (embedding, *middle, head), samples=samples)
+    return ModelProfile(name, (embedding, *middle, head), shared_bytes=2, samples=samples)
 
 
 # -- config.json --

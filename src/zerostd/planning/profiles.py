@@ -168,6 +168,7 @@ class ModelProfile:
     gradient_bytes: int = 2  # of one gradient, as it rests when a step is one pass
     state_bytes: int = 12  # of one parameter's master and optimizer states
     master_bytes: int = 0  # more off the device, where a parameter on it is its own master
+    shared_bytes: int = 0  # of `state_bytes`: the half of a split master that is the parameter, where it is at hand
     dtype: str = "bfloat16"  # of the matrix products
     samples: int | None = None  # in one pass on one rank; None: not known, so neither is the time to compute
     recomputes: bool = False  # blocks keep only their inputs

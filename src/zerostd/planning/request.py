@@ -15,7 +15,7 @@ from typing import Any
 
 from zerostd.errors import PrepareError
 from zerostd.planning.profiles import DiskRates, GroupProfile, MachineProfile, ModelProfile, Wire
-from zerostd.policy import Budget, Kind, Stage, Tier, parse_bytes, shards
+from zerostd.policy import Budget, Kind, Route, Stage, Tier, is_at_hand, parse_bytes, shards
 
 MARGIN = 0.1  # of what is free: the part that no plan uses
 FOR_ACTIVATIONS = 0.4  # of the device, if the batch is not known and there is no budget,
@@ -120,6 +120,13 @@ class PlanRequest:
     def cpu_s(self) -> float:
         """The seconds that the CPU takes to update one parameter."""
         return self.machine.processor.ns(self.num_threads) * 1e-9
+
+    def shared_bytes(self, tier: Tier, route: Route, parameters: Tier) -> int:
+        """Return the bytes of one parameter's states that are the parameter itself, with states in `tier`."""
+        if self.speculates and tier is not Tier.DEVICE:
+            return 0
+        is_shared = is_at_hand(parameters, route, has_own_memory=self.machine.link is not None)
+        return self.model.shared_bytes if is_shared else 0
 
     @property
     def memory_rate(self) -> float:

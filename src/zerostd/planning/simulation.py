@@ -105,18 +105,20 @@ class StepSimulation:
         share = self.shares[group]
         model = self.request.model
         states = model.state_bytes + model.master_bytes
+        shared = 0 if self.request.speculates else model.shared_bytes
         gradient_up = cost.gradient_bytes if share.gradients_host > 0.5 else 0
         gradient_down = 0 if share.gradients_host > 0.5 or self.lands_before else cost.gradient_bytes
         weight_down = model.parameter_bytes if share.parameters_off else 0
         weight_up = model.parameter_bytes - weight_down
+        written = 0 if model.shared_bytes else model.parameter_bytes  # beside the master
         by_cpu = {
             "cpu": self.request.cpu_s,
             "up": weight_up,
             "down": gradient_down,
-            "memory": cost.gradient_bytes + model.parameter_bytes + 2 * states + weight_up + gradient_down,
+            "memory": cost.gradient_bytes + written + 2 * states + weight_up + gradient_down,
         }
-        up = states + gradient_up
-        down = states + weight_down
+        up = states - shared + gradient_up + (shared if share.parameters_off else 0)
+        down = states - shared + weight_down
         streamed = {"up": up, "down": down, "memory": up + down}
         by_device = {"up": gradient_up, "down": weight_down, "memory": gradient_up + weight_down}
         for worker, part, takes in (
@@ -124,7 +126,7 @@ class StepSimulation:
             ("cpu", share.cpu, by_cpu),
             ("streamed", share.streamed, streamed),
             ("disk", share.disk_cpu, {**by_cpu, "read": states, "write": states}),
-            ("disk", share.disk_streamed, {**streamed, "read": states, "write": states}),
+            ("disk", share.disk_streamed, {**streamed, "read": states - shared, "write": states - shared}),
         ):
             if part * cost.updated > 0.5:
                 on_disk = takes.get("read", 0) + takes.get("write", 0)  # which passes through memory

@@ -95,7 +95,8 @@ def shares_of(homes: Homes, way: str | None = None) -> GroupShares:
 
 
 def model_state(solution: Solution) -> dict[Tier, dict[Kind, int]]:
-    """Return the bytes of this rank by the closed form: 2 for a parameter, 2 for its gradient, 12 for its states."""
+    """Return the bytes of this rank by the closed form: for bf16 and AdamW 2 for a parameter, 2 for its gradient, 10
+    for its states, or 12 where the parameter is not at hand for the update."""
     request = solution.request
     model = request.model
     total = {tier: dict[Kind, float]() for tier in Tier}
@@ -112,10 +113,11 @@ def model_state(solution: Solution) -> dict[Tier, dict[Kind, int]]:
             copies = 2 if request.speculates and tier is Tier.HOST else 1
             shares_master = tier is homes.parameters and tier is not Tier.DISK and copies == 1
             width = model.state_bytes + (0 if shares_master else model.master_bytes)
+            width -= request.shared_bytes(tier, route, homes.parameters)
             add(tier, Kind.OPTIMIZER_STATES, cost.updated * part * width * copies)
             if route is Route.CPU:
                 passes = Tier.DEVICE if request.has_one_memory else Tier.HOST
-                add(passes, Kind.BUFFERS, cost.updated * part * _passing(request, cost, homes))
+                add(passes, Kind.BUFFERS, cost.updated * part * _passing(request, cost, homes, tier))
     if request.chooses:
         device, host = activation_bytes(request, solution.shares)
         add(Tier.DEVICE, Kind.ACTIVATIONS, device)
@@ -127,10 +129,12 @@ def model_state(solution: Solution) -> dict[Tier, dict[Kind, int]]:
     return {tier: {kind: int(size) for kind, size in kinds.items() if size >= 1} for tier, kinds in total.items()}
 
 
-def _passing(request: PlanRequest, cost: GroupCost, homes: Homes) -> int:
+def _passing(request: PlanRequest, cost: GroupCost, homes: Homes, tier: Tier) -> int:
     """Return the bytes of host memory that a parameter updated by the CPU takes: its gradient, its new value."""
     has_link = request.machine.link is not None
     gradient = cost.gradient_bytes if has_link and homes.gradients is Tier.DEVICE else 0
+    if tier is Tier.HOST and request.model.shared_bytes:
+        return gradient  # new values are halves of masters
     lands_on_gradient = gradient > 0 and lands_on_copy(request, cost)
     goes_up = has_link and homes.parameters is Tier.DEVICE and not lands_on_gradient
     return gradient + (request.model.parameter_bytes if goes_up or homes.parameters is Tier.DISK else 0)

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from zerostd.communication.coded_wires import FED_BACK, wires_class
-from zerostd.optimizers.updater import OffloadUpdater, Updater
-from zerostd.parameters.flat import MASTER
+from zerostd.optimizers.updater import OffloadUpdater, PassingStates, Updater
 from zerostd.parameters.host_gradient import NUM_STAGING
 from zerostd.policy import Kind, Tier
 from zerostd.preparing.homes import FlatPlan, Rules, demand
@@ -25,15 +22,13 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, dic
     """Return everything but activations, by tier and kind."""
     trained = [plan for group in plans for plan in group if plan.is_trained]
     need = demand(plans)
-    need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans, rules)
-    need[Tier.DEVICE, Kind.BUFFERS] += _gathered(plans, rules) + _slots(plans, rules)[Tier.DEVICE]
+    need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans)
+    need[Tier.DEVICE, Kind.BUFFERS] += _gathered(plans, rules) + _slots(plans)[Tier.DEVICE]
     need[Tier.DEVICE, Kind.BUFFERS] += _wires(trained, rules) + _staging(trained, rules)
-    resident = [
-        sum(portion.numel for plan in group for portion in plan.portions if portion.tier is Tier.DEVICE)
-        for group in plans
-    ]
+    resident = [sum(map(_resident, group)) for group in plans]
     comes_up = [(plan.gradient_dtype, rules.has_own_memory and plan.gradients is Tier.HOST) for plan in trained]
-    need[Tier.DEVICE, Kind.BUFFERS] += Updater.buffer_bytes(resident, comes_up)
+    split = [sum(_resident(plan) for plan in group if plan.is_split) for group in plans]
+    need[Tier.DEVICE, Kind.BUFFERS] += Updater.buffer_bytes(resident, comes_up, split)
     counted: dict[Tier, dict[Kind, int]] = {}
     for (tier, kind), size in sorted(need.items()):
         if size:
@@ -41,9 +36,14 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, dic
     return counted
 
 
-def host_buffers(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
+def _resident(plan: FlatPlan) -> int:
+    """Return the elements whose states are on the device."""
+    return sum(portion.numel for portion in plan.portions if portion.tier is Tier.DEVICE)
+
+
+def host_buffers(plans: Sequence[Sequence[FlatPlan]]) -> int:
     """Return the bytes of host memory that what rests on disk passes through, and those of its checksums."""
-    slots = _slots(plans, rules)[Tier.HOST]
+    slots = _slots(plans)[Tier.HOST]
     extents = [
         num_bytes
         for group in plans
@@ -61,10 +61,16 @@ def largest_on_disk(plans: Sequence[Sequence[FlatPlan]]) -> int:
     return max((plan.rest_numel * plan.dtype.itemsize for plan in on_disk), default=0)
 
 
-def _slots(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, int]:
+def _slots(plans: Sequence[Sequence[FlatPlan]]) -> dict[Tier, int]:
     """Return the bytes for states that pass through the device, or come from disk, by the tier they are in."""
-    portions = [portion for group in plans for plan in group for portion in plan.portions]
-    return OffloadUpdater.buffer_bytes(portions, {MASTER: torch.float32, **rules.states})
+    return OffloadUpdater.buffer_bytes(
+        [
+            PassingStates(portion, plan.columns(portion), plan.staged(portion))
+            for group in plans
+            for plan in group
+            for portion in plan.portions
+        ]
+    )
 
 
 def _gathered(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:

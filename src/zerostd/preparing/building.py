@@ -32,8 +32,8 @@ from zerostd.optimizers.updater import OffloadUpdater, Updater
 from zerostd.parameters import Group
 from zerostd.parameters.blueprints import ROOT, Member, describe, find_blueprints
 from zerostd.parameters.deferred import draw_seeds, make_real
-from zerostd.parameters.flat import separate_counters
 from zerostd.parameters.host_gradient import Staging
+from zerostd.parameters.prepared import separate_counters
 from zerostd.parameters.replaying import is_deferred
 from zerostd.planning import Plan
 from zerostd.policy import Budget, Kind, Tier, limit_of, parse_bytes
@@ -88,7 +88,7 @@ def build(
         plans = plan_flats(blueprints, rules)
         ways = ways_for(settings, [blueprint.name for blueprint in blueprints if blueprint.name != ROOT])
         need = demand(plans)
-        need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans, rules)
+        need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans)
         ledger = Ledger()
         peers = wires_to_peers(settings.decided[1].same_activations, world, ledger)
         needs_disk = any(way.tier is Tier.DISK for way in ways.values())

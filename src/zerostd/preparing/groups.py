@@ -7,16 +7,18 @@ reserved before the first group.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
 from zerostd.engine.runtime import Resources
 from zerostd.parameters.blueprints import Member
-from zerostd.parameters.flat import MASTER, Flat, StateShard
+from zerostd.parameters.flat import Flat
 from zerostd.parameters.gradient import Gradient, HostGradientCopy
 from zerostd.parameters.host_gradient import HostGradient
+from zerostd.parameters.state_shard import StateShard
 from zerostd.policy import Kind, Route, Tier
-from zerostd.preparing.homes import FlatPlan
+from zerostd.preparing.homes import Columns, FlatPlan
 from zerostd.sharding import Portion
 from zerostd.tiers import TierAllocator, TierTensor
 from zerostd.tiers.extents import Extent
@@ -66,7 +68,7 @@ def move_flat(flat: Flat, plan: FlatPlan, resources: Resources, arenas: Arenas) 
     give_back = allocator.exchange(plan.owner, Kind.OPTIMIZER_STATES, arenas)
     flat.state_shards = tuple(_make_shard(plan, portion, allocator) for portion in plan.portions)
     flat.share_masters()
-    for shard in (shard for shard in flat.state_shards if not shard.holds_parameters):
+    for shard in (shard for shard in flat.state_shards if shard.is_split or not shard.holds_parameters):
         for old in before:
             start = max(old.start, shard.start)
             stop = min(old.stop, shard.stop)
@@ -100,18 +102,15 @@ def make_masters(flat: Flat, plan: FlatPlan, resources: Resources) -> None:
 
 
 def _make_shard(plan: FlatPlan, portion: Portion, allocator: TierAllocator) -> StateShard:
-    states = plan.states_of(portion)
+    def allocate(columns: Columns) -> dict[str, TierTensor]:
+        take = partial(allocator.allocate, plan.owner, portion.tier, Kind.OPTIMIZER_STATES, portion.numel)
+        return {name: take(dtype) for name, dtype in columns.items()}
 
-    def column(dtype: torch.dtype) -> TierTensor:
-        return allocator.allocate(plan.owner, portion.tier, Kind.OPTIMIZER_STATES, portion.numel, dtype)
-
-    shares = plan.shares_master(portion)
-    columns = {} if shares else {MASTER: column(plan.master_dtype)}
-    columns |= {name: column(dtype) for name, dtype in states.items()}
-    spare: dict[str, TierTensor] = {}
-    if plan.rules.placement.speculate and portion.tier is Tier.HOST:
-        spare = {MASTER: column(plan.master_dtype)} | {name: column(dtype) for name, dtype in states.items()}
-    return StateShard(portion.start, portion.stop, portion.tier, portion.route, columns, spare, holds_parameters=shares)
+    columns = allocate(plan.columns(portion))
+    has_spare = plan.rules.placement.speculate and portion.tier is Tier.HOST
+    spare = allocate(plan.columns(portion, is_spare=True)) if has_spare else {}
+    holds = plan.holds_parameters(portion)
+    return StateShard(portion.start, portion.stop, portion.tier, portion.route, columns, spare, holds_parameters=holds)
 
 
 def _make_gradient(plan: FlatPlan, resources: Resources) -> Gradient:

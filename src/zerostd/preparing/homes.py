@@ -15,7 +15,8 @@ import torch
 
 from zerostd.errors import PrepareError
 from zerostd.parameters.blueprints import Blueprint, Member
-from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, shards
+from zerostd.parameters.state_shard import HIGH, LOW, MASTER
+from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, is_at_hand, shards, splits_masters
 from zerostd.sharding import Layout, Portion, make_layout
 from zerostd.sharding.portions import UNIT, assign_tiers, cut_by_shares, cut_portions, cuts_at_shares, shares_off
 from zerostd.tiers.host import padded
@@ -26,6 +27,7 @@ Demand = Counter[tuple[Tier, Kind]]  # bytes
 CLOSE = 0.05  # of a kind: whole flats this far from the shares that were asked for are not cut
 FEWEST = 1 << 15  # elements: of smaller models whole flats are kept, since any transfer is all latency
 FAR = 0.1  # of a kind: shares that whole parameters miss by more are refused
+Columns = dict[str, torch.dtype]  # by name, each as long as its portion
 
 
 @dataclass(frozen=True)
@@ -111,17 +113,39 @@ class FlatPlan:
         """Whether releasing the group gives memory back."""
         return self.rules.shards(Kind.PARAMETERS) or self.parameters is not Tier.DEVICE
 
-    def shares_master(self, portion: Portion) -> bool:
-        """Return whether the parameter is its own master: same numbers, same place, and nothing is tried beside it."""
+    @property
+    def is_split(self) -> bool:
+        """Whether masters are kept as two halves."""
+        return self.is_trained and splits_masters(self.dtype)
+
+    def holds_parameters(self, portion: Portion) -> bool:
+        """Return whether the parameter is its own master, or the upper half of it: same numbers, at hand where the
+        update runs, and nothing is tried beside it."""
+        if self.rules.placement.speculate and portion.tier is not Tier.DEVICE:
+            return False
+        if self.is_split:
+            return is_at_hand(self.parameters, portion.route, has_own_memory=self.rules.has_own_memory)
         is_as_wide = self.master_dtype == self.dtype
-        same = is_as_wide and portion.tier is self.parameters and portion.tier is not Tier.DISK
-        return same and not (self.rules.placement.speculate and portion.tier is not Tier.DEVICE)
+        return is_as_wide and portion.tier is self.parameters and portion.tier is not Tier.DISK
 
-    def states_of(self, portion: Portion) -> dict[str, torch.dtype]:
-        """Return the states that are laid out beforehand, by name: those off the device."""
-        return {} if portion.tier is Tier.DEVICE else self._state_dtypes()
+    def columns(self, portion: Portion, *, is_spare: bool = False) -> Columns:
+        """Return what is laid out beforehand in the portion's tier: its master, as far as that is not the parameter,
+        and off the device the states. Spare columns take a master of their own."""
+        shares = self.holds_parameters(portion) and not is_spare
+        master: Columns = {} if shares else {MASTER: self.master_dtype}
+        if self.is_split:
+            master = {LOW: torch.int16} if shares else {HIGH: self.dtype, LOW: torch.int16}
+        return master if portion.tier is Tier.DEVICE else master | self._state_dtypes()
 
-    def _state_dtypes(self) -> dict[str, torch.dtype]:
+    def staged(self, portion: Portion) -> Columns:
+        """Return what passes through the device where the portion is streamed."""
+        if not self.is_split:
+            return {MASTER: self.master_dtype, **self._state_dtypes()}
+        is_there = not self.rules.has_own_memory or (self.parameters is Tier.DEVICE and self.holds_parameters(portion))
+        upper = {} if is_there else {HIGH: self.dtype}
+        return {**upper, LOW: torch.int16, **self._state_dtypes()}
+
+    def _state_dtypes(self) -> Columns:
         """Return the dtypes of states: as wide as the master where the optimizer makes them like the parameter."""
         states = self.rules.states.items()
         return {name: self.master_dtype if dtype == torch.float32 else dtype for name, dtype in states}
@@ -151,14 +175,15 @@ class FlatPlan:
 
     def _add_portion(self, need: Demand, portion: Portion, itemsize: int) -> None:
         rules = self.rules
-        widths = [dtype.itemsize for dtype in self._state_dtypes().values()]
-        if not self.shares_master(portion):
-            widths.append(self.master_dtype.itemsize)
+        columns = self._state_dtypes() | self.columns(portion)
+        widths = [dtype.itemsize for dtype in columns.values()]
         copies = 2 if rules.placement.speculate and portion.tier is Tier.HOST else 1
         sizes = [_taken(portion.tier, portion.numel * width) for width in widths]
         need[portion.tier, Kind.OPTIMIZER_STATES] += copies * sum(sizes)
         if rules.has_own_memory and portion.route is Route.CPU and self.gradients is Tier.DEVICE:
             need[Tier.HOST, Kind.BUFFERS] += padded(portion.numel * itemsize)
+        if portion.tier is Tier.HOST and self.is_split:
+            return  # new parameters are upper halves, which have a place already
         is_as_wide = itemsize == self.dtype.itemsize
         lands_on_gradient = self.gradients is Tier.DEVICE and is_as_wide and not rules.placement.speculate
         goes_up = rules.has_own_memory and self.parameters is Tier.DEVICE and not lands_on_gradient

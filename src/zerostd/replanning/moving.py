@@ -19,7 +19,7 @@ from zerostd.engine.settings import Settings
 from zerostd.errors import MisuseError
 from zerostd.optimizers.states import replace_states, take_states
 from zerostd.parameters import Flat, Group
-from zerostd.parameters.flat import StateShard
+from zerostd.parameters.state_shard import StateShard
 from zerostd.planning import Plan
 from zerostd.policy import Kind, Tier, Way
 from zerostd.preparing.building import begin_backward_updates, make_offload_updater

@@ -64,6 +64,7 @@ class ParameterAccess:
         self._gradients = gradients
         self._copied: tuple[Group, dict[Flat, torch.Tensor]] | None = None  # the last group that was touched
         self._held: dict[Group, dict[Flat, torch.Tensor]] = {}  # inside zerostd.gathered
+        self._before: dict[Flat, torch.Tensor] = {}  # likewise: values that may be written to, as they were
         self._references: list[weakref.ref[nn.Parameter]] = []  # torch.utils.swap_tensors refuses what has any
         self._read_only: str | None = None  # where writes are refused now: the context, and the remedy
 
@@ -99,7 +100,10 @@ class ParameterAccess:
             with self.gatherer.turn, outside_transforms():
                 self._bring(group, flat.layout.intervals[index].name)
         if group.state is GroupState.GATHERED:
-            return parameter
+            if not flat.holds_halves or self.active:
+                return parameter
+            with torch.inference_mode(False):  # a write is told from what was there before
+                return flat.copied(index)
         assert self._copied is not None
         return flat.shown(index, self._copied[1][flat])
 
@@ -119,8 +123,8 @@ class ParameterAccess:
         group.check_exact(flat)
         if self._read_only is not None:
             raise not_writable(flat.layout.intervals[index].name, self._read_only)
-        with self.gatherer.turn:
-            flat.keep_values(index, values)
+        with self.gatherer.turn, torch.inference_mode(False), torch.no_grad():
+            flat.keep_values(index, values, is_compared=flat not in self._before)
         # A call that takes parameters of several groups may have made two copies of this one. The later one is kept,
         # and does not have these values.
         copied = self._copied
@@ -128,11 +132,31 @@ class ParameterAccess:
             self._copied = None
 
     @contextlib.contextmanager
+    def watched(self, parameter: nn.Parameter, *, gives_view: bool) -> Iterator[None]:
+        """Tell a write to a parameter that is half of its master from what was there before."""
+        group, flat, index = self.places[parameter]
+        is_elsewhere = flat in self._before or self._read_only is not None  # the end of the context tells
+        if not flat.holds_halves or is_elsewhere or (gives_view and self.active):
+            yield
+            return
+        if group.state is not GroupState.GATHERED:
+            self.read(parameter)
+        with self.gatherer.turn:
+            is_new = flat.watch(index)
+        try:
+            yield
+        finally:
+            if not gives_view:
+                with self.gatherer.turn, torch.inference_mode(False), torch.no_grad():
+                    flat.keep_watched(index, forget=is_new)
+
+    @contextlib.contextmanager
     def held(self, groups: Sequence[Group], *, write: bool) -> Iterator[None]:
         """Hold the values of groups inside the context. With `write`, rank 0's changes are kept, on all ranks."""
         outer = self._held
+        before = self._before
         with self.gatherer.turn:
-            self._hold(groups)
+            self._hold(groups, write=write)
         try:
             with self.pinned(groups, None if write else READ_ONLY):
                 yield
@@ -145,6 +169,7 @@ class ParameterAccess:
                     self._keep_held(groups)
         finally:
             self._held = outer
+            self._before = before
 
     @contextlib.contextmanager
     def pinned(self, groups: Sequence[Group], read_only: str | None) -> Iterator[None]:
@@ -161,7 +186,7 @@ class ParameterAccess:
         finally:
             self._read_only = outer
 
-    def _hold(self, groups: Sequence[Group]) -> None:
+    def _hold(self, groups: Sequence[Group], *, write: bool) -> None:
         """Gather groups that rest on the device, and copy the others."""
         for group in (group for group in groups if not group.gives_back):
             self.gatherer.gather(group)
@@ -170,6 +195,8 @@ class ParameterAccess:
             self.gatherer.drop_kept(group for group in groups if group not in self._held)
         copies = {group: self.gatherer.copy(group) for group in groups if group.gives_back and group not in self._held}
         self._held = copies | self._held
+        written = [flat for group in groups for flat in group.flats if write and flat.holds_halves]
+        self._before = {flat: flat.full.clone() for flat in written} | self._before
 
     def _keep_held(self, groups: Sequence[Group]) -> None:
         """Keep what rank 0 has changed."""
@@ -178,7 +205,7 @@ class ParameterAccess:
             for flat, full in self._held.get(group, {flat: flat.full for flat in group.flats}).items():
                 with self.gatherer.wires.world.at(f"the broadcast of group {group.name!r}"):
                     self.gatherer.wires.broadcast([full])
-                flat.keep_all(full)
+                flat.keep_all(full, self._before.get(flat))
             group.commit_edits()
 
     def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
@@ -204,7 +231,8 @@ class ParameterAccess:
     def shows_master(self, parameter: nn.Parameter) -> bool:
         """Return whether what a parameter shows is its master, now and after updates, or its forward runs."""
         group, flat, _ = self.places[parameter]
-        holds = all(shard.is_resident and shard.holds_parameters for shard in flat.state_shards)
+        shards = flat.state_shards
+        holds = all(shard.is_resident and shard.holds_parameters and not shard.is_split for shard in shards)
         return bool(self.active) or (holds and not group.gives_back and not group.is_in_slices)
 
     def forget(self) -> None:

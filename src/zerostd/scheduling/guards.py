@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from zerostd.errors import MisuseError
-from zerostd.parameters import Group
+from zerostd.parameters import Flat, Group
 from zerostd.parameters.blueprints import GUARD
 from zerostd.scheduling.access import ParameterAccess
 
@@ -39,6 +39,7 @@ class Guards:
         self._hooks = contextlib.ExitStack()  # takes them off again
         self._loading: dict[Group, None] = {}  # stay gathered while their values are loaded,
         self._loaded: dict[Group, None] = {}  # and rest on the device, so that they wait for the end
+        self._values: dict[Flat, dict[int, torch.Tensor]] = {}  # that are loaded, before rounding, by index
         self._depth = 0
 
     def install(self) -> None:
@@ -132,7 +133,7 @@ class Guards:
             value = state_dict.get(prefix + short)
             if parameter is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 flat, index = self._places[parameter][1:]
-                flat.set_master(index, flat.local(index, value))
+                self._values.setdefault(flat, {})[index] = flat.local(index, value)
                 if flat.specs[index] is None:
                     self.gatherer.control.note_values(prefix + short, value)
 
@@ -148,4 +149,6 @@ class Guards:
             for flat in group.flats:
                 flat.keep_all(flat.full)
                 flat.commit_edits()
+                for index, value in self._values.pop(flat, {}).items():
+                    flat.write_values(index, value)  # masters are exact, whatever torch has rounded
             self.gatherer.release(group)

@@ -1,0 +1,165 @@
+"""What the optimizer keeps for a stretch of a region: the master and the states, in one tier and updated by one route.
+
+The master of a bf16 parameter is kept as two halves of 16 bits (`kernels.Split`). The upper half is the parameter as
+the model computes with it, so where the parameter is at hand for the update, the parameter itself is that half and only
+the lower one is kept. Elsewhere the shard has an upper half of its own. Other masters are one fp32 tensor, or wider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from zerostd import kernels
+from zerostd.kernels import Split
+from zerostd.monitoring import Ledger
+from zerostd.policy import Kind, Route, Tier
+from zerostd.sharding import Piece, Portion
+from zerostd.tiers import Done, TierTensor, Transfer
+
+MASTER = "master"
+HIGH = "high"  # bf16: the upper half of a split master, rounded
+LOW = "low"  # int16: the lower half
+OF_MASTER = (MASTER, HIGH, LOW)  # names that are no states
+
+
+class SplitTensor(TierTensor):
+    """A split master as one tier tensor of fp32 numbers, for whoever reads and writes it outside the step. What it
+    returns is a copy."""
+
+    def __init__(self, high: TierTensor, low: TierTensor) -> None:
+        super().__init__(low.numel, torch.float32, low.tier, None)
+        self.high = high
+        self.low = low
+
+    def part(self, part: slice) -> SplitTensor:
+        """Return a part of it."""
+        return SplitTensor(self.high.part(part), self.low.part(part))
+
+    def read(self, part: slice, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the numbers of a part, where the lower half is; from disk in host memory."""
+        low = self.low.read(part, memory)
+        return kernels.join(Split(self.high.read(part).to(low.device), low))
+
+    def write(self, part: slice, values: torch.Tensor) -> None:
+        """Write numbers to a part of both halves, and so to the parameter if it is the upper one."""
+        halves = kernels.split(values.to(torch.float32))
+        self.high.write(part, halves.high)
+        self.low.write(part, halves.low)
+
+    def start_read(self, start: int, target: torch.Tensor) -> Transfer:
+        """Read into memory, from element `start`; done when it returns."""
+        values = target.view(torch.float32)
+        values.copy_(self.read(slice(start, start + values.numel())))
+        return Done()
+
+    def start_write(self, start: int, source: torch.Tensor) -> Transfer:
+        """Write from memory, to element `start`; done when it returns."""
+        values = source.view(torch.float32)
+        self.write(slice(start, start + values.numel()), values)
+        return Done()
+
+
+@dataclass(eq=False)
+class StateShard:
+    """A stretch of a region with one tier and one route, and its tensors, each as long as the stretch."""
+
+    start: int  # elements of the region
+    stop: int
+    tier: Tier
+    route: Route
+    tensors: dict[str, TierTensor]
+    spare: dict[str, TierTensor] = field(default_factory=dict)
+    holds_parameters: bool = False  # the master, or the upper half of a split one, is the parameter itself, not a copy
+    landed: Transfer = field(default_factory=Done)  # when the last update is back in `tier`: of streamed ones, on disk
+
+    @property
+    def portion(self) -> Portion:
+        """The plan it was made from."""
+        return Portion(self.start, self.stop, self.tier, self.route)
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def region(self) -> slice:
+        """Where it lies in the region."""
+        return slice(self.start, self.stop)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the master is kept as two halves."""
+        return LOW in self.tensors
+
+    @property
+    def master(self) -> TierTensor:
+        """fp32, or the parameters' own dtype if that is wider."""
+        return SplitTensor(self.tensors[HIGH], self.tensors[LOW]) if self.is_split else self.tensors[MASTER]
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the user's optimizer updates it in place, on the device."""
+        return self.route is Route.RESIDENT
+
+    def commit_speculative(self) -> None:
+        """Make the spare tensors, which a speculative update has written, the true ones."""
+        self.tensors, self.spare = self.spare, self.tensors
+
+    def parts(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, slice]]:
+        """Yield the parts of the region's pieces that lie here, each with its place in the tensors."""
+        for piece in pieces:
+            if part := piece.within(self.start, self.stop):
+                yield part, part.place_from(self.start)
+
+    def read_master(self) -> torch.Tensor:
+        return self.master.read(slice(0, self.numel))
+
+
+def clear_low(shards: Iterable[StateShard], start: int, new: torch.Tensor, old: torch.Tensor | None) -> None:
+    """Let masters be exactly the parameters that a user wrote, from element `start` of the region, where they differ
+    from `old`; everywhere if that is None. The lower halves of masters whose upper halves they are become zero."""
+    for shard in shards:
+        low = max(start, shard.start)
+        high = min(start + new.numel(), shard.stop)
+        if low >= high or not (shard.is_split and shard.holds_parameters):
+            continue
+        column = shard.tensors[LOW]
+        part = slice(low - shard.start, high - shard.start)
+        kept = column.read(part)
+        if old is None:
+            column.write(part, torch.zeros_like(kept))
+            continue
+        here = slice(low - start, high - start)
+        changed = new[here].to(old.device).view(torch.int16) != old[here].view(torch.int16)
+        column.write(part, kept.masked_fill(changed.to(kept.device), 0))
+
+
+@dataclass(eq=False)
+class Edits:
+    """What tells that users wrote to parameters in place: version counters, and copies of parameters on the device that
+    are upper halves of masters, from before they were written to. The copies tell which elements changed."""
+
+    ledger: Ledger
+    versions: list[int]  # of the parameters, when edits were kept last
+    copies: dict[Piece, torch.Tensor] = field(default_factory=dict)
+    brief: set[Piece] = field(default_factory=set)  # those that the next update forgets
+
+    def take(self, piece: Piece, region: torch.Tensor, *, is_brief: bool) -> None:
+        with torch.inference_mode(False):
+            self.copies[piece] = region[piece.place].clone()
+        self.ledger.enter(Kind.BUFFERS, self.copies[piece].nbytes)
+        if is_brief:
+            self.brief.add(piece)
+
+    def renew(self, region: torch.Tensor, *pieces: Piece) -> None:
+        """Copy pieces again, or all."""
+        for piece in pieces or self.copies:
+            self.copies[piece].copy_(region[piece.place])
+
+    def forget(self, *pieces: Piece) -> None:
+        for piece in pieces:
+            self.brief.discard(piece)
+            self.ledger.leave(Kind.BUFFERS, self.copies.pop(piece).nbytes)
