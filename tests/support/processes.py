@@ -101,18 +101,25 @@ class RankPool:
         self._num_groups = 0
 
     def run(
-        self, fn: Callable[..., Any], *args: Any, world_size: int | None = None, timeout: float = 120.0
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        world_size: int | None = None,
+        timeout: float = 120.0,
+        grace: float = GRACE_S,
     ) -> list[Any]:
         """`fn(rank, *args)` on each rank; its results by rank, or an AssertionError that names the failing ranks. Ranks
-        that did not find each other, which is gloo's doing before the function has begun, try once more."""
+        that did not find each other, which is gloo's doing before the function has begun, try once more. After the
+        first failure the others have `grace` seconds."""
+        limits = (timeout, grace)
         try:
-            return self._run(fn, *args, world_size=world_size or self.world_size, timeout=timeout)
+            return self._run(fn, *args, world_size=world_size or self.world_size, limits=limits)
         except AssertionError as error:
             if NO_MESH not in str(error):
                 raise
-        return self._run(fn, *args, world_size=world_size or self.world_size, timeout=timeout)
+        return self._run(fn, *args, world_size=world_size or self.world_size, limits=limits)
 
-    def _run(self, fn: Callable[..., Any], *args: Any, world_size: int, timeout: float) -> list[Any]:
+    def _run(self, fn: Callable[..., Any], *args: Any, world_size: int, limits: tuple[float, float]) -> list[Any]:
         workers = self._start(world_size)
         everyone = {
             "WORLD_SIZE": str(world_size),
@@ -131,7 +138,7 @@ class RankPool:
                 if self.device != "cpu":
                     mine |= {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
                 worker.connection.send(Call(path, mine, group, function, self.device))
-            answers = _collect(workers, timeout)
+            answers = _collect(workers, *limits)
             done = True
         finally:
             if not done:
@@ -193,7 +200,7 @@ class RankPool:
 # -- the parent's side --
 
 
-def _collect(workers: list[Worker], timeout: float) -> list[Answer]:
+def _collect(workers: list[Worker], timeout: float, grace: float) -> list[Answer]:
     deadline = time.monotonic() + timeout
     answers: dict[int, Answer] = {}
     failures: list[str] = []
@@ -207,7 +214,7 @@ def _collect(workers: list[Worker], timeout: float) -> list[Answer]:
                 answers[rank] = _receive(worker)
                 if answers[rank].failure:
                     failures.append(f"rank {rank} of {len(workers)} failed{_busy(worker)}:\n{answers[rank].failure}")
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + grace)
     hanging = [rank for rank in range(len(workers)) if rank not in answers]
     if hanging and not failures:
         failures.append(f"rank {', '.join(map(str, hanging))} of {len(workers)} still running after {timeout:g} s")

@@ -42,7 +42,9 @@ class WorkerWires(Wires):
     def reserve(self, largest: int) -> None:
         """Nothing is received here."""
 
-    def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Transfer:
+    def reduce(
+        self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False, lost: torch.Tensor | None = None
+    ) -> Transfer:
         """Start sending every server its slice of a gradient. Nothing lands here."""
         if accumulate:
             raise MisuseError(

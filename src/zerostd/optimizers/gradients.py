@@ -195,8 +195,8 @@ class Gradients(StepObserver):
 
     def norm(self, handle: GradientHandle, order: float) -> torch.Tensor:
         """Return one parameter's norm. The first call computes all of them with one exchange."""
-        self.wires.world.check_here("the norm of p.grad")
         if (order, handle.of) not in self._norms:
+            self.wires.world.check_here("the norm of p.grad")
             self._wait()
             self.flush()
             parts = torch.cat([self._norms_of(flat, order) for flat in self._flats])
@@ -234,9 +234,9 @@ class Gradients(StepObserver):
 
     def change(self, handle: GradientHandle, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Change one parameter's gradient in place, element by element: here this rank's part of it."""
-        self.wires.world.check_here("a change of p.grad")
-        if func is torch.ops.aten.mul_.Tensor and self._put_off(handle, args[0]):
+        if self.wires.world.link is None and func is torch.ops.aten.mul_.Tensor and self._put_off(handle, args[0]):
             return
+        self.wires.world.check_here("a change of p.grad")
         self._wait()
         self.check_unlocked("a change of p.grad")
         self.flush()

@@ -145,7 +145,7 @@ class Plan:
                 parts[Kind.OPTIMIZER_STATES][tier] += size * share / total
                 off += size * share if tier is not Tier.DEVICE else 0.0
                 by_cpu += size * share if route is Route.CPU else 0.0
-        shares = {kind.value: _tidy(tiers) for kind, tiers in parts.items()}
+        shares: dict[str, Any] = {kind.value: _tidy(tiers) for kind, tiers in parts.items()}
         ways = {name: Way(self.activations_of(name) or Way.DEVICE).value for name in sizes}
         activations: Any = ways if len(set(ways.values())) > 1 else next(iter(ways.values()))
         return Placement(

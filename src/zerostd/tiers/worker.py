@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import operator
 import os
 import threading
 import traceback
@@ -25,6 +26,8 @@ import torch
 
 from zerostd.errors import MisuseError, StorageError, ZerostdError
 from zerostd.tiers.transfer import Done, Transfer
+
+BY_PLACE = operator.attrgetter("place")
 
 
 class Work(Transfer):
@@ -195,7 +198,7 @@ class Worker:
             job = _WorkerJob(deque(parts), place, self._queue.num_submitted, ready or Done(), work or Work())
             if self._thread.ident is None:
                 self._thread.start()
-            bisect.insort(self._queue.jobs, job, key=lambda job: job.place)
+            bisect.insort(self._queue.jobs, job, key=BY_PLACE)
             self._queue.condition.notify_all()
         return job.work
 
