@@ -193,7 +193,6 @@ def _check_fields(option: str, given: Mapping[str, Any], known: list[str]) -> No
         raise PrepareError(f"{option}={dict(given)!r}: unknown field {unknown[0]!r}; the fields are {known}")
 
 
-CODECS = {"gather": ("int8",), "reduce": ("int8", "int4")}  # by what travels coded
 Share = str | Mapping[str, float]
 Ways = str | Mapping[str, float] | Mapping[str, str]
 
@@ -225,12 +224,8 @@ class Placement:
     activations stay on the device. `same_activations` is a process group whose ranks compute the same activations, as
     in tensor parallel models: each rank keeps one slice of them, and slices are gathered in backward.
 
-    `codec` says what travels coded, as integers of fewer bits with a scale for every 64 of them. It is lossy, and needs
-    `prepare(exact=False)`. "gather" codes the parameters of stage 3 on their way to a forward or a backward, "reduce"
-    the gradients on their way to the rank that updates them. With "int4", which is experimental, what coding loses of
-    a gradient is kept and added to the next one; that takes the memory of a gradient that is not sharded:
-
-    Placement(codec={"gather": "int8", "reduce": "int8"})
+    `codec={"gather": "int8", "reduce": "int8"}` lets parameters and gradients travel as codes of 8 bits. It is lossy,
+    and needs `prepare(exact=False)`.
     """
 
     parameters: Share = "device"
@@ -263,22 +258,9 @@ class Placement:
         activations: Any = self.activations
         for given in activations.values() if self._goes_by_group else [activations]:
             self._check("activations", given, [way.value for way in Way], "a way for activations")
-        self._check_codec()
         share = self.cpu_share
         if share is not None and (not isinstance(share, int | float) or not 0.0 <= share <= 1.0):
             raise PrepareError(f"Placement(cpu_share={self.cpu_share!r}) must be from 0 (all streamed) to 1 (all cpu)")
-
-    def _check_codec(self) -> None:
-        if not isinstance(self.codec, Mapping):
-            raise PrepareError(f"Placement(codec={self.codec!r}) must be a dict, such as {{'reduce': 'int8'}}")
-        for name, codec in self.codec.items():
-            if name not in CODECS:
-                raise PrepareError(f"Placement(codec={self.codec!r}): {name!r} has no codec; use one of {list(CODECS)}")
-            if codec not in CODECS[name]:
-                raise PrepareError(
-                    f"Placement(codec={self.codec!r}): {codec!r} is no codec for {name!r}; use one of "
-                    f"{list(CODECS[name])}"
-                )
 
     def bits(self, name: str) -> int | None:
         """Return the bits of what travels coded; None if it travels as it is."""

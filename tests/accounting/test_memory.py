@@ -207,7 +207,7 @@ def test_scratch_of_the_update_has_memory_in_a_step_alone():
         optimizer.step()
         optimizer.zero_grad()
         assert zerostd.memory(model).now["device"]["buffers"] == before
-    assert zerostd.memory(model).peak["device"]["buffers"] == before + 4 * largest
+    assert zerostd.memory(model).peak["device"]["buffers"] == before + 8 * largest  # gradients and joined masters
     zerostd.release(model)
 
 

@@ -37,7 +37,7 @@ from zerostd.replanning.watching import NUM_WATCHED, Pace
 
 WIDTH, DEPTH = 128, 10
 MIB = 2**20
-LAYER = 12 * (WIDTH * WIDTH + WIDTH)  # bytes of masters and two moments
+LAYER = 10 * (WIDTH * WIDTH + WIDTH)  # bytes of the lower halves of masters and two moments
 LIMITS = {Tier.DEVICE: 750 << 10, Tier.HOST: 64 * MIB, Tier.DISK: 64 * MIB}
 FEW = 6  # layers: a slow disk is asked for each
 HOST = Homes(states=((Tier.HOST, Route.CPU, 1.0),))

@@ -23,6 +23,7 @@ from zerostd.monitoring import Ledger
 from zerostd.policy import Placement
 from zerostd.tiers import Transfer
 
+CODECS = {"gather": ("int8",), "reduce": ("int8", "int4")}  # by what travels coded
 CODED = (torch.bfloat16, torch.float16, torch.float32)  # others travel as they are
 FED_BACK = 4  # bits of a gradient's codes: so few that what is lost is kept, see [Note: feedback]
 MEAN_BITS = 8  # of a mean that is coded again: what that loses is not kept

@@ -389,8 +389,11 @@ def _move_towards(
                 values = tiles[0][: values.nbytes].view(values.dtype).copy_(values, non_blocking=True)
                 streams.down.record_event().synchronize()
         if average.tensor is None:
-            average.read(part, tiles[1]).lerp_(values, weight)
-            average.start_write(part.start, tiles[1][: values.nbytes]).wait()
+            averaged = average.read(part, tiles[1]).lerp_(values, weight)
+            if average.lead or average.behind:  # it may share pages with its neighbours
+                average.write(part, averaged)
+            else:
+                average.start_write(part.start, tiles[1][: values.nbytes]).wait()
         elif is_down:
             average.tensor[part].lerp_(values, weight)
         else:

@@ -66,8 +66,9 @@ def encode(values: Tensor, bits: int, codes: Tensor, scales: Tensor, most: int) 
     num_blocks = scales.numel()
     if num_blocks:
         grid = (triton.cdiv(num_blocks, BLOCKS.value),)
-        options = {"MOST": float(most), "BITS": bits, "enable_fp_fusion": False}
-        _encode[grid](values, codes.view(torch.int8), scales, num_blocks, **options)
+        _encode[grid](
+            values, codes.view(torch.int8), scales, num_blocks, MOST=float(most), BITS=bits, enable_fp_fusion=False
+        )
 
 
 def decode(codes: Tensor, scales: Tensor, bits: int, out: Tensor, *, accumulate: bool) -> None:
@@ -75,5 +76,13 @@ def decode(codes: Tensor, scales: Tensor, bits: int, out: Tensor, *, accumulate:
     num_blocks = out.numel() // BLOCK
     if num_blocks:
         grid = (triton.cdiv(num_blocks, BLOCKS.value),)
-        options = {"SLICES": len(codes), "BITS": bits, "ADD": accumulate, "enable_fp_fusion": False}
-        _decode[grid](codes.view(torch.int8), scales, out, num_blocks, **options)
+        _decode[grid](
+            codes.view(torch.int8),
+            scales,
+            out,
+            num_blocks,
+            SLICES=len(codes),
+            BITS=bits,
+            ADD=accumulate,
+            enable_fp_fusion=False,
+        )

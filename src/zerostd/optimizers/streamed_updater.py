@@ -129,8 +129,8 @@ class StreamedUpdater:
 
     @property
     def memories(self) -> list[torch.Tensor]:
-        """The slots on the device."""
-        return [memory for slot in self._slots for memory in slot.memory.values()]
+        """The slots on the device, and the tile of joined masters."""
+        return [*(memory for slot in self._slots for memory in slot.memory.values()), self._masters]
 
     def close(self) -> None:
         """End the thread and give the slots back."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from zerostd import kernels
 from zerostd.communication.dtensors import Spec
-from zerostd.compat import local_of, no_torch_function, set_local, version_of, versions_of
+from zerostd.compat import no_torch_function, set_local, version_of, versions_of
 from zerostd.parameters.gradient import Gradient
 from zerostd.parameters.lending import DATA, set_data
 from zerostd.parameters.prepared import classes_for
@@ -136,7 +136,7 @@ class Flat:
     def write_values(self, index: int, value: torch.Tensor) -> None:
         """Write the values of one gathered parameter, before rounding: to the parameter, where it is kept, and to its
         master."""
-        view = self._faces[index][0].copy_(value)
+        view = self._view(index, self.full).copy_(value)
         if self.gives_back:
             piece = self._kept_piece(index)
             if piece is not None:
@@ -157,6 +157,7 @@ class Flat:
     def keep(self, rest: TierTensor | None, *, is_sharded: bool, has_values: bool = True) -> None:
         """Keep what this rank needs of the values that were adopted: in `rest`, or in the gathered buffer itself."""
         self.is_sharded = is_sharded
+        self._edits.versions = self._read_versions()  # a DTensor of another dtype was exchanged
         if rest is None:
             self.allocator.ledger.enter(Kind.PARAMETERS, self.full.nbytes)
         else:
@@ -267,7 +268,7 @@ class Flat:
             if piece is not None and is_compared:
                 part = slice(piece.start, piece.stop)
                 clear_low(self.state_shards, piece.offset, values.reshape(-1)[part], view.reshape(-1)[part])
-            view.copy_(values)
+            self._view(index, self.full).copy_(values)
             self._renew_copies()
         self._is_edited = True
 
@@ -317,8 +318,12 @@ class Flat:
         if not any(self.specs):
             return versions_of(self.parameters)
         with no_torch_function():
-            pairs = zip(self.parameters, self.specs, strict=True)
-            return [version_of(p) if spec is None else version_of(p) + version_of(local_of(p)) for p, spec in pairs]
+            # The local tensor of a DTensor that shows its values is its view; a NaN has no version to count.
+            versions = [
+                version_of(parameter) + (0 if spec is None else version_of(view))
+                for parameter, spec, (view, _, _) in self._with_faces()
+            ]
+        return versions
 
     def keep_all(self, full: torch.Tensor, before: torch.Tensor | None = None) -> None:
         """Keep all values of a gathered buffer: the user may have written to any. `before` are those from before.

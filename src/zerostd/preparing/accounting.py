@@ -23,12 +23,13 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, dic
     trained = [plan for group in plans for plan in group if plan.is_trained]
     need = demand(plans)
     need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans)
-    need[Tier.DEVICE, Kind.BUFFERS] += _gathered(plans, rules) + _slots(plans)[Tier.DEVICE]
-    need[Tier.DEVICE, Kind.BUFFERS] += _wires(trained, rules) + _staging(trained, rules)
+    need[Tier.DEVICE, Kind.BUFFERS] += _slots(plans)[Tier.DEVICE] + _wires(trained, rules)
+    in_backward = _gathered(plans, rules) + _passing(trained, rules) + _staging(trained, rules)
     resident = [sum(map(_resident, group)) for group in plans]
     comes_up = [(plan.gradient_dtype, rules.has_own_memory and plan.gradients is Tier.HOST) for plan in trained]
     split = [sum(_resident(plan) for plan in group if plan.is_split) for group in plans]
-    need[Tier.DEVICE, Kind.BUFFERS] += Updater.buffer_bytes(resident, comes_up, split)
+    in_step = Updater.buffer_bytes(resident, comes_up, split)
+    need[Tier.DEVICE, Kind.BUFFERS] += max(in_backward, in_step)  # each is given back before the other is taken
     counted: dict[Tier, dict[Kind, int]] = {}
     for (tier, kind), size in sorted(need.items()):
         if size:
@@ -89,7 +90,7 @@ def _gathered(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
 
 
 def _wires(trained: Sequence[FlatPlan], rules: Rules) -> int:
-    """Return the bytes that gradients are received in, and staged in where they are not kept whole."""
+    """Return the bytes that gradients are received in, and those of what coding loses of them."""
     if rules.size * rules.num_replicas == 1:
         return 0
     largest = max((plan.layout.numel * plan.gradient_dtype.itemsize for plan in trained), default=0)
@@ -98,7 +99,14 @@ def _wires(trained: Sequence[FlatPlan], rules: Rules) -> int:
     lost = 0
     if rules.placement.bits("reduce") == FED_BACK:
         lost = sum(plan.layout.numel * plan.gradient_dtype.itemsize for plan in trained)
-    return receive + lost + (0 if rules.keeps_whole_gradients else NUM_STAGING * largest)
+    return receive + lost
+
+
+def _passing(trained: Sequence[FlatPlan], rules: Rules) -> int:
+    """Return the bytes that gradients are staged in where they are not kept whole."""
+    if rules.size * rules.num_replicas == 1 or rules.keeps_whole_gradients:
+        return 0
+    return NUM_STAGING * max((plan.layout.numel * plan.gradient_dtype.itemsize for plan in trained), default=0)
 
 
 def _staging(trained: Sequence[FlatPlan], rules: Rules) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from zerostd.communication import World
+from zerostd.communication.coded_wires import CODECS
 from zerostd.communication.world import thread_budget
 from zerostd.engine.settings import Settings
 from zerostd.errors import NotSupportedError, PrepareError
@@ -111,6 +112,22 @@ def check_placement(settings: Settings, placement: Placement) -> None:
             "Placement(speculate=True) updates before the norm is known, inside the last backward of a step: it needs "
             f"max_grad_norm= (now {settings.max_grad_norm}) and accumulate= (now {settings.accumulate}) in prepare"
         )
+    _check_codec(settings, placement)
+    if placement.speculate and settings.precision.scales_loss:
+        raise PrepareError("Placement(speculate=True) does not go with precision='fp16', whose steps may be skipped")
+    if placement.speculate and set(placement.shares(Kind.PARAMETERS)) != {Tier.DEVICE}:
+        raise NotSupportedError("Placement(speculate=True) needs parameters='device'")
+
+
+def _check_codec(settings: Settings, placement: Placement) -> None:
+    """Refuse codecs that there are not, that nobody allowed, or that do not go with other options."""
+    if not isinstance(placement.codec, Mapping):
+        raise PrepareError(f"Placement(codec={placement.codec!r}) must be a dict, such as {{'reduce': 'int8'}}")
+    for name, codec in placement.codec.items():
+        if codec not in CODECS.get(name, ()):
+            raise PrepareError(
+                f"Placement(codec={placement.codec!r}): no codec {codec!r} for {name!r}; there are {CODECS}"
+            )
     if placement.codec and settings.exact:
         raise PrepareError(
             f"Placement(codec={dict(placement.codec)!r}) changes results: pass exact=False to prepare to allow it, or "
@@ -127,10 +144,6 @@ def check_placement(settings: Settings, placement: Placement) -> None:
             "Placement(codec={'reduce': 'int4'}) does not go with precision='fp16': what coding loses is added to the "
             "next gradient, whose loss scale may be another; use 'int8' or precision='bf16'"
         )
-    if placement.speculate and settings.precision.scales_loss:
-        raise PrepareError("Placement(speculate=True) does not go with precision='fp16', whose steps may be skipped")
-    if placement.speculate and set(placement.shares(Kind.PARAMETERS)) != {Tier.DEVICE}:
-        raise NotSupportedError("Placement(speculate=True) needs parameters='device'")
 
 
 def check_budget(budget: Budget) -> None:

@@ -42,7 +42,9 @@ class TierTensor:
     tensor: torch.Tensor | None
     disk: Disk | None = None
     extent: Extent | None = None
-    offset: int = 0  # bytes, in the extent
+    offset: int = 0  # bytes, in the extent: where a page begins
+    lead: int = 0  # elements on disk between `offset` and the first of these numbers
+    behind: int = 0  # elements on disk that are of the same whole and behind these
 
     @classmethod
     def cut(
@@ -54,20 +56,24 @@ class TierTensor:
         return cls(numel, dtype, Tier.HOST, memory[start : start + numel * dtype.itemsize].view(dtype))
 
     def part(self, part: slice) -> TierTensor:
-        """Return a part of it as a tier tensor; on disk it must start on a page."""
-        tensor = None if self.tensor is None else self.tensor[part]
-        offset = self.offset + part.start * self.dtype.itemsize
-        return TierTensor(part.stop - part.start, self.dtype, self.tier, tensor, self.disk, self.extent, offset)
+        """Return a part of it as a tier tensor. On disk, only `read` and `write` take one that starts inside a page."""
+        numel = part.stop - part.start
+        if self.tensor is not None:
+            return TierTensor(numel, self.dtype, self.tier, self.tensor[part])
+        lead = (self.lead + part.start) % (PAGE // self.dtype.itemsize)
+        offset = self.offset + (self.lead + part.start - lead) * self.dtype.itemsize
+        behind = self.behind + self.numel - part.stop
+        return TierTensor(numel, self.dtype, self.tier, None, self.disk, self.extent, offset, lead, behind)
 
     def read(self, part: slice, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Return the numbers of a part: a view, or from disk a copy. Holds the host, so it is not for the step.
         The copy is in `memory`, which starts on a page and has one to spare, or in memory of its own."""
         if self.tensor is not None:
             return self.tensor[part]
-        skip = part.start % (PAGE // self.dtype.itemsize)
+        skip = (self.lead + part.start) % (PAGE // self.dtype.itemsize)
         size = (part.stop - part.start + skip) * self.dtype.itemsize
         buffer = aligned(size) if memory is None else memory[:size]
-        self.start_read(part.start - skip, buffer).wait()
+        self._start(self.lead + part.start - skip, buffer, is_write=False).wait()
         return buffer.view(self.dtype)[skip:]
 
     def write(self, part: slice, values: torch.Tensor) -> None:
@@ -77,26 +83,33 @@ class TierTensor:
         if self.tensor is not None or part.start == part.stop:
             return
         per_page = PAGE // self.dtype.itemsize
-        low = part.start // per_page * per_page
-        high = min(self.numel, -(-part.stop // per_page) * per_page)
+        first = self.lead + part.start
+        end = self.lead + part.stop
+        low = first // per_page * per_page
+        high = min(self.lead + self.numel + self.behind, -(-end // per_page) * per_page)
         buffer = aligned((high - low) * self.dtype.itemsize)
-        shared = {low} if low < part.start else set()  # pages that hold more than the part
-        shared |= {(high - 1) // per_page * per_page} if part.stop < high else set()
+        shared = {low} if low < first else set()  # pages that hold more than the part
+        shared |= {(high - 1) // per_page * per_page} if end < high else set()
         for page in shared:
             begin = (page - low) * self.dtype.itemsize
-            self.start_read(page, buffer[begin : begin + PAGE]).wait()
-        buffer.view(self.dtype)[part.start - low : part.stop - low].copy_(values)
-        self.start_write(low, buffer).wait()
+            self._start(page, buffer[begin : begin + PAGE], is_write=False).wait()
+        buffer.view(self.dtype)[first - low : end - low].copy_(values)
+        self._start(low, buffer, is_write=True).wait()
 
     def start_read(self, start: int, target: torch.Tensor) -> Transfer:
         """Start reading from disk, from element `start` (on a page), into memory that starts on a page."""
-        assert self.disk is not None and self.extent is not None
-        return self.disk.read(self.extent, self.offset + start * self.dtype.itemsize, target)
+        assert not self.lead
+        return self._start(start, target, is_write=False)
 
     def start_write(self, start: int, source: torch.Tensor) -> Transfer:
         """Start writing to disk, to element `start` (on a page), from memory that starts on a page."""
+        assert not self.lead
+        return self._start(start, source, is_write=True)
+
+    def _start(self, page: int, memory: torch.Tensor, *, is_write: bool) -> Transfer:
         assert self.disk is not None and self.extent is not None
-        return self.disk.write(self.extent, self.offset + start * self.dtype.itemsize, source)
+        move = self.disk.write if is_write else self.disk.read
+        return move(self.extent, self.offset + page * self.dtype.itemsize, memory)
 
 
 class TierAllocator:
