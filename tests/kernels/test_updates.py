@@ -288,7 +288,8 @@ for rule in t.RULES.values():
 @pytest.mark.skipif(sys.platform != "linux", reason="ATEN_CPU_CAPABILITY is for x86")
 def test_without_fma_the_bits_are_those_of_torch_without_fma() -> None:
     here = Path(__file__)
-    path = os.pathsep.join([str(here.parent), str(Path(native.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    places = [here.parent, here.parents[1], Path(native.__file__).parents[2], os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(map(str, places))
     environment = os.environ | {"PYTHONPATH": path, "ATEN_CPU_CAPABILITY": "default"}
     subprocess.run([sys.executable, "-c", BASELINE], check=True, timeout=120, env=environment)
 

@@ -390,10 +390,7 @@ def _move_towards(
                 streams.down.record_event().synchronize()
         if average.tensor is None:
             averaged = average.read(part, tiles[1]).lerp_(values, weight)
-            if average.lead or average.behind:  # it may share pages with its neighbours
-                average.write(part, averaged)
-            else:
-                average.start_write(part.start, tiles[1][: values.nbytes]).wait()
+            average.write(part, averaged)  # it may share pages with its neighbours
         elif is_down:
             average.tensor[part].lerp_(values, weight)
         else:

@@ -179,20 +179,22 @@ def count(solution: Solution) -> Bytes:
 def _working(request: PlanRequest, *, gathers: bool) -> int:
     model = request.model
     costs = group_costs(request)
-    total = 0.0
+    in_backward = 0.0
+    received = 0.0
     if gathers:  # what is outside of the blocks, first and last, is there as long as forward lasts
         sizes = [cost.gathered for cost in costs]
         ends = [*sizes[:1], *sizes[1:][-1:]]
         between = sizes[1:-1]
         windows = [sum(between[start : start + NUM_GATHERED]) for start in range(len(between))]
-        total += sum(ends) + max(windows, default=0.0)
+        in_backward += sum(ends) + max(windows, default=0.0)
     if request.world_size > 1:
         largest = max((group.trained for group in model.groups), default=0) * model.gradient_bytes
-        staged = NUM_STAGING * largest if shards(request.stage, Kind.GRADIENTS) else 0
-        total += staged + largest / request.world_size
-    if model.gradient_bytes < 4:
-        total += 4 * max((cost.updated for cost in costs), default=0.0)  # as the update reads it
-    return int(total)
+        in_backward += NUM_STAGING * largest if shards(request.stage, Kind.GRADIENTS) else 0
+        received = largest / request.world_size
+    # As the update reads gradients, and joined masters.
+    per_element = (4 if model.gradient_bytes < 4 else 0) + (4 if model.shared_bytes else 0)
+    in_step = per_element * max((cost.updated for cost in costs), default=0.0)
+    return int(received + max(in_backward, in_step))
 
 
 def _notes(request: PlanRequest, use: TrainingOptions) -> Iterator[str]:
