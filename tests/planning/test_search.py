@@ -167,7 +167,7 @@ def test_stages_and_speculation_are_searched_with_the_batch() -> None:
 @pytest.mark.parametrize("samples", [4, 8])
 def test_a_plan_that_speculates_says_what_steps_take_without(samples: int) -> None:
     """And advises against it where clipped steps take longer than all would without."""
-    model, budget = replace(from_numbers("1.3B"), samples=samples), Budget(device="20GiB")
+    model, budget = replace(from_numbers("1.3B"), samples=samples), Budget(device="22GiB")
     plan = plan_on(model, H200, TrainingOptions(clips=True, accumulate=1, budget=budget))
     late = plan_on(model, H200, TrainingOptions(clips=True, budget=budget))
     assert plan.speculate and not late.speculate and late.predicted.clipped_s is None
