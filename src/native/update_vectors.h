@@ -1,8 +1,9 @@
 // The optimizer steps, written once over the words that each instruction set brings: Vector of kWidth numbers, kVectors
 // of them at a time, HalfVector of as many 16-bit numbers, load, join, store, broadcast, the operators, negate, root,
-// multiply_add, round_bf16, round_fp16, split, fence. Included by one file for each set, which is compiled for it;
-// nothing in here may be visible to the linker under a common name.
+// multiply_add, round_bf16, round_fp16, split, fence, and those of update_moments.h. Included by one file for each set,
+// which is compiled for it; nothing in here may be visible to the linker under a common name.
 #include <cstring>
+#include <initializer_list>
 
 #include "number_formats.h"
 #include "updates.h"
@@ -291,10 +292,16 @@ ZS_INLINE void update_remainder(const zs_step& step, int64_t begin, int64_t coun
   }
 }
 
+#include "update_moments.h"
+
 ZS_INLINE void update_all(const zs_step& step, int64_t begin, int64_t end, Stream stream) {
-  const int64_t whole = begin + (end - begin) / kStride * kStride;
-  update_whole(step, begin, whole, stream);
-  if (whole < end) update_remainder(step, whole, end - whole);
+  if (step.is_coded) {
+    update_moments(step, begin, end, stream);
+  } else {
+    const int64_t whole = begin + (end - begin) / kStride * kStride;
+    update_whole(step, begin, whole, stream);
+    if (whole < end) update_remainder(step, whole, end - whole);
+  }
   if (stream.target || stream.weight) fence();
 }
 

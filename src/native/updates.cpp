@@ -49,8 +49,9 @@ bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 6
 Stream choose_stream(const zs_step& step) {
   const bool is_long = step.count >= kStreamFrom && level.load(std::memory_order_relaxed) == 2;
   const zs_arrays& target = step.target;
-  const bool is_target_aligned = is_aligned(target.master) && is_aligned(target.low) && is_aligned(target.states[0]) &&
-                                 is_aligned(target.states[1]);
+  const bool are_states_aligned = is_aligned(target.states[0]) && is_aligned(target.states[1]);
+  const bool is_target_aligned =  // codes never go around the cache
+      is_aligned(target.master) && is_aligned(target.low) && (step.is_coded || are_states_aligned);
   return {is_long && is_target_aligned, is_long && is_aligned(step.weight)};
 }
 
@@ -58,7 +59,8 @@ bool is_known(const zs_step& step) {
   return step.rule >= ZS_ADAM && step.rule <= ZS_ADAGRAD && step.decay >= ZS_NO_DECAY &&
          step.decay <= (step.rule == ZS_ADAM ? ZS_DECOUPLED : ZS_COUPLED) && step.momentum >= ZS_NO_MOMENTUM &&
          step.momentum <= (step.rule == ZS_SGD ? ZS_CONTINUED : ZS_NO_MOMENTUM) && is_dtype(step.gradient_dtype) &&
-         is_dtype(step.weight_dtype) && !step.source.low == !step.target.low;
+         is_dtype(step.weight_dtype) && !step.source.low == !step.target.low &&
+         (!step.is_coded || (step.rule == ZS_ADAM && !step.root));
 }
 
 }  // namespace

@@ -38,6 +38,40 @@ ZS_INLINE Vector negate(Vector a) { return _mm256_xor_ps(a, _mm256_set1_ps(-0.0f
 ZS_INLINE Vector root(Vector a) { return _mm256_sqrt_ps(a); }
 ZS_INLINE Vector multiply_add(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
 
+ZS_INLINE Vector absolute(Vector a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+ZS_INLINE Vector smaller(Vector a, Vector b) { return _mm256_min_ps(a, b); }
+ZS_INLINE Vector larger(Vector a, Vector b) { return _mm256_max_ps(a, b); }
+
+ZS_INLINE Vector larger_bits(Vector a, Vector b) {
+  return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+}
+
+ZS_INLINE uint32_t largest_bits(Vector a) {
+  const __m256i bits = _mm256_castps_si256(a);
+  __m128i most = _mm_max_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+  most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4E));
+  most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0xB1));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(most));
+}
+
+ZS_INLINE __m128i load_codes(const unsigned char* from) {
+  return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+}
+
+ZS_INLINE Vector load_signed(const unsigned char* from) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_codes(from)));
+}
+
+ZS_INLINE Vector load_unsigned(const unsigned char* from) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load_codes(from)));
+}
+
+ZS_INLINE void store_codes(unsigned char* to, Vector value) {
+  const __m256i codes = _mm256_and_si256(_mm256_cvtps_epi32(value), _mm256_set1_epi32(0xFF));
+  const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
+}
+
 // The lower half of each 32-bit number.
 ZS_INLINE __m128i lower_halves(__m256i bits) {
   const __m256i clean = _mm256_and_si256(bits, _mm256_set1_epi32(0xFFFF));

@@ -41,6 +41,34 @@ ZS_INLINE Vector negate(Vector a) { return _mm512_xor_ps(a, _mm512_set1_ps(-0.0f
 ZS_INLINE Vector root(Vector a) { return _mm512_sqrt_ps(a); }
 ZS_INLINE Vector multiply_add(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
 
+ZS_INLINE Vector absolute(Vector a) { return _mm512_abs_ps(a); }
+ZS_INLINE Vector smaller(Vector a, Vector b) { return _mm512_min_ps(a, b); }
+ZS_INLINE Vector larger(Vector a, Vector b) { return _mm512_max_ps(a, b); }
+
+ZS_INLINE Vector larger_bits(Vector a, Vector b) {
+  return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+}
+
+ZS_INLINE uint32_t largest_bits(Vector a) {
+  return static_cast<uint32_t>(_mm512_reduce_max_epi32(_mm512_castps_si512(a)));
+}
+
+ZS_INLINE __m128i load_codes(const unsigned char* from) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+}
+
+ZS_INLINE Vector load_signed(const unsigned char* from) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_codes(from)));
+}
+
+ZS_INLINE Vector load_unsigned(const unsigned char* from) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load_codes(from)));
+}
+
+ZS_INLINE void store_codes(unsigned char* to, Vector value) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(value)));
+}
+
 // bits where the number is one, else nan.
 ZS_INLINE __m512i unless_nan(Vector value, __m512i bits, int nan) {
   return _mm512_mask_mov_epi32(bits, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), _mm512_set1_epi32(nan));

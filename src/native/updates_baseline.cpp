@@ -29,6 +29,19 @@ ZS_INLINE Vector broadcast(float value) { return value; }
 ZS_INLINE Vector negate(Vector a) { return -a; }
 ZS_INLINE Vector root(Vector a) { return __builtin_sqrtf(a); }
 
+ZS_INLINE Vector absolute(Vector a) { return float_of(bits_of(a) & 0x7FFFFFFFu); }
+ZS_INLINE Vector smaller(Vector a, Vector b) { return a < b ? a : b; }
+ZS_INLINE Vector larger(Vector a, Vector b) { return a > b ? a : b; }
+ZS_INLINE Vector larger_bits(Vector a, Vector b) { return bits_of(a) > bits_of(b) ? a : b; }
+ZS_INLINE uint32_t largest_bits(Vector a) { return bits_of(a); }
+ZS_INLINE Vector load_signed(const unsigned char* from) { return static_cast<signed char>(*from); }
+ZS_INLINE Vector load_unsigned(const unsigned char* from) { return *from; }
+
+// The sum with 1.5 * 2^23 rounds to nearest even.
+ZS_INLINE void store_codes(unsigned char* to, Vector value) {
+  *to = static_cast<unsigned char>(static_cast<int32_t>((value + 12582912.0f) - 12582912.0f));
+}
+
 // Rounded once where torch's vectors have FMA (Arm), else twice, as there.
 ZS_INLINE Vector multiply_add(Vector a, Vector b, Vector c) {
 #if defined(__FP_FAST_FMAF)

@@ -33,6 +33,36 @@ ZS_INLINE Vector negate(Vector a) { return vnegq_f32(a); }
 ZS_INLINE Vector root(Vector a) { return vsqrtq_f32(a); }
 ZS_INLINE Vector multiply_add(Vector a, Vector b, Vector c) { return vfmaq_f32(c, a, b); }
 
+ZS_INLINE Vector absolute(Vector a) { return vabsq_f32(a); }
+ZS_INLINE Vector smaller(Vector a, Vector b) { return vminq_f32(a, b); }
+ZS_INLINE Vector larger(Vector a, Vector b) { return vmaxq_f32(a, b); }
+
+ZS_INLINE Vector larger_bits(Vector a, Vector b) {
+  return vreinterpretq_f32_s32(vmaxq_s32(vreinterpretq_s32_f32(a), vreinterpretq_s32_f32(b)));
+}
+
+ZS_INLINE uint32_t largest_bits(Vector a) { return static_cast<uint32_t>(vmaxvq_s32(vreinterpretq_s32_f32(a))); }
+
+ZS_INLINE uint8x8_t load_codes(const unsigned char* from) {
+  uint32_t codes;
+  std::memcpy(&codes, from, sizeof codes);
+  return vcreate_u8(codes);
+}
+
+ZS_INLINE Vector load_signed(const unsigned char* from) {
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_codes(from))))));
+}
+
+ZS_INLINE Vector load_unsigned(const unsigned char* from) {
+  return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(load_codes(from)))));
+}
+
+ZS_INLINE void store_codes(unsigned char* to, Vector value) {
+  const int16x4_t halves = vmovn_s32(vcvtnq_s32_f32(value));
+  const uint32_t codes = vget_lane_u32(vreinterpret_u32_s8(vmovn_s16(vcombine_s16(halves, halves))), 0);
+  std::memcpy(to, &codes, sizeof codes);
+}
+
 // bits where the number is one, else nan.
 ZS_INLINE uint32x4_t unless_nan(Vector value, uint32x4_t bits, uint32_t nan) {
   return vbslq_u32(vceqq_f32(value, value), bits, vdupq_n_u32(nan));

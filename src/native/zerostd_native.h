@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define ZS_ABI_VERSION 7
+#define ZS_ABI_VERSION 8
 
 #if defined(__GNUC__)
 #define ZS_EXPORT __attribute__((visibility("default")))
@@ -59,6 +59,15 @@ enum zs_momentum { ZS_NO_MOMENTUM = 0, ZS_FIRST = 1, ZS_CONTINUED = 2 };
 //                the lower halves, and (master << 16) + (signed)low are the bits of the number. A tie with an even upper
 //                half has no such halves: the unit of fp32 below it, towards zero, is kept in its place
 //   states       fp32: Adam exp_avg and exp_avg_sq; Adagrad sum; SGD with momentum its buffer (not read when ZS_FIRST)
+// is_coded       Adam only: states are records of ZS_CODED_BLOCK codes of 8 bits and an fp32 scale, aligned to nothing; the
+//                last record is whole. Each operation rounds by itself, so bits are not those of torch.optim; roots are
+//                rounded correctly, and root must be NULL. With the scale s, the largest magnitude of the block:
+//                  exp_avg     code c is s * (c / (254 - |c|)); coded as 254 * (m / (s + |m|)), from -127 to 127
+//                  exp_avg_sq  code c is (s * (c / 255))^2; coded as the root times 255 / s, at least 1 unless it is 0.
+//                              s is the largest root
+//                Codes are rounded to nearest even. Scales below 2^-100, and 2^-54 for roots, count as zero. A block with
+//                a number that is not finite, or 2^126 and more, has the scale NaN and the codes zero. What is decoded
+//                has the same codes when it is coded again
 // weight         NULL, or takes the new master in weight_dtype, rounded to nearest even; may be the gradient's memory
 //                when both have the same item size. So may target.master when it is bf16.
 // root           NULL: square roots are rounded correctly. Or what torch calls for them on this machine: MKL's vmsSqrt,
@@ -84,13 +93,14 @@ struct zs_step {
   int32_t gradient_dtype;
   int32_t weight_dtype;
   int32_t num_threads;
+  int32_t is_coded;
   float factor;
   float rate;          // negative: Adam -lr / (1 - beta1^t), SGD -lr, Adagrad -lr / (1 + (t - 1) * lr_decay)
   float decay_factor;  // coupled: weight_decay, decoupled: 1 - lr * weight_decay
   float new_part;      // of the first state: Adam 1 - beta1, SGD 1 - dampening
   float old_part;      // Adam, of exp_avg_sq: beta2; SGD momentum
   float square_part;   // Adam 1 - beta2
-  float correction;    // Adam sqrt(1 - beta2^t)
+  float correction;    // Adam sqrt(1 - beta2^t); coded: not read, rate and eps come multiplied by it
   float eps;
   int64_t count;
   const void* gradient;

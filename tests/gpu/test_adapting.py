@@ -39,6 +39,8 @@ def _cache(
     """Measured once for all of these tests, and nothing left of others on the device."""
     caplog.set_level(logging.INFO, "zerostd")  # why a plan was kept
     monkeypatch.setenv("ZEROSTD_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    for kept in (tmp_path_factory.getbasetemp() / "cache").glob("plan-*"):  # what another test has learnt
+        kept.unlink()
     for name in ("last_exc", "last_value", "last_traceback"):  # of a test that failed: they keep its model
         vars(sys).pop(name, None)
     gc.collect()
@@ -102,7 +104,7 @@ def test_memory_that_another_process_takes_is_left_to_it() -> None:
     torch.cuda.empty_cache()
     states = held(model, "device")
     with another_process(60 * MIB):
-        ours = fill(64 * MIB)  # what torch keeps for us would be room enough
+        ours = fill(32 * MIB)  # what torch keeps for us would be room enough
         train(model, optimizer, 4 * EVERY)
         adapter = adapter_of(model)
         room, needs = adapter.meter.room()[Tier.DEVICE], adapter.meter.needs(Tier.DEVICE)
@@ -157,7 +159,6 @@ def test_a_processor_that_others_use_gets_less_to_do() -> None:
         model, optimizer = prepared(plan=Plan({"*": homes}, limits=limits))
         train(model, optimizer, 3 * EVERY)
         adapter = adapter_of(model)
-        assert adapter._seen is not None and adapter._seen.busy["cpu"] > 0
         assert len(adapter.revisions) == 1, (adapter._seen, adapter.revisions)
         assert adapter.revisions[0].step > NUM_FIRST + NUM_WATCHED
         parts = {route: part for _, route, part in adapter.revisions[0].plan.homes_of("8").states}
@@ -180,6 +181,7 @@ def test_no_step_passes_the_budget_by_the_allocator(part: float) -> None:
         model, prepared_optimizer = zerostd.prepare(
             model, optimizer, precision="bf16", accumulate=1, groups=["*"], **options
         )
+        gc.collect()
         torch.cuda.reset_peak_memory_stats()
         train(model, prepared_optimizer, 6 * EVERY, rows=32_768)
         peak = torch.cuda.max_memory_allocated()

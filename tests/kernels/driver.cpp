@@ -42,9 +42,10 @@ int64_t item_size(int32_t dtype) { return dtype == ZS_FLOAT32 ? 4 : 2; }
 struct Arrays {
   Bytes master, low, states[2];
 
-  Arrays(int64_t count, bool split, uint32_t seed)
+  Arrays(int64_t count, bool split, uint32_t seed, bool coded = false)
       : master(random_bytes(count * (split ? 2 : 4), seed)), low(random_bytes(split ? count * 2 : 0, seed + 1)) {
-    for (uint32_t s = 0; s < 2; ++s) states[s] = random_bytes(count * 4, seed + 2 + s);
+    const int64_t size = coded ? (count + ZS_CODED_BLOCK - 1) / ZS_CODED_BLOCK * (ZS_CODED_BLOCK + 4) : count * 4;
+    for (uint32_t s = 0; s < 2; ++s) states[s] = random_bytes(size, seed + 2 + s);
   }
 
   zs_arrays pointers(bool split) {
@@ -56,8 +57,9 @@ struct Arrays {
   }
 };
 
-void update(int64_t count, int32_t rule, int32_t gradient_dtype, int32_t weight_dtype, bool split) {
+void update(int64_t count, int32_t rule, int32_t gradient_dtype, int32_t weight_dtype, bool split, bool coded = false) {
   zs_step step{};
+  step.is_coded = coded;
   step.rule = rule;
   step.decay = rule == ZS_ADAM ? ZS_DECOUPLED : ZS_COUPLED;
   step.momentum = rule == ZS_SGD ? ZS_CONTINUED : ZS_NO_MOMENTUM;
@@ -74,7 +76,7 @@ void update(int64_t count, int32_t rule, int32_t gradient_dtype, int32_t weight_
   Bytes gradient = random_bytes(count * item_size(gradient_dtype), 1);
   Bytes weights[2] = {Bytes(static_cast<size_t>(count * item_size(weight_dtype))), Bytes(weights[0])};
   step.gradient = gradient.data();
-  Arrays source(count, split, 5), in_place = source, apart(count, split, 9);
+  Arrays source(count, split, 5, coded), in_place = source, apart(count, split, 9, coded);
   if (rule != ZS_ADAM) apart.states[1] = source.states[1];
   step.source = source.pointers(split);
   step.target = apart.pointers(split);
@@ -160,6 +162,9 @@ void all_operations(int64_t count) {
     for (int32_t gradient = 0; gradient < 3; ++gradient) {
       for (int32_t weight = 0; weight < 3; ++weight) update(count, rule, gradient, weight, false);
       update(count, rule, gradient, ZS_FLOAT32, true);
+      if (rule != ZS_ADAM) continue;
+      for (int32_t weight = 0; weight < 3; ++weight) update(count, rule, gradient, weight, false, true);
+      update(count, rule, gradient, ZS_FLOAT32, true, true);
     }
   }
 }
@@ -187,8 +192,9 @@ bool is_in(int32_t value, int32_t most) { return value >= 0 && value <= most; }
 
 void drawn_update(Random& random) {
   const int64_t count = draw_count(random), size = std::max<int64_t>(0, count);
-  const bool split = draw(random, 3) == 0;
+  const bool split = draw(random, 3) == 0, coded = draw(random, 3) == 0;
   zs_step step{};
+  step.is_coded = coded;
   step.rule = draw_name(random, ZS_ADAGRAD);
   step.decay = draw_name(random, ZS_DECOUPLED);
   step.momentum = step.rule == ZS_SGD ? draw_name(random, ZS_CONTINUED) : 0;
@@ -207,10 +213,10 @@ void drawn_update(Random& random) {
   step.count = count;
   const Bytes gradient = random_bytes(size * 4, random());
   Bytes weights[2] = {Bytes(static_cast<size_t>(size * 4)), Bytes(static_cast<size_t>(size * 4))};
-  Arrays source(size, split, random()), in_place = source, apart = source;
+  Arrays source(size, split, random(), coded), in_place = source, apart = source;
   const Arrays before = source;
   step.gradient = gradient.data();
-  const bool is_known = is_in(step.rule, ZS_ADAGRAD) && is_in(step.decay, step.rule == ZS_ADAM ? 2 : 1) &&
+  const bool is_known = is_in(step.rule, coded ? ZS_ADAM : ZS_ADAGRAD) && is_in(step.decay, step.rule == ZS_ADAM ? 2 : 1) &&
                         is_in(step.momentum, 2) && is_in(step.gradient_dtype, 2) && is_in(step.weight_dtype, 2) &&
                         count >= 0 && step.num_threads >= 1;
   const int32_t status = is_known ? ZS_OK : ZS_BAD_ARGUMENT;
@@ -285,7 +291,9 @@ int main(int argc, char** argv) {
     for (int64_t count : {0, 1, 15, 17, 1000, 40003}) all_operations(count);
   }
   zs_limit_instructions(9);
-  update((1 << 20) + 100, ZS_ADAM, ZS_BFLOAT16, ZS_BFLOAT16, false);  // long enough to be written around the cache
+  for (bool coded : {false, true}) {  // long enough to be written around the cache
+    update((1 << 20) + 100, ZS_ADAM, ZS_BFLOAT16, ZS_BFLOAT16, false, coded);
+  }
   std::vector<std::thread> callers;
   for (int i = 0; i < 3; ++i) callers.emplace_back([] { all_operations(40003); });
   for (std::thread& caller : callers) caller.join();

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from zerostd.errors import PrepareError
-from zerostd.sharding import Node, find_groups
+from zerostd.sharding import Node, find_groups, smallest_of
+from zerostd.sharding.grouping import LEAST, SMALLEST
 
 BOUNDS = {"smallest": 100, "largest": 1000}
 
@@ -70,3 +71,10 @@ def test_an_encoder_and_a_decoder_of_one_class_are_stacks_of_blocks_and_no_group
 def test_a_block_of_experts_stays_whole_as_long_as_it_is_a_small_part_of_the_model():
     root = Node("", 0, "moe", (Node("blocks", 0, "list", tuple(stack(f"blocks.{i}", 3, 200) for i in range(4))),))
     assert find_groups(root, **BOUNDS) == [(f"blocks.{i}",) for i in range(4)]
+
+
+def test_a_small_model_has_groups_enough_for_its_ranks():
+    assert smallest_of(32 << 20, 1) == SMALLEST
+    assert smallest_of(32 << 20, 4) == 2 << 20  # 16 groups
+    assert smallest_of(1 << 40, 4) == SMALLEST
+    assert smallest_of(1 << 10, 4) == LEAST

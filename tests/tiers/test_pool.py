@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from zerostd.errors import PrepareError
 from zerostd.monitoring import Ledger
 from zerostd.policy import Kind, Tier
-from zerostd.tiers.allocator import Pool, TierAllocator, TierTensor
+from zerostd.tiers.allocator import TierAllocator, TierTensor
 from zerostd.tiers.disk import Disk
 from zerostd.tiers.host import Host
+from zerostd.tiers.pool import Pool
 
 CPU, PAGE = torch.device("cpu"), 4096
 
@@ -99,3 +100,12 @@ def test_rooms_on_disk(tmp_path: Path) -> None:
         assert bool((memory[: room.numel] == value).all())
     assert ledger.now[Tier.DISK, Kind.ACTIVATIONS] == 3 * PAGE
     allocator.close()
+
+
+def test_memory_goes_back_when_no_block_is_in_use() -> None:
+    pool = host_pool()
+    rooms = pool.take([PAGE])
+    assert not pool.give_back() and pool.num_bytes == PAGE
+    del rooms
+    assert pool.give_back() and pool.num_bytes == 0
+    assert len(pool.take([PAGE])) == 1

@@ -6,20 +6,26 @@ CPU tensors; everything else (other devices, strided tensors, no library) goes t
 """
 
 from zerostd.kernels.blocks import coded_bytes, decode_blocks, encode_blocks
+from zerostd.kernels.moments import Moment, column_bytes, decode_moments, encode_moments
 from zerostd.kernels.operations import crc32, crc32_pages, sum_slices, update
-from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, join, join_into, split, split_into
+from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, adam_on, join, join_into, split, split_into
 
 __all__ = [
     "Adagrad",
     "Adam",
+    "Moment",
     "Rule",
     "Sgd",
     "Split",
+    "adam_on",
     "coded_bytes",
+    "column_bytes",
     "crc32",
     "crc32_pages",
     "decode_blocks",
+    "decode_moments",
     "encode_blocks",
+    "encode_moments",
     "join",
     "join_into",
     "split",

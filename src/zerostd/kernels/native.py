@@ -15,7 +15,7 @@ from torch import Tensor
 from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, UpdateArguments
 
 LIBRARY = Path(__file__).with_name("libzerostd_native.so")
-ABI_VERSION = 7
+ABI_VERSION = 8
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ADAM, SGD, ADAGRAD = range(3)
 NO_DECAY, COUPLED, DECOUPLED = range(3)
@@ -34,7 +34,7 @@ class StepArgument(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("rule", "maximize", "decay", "momentum", "nesterov")),
-        *((name, ctypes.c_int32) for name in ("gradient_dtype", "weight_dtype", "num_threads")),
+        *((name, ctypes.c_int32) for name in ("gradient_dtype", "weight_dtype", "num_threads", "is_coded")),
         *((name, ctypes.c_float) for name in ("factor", "rate", "decay_factor", "new_part", "old_part")),
         *((name, ctypes.c_float) for name in ("square_part", "correction", "eps")),
         *(("count", ctypes.c_int64), ("gradient", ctypes.c_void_p)),
@@ -147,7 +147,8 @@ def update(step: UpdateArguments, num_threads: int) -> None:
     argument = StepArgument(
         gradient_dtype=DTYPES[step.gradient.dtype],
         num_threads=num_threads,
-        factor=step.factor,
+        factor=float(step.factor),
+        is_coded=step.is_coded,
         count=step.gradient.numel(),
         gradient=step.gradient.data_ptr(),
         source=_arrays(step.source),
@@ -169,12 +170,13 @@ def _set_rule(argument: StepArgument, rule: Rule) -> None:
     match rule:
         case Adam():
             argument.rule = ADAM
-            argument.rate = -rule.rate
+            folded = rule.correction if argument.is_coded else 1.0
+            argument.rate = -rule.rate * folded
+            argument.eps = rule.eps * folded
             argument.new_part = 1 - rule.beta1
             argument.old_part = rule.beta2
             argument.square_part = 1 - rule.beta2
             argument.correction = rule.correction
-            argument.eps = rule.eps
             if argument.decay and rule.decoupled:
                 argument.decay = DECOUPLED
                 argument.decay_factor = 1 - rule.lr * rule.weight_decay
@@ -189,7 +191,8 @@ def _set_rule(argument: StepArgument, rule: Rule) -> None:
             argument.rule = ADAGRAD
             argument.rate = -rule.rate
             argument.eps = rule.eps
-    root = None if isinstance(rule, Sgd) or rule.exact_root else torch_root()
+    is_exact = isinstance(rule, Sgd) or rule.exact_root or argument.is_coded
+    root = None if is_exact else torch_root()
     if root is not None:
         argument.root, argument.root_threads = root
         argument.root_mode = ROOT_MODE

@@ -7,8 +7,9 @@ Each raises ValueError where its arguments do not fit each other. The native lib
 import torch
 from torch import Tensor
 
-from zerostd.kernels import native, reference
-from zerostd.kernels.rules import Arrays, Rule, Split, UpdateArguments
+from zerostd.kernels import moments, native, reference
+from zerostd.kernels.moments import Moment
+from zerostd.kernels.rules import Adam, Arrays, Rule, Split, UpdateArguments
 
 
 def update(
@@ -17,7 +18,7 @@ def update(
     source: Arrays,
     target: Arrays | None = None,
     *,
-    factor: float = 1.0,
+    factor: float | Tensor = 1.0,
     weight: Tensor | None = None,
     num_threads: int = 1,
 ) -> None:
@@ -27,9 +28,11 @@ def update(
     Args:
         rule: Which optimizer, and its numbers for this step.
         gradient: fp32, bf16 or fp16; multiplied by `factor` in fp32 before anything else.
-        source: The fp32 master, or a `Split` of it, and then the fp32 states that `rule.state_names` names.
+        source: The fp32 master, or a `Split` of it, and then the fp32 states that `rule.state_names` names. Those of
+            Adam may be coded, as bytes (`moments.py`); its bits are then the same on every device.
         target: As `source`: takes the result, and each array is its own source or apart from all. None: in place.
-        factor: 1 over the loss scale, times the clip coefficient, say.
+        factor: 1 over the loss scale, times the clip coefficient, say. Of coded states it may be one fp32 number on
+            their device.
         weight: Takes the new master rounded to nearest even; fp32, bf16 or fp16. May be exactly the gradient's memory
             when both have the same item size; so may the high half of a split target, which itself is the weight.
         num_threads: Most CPU threads to use; the result does not depend on it.
@@ -38,6 +41,8 @@ def update(
     _check_update(step, num_threads)
     if native.serves(*step.inputs, *step.outputs):
         native.update(step, num_threads)
+    elif step.is_coded:
+        moments.update(step)
     else:
         reference.update(step)
 
@@ -54,8 +59,10 @@ def _check_update(step: UpdateArguments, num_threads: int) -> None:
                 dtypes = (array.high.dtype, array.low.dtype)
                 if index or dtypes != (torch.bfloat16, torch.int16):
                     raise ValueError(f"{name}[{index}] is a Split of {dtypes}; only a master is split, bf16 and int16")
-            elif array.dtype != torch.float32:
-                raise ValueError(f"{name}[{index}] is {array.dtype}; masters and states are fp32")
+            elif array.dtype != (torch.uint8 if index and step.is_coded else torch.float32):
+                raise ValueError(f"{name}[{index}] is {array.dtype}; masters and states are fp32, or states all coded")
+    if step.is_coded and not isinstance(step.rule, Adam):
+        raise ValueError(f"coded states are Adam's, and the rule is {step.rule}")
     if isinstance(step.source[0], Split) != isinstance(step.target[0], Split):
         raise ValueError("source[0] and target[0] must both be split, or neither")
     if isinstance(step.target[0], Split) and step.weight is not None:
@@ -63,8 +70,10 @@ def _check_update(step: UpdateArguments, num_threads: int) -> None:
     for name, tensor in (("gradient", step.gradient), ("weight", step.weight)):
         if tensor is not None and tensor.dtype not in native.DTYPES:
             raise ValueError(f"{name} is {tensor.dtype}; update takes {', '.join(map(str, native.DTYPES))}")
+    coded = torch.Size([Moment.num_bytes(step.gradient.numel())])
     for tensor in [*step.inputs, *step.outputs]:
-        if tensor.shape != step.gradient.shape or tensor.device != step.gradient.device:
+        shape = coded if tensor.dtype == torch.uint8 else step.gradient.shape
+        if tensor.shape != shape or tensor.device != step.gradient.device:
             raise ValueError(
                 f"gradient is {tuple(step.gradient.shape)} on {step.gradient.device} and another array "
                 f"{tuple(tensor.shape)} on {tensor.device}; they must agree"

@@ -4,9 +4,10 @@ A master may be kept as two halves of 16 bits, the upper one of which is the bf1
 """
 
 import functools
+import importlib
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar, NamedTuple
@@ -133,28 +134,52 @@ def join_into(halves: Split, master: Tensor) -> None:
 
 @functools.cache
 def _device_halves(device_type: str) -> ModuleType | None:
-    """Return the operations of a device that has them, tried once. Without, torch's take several passes."""
+    """Return the operations of a device that has them. Without, torch's take several passes."""
+    return tried("device_halves", device_type, "masters are joined and split", _try_halves)
+
+
+@functools.cache
+def adam_on(device_type: str) -> ModuleType | None:
+    """Return the one-pass Adam of a device that has it."""
+    return tried("device_adam", device_type, "masters are updated", _try_adam)
+
+
+def tried(name: str, device_type: str, what: str, is_right: Callable[[ModuleType, str], bool]) -> ModuleType | None:
+    """Return a module of operations by Triton, if they work on this device."""
     if device_type != "cuda":
         return None
     try:
-        from zerostd.kernels import device_halves
-
-        numbers = torch.linspace(-3.0, 3.0, 1000, device=device_type)
-        halves = Split(torch.empty_like(numbers, dtype=torch.bfloat16), torch.empty_like(numbers, dtype=torch.int16))
-        joined = torch.empty_like(numbers)
-        device_halves.split(numbers, *halves)
-        device_halves.join(*halves, joined)
-        if torch.equal(numbers, joined):
-            return device_halves
+        module = importlib.import_module(f"zerostd.kernels.{name}")
+        if is_right(module, device_type):
+            return module
         reason = "it gave wrong numbers"
     except Exception as error:  # of triton, of a compiler that is missing, of the driver
         reason = f"{type(error).__name__}: {error}"
     warnings.warn(
-        f"masters are joined and split by torch's operations, in several passes, since triton failed here ({reason})",
+        f"{what} by torch's operations, in several passes, since triton failed here ({reason})",
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
     return None
+
+
+def _try_halves(module: ModuleType, device_type: str) -> bool:
+    numbers = torch.linspace(-3.0, 3.0, 1000, device=device_type)
+    halves = Split(torch.empty_like(numbers, dtype=torch.bfloat16), torch.empty_like(numbers, dtype=torch.int16))
+    joined = torch.empty_like(numbers)
+    module.split(numbers, *halves)
+    module.join(*halves, joined)
+    return torch.equal(numbers, joined)
+
+
+def _try_adam(module: ModuleType, device_type: str) -> bool:
+    """Take a first step, which is as long as the rate wherever there is a gradient."""
+    halves = split(torch.ones(1000, device=device_type))
+    rule = Adam(0.5, 0.0, False, 0.9, 0.999, 0.0, decoupled=True, step=1)
+    gradient = torch.linspace(1.0, 3.0, 1000, device=device_type, dtype=torch.bfloat16)
+    states = [torch.zeros(1000, device=device_type), torch.zeros(1000, device=device_type)]
+    module.adam(rule, torch.ones((), device=device_type), gradient, None, halves, halves.high, states)
+    return torch.allclose(join(halves), torch.full_like(states[0], 0.5), atol=1e-5)
 
 
 Arrays = Sequence[Tensor | Split]
@@ -165,10 +190,15 @@ class UpdateArguments(NamedTuple):
 
     rule: Rule
     gradient: Tensor
-    factor: float
+    factor: float | Tensor
     source: tuple[Tensor | Split, ...]
     target: tuple[Tensor | Split, ...]
     weight: Tensor | None
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether states are codes of 8 bits."""
+        return any(isinstance(array, Tensor) and array.dtype == torch.uint8 for array in self.source[1:])
 
     @property
     def inputs(self) -> list[Tensor]:

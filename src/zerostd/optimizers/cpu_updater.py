@@ -13,7 +13,7 @@ spans may share one: what is on its way out is written before it is read again.
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
@@ -23,20 +23,28 @@ from torch.optim import Optimizer
 
 from zerostd import kernels
 from zerostd.errors import MisuseError
-from zerostd.kernels import Rule, Split
-from zerostd.optimizers.elementwise import clone_optimizer, native_rule, next_scalars, update_by_clone
+from zerostd.kernels import Moment, Rule, Split, column_bytes
+from zerostd.optimizers.elementwise import clone_optimizer, coded_rule, native_rule, next_scalars, update_by_clone
 from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask
-from zerostd.optimizers.streamed_updater import NUM_SLOTS, StagingSlot, StreamedUpdater, tile_numel, widest_dtypes
+from zerostd.optimizers.streamed_updater import (
+    NUM_SLOTS,
+    Column,
+    StagingSlot,
+    StreamedUpdater,
+    tile_numel,
+    widest_dtypes,
+)
 from zerostd.parameters import Flat
 from zerostd.parameters.gradient import HostGradientCopy
 from zerostd.parameters.host_gradient import UP
-from zerostd.parameters.state_shard import HIGH, LOW, MASTER, OF_MASTER, StateShard
+from zerostd.parameters.state_shard import HIGH, LOW, MASTER, OF_MASTER, CodedTensor, StateShard, kept_as
 from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding.portions import UNIT
-from zerostd.tiers import AllOf, Done, Streams, TierAllocator, Transfer, Worker
+from zerostd.tiers import AllOf, Done, Streams, TierAllocator, TierTensor, Transfer, Worker
 
 TILE_NUMEL = 16 << 20  # elements updated before their new parameters start on their way
 DISK_TILE_NUMEL = 4 << 20
+CODED_UNIT = 1 << 16
 
 
 @dataclass(eq=False)
@@ -83,10 +91,11 @@ class CpuUpdater:
         """Start an update; done when the new parameters are where they belong."""
         span = task.span
         if span.shard.route is Route.CPU:
-            rule = self._rule(task)
-            task = replace(task, rule=rule, host_weights=self._host_weights(task))
-            if rule is not None:
-                span.keep(next_scalars(rule, span.scalars), is_speculative=task.is_speculative)
+            task = replace(task, host_weights=self._host_weights(task))
+        rule = self._rule(task)
+        if rule is not None:
+            task = replace(task, rule=rule)
+            span.keep(next_scalars(rule, span.scalars), is_speculative=task.is_speculative)
         is_cut = task.rule is not None and span.shard.tier is Tier.HOST  # from disk, tiles overlap inside the thread
         return task.submit(self.worker, self._do, TILE_NUMEL if is_cut else span.numel)
 
@@ -94,6 +103,10 @@ class CpuUpdater:
         """Return a native rule if the numbers are fp32 and the user has not asked for torch's fused kernel here."""
         options = task.options.param_groups[task.span.param_group]
         is_on_cpu = self.allocator.device.type == "cpu"
+        if task.span.shard.is_coded:
+            return coded_rule(self.inner, options, task.span.scalars)
+        if task.span.shard.route is Route.STREAMED:
+            return None
         if (options.get("fused") and is_on_cpu) or task.span.shard.master.dtype != torch.float32:
             return None
         rule = native_rule(self.inner, options, task.span.scalars, exact_root=not is_on_cpu)
@@ -120,7 +133,7 @@ class CpuUpdater:
             return high[span.in_shard]
         copy = None if task.is_speculative else _fitting_copy(task.flat)
         if copy is not None:
-            return copy.copy_of(span.region, overwrites=True).view(task.flat.rest.dtype)
+            return copy.copy_of(span.region, upload=task.transfer).view(task.flat.rest.dtype)
         return self._weights_of(task.flat, span.shard)[span.in_shard]
 
     def _weights_of(self, flat: Flat, shard: StateShard) -> torch.Tensor:
@@ -224,9 +237,21 @@ def _fitting_copy(flat: Flat) -> HostGradientCopy | None:
     return flat.gradient.host_copy if flat.rest.tensor is not None and is_as_wide else None
 
 
-def dtypes_on_disk(shard: StateShard) -> dict[str, torch.dtype]:
+def dtypes_on_disk(shard: StateShard) -> dict[str, Column]:
     """Return the dtypes of what is read from disk, by name."""
-    return {name: tensor.dtype for name, tensor in shard.tensors.items() if tensor.tier is Tier.DISK}
+    return {name: kept_as(tensor) for name, tensor in shard.tensors.items() if tensor.tier is Tier.DISK}
+
+
+def disk_unit(columns: Iterable[Column]) -> int:
+    """Return the elements after which every column begins a page. Records of codes are no power of two long."""
+    return CODED_UNIT if any(isinstance(column, Moment) for column in columns) else UNIT
+
+
+def _stored(tensor: TierTensor, start: int) -> tuple[TierTensor, int]:
+    """Return what a column is on disk, and where element `start` is in it."""
+    if isinstance(tensor, CodedTensor):
+        return tensor.codes, Moment.num_bytes(start)
+    return tensor, start
 
 
 class DiskUpdater(CpuUpdater):
@@ -238,13 +263,14 @@ class DiskUpdater(CpuUpdater):
         super().__post_init__()
         allocator = self.allocator
         shards = [shard for _, shard in self.placed]
-        self._tile_numel = tile_numel(DISK_TILE_NUMEL, shards)
+        dtypes = widest_dtypes(dtypes_on_disk(shard) for shard in shards)
+        self._unit = disk_unit(dtypes.values())
+        self._tile_numel = tile_numel(DISK_TILE_NUMEL, shards, self._unit)
         streamed = [shard for shard in shards if shard.route is Route.STREAMED]
         self.streamed: StreamedUpdater | None = None  # for those that pass through the device
         if streamed:
             self.streamed = StreamedUpdater(self.inner, streamed, self._tile_numel, allocator, self.streams)
-        dtypes = widest_dtypes(dtypes_on_disk(shard) for shard in shards)
-        sizes = {name: self._tile_numel * dtype.itemsize for name, dtype in dtypes.items()}
+        sizes = {name: column_bytes(dtype, self._tile_numel) for name, dtype in dtypes.items()}
         self._slots = [
             StagingSlot({name: allocator.host.allocate(size, Kind.BUFFERS) for name, size in sizes.items()})
             for _ in range(NUM_SLOTS)
@@ -276,11 +302,11 @@ class DiskUpdater(CpuUpdater):
         factor = 1.0 if is_streamed else task.options.read_factor()
         begun = time.perf_counter()
         events = self.allocator.ledger.events
-        num_bytes = 2 * span.numel * sum(tensor.dtype.itemsize for tensor in task.on_disk.values())
+        num_bytes = 2 * sum(column_bytes(kept_as(tensor), span.numel) for tensor in task.on_disk.values())
         event = events.begin("update", "disk", task.group.name, num_bytes, step=task.step)
         place = span.in_shard
-        end = min(span.shard.numel, -(-place.stop // UNIT) * UNIT)
-        starts = range(place.start // UNIT * UNIT, place.stop, self._tile_numel)
+        end = min(span.shard.numel, -(-place.stop // self._unit) * self._unit)
+        starts = range(place.start // self._unit * self._unit, place.stop, self._tile_numel)
         blocks = [slice(start, min(end, start + self._tile_numel)) for start in starts]  # of the shard, whole pages
         to_read = zip(blocks, cycle(self._slots))
         reading = deque(self._read(task, block, slot) for block, slot in islice(to_read, NUM_SLOTS - 1))
@@ -291,11 +317,12 @@ class DiskUpdater(CpuUpdater):
             block = slot.block
             for read in slot.reads:
                 read.wait()
-            staged = slot.views(task.on_disk, block.stop - block.start)
+            staged = _staged(task, slot)
             low = max(block.start, place.start)
             high = min(block.stop, place.stop)
             part = slice(low - place.start, high - place.start)
-            states = {name: tensor[low - block.start : high - block.start] for name, tensor in staged.items()}
+            here = slice(low - block.start, high - block.start)
+            states = {name: _cut(task.on_disk[name], tensor, here) for name, tensor in staged.items()}
             states |= task.tensors_of(part)[0]  # parameters that are upper halves
             if is_streamed:
                 assert self.streamed is not None
@@ -303,7 +330,9 @@ class DiskUpdater(CpuUpdater):
                 landed.synchronize()
             else:
                 scalars = self.update_tile(task, part, states, states, factor)
-            slot.writes += [tensor.start_write(block.start, staged[name]) for name, tensor in task.on_disk.items()]
+            for name, tensor in task.on_disk.items():
+                column, start = _stored(tensor, block.start)
+                slot.writes.append(column.start_write(start, staged[name]))
             self.send_weights(task, part)
         span.shard.landed = AllOf(*(write for slot in self._slots for write in slot.writes))
         self.finish(task, scalars)
@@ -319,6 +348,22 @@ class DiskUpdater(CpuUpdater):
                 writing.wait_writes()
         slot.task = task
         slot.block = block
-        staged = slot.views(task.on_disk, block.stop - block.start)
-        slot.reads = [tensor.start_read(block.start, staged[name]) for name, tensor in task.on_disk.items()]
+        staged = _staged(task, slot)
+        slot.reads.clear()
+        for name, tensor in task.on_disk.items():
+            column, start = _stored(tensor, block.start)
+            slot.reads.append(column.start_read(start, staged[name]))
         return slot
+
+
+def _staged(task: UpdateTask, slot: StagingSlot) -> Tensors:
+    """Return a block of the task's shard as it is in a slot."""
+    columns = {name: kept_as(tensor) for name, tensor in task.on_disk.items()}
+    return slot.views(columns, slot.block.stop - slot.block.start)
+
+
+def _cut(column: TierTensor, staged: torch.Tensor, part: slice) -> torch.Tensor:
+    """Return a part of what is staged of a column."""
+    _, start = _stored(column, part.start)
+    _, stop = _stored(column, part.stop)
+    return staged[start:stop]

@@ -10,8 +10,10 @@ user holds is not touched.
 """
 
 import copy
+import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +21,9 @@ from torch import nn
 
 from zerostd.compat import move_step_hooks, plain_step
 from zerostd.errors import MisuseError, PrepareError
-from zerostd.kernels import Adagrad, Adam, Rule, Sgd
+from zerostd.kernels import Adagrad, Adam, Rule, Sgd, Split, adam_on
 from zerostd.optimizers.spans import Options, ScalarStates, StepOptions, Tensors, UpdateSpan, copy_values
+from zerostd.parameters import Flat
 from zerostd.parameters.state_shard import MASTER
 
 Trial = tuple[torch.Tensor, dict[str, Any], Options]  # numbers, states and param_group afterwards
@@ -136,6 +139,63 @@ def native_rule(
     if kind is torch.optim.Adagrad:
         return Adagrad(*shared, float(options["lr_decay"]), float(options["eps"]), step, exact_root)
     return None
+
+
+@dataclass(frozen=True)
+class DeviceUpdate:
+    """Adam on a device in one pass."""
+
+    rule: Adam
+    step: torch.Tensor  # the count of steps before this one
+    states: list[torch.Tensor]
+
+    def make(self, gradient: torch.Tensor, factor: torch.Tensor | None, master: Split, high: torch.Tensor) -> None:
+        """Count the step, and update master and states in place. New parameters go to `high`."""
+        self.step.add_(1)
+        kernel = adam_on(gradient.device.type)
+        assert kernel is not None
+        kernel.adam(self.rule, self.step, gradient, factor, master, high, self.states)
+
+
+def device_update(
+    inner: torch.optim.Optimizer, options: dict[str, Any], states: Mapping[str, Any], device: torch.device
+) -> DeviceUpdate | None:
+    """Return the update of a split master and these states in one pass on a device; None if torch's optimizer has to
+    make it: another one than Adam, other options, or states that it has not made yet."""
+    names = Adam.state_names
+    if adam_on(device.type) is None or states.keys() != {"step", *names}:
+        return None
+    if any(isinstance(value, torch.Tensor) for value in (options.get("lr"), *options.get("betas", ()))):
+        return None
+    rule = native_rule(inner, options, None, exact_root=True)
+    if not isinstance(rule, Adam) or any(states[name].dtype is not torch.float32 for name in names):
+        return None
+    return DeviceUpdate(rule, states["step"], [states[name] for name in names])
+
+
+def resident_update(
+    inner: torch.optim.Optimizer, options: StepOptions, flat: Flat, span: UpdateSpan, states: Mapping[str, Any]
+) -> Callable[[], None] | None:
+    """Return the update of a resident span in one pass; None if torch's optimizer has to make it."""
+    assert flat.gradient is not None
+    if not span.shard.is_split or flat.gradient.comes_up:
+        return None
+    update = device_update(inner, options.param_groups[span.param_group], states, flat.full.device)
+    if update is None:
+        return None
+    gradient = flat.gradient.current[span.region]
+    return functools.partial(update.make, gradient, options.factor, span.halves, span.halves.high)
+
+
+def coded_rule(inner: torch.optim.Optimizer, options: dict[str, Any], scalars: ScalarStates | None) -> Rule:
+    """Return the rule for the step after `scalars` where states are kept as codes."""
+    rule = native_rule(inner, options, scalars, exact_root=True)
+    if not isinstance(rule, Adam):
+        raise MisuseError(
+            f"optimizer {type(inner).__name__} with these options cannot update states that are kept as codes; at "
+            "prepare it could: set amsgrad and differentiable back to False, or leave the codec out"
+        )
+    return rule
 
 
 def next_scalars(rule: Rule, scalars: ScalarStates | None) -> ScalarStates:

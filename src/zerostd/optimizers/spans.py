@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
@@ -24,10 +24,11 @@ from torch import nn
 from zerostd.errors import MisuseError
 from zerostd.kernels import Rule, Split, join_into, split_into
 from zerostd.parameters import Flat, Group
-from zerostd.parameters.state_shard import HIGH, LOW, MASTER, OF_MASTER, StateShard
+from zerostd.parameters.state_shard import HIGH, LOW, MASTER, OF_MASTER, StateShard, is_in_memory, memory_of
 from zerostd.policy import Route, Tier
 from zerostd.sharding import Piece
 from zerostd.tiers import AllOf, Done, TierTensor, Transfer, Work, Worker, record_event
+from zerostd.tiers.debug import DEBUG, Seals
 
 Options = dict[str, Any]  # of one param_group
 ScalarStates = dict[str, Any]  # states of one value for all elements, such as the count of steps
@@ -38,17 +39,18 @@ Tensors = dict[str, torch.Tensor]
 class UpdateSpan:
     """Neighbouring pieces of parameters with equal options in one shard."""
 
-    pieces: tuple[Piece, ...]  # without gaps
+    pieces: tuple[Piece, ...]  # without gaps between them
     param_group: int  # index of the user's param_group; -1: it was taken out of them
     shard: StateShard
-    tensor: torch.Tensor | None = field(init=False, default=None)  # resident only: its master, the key of its states
+    # Of resident shards that are not coded: its master, the key of its states
+    tensor: torch.Tensor | None = field(init=False, default=None)
     blank: torch.Tensor = field(init=False)  # resident, split: a NaN of its length, which it shows between updates
     scalars: ScalarStates | None = None  # not resident: None before the first update
     speculative_scalars: ScalarStates | None = None  # as a speculative update left them
     is_committed: bool = False  # the speculative update counts, as soon as it is done
 
     def __post_init__(self) -> None:
-        if not self.shard.is_resident:
+        if not self.shard.is_resident or self.shard.is_coded:
             return
         if self.shard.is_split:
             low = self.shard.tensors[LOW].tensor
@@ -117,9 +119,12 @@ class UpdateSpans:
         region = flat.layout.pieces(flat.region)
         for shard in flat.state_shards:
             parts = [part for part, _ in shard.parts(region)]
-            for index, pieces in groupby(parts, lambda part: param_groups[part.index]):
+            jumps = [before.place.stop < after.offset for before, after in pairwise(parts)]
+            numbers = accumulate(jumps, initial=0)  # of stretches without gaps
+            labels = [(param_groups[part.index], number) for part, number in zip(parts, numbers, strict=False)]
+            for (index, _), pieces in groupby(zip(labels, parts, strict=True), lambda pair: pair[0]):
                 if index is not None:
-                    self._spans.append(UpdateSpan(tuple(pieces), index, shard))
+                    self._spans.append(UpdateSpan(tuple(part for _, part in pieces), index, shard))
 
     def __iter__(self) -> Iterator[UpdateSpan]:
         return iter(self._spans)
@@ -308,7 +313,7 @@ class UpdateTask:
     ready: Transfer  # when the update can begin
     weights: torch.Tensor | None  # where new parameters belong; None: on disk, or the master is the parameter
     host_weights: torch.Tensor | None = None  # CPU only: where it writes them; they go to `weights` from there
-    rule: Rule | None = None  # CPU only; None: a clone of the user's optimizer does the arithmetic
+    rule: Rule | None = None  # None: a clone of the user's optimizer does the arithmetic
     transfer: Work = field(default_factory=Work)  # done when new parameters are where they belong
 
     @classmethod
@@ -336,7 +341,7 @@ class UpdateTask:
     @property
     def on_disk(self) -> dict[str, TierTensor]:
         """What is read from disk, and written back."""
-        return {name: tensor for name, tensor in self.source.items() if tensor.tensor is None}
+        return {name: tensor for name, tensor in self.source.items() if not is_in_memory(tensor)}
 
     @property
     def is_speculative(self) -> bool:
@@ -347,8 +352,24 @@ class UpdateTask:
         forward needs first go first. Tiles are slices that count from the span's start."""
         numel = self.span.numel
         tiles = [slice(start, min(numel, start + tile_numel)) for start in range(0, numel, tile_numel)]
-        parts = [partial(update_tile, self, tile) for tile in tiles]
+        update = partial(self._update_sealed, update_tile) if "checksums" in DEBUG else partial(update_tile, self)
+        parts = [partial(update, tile) for tile in tiles]
         return worker.submit(*parts, place=self.group.place, ready=self.ready, work=self.transfer)
+
+    def _update_sealed(self, update_tile: Callable[[UpdateTask, slice], None], tile: slice) -> None:
+        """Update a tile whose bytes in host memory must be those of the last update; see `tiers/debug.py`."""
+        start = self.span.in_shard.start
+        part = slice(start + tile.start, start + tile.stop)
+        seals = self.span.shard.seals
+        for name, tensor in self.source.items():
+            if tensor.tier is Tier.HOST and tensor.tensor is not None and tensor in seals:
+                seals[tensor].check(tensor.tensor, part, f"{name!r} of group {self.group.name!r}")
+        update_tile(self, tile)
+        if self.flat.full.device.type != "cpu":
+            torch.accelerator.synchronize(self.flat.full.device)  # new states are home
+        for tensor in self.target.values():
+            if tensor.tier is Tier.HOST and tensor.tensor is not None:
+                seals.setdefault(tensor, Seals()).close(tensor.tensor, part)
 
     def tensors_of(self, tile: slice) -> tuple[Tensors, Tensors]:
         """Return what a tile reads and what it writes, where they are in memory."""
@@ -356,7 +377,10 @@ class UpdateTask:
         part = slice(start + tile.start, start + tile.stop)
 
         def cut(tensors: dict[str, TierTensor]) -> Tensors:
-            return {name: tensor.tensor[part] for name, tensor in tensors.items() if tensor.tensor is not None}
+            there = {name: memory_of(tensor, part) for name, tensor in tensors.items() if is_in_memory(tensor)}
+            if "checksums" in DEBUG:  # versions count the writes of others
+                there = {name: tensor.data for name, tensor in there.items()}
+            return there
 
         source = cut(self.source)
         return source, cut(self.target) if self.is_speculative else source

@@ -242,7 +242,8 @@ def _put_scalar(updater: Updater, span: UpdateSpan, key: str, value: Any) -> Non
     options = updater.user_groups[span.param_group]
     if isinstance(value, torch.Tensor):
         device = value.device if span.tensor is not None else torch.device("cpu")
-        if (options.get("fused") or options.get("capturable")) and span.shard.route is not Route.CPU:
+        by_torch = span.shard.route is not Route.CPU and not span.shard.is_coded
+        if (options.get("fused") or options.get("capturable")) and by_torch:
             device = updater.scratch.device
         value = value.to(device, copy=True)
     if span.tensor is not None:

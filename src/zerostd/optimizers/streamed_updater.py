@@ -8,34 +8,36 @@ of fp32 masters for the update, and split again.
 
 Four slots are on their way at once, so both directions of the link and the device work at the same time. A thread puts
 tiles into the streams as slots become free, and not before: until then, what forward needs first may still overtake.
-The arithmetic is the user's optimizer on the device, as for resident states: the same bits.
+The arithmetic is the user's optimizer on the device, as for resident states: the same bits. States that are kept as
+codes pass as codes, and one kernel updates them.
 """
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch.optim import Optimizer
 
 from zerostd import kernels
-from zerostd.kernels import Split
-from zerostd.optimizers.elementwise import clone_optimizer, update_by_clone
-from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask
+from zerostd.kernels import Moment, Rule, Split, column_bytes
+from zerostd.optimizers.elementwise import clone_optimizer, coded_rule, device_update, next_scalars, update_by_clone
+from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask, copy_values
 from zerostd.parameters.gradient import DOWN
 from zerostd.parameters.host_gradient import UP
-from zerostd.parameters.state_shard import HIGH, LOW, MASTER, OF_MASTER, StateShard
+from zerostd.parameters.state_shard import HIGH, LOW, MASTER, OF_MASTER, StateShard, kept_as
 from zerostd.policy import Kind, Tier
 from zerostd.sharding import Portion
 from zerostd.sharding.portions import UNIT
-from zerostd.tiers import Streams, TierAllocator, TierTensor, Transfer, Worker
+from zerostd.tiers import Streams, TierAllocator, Transfer, Worker
 from zerostd.tiers.debug import poison
 
 TILE_NUMEL = 8 << 20
 NUM_SLOTS = 4
 FEW = 4  # tiles that a shard is cut into if one tile could hold it
 LEAST = 1 << 16
+Column = torch.dtype | Moment  # how a master or a state is kept
 GRADIENT = "(gradient)"  # in a slot, beside master and states: as the update reads it
 LANDING = "(landing)"  # likewise: gradients that come from the host, and parameters that go there
 
@@ -59,37 +61,41 @@ class StagingSlot:
                 poison(memory)
         self.writes.clear()
 
-    def views(self, tensors: Mapping[str, torch.Tensor | TierTensor], numel: int) -> Tensors:
-        """Return the memory as tensors of the dtypes of `tensors`."""
-        return {name: self.view(name, tensor.dtype, numel) for name, tensor in tensors.items()}
+    def views(self, columns: Mapping[str, Column], numel: int) -> Tensors:
+        """Return the memory as tensors of so many numbers, coded or not."""
+        return {name: self.view(name, column, numel) for name, column in columns.items()}
 
-    def view(self, name: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        return self.memory[name][: numel * dtype.itemsize].view(dtype)
+    def view(self, name: str, column: Column, numel: int) -> torch.Tensor:
+        memory = self.memory[name][: column_bytes(column, numel)]
+        return memory if isinstance(column, Moment) else memory.view(column)
 
 
-def tile_numel(most: int, stretches: Iterable[Portion | StateShard]) -> int:
+def tile_numel(most: int, stretches: Iterable[Portion | StateShard], unit: int = UNIT) -> int:
     """Return the elements of a tile: `most`, or fewer where that would be one tile for the longest stretch, so that
     buffers stay small beside what they serve. 0 if there is none."""
     longest = max((stretch.numel for stretch in stretches), default=0)
     if longest >= most:
         return most
     shorter = min(longest, max(LEAST, -(-longest // FEW)))
-    return min(most, -(-shorter // UNIT) * UNIT)
+    return min(most, -(-shorter // unit) * unit)
 
 
-def widest_dtypes(many: Iterable[Mapping[str, torch.dtype]]) -> dict[str, torch.dtype]:
-    """Return the widest dtype of each name."""
-    dtypes: dict[str, torch.dtype] = {}
+def widest_dtypes(many: Iterable[Mapping[str, Column]]) -> dict[str, Column]:
+    """Return the widest dtype of each name; what is coded is so everywhere."""
+    dtypes: dict[str, Column] = {}
     for columns in many:
         for name, dtype in columns.items():
-            dtypes[name] = torch.promote_types(dtypes.get(name, dtype), dtype)
+            known = dtypes.get(name, dtype)
+            if not isinstance(known, Moment) and not isinstance(dtype, Moment):
+                dtype = torch.promote_types(known, dtype)
+            dtypes[name] = dtype
     return dtypes
 
 
-def staged_dtypes(shard: StateShard, device: torch.device) -> dict[str, torch.dtype]:
+def staged_dtypes(shard: StateShard, device: torch.device) -> dict[str, Column]:
     """Return the dtypes of what passes through a slot of the device: all but upper halves that are there."""
     return {
-        name: tensor.dtype
+        name: kept_as(tensor)
         for name, tensor in shard.tensors.items()
         if name != HIGH or not (device.type == "cpu" or tensor.tier is Tier.DEVICE)
     }
@@ -114,7 +120,7 @@ class StreamedUpdater:
         self.clone = clone_optimizer(self.inner)
         self._turn = 0
         dtypes = widest_dtypes(staged_dtypes(shard, self.device) for shard in self.shards)
-        sizes = {name: self.tile_numel * dtype.itemsize for name, dtype in _slot_dtypes(dtypes).items()}
+        sizes = {name: column_bytes(dtype, self.tile_numel) for name, dtype in _slot_dtypes(dtypes).items()}
         allocate = partial(torch.empty, dtype=torch.uint8, device=self.device)
         self._slots = [StagingSlot({name: allocate(size) for name, size in sizes.items()}) for _ in range(NUM_SLOTS)]
         # Joined masters of the tile that is updated; tiles are updated one after the other
@@ -122,9 +128,9 @@ class StreamedUpdater:
         self.ledger.enter(Kind.BUFFERS, self.buffer_bytes(dtypes, self.tile_numel))
 
     @staticmethod
-    def buffer_bytes(dtypes: Mapping[str, torch.dtype], tile_numel: int) -> int:
+    def buffer_bytes(dtypes: Mapping[str, Column], tile_numel: int) -> int:
         """Return the bytes that slots and joined masters take on the device; `dtypes` are those of what is staged."""
-        in_slots = NUM_SLOTS * tile_numel * sum(dtype.itemsize for dtype in _slot_dtypes(dtypes).values())
+        in_slots = NUM_SLOTS * sum(column_bytes(dtype, tile_numel) for dtype in _slot_dtypes(dtypes).values())
         return in_slots + 4 * _joined_numel(dtypes, tile_numel)
 
     @property
@@ -143,6 +149,11 @@ class StreamedUpdater:
 
     def launch(self, task: UpdateTask) -> Transfer:
         """Start an update; done when the new parameters are where they belong."""
+        span = task.span
+        if span.shard.is_coded:
+            rule = coded_rule(self.inner, task.options.param_groups[span.param_group], span.scalars)
+            task = replace(task, rule=rule)
+            span.keep(next_scalars(rule, span.scalars), is_speculative=task.is_speculative)
         return task.submit(self.worker, self._do, self.tile_numel)
 
     # In the thread
@@ -154,7 +165,8 @@ class StreamedUpdater:
         scalars, landed = self.update_tile(task, tile, source, target, after=span.shard.landed)
         if tile.stop == span.numel:
             span.shard.landed = landed
-            span.keep(scalars, is_speculative=task.is_speculative)
+            if task.rule is None:
+                span.keep(scalars, is_speculative=task.is_speculative)
         self.busy_s += time.perf_counter() - begun
 
     def update_tile(
@@ -168,8 +180,7 @@ class StreamedUpdater:
         slot.task = task
         numel = tile.stop - tile.start
         moved = {name: tensor for name, tensor in source.items() if name != HIGH or tensor.device != self.device}
-        staged = slot.views(moved, numel)
-        gradient = slot.view(GRADIENT, torch.float32 if LOW in staged else staged[MASTER].dtype, numel)
+        staged = {name: slot.memory[name][: tensor.nbytes].view(tensor.dtype) for name, tensor in moved.items()}
         incoming = task.gradient[tile]
         weights = None if task.weights is None else task.weights[tile]
         shown = weights if weights is not None or HIGH in staged else target.get(HIGH)  # new parameters, when done
@@ -188,16 +199,13 @@ class StreamedUpdater:
         )
         with self.streams.up.after(after), within("transfer", "up", way=UP):
             for name, tensor in moved.items():
-                if task.span.scalars is not None or name in OF_MASTER:
+                if task.span.scalars is not None or name in OF_MASTER or task.rule is not None:
                     staged[name].copy_(tensor, non_blocking=True)
             if incoming.device != self.device:
                 incoming = slot.view(LANDING, incoming.dtype, numel).copy_(incoming, non_blocking=True)
             up = self.streams.up.record_event()
         with self.streams.update.after(up, task.ready), within("update", "update"):
-            gradient.copy_(incoming)
-            if task.options.factor is not None:
-                gradient.mul_(task.options.factor)
-            scalars = self._compute(task, {**source, **staged}, gradient, rounded)
+            scalars = self._compute(task, {**source, **staged}, incoming, rounded, slot)
             if weights is not None and rounded is not None and is_on_device and weights is not rounded:
                 weights.copy_(rounded)
             updated = self.streams.update.record_event()
@@ -206,23 +214,43 @@ class StreamedUpdater:
                 weights.copy_(rounded, non_blocking=True)
             for name, tensor in staged.items():
                 target[name].copy_(tensor, non_blocking=True)
-            for tensor in (*staged.values(), gradient, slot.memory[LANDING]):
-                poison(tensor)
+            for memory in slot.memory.values():
+                poison(memory)
             landed = self.streams.down.record_event()
         slot.writes.append(landed)
         task.transfer.event = updated if is_on_device else landed
         return scalars, landed
 
     def _compute(
-        self, task: UpdateTask, tensors: Tensors, gradient: torch.Tensor, rounded: torch.Tensor | None
+        self,
+        task: UpdateTask,
+        tensors: Tensors,
+        incoming: torch.Tensor,
+        rounded: torch.Tensor | None,
+        slot: StagingSlot,
     ) -> ScalarStates:
-        """Update master and states on the device, and write new parameters to `rounded`."""
+        """Update master and states on the device, and write new parameters to `rounded`. The slot has room for
+        the gradient as torch's optimizer reads it."""
         is_split = LOW in tensors
-        master = self._masters[: gradient.numel()] if is_split else tensors[MASTER]
+        if task.rule is not None:
+            update_coded(task.rule, incoming, tensors, rounded, task.options.factor)
+            return {}
+        states = {name: tensor for name, tensor in tensors.items() if name not in OF_MASTER}
+        if is_split and task.span.scalars is not None:
+            scalars = copy_values(task.span.scalars)
+            options = task.options.param_groups[task.span.param_group]
+            update = device_update(self.inner, options, {**scalars, **states}, self.device)
+            if update is not None:
+                assert rounded is not None
+                update.make(incoming, task.options.factor, Split(tensors[HIGH], tensors[LOW]), rounded)
+                return scalars
+        master = self._masters[: incoming.numel()] if is_split else tensors[MASTER]
+        gradient = slot.view(GRADIENT, master.dtype, incoming.numel()).copy_(incoming)
+        if task.options.factor is not None:
+            gradient.mul_(task.options.factor)
         if is_split:
             kernels.join_into(Split(tensors[HIGH], tensors[LOW]), master)
-        states = {MASTER: master} | {name: tensor for name, tensor in tensors.items() if name not in OF_MASTER}
-        scalars = update_by_clone(self.clone, task.options, task.span, states, gradient)
+        scalars = update_by_clone(self.clone, task.options, task.span, {MASTER: master, **states}, gradient)
         if is_split:
             assert rounded is not None
             kernels.split_into(master, Split(rounded, tensors[LOW]))
@@ -231,11 +259,39 @@ class StreamedUpdater:
         return scalars
 
 
-def _slot_dtypes(dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    """Return what a slot has room for: master, states, and the gradient twice."""
+def update_coded(
+    rule: Rule,
+    gradient: torch.Tensor,
+    tensors: Tensors,
+    weight: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    num_threads: int = 1,
+) -> None:
+    """Update a master and coded states in place, on their device. New parameters go to `weight`; that of a split master
+    is the upper half."""
+    master: torch.Tensor | Split = Split(tensors[HIGH], tensors[LOW]) if LOW in tensors else tensors[MASTER]
+    states = [tensors[name] for name in rule.state_names]
+    target = master if weight is None or not isinstance(master, Split) else Split(weight, master.low)
+    kernels.update(
+        rule,
+        gradient,
+        (master, *states),
+        (target, *states),
+        factor=1.0 if factor is None else factor,
+        weight=None if isinstance(master, Split) else weight,
+        num_threads=num_threads,
+    )
+
+
+def _slot_dtypes(dtypes: Mapping[str, Column]) -> dict[str, Column]:
+    """Return what a slot has room for: master, states, and the gradient as it comes and as the update reads it."""
     wide = dtypes.get(MASTER, torch.float32)
-    return {**dtypes, GRADIENT: wide, LANDING: wide}
+    return {**dtypes, LANDING: wide} if _is_coded(dtypes) else {**dtypes, GRADIENT: wide, LANDING: wide}
 
 
-def _joined_numel(dtypes: Mapping[str, torch.dtype], tile_numel: int) -> int:
-    return tile_numel if LOW in dtypes else 0
+def _joined_numel(dtypes: Mapping[str, Column], tile_numel: int) -> int:
+    return tile_numel if LOW in dtypes and not _is_coded(dtypes) else 0
+
+
+def _is_coded(dtypes: Mapping[str, Column]) -> bool:
+    return any(isinstance(dtype, Moment) for dtype in dtypes.values())

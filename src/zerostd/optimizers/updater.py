@@ -1,17 +1,18 @@
 """The update of one group.
 
 Resident states: the user's own optimizer is called with that group's spans in its param_groups, so working memory is
-one group's gradient in fp32, and a group's new parameters can leave while the next one is updated. States elsewhere are
-updated by `OffloadUpdater`, with one updater for each route that some shard takes, in threads beside the step and
-beyond it: what is not done yet is left in `group.updates`. Seen from the optimizer it is one step all the same: options
-are those the user set, and counters in its param_groups move once.
+one group's gradient in fp32. Adam with split masters needs none, nor do states that are kept as codes: one kernel makes
+the update. States elsewhere are updated by `OffloadUpdater`, in threads beside the step and beyond it: what is not done
+yet is left in `group.updates`. Seen from the optimizer it is one step all the same: options are those the user set, and
+counters in its param_groups move once.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import InitVar, dataclass
+from functools import partial
 from operator import is_
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -19,138 +20,16 @@ from torch.optim import Optimizer
 from zerostd.compat import no_torch_function, plain_step
 from zerostd.errors import MisuseError
 from zerostd.monitoring import Ledger
-from zerostd.optimizers import cpu_updater, streamed_updater
-from zerostd.optimizers.cpu_updater import CpuUpdater, DiskUpdater, dtypes_on_disk
-from zerostd.optimizers.elementwise import written_options
+from zerostd.optimizers.elementwise import coded_rule, next_scalars, resident_update, written_options
+from zerostd.optimizers.offload_updater import OffloadUpdater
 from zerostd.optimizers.spans import StepOptions, UpdateSpan, UpdateSpans, UpdateTask, snapshot
-from zerostd.optimizers.streamed_updater import NUM_SLOTS, StreamedUpdater, staged_dtypes, tile_numel, widest_dtypes
+from zerostd.optimizers.streamed_updater import StreamedUpdater, update_coded
 from zerostd.parameters import Flat, Group
 from zerostd.parameters.prepared import GRAD
-from zerostd.policy import Kind, Route, Tier
-from zerostd.sharding import Portion
-from zerostd.tiers import Streams, TierAllocator, Transfer, record_event
+from zerostd.parameters.state_shard import memory_of
+from zerostd.policy import Kind
 
-NUM_FACTORS = 4
 Scope = Literal["all", "speculative", "rest"]
-
-
-class PassingStates(NamedTuple):
-    """A portion of states to be, and the dtypes by name of what is kept in its tier and of what passes through the
-    device if it is streamed."""
-
-    portion: Portion
-    kept: Mapping[str, torch.dtype]
-    staged: Mapping[str, torch.dtype]
-
-
-class OffloadUpdater:
-    """Sends each task to the updater of its shard's route."""
-
-    def __init__(
-        self, inner: Optimizer, groups: Sequence[Group], allocator: TierAllocator, streams: Streams, *, num_threads: int
-    ) -> None:
-        self.allocator = allocator
-        self.device = allocator.device
-        self.updaters: dict[str, CpuUpdater | StreamedUpdater] = {}
-        self._inner = inner
-        self._streams = streams
-        self._num_threads = num_threads
-        self._slots: dict[str, Any] = {}  # by updater: what its memory depends on
-        self.follow(groups)
-        self._factors = allocator.host.allocate(NUM_FACTORS * 4, Kind.BUFFERS).view(torch.float32)
-        self.last_factor: tuple[torch.Tensor, Transfer] | None = None  # of the last step that had one, and its arrival
-        self._turn = 0
-
-    def follow(self, groups: Sequence[Group]) -> None:
-        """Serve the shards that are off the device now. An updater with nothing left to do ends, one whose slots do
-        not fit is made anew; others go on with what they are doing, which may be about other groups."""
-        placed = [(flat, shard) for group in groups for flat in group.trainable for shard in flat.state_shards]
-        on_host = [(flat, shard) for flat, shard in placed if shard.tier is Tier.HOST]
-        by_cpu = [(flat, shard) for flat, shard in on_host if shard.route is Route.CPU]
-        streamed = [shard for _, shard in on_host if shard.route is Route.STREAMED]
-        on_disk = [(flat, shard) for flat, shard in placed if shard.tier is Tier.DISK]
-        from_disk = [shard for _, shard in on_disk]
-        tile = tile_numel(streamed_updater.TILE_NUMEL, streamed)
-        disk_tile = tile_numel(cpu_updater.DISK_TILE_NUMEL, from_disk)
-        slots: dict[str, Any] = {
-            "cpu": bool(by_cpu),
-            "streamed": (tile, widest_dtypes(staged_dtypes(shard, self.device) for shard in streamed)),
-            "disk": (disk_tile, widest_dtypes(map(dtypes_on_disk, from_disk)), {shard.route for shard in from_disk}),
-        }
-        for name in [name for name in self.updaters if self._slots[name] != slots[name]]:
-            self._drain(self.updaters[name])
-            self.updaters.pop(name).close()
-        basis = (self.allocator, self._streams)
-        if by_cpu and "cpu" not in self.updaters:
-            self.updaters["cpu"] = CpuUpdater(self._inner, by_cpu, *basis, self._num_threads)
-        if streamed and "streamed" not in self.updaters:
-            self.updaters["streamed"] = StreamedUpdater(self._inner, streamed, tile, *basis)
-        if on_disk and "disk" not in self.updaters:
-            self.updaters["disk"] = DiskUpdater(self._inner, on_disk, *basis, self._num_threads)
-        for name, served in (("cpu", by_cpu), ("disk", on_disk)):
-            if isinstance(updater := self.updaters.get(name), CpuUpdater):
-                updater.serve(served)
-        self._slots = slots
-        for updater in self.updaters.values():
-            self.allocator.before_close(updater.worker.stop)
-
-    @staticmethod
-    def buffer_bytes(passing: Sequence[PassingStates]) -> dict[Tier, int]:
-        """Return the bytes of all staging slots by tier."""
-        on_disk = [states for states in passing if states.portion.tier is Tier.DISK]
-        disk_tile = tile_numel(cpu_updater.DISK_TILE_NUMEL, [states.portion for states in on_disk])
-        kept = widest_dtypes(states.kept for states in on_disk)
-        sizes = {Tier.DEVICE: 0, Tier.HOST: NUM_SLOTS * disk_tile * sum(dtype.itemsize for dtype in kept.values())}
-        streamed = [states for states in passing if states.portion.route is Route.STREAMED]
-        from_host = [states for states in streamed if states.portion.tier is Tier.HOST]
-        from_disk = [states for states in streamed if states.portion.tier is Tier.DISK]
-        host_tile = tile_numel(streamed_updater.TILE_NUMEL, [states.portion for states in from_host])
-        for through_device, numel in ((from_host, host_tile), (from_disk, disk_tile)):
-            if through_device:
-                staged = widest_dtypes(states.staged for states in through_device)
-                sizes[Tier.DEVICE] += StreamedUpdater.buffer_bytes(staged, numel)
-        return sizes
-
-    def launch(self, task: UpdateTask) -> Transfer:
-        """Start the update of one span."""
-        shard = task.span.shard
-        return self.updaters["disk" if shard.tier is Tier.DISK else shard.route.value].launch(task)
-
-    def copy_to_host(self, factor: torch.Tensor) -> tuple[torch.Tensor, Transfer]:
-        """Start copying a factor to the host, for the threads that need it as a number; returns its memory there, and
-        when it has arrived."""
-        self._turn = (self._turn + 1) % NUM_FACTORS
-        memory = self._factors[self._turn]
-        memory.copy_(factor.reshape(()), non_blocking=True)
-        self.last_factor = (memory, record_event(self.device))
-        return self.last_factor
-
-    def close(self) -> None:
-        """End the threads and give their memory back; nothing may be under way."""
-        for updater in self.updaters.values():
-            updater.close()
-        self.allocator.host.free(self._factors)
-
-    def drain(self) -> None:
-        """Return when every update so far is done; raise if one failed."""
-        for updater in self.updaters.values():
-            self._drain(updater)
-
-    def _drain(self, updater: CpuUpdater | StreamedUpdater) -> None:
-        updater.worker.drain()
-        if isinstance(updater, DiskUpdater):
-            updater.wait_writes()
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-
-    def busy(self) -> dict[str, float]:
-        """Return the seconds that each route's thread has worked since it was made."""
-        return {name: updater.busy_s for name, updater in self.updaters.items()}
-
-    def check(self) -> None:
-        """Raise if a thread has failed."""
-        for updater in self.updaters.values():
-            updater.worker.check()
 
 
 @dataclass(eq=False, repr=False)
@@ -225,7 +104,8 @@ class Updater:
         split = [sum(shard.numel for shard in of_group if shard.is_split) for of_group in resident]
         gradients = [flat.gradient for flat in self.spans if flat.gradient is not None]
         comes_up = [(gradient.dtype, gradient.comes_up) for gradient in gradients]
-        num_bytes = self.buffer_bytes(numels, comes_up, split)
+        is_coded = any(shard.is_coded for of_group in shards for shard in of_group)
+        num_bytes = self.buffer_bytes(numels, comes_up, split, is_coded=is_coded)
         self.give_back()
         self.scratch = self.scratch.new_empty(num_bytes // 4)
         self.scratch.untyped_storage().resize_(0)
@@ -244,12 +124,18 @@ class Updater:
 
     @staticmethod
     def buffer_bytes(
-        resident: Iterable[int], gradients: Iterable[tuple[torch.dtype, bool]], split: Iterable[int]
+        resident: Iterable[int],
+        gradients: Iterable[tuple[torch.dtype, bool]],
+        split: Iterable[int],
+        *,
+        is_coded: bool = False,
     ) -> int:
         """Return the bytes of the scratch, from the resident elements of each group, for each gradient its dtype and
-        whether it comes up from the host, and the resident elements of each group with split masters."""
-        needs_scratch = any(dtype.itemsize < 4 or comes_up for dtype, comes_up in gradients)
-        return (4 * max(resident, default=0) if needs_scratch else 0) + 4 * max(split, default=0)
+        whether it comes up from the host, and the resident elements of each group with split masters. The kernel for
+        coded states reads gradients of any dtype, and masters that are split."""
+        needs_scratch = any((dtype.itemsize < 4 and not is_coded) or comes_up for dtype, comes_up in gradients)
+        joined = 0 if is_coded else 4 * max(split, default=0)
+        return (4 * max(resident, default=0) if needs_scratch else 0) + joined
 
     def step_options(self, factor: torch.Tensor | None) -> StepOptions:
         """Return what a step that begins now says to its updates; `factor` is on its gradients, None for one."""
@@ -267,6 +153,7 @@ class Updater:
         group.wait_readers()
         group.commit_edits()
         resident: list[UpdateSpan] = []
+        at_once: list[Callable[[], None]] = []
         used = 0
         is_speculative = scope == "speculative"
         for flat in group.trainable:
@@ -278,8 +165,15 @@ class Updater:
                 if scope != "all" and bool(span.shard.spare) != is_speculative:
                     continue
                 if span.tensor is not None:
+                    update = resident_update(self.inner, options, flat, span, self.state.get(span.tensor, {}))
+                    if update is not None:
+                        at_once.append(update)
+                        continue
                     used = self._give_gradient(flat, span, options.factor, used)
                     resident.append(span)
+                    continue
+                if span.shard.is_resident:
+                    at_once.append(partial(self._update_coded, flat, span, options))
                     continue
                 assert self.offload is not None
                 step = self.ledger.events.step
@@ -290,6 +184,12 @@ class Updater:
             flat.mark_updated()
         if resident:
             self._update_resident(group, resident, options, used)
+        if at_once:  # they may use the scratch, too
+            with self.ledger.events.within("update", "compute", group.name, device=self.scratch.device):
+                for make_update in at_once:
+                    make_update()
+        for flat in group.trainable if resident or at_once else ():
+            flat.round_masters(only_resident=True)
 
     def commit_speculative(self, group: Group) -> None:
         """Make the speculative updates of a group count; they may still be going on."""
@@ -341,8 +241,19 @@ class Updater:
             span.tensor.grad = None
         for span in split:
             span.hide_master()
-        for flat in group.trainable:
-            flat.round_masters(only_resident=True)
+
+    def _update_coded(self, flat: Flat, span: UpdateSpan, options: StepOptions) -> None:
+        """Update a resident span whose states are kept as codes, in place."""
+        assert flat.gradient is not None
+        gradient = flat.gradient.current[span.region]
+        if gradient.device != self.scratch.device:
+            self._take_scratch()
+            gradient = self.scratch[: span.numel]
+            flat.gradient.copy_to(gradient, span.region)
+        rule = coded_rule(self.inner, options.param_groups[span.param_group], span.scalars)
+        tensors = {name: memory_of(tensor, span.in_shard) for name, tensor in span.shard.tensors.items()}
+        update_coded(rule, gradient, tensors, None, options.factor, torch.get_num_threads())
+        span.scalars = next_scalars(rule, span.scalars)
 
     def _give_gradient(self, flat: Flat, span: UpdateSpan, factor: torch.Tensor | None, used: int) -> int:
         """Set a resident span's gradient, in the master's dtype and with the factor; returns the scratch used."""

@@ -18,7 +18,7 @@ from torch import nn
 from zerostd.communication.dtensors import Spec, check_dtensors, local_values
 from zerostd.errors import PrepareError
 from zerostd.policy import Precision
-from zerostd.sharding import Node, find_groups
+from zerostd.sharding import Node, find_groups, smallest_of
 
 ROOT = "(root)"
 MARK = "_zerostd"  # attribute of a prepared root: what zerostd keeps for it
@@ -68,14 +68,19 @@ class Blueprint:
 
 
 def find_blueprints(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: Precision, globs: Sequence[str] | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    precision: Precision,
+    globs: Sequence[str] | None,
+    num_ranks: int = 1,
 ) -> list[Blueprint]:
-    """Return a blueprint for each group. A parameter that several groups use belongs to the root. Without an optimizer,
-    all parameters that train are taken for its first param_group."""
+    """Return a blueprint for each group of a model whose state `num_ranks` ranks share. A parameter that several groups
+    use belongs to the root. Without an optimizer, all parameters that train are taken for its first param_group."""
     param_groups = [{"params": model.parameters()}] if optimizer is None else optimizer.param_groups
     options = {p: index for index, group in enumerate(param_groups) for p in group["params"] if p.requires_grad}
     named = dict(model.named_modules())
-    tops = find_groups(_describe("", model, set()), globs=globs)
+    root = _describe("", model, set())
+    tops = find_groups(root, globs=globs, smallest=smallest_of(root.num_bytes, num_ranks))
     homes = {name: index for index, top in enumerate(tops) for name in top}  # of each module: -1 is the root
     uses: dict[nn.Parameter, list[tuple[int, str, torch.dtype]]] = {}  # group, name and dtype, module by module
     for module_name, module in model.named_modules(remove_duplicate=False):

@@ -87,9 +87,12 @@ class Gradient:
             if tensor.untyped_storage().nbytes() == 0:
                 tensor.untyped_storage().resize_(tensor.nbytes)
                 self.allocator.ledger.enter(Kind.GRADIENTS, tensor.nbytes)
-                end = self.layout.numel - self.layout.padding
-                start = 0 if tensor.numel() == self.layout.numel else self.region.start
-                tensor[max(0, end - start) :].zero_()
+                self._zero_gaps(tensor, 0 if tensor.numel() == self.layout.numel else self.region.start)
+
+    def _zero_gaps(self, buffer: torch.Tensor, start: int = 0) -> None:
+        """Write zeros where no parameter is, in a buffer that begins at element `start` of the flat."""
+        for gap in self.layout.gaps:
+            buffer[max(0, gap.start - start) : max(0, gap.stop - start)].zero_()
 
     @property
     def numel(self) -> int:
@@ -168,8 +171,7 @@ class Gradient:
         """Write what this pass brought into `buffer`, with what earlier passes under no_sync left and is still wanted;
         parameters without a gradient count as zero."""
         _write(self._views_of(buffer), arrived)
-        if self.layout.padding:
-            buffer[self.layout.numel - self.layout.padding :].zero_()
+        self._zero_gaps(buffer)
         if self._unsynced is not None:
             for view, is_wanted in zip(self._views_of(self._unsynced), wanted, strict=True):
                 if not is_wanted:
@@ -223,8 +225,8 @@ class Gradient:
                 foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
         else:
             _write(views, arrived)
-            if self.layout.padding and self.comes_up:  # its norm is taken of the whole buffer
-                target[self.layout.numel - self.layout.padding :].zero_()
+            if self.comes_up:  # its norm is taken of the whole buffer
+                self._zero_gaps(target)
         self.close_landing(target)
 
     def add_unsynced(self, arrived: Arrived, wanted: Sequence[bool]) -> None:
@@ -315,7 +317,7 @@ class HostGradientCopy:
         self._host = host
         self._streams = streams
         self.is_current = False  # until the gradient changes; then the next `send` copies it again
-        self._is_overwritten = False  # by new parameters, which take the same way back
+        self._uploads: list[Transfer] = []  # of new parameters, which were written where the copy was
         self._copies = [self._allocate(part.stop - part.start, dtype) for part in parts]
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -331,16 +333,18 @@ class HostGradientCopy:
                 self._copies[index] = self._allocate(copy.numel(), gradient.dtype)
         size = sum(copy.nbytes for copy in self._copies)
         within = self._host.events.within("transfer", "gradients", "", size, way=DOWN, device=gradient.device)
-        with self._streams.gradients.after(record_event(gradient.device)), within:
+        with self._streams.gradients.after(record_event(gradient.device), *self._uploads), within:
             for part, copy in zip(self.parts, self._copies, strict=True):
                 copy.copy_(gradient[part], non_blocking=True)
             self.arrived = self._streams.gradients.record_event()
+        self._uploads.clear()
         self.is_current = True
 
-    def copy_of(self, part: slice, *, overwrites: bool = False) -> torch.Tensor:
-        """Return the copy of elements of the region, all of which lie in one of the parts. With `overwrites` the caller
-        has read it and writes something else there."""
-        self._is_overwritten |= overwrites
+    def copy_of(self, part: slice, *, upload: Transfer | None = None) -> torch.Tensor:
+        """Return the copy of elements of the region, all of which lie in one of the parts. With `upload` the caller has
+        read it and writes something else there, which is needed until that transfer is over."""
+        if upload is not None:
+            self._uploads.append(upload)
         for whole, copy in zip(self.parts, self._copies, strict=True):
             if whole.start <= part.start and part.stop <= whole.stop:
                 return copy[part.start - whole.start : part.stop - whole.start]
@@ -348,9 +352,8 @@ class HostGradientCopy:
 
     def drop_overwritten(self) -> None:
         """Expect no gradient in what was overwritten: all updates that read it have been started."""
-        if self._is_overwritten:
+        if self._uploads:
             self.is_current = False
-            self._is_overwritten = False
 
     def close(self) -> None:
         self.arrived.synchronize()

@@ -7,6 +7,7 @@ nothing is copied. `Staging` is also what the reducer has on the way to the wire
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,8 +23,9 @@ NUM_STAGING = 2
 
 
 class Staging:
-    """`NUM_STAGING` buffers on the device that gradients pass through in turn: one fills while another empties. Each is
-    as large as the largest gradient that passes. `give_back` gives their memory back until the next one passes."""
+    """`NUM_STAGING` buffers on the device that gradients pass through in turn: one fills while another empties. The
+    first takes the largest gradient that passes, the second any other. `give_back` gives their memory back until the
+    next one passes."""
 
     def __init__(self) -> None:
         self._memories: list[torch.Tensor] = []
@@ -31,18 +33,25 @@ class Staging:
         self._turn = 0
         self._ledger: Ledger | None = None
 
-    def reserve(self, num_bytes: int, device: torch.device, ledger: Ledger) -> None:
-        """Make the buffers at least this large."""
-        if self._memories and self._memories[0].nbytes >= num_bytes:
+    def reserve(self, sizes: Sequence[int], device: torch.device, ledger: Ledger) -> None:
+        """Make the buffers at least so many bytes large."""
+        if self._memories and all(memory.nbytes >= s for memory, s in zip(self._memories, sizes, strict=True)):
             return
         self.give_back()
         self._ledger = ledger
-        self._memories = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_STAGING)]
-        ledger.enter(Kind.BUFFERS, num_bytes * NUM_STAGING)
+        self._memories = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        ledger.enter(Kind.BUFFERS, sum(sizes))
+
+    @staticmethod
+    def sizes(passing: Iterable[int]) -> list[int]:
+        """Return the bytes of the buffers for gradients of these sizes."""
+        return [*sorted(passing, reverse=True), *([0] * NUM_STAGING)][:NUM_STAGING]
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[int, torch.Tensor, Transfer]:
         """Return the number of the next buffer, a tensor in it, and the transfer after which it may be written."""
         self._turn = (self._turn + 1) % NUM_STAGING
+        if self._memories[self._turn].nbytes < numel * dtype.itemsize:
+            self._turn = 0
         memory = self._memories[self._turn]
         if memory.untyped_storage().nbytes() == 0:
             assert self._ledger is not None
@@ -96,14 +105,14 @@ class HostGradient(Gradient):
         """Take host memory and staging now: pinning memory in the middle of a step would hold it up."""
         num_bytes = self.current.nbytes
         if self.staging is not None:
-            self.staging.reserve(num_bytes, self.allocator.device, self.allocator.ledger)
+            self.staging.reserve([num_bytes] * NUM_STAGING, self.allocator.device, self.allocator.ledger)
 
     def open_landing(self, *, accumulate: bool) -> torch.Tensor:
         """Return memory on the device to land in; with `accumulate` it holds the gradient already."""
         rest = super().open_landing(accumulate=accumulate)
         if self.staging is None:
             return rest
-        self.staging.reserve(rest.nbytes, self.allocator.device, self.allocator.ledger)
+        self.staging.reserve([rest.nbytes] * NUM_STAGING, self.allocator.device, self.allocator.ledger)
         self._landing, buffer, free = self.staging.take(rest.numel(), rest.dtype)
         free.wait()
         if accumulate:  # in the stream of gradients: in `up` it would hold up parameters

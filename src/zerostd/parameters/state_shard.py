@@ -3,26 +3,30 @@
 The master of a bf16 parameter is kept as two halves of 16 bits (`kernels.Split`). The upper half is the parameter as
 the model computes with it, so where the parameter is at hand for the update, the parameter itself is that half and only
 the lower one is kept. Elsewhere the shard has an upper half of its own. Other masters are one fp32 tensor, or wider.
+States may be kept as codes of 8 bits (`kernels.Moment`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 
 from zerostd import kernels
-from zerostd.kernels import Split
+from zerostd.kernels import Moment, Split, decode_moments, encode_moments
 from zerostd.monitoring import Ledger
 from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding import Piece, Portion
 from zerostd.tiers import Done, TierTensor, Transfer
+from zerostd.tiers.debug import Seals
 
 MASTER = "master"
 HIGH = "high"  # bf16: the upper half of a split master, rounded
 LOW = "low"  # int16: the lower half
 OF_MASTER = (MASTER, HIGH, LOW)  # names that are no states
+BLOCK = 64  # elements that are coded together: they begin with a parameter, and no shard ends inside them
 
 
 class SplitTensor(TierTensor):
@@ -62,6 +66,65 @@ class SplitTensor(TierTensor):
         return Done()
 
 
+class CodedTensor(TierTensor):
+    """A state that is kept as codes, as one tier tensor of fp32 numbers, for whoever reads and writes it outside the
+    step. What it returns is a copy. A block is coded as a whole: a write that ends inside one reads it first."""
+
+    def __init__(self, codes: TierTensor, moment: Moment, numel: int) -> None:
+        super().__init__(numel, torch.float32, codes.tier, None)
+        self.codes = codes  # bytes: the records
+        self.moment = moment
+
+    def read(self, part: slice, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the numbers of a part, where its codes are; from disk in host memory."""
+        first = part.start // BLOCK * BLOCK
+        codes = self.codes.read(_records(slice(first, part.stop)), memory)
+        return decode_moments(codes, self.moment, part.stop - first)[part.start - first :]
+
+    def write(self, part: slice, values: torch.Tensor) -> None:
+        """Write numbers to a part."""
+        first = part.start // BLOCK * BLOCK
+        end = min(self.numel, -(-part.stop // BLOCK) * BLOCK)
+        if part.start >= part.stop:
+            return
+        if (first, end) == (part.start, part.stop):
+            numbers = values.to(torch.float32).contiguous()
+        else:
+            numbers = self.read(slice(first, end)).to(values.device)
+            numbers[part.start - first : part.stop - first] = values
+        codes = torch.empty(Moment.num_bytes(end - first), dtype=torch.uint8, device=numbers.device)
+        encode_moments(numbers, self.moment, codes)
+        self.codes.write(_records(slice(first, end)), codes)
+
+    def start_write(self, start: int, source: torch.Tensor) -> Transfer:
+        """Write numbers from memory, to element `start`; done when it returns."""
+        values = source.view(torch.float32)
+        self.write(slice(start, start + values.numel()), values)
+        return Done()
+
+
+def _records(part: slice) -> slice:
+    """Return the bytes of the records of a part, which starts with a block."""
+    return slice(Moment.num_bytes(part.start), Moment.num_bytes(part.stop))
+
+
+def kept_as(tensor: TierTensor) -> torch.dtype | Moment:
+    """Return how a column is kept."""
+    return tensor.moment if isinstance(tensor, CodedTensor) else tensor.dtype
+
+
+def is_in_memory(tensor: TierTensor) -> bool:
+    """Return whether a column is kept in memory, as numbers or coded."""
+    return (tensor.codes if isinstance(tensor, CodedTensor) else tensor).tensor is not None
+
+
+def memory_of(tensor: TierTensor, part: slice) -> torch.Tensor:
+    """Return a part of a column that is kept in memory: the numbers themselves, or their records."""
+    if isinstance(tensor, CodedTensor):
+        return tensor.codes.read(_records(part))
+    return tensor.read(part)
+
+
 @dataclass(eq=False)
 class StateShard:
     """A stretch of a region with one tier and one route, and its tensors, each as long as the stretch."""
@@ -73,6 +136,7 @@ class StateShard:
     tensors: dict[str, TierTensor]
     spare: dict[str, TierTensor] = field(default_factory=dict)
     holds_parameters: bool = False  # the master, or the upper half of a split one, is the parameter itself, not a copy
+    seals: WeakKeyDictionary[TierTensor, Seals] = field(default_factory=WeakKeyDictionary)  # ZEROSTD_DEBUG=checksums
     landed: Transfer = field(default_factory=Done)  # when the last update is back in `tier`: of streamed ones, on disk
 
     @property
@@ -101,8 +165,13 @@ class StateShard:
 
     @property
     def is_resident(self) -> bool:
-        """Whether the user's optimizer updates it in place, on the device."""
+        """Whether it is updated in place, on the device."""
         return self.route is Route.RESIDENT
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether states are kept as codes. Then a kernel updates them on every route, and not the user's optimizer."""
+        return any(isinstance(tensor, CodedTensor) for tensor in self.tensors.values())
 
     def commit_speculative(self) -> None:
         """Make the spare tensors, which a speculative update has written, the true ones."""

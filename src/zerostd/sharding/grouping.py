@@ -19,6 +19,8 @@ from itertools import groupby
 from zerostd.errors import PrepareError
 
 SMALLEST = 4 << 20  # bytes of a group: a smaller transfer is all latency
+LEAST = 64 << 10  # the same in a small model on several ranks
+GROUPS_PER_RANK = 4  # six groups pass through buffers at once: they should take less than a rank's part of the state
 LARGEST = 2 << 30  # bytes of a group: two larger ones gathered would take more memory than sharding saves
 LARGEST_STACK = 0.25  # of the model: a group that has blocks inside; two larger ones would be most of the model
 
@@ -47,6 +49,12 @@ class Node:
         yield self
         for child in self.children:
             yield from child.walk()
+
+
+def smallest_of(num_bytes: int, num_ranks: int) -> int:
+    """Return the bytes of the smallest group, in a model of `num_bytes` whose state `num_ranks` ranks share. Few groups
+    would take more memory while they are gathered and reduced than sharding saves."""
+    return SMALLEST if num_ranks == 1 else min(SMALLEST, max(LEAST, num_bytes // (GROUPS_PER_RANK * num_ranks)))
 
 
 def find_groups(

@@ -1,7 +1,8 @@
 """Flat layouts: where each parameter lies in its group's buffer, and which slice of it a rank owns.
 
-Parameters lie one after another without gaps; only the end is padded, so that every rank's slice has the same length
-and starts aligned. Each keeps its name and its interval: everything that reshards is 1-D interval arithmetic.
+Parameters lie one after another, without gaps unless each has to start aligned; the end is padded, so that every rank's
+slice has the same length and starts aligned. Each keeps its name and its interval: everything that reshards is 1-D
+interval arithmetic.
 """
 
 import math
@@ -73,16 +74,23 @@ class Layout:
     """Intervals of one flat buffer over `num_shards` equal slices."""
 
     intervals: tuple[Interval, ...]
-    numel: int  # with the padding at the end, elements that belong to no parameter
+    numel: int  # with the padding, elements that belong to no parameter
     num_shards: int
 
     @property
     def shard_numel(self) -> int:
         return self.numel // self.num_shards
 
+    @cached_property
+    def gaps(self) -> tuple[slice, ...]:
+        """The elements that belong to no parameter: behind those that do not end aligned, and at the end."""
+        ends = [0, *[interval.end for interval in self.intervals]]
+        starts = [*[interval.offset for interval in self.intervals], self.numel]
+        return tuple([slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start])
+
     @property
     def padding(self) -> int:
-        return self.numel - (self.intervals[-1].end if self.intervals else 0)
+        return self.numel - sum(interval.numel for interval in self.intervals)
 
     def shard(self, rank: int) -> slice:
         """Return the slice that `rank` owns."""
@@ -103,17 +111,22 @@ class Layout:
 
 
 def make_layout(
-    parameters: Sequence[tuple[str, tuple[int, ...]]], num_shards: int, itemsize: int, *, num_replicas: int = 1
+    parameters: Sequence[tuple[str, tuple[int, ...]]],
+    num_shards: int,
+    itemsize: int,
+    *,
+    num_replicas: int = 1,
+    alignment: int = 1,
 ) -> Layout:
-    """Lay parameters of `itemsize` bytes per element out, without padding between them. Those whose length keeps the
-    next one on a 16-byte boundary come first, in the order given, so that matrices start aligned. A slice is a multiple
-    of `num_replicas` long: replicas average it in equal parts."""
+    """Lay parameters of `itemsize` bytes per element out, each from a multiple of `alignment` elements on. Those whose
+    length keeps the next one on a 16-byte boundary come first, in the order given, so that matrices start aligned. A
+    slice is a multiple of `num_replicas` long: replicas average it in equal parts."""
     per_boundary = max(1, 16 // itemsize)
     ordered = sorted(parameters, key=lambda item: math.prod(item[1]) % per_boundary != 0)
     intervals = []
     offset = 0
     for name, shape in ordered:
         intervals.append(Interval(name, offset, tuple(shape)))
-        offset = intervals[-1].end
+        offset = -(-intervals[-1].end // alignment) * alignment
     unit = ALIGNMENT * num_shards * num_replicas
     return Layout(tuple(intervals), -(-offset // unit) * unit, num_shards)

@@ -21,6 +21,7 @@ BYTES_STREAMED = 12  # per element, each way
 NS_STREAMED = 0.29  # per element: 24 bytes over the link, both ways at once, while the CPU updates too
 NS_CPU_THREAD = 3.3  # per element and thread, until memory is the limit
 NS_CPU_BEST = 0.23
+CODED_PART = 0.34  # of those bytes where moments are coded: 4.125
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,12 @@ def cuts_at_shares(sizes: Sequence[Sequence[int]], shares: Mapping[Tier, float])
 
 
 def default_cpu_share(
-    num_threads: int, *, has_link: bool, parameters_off: float = 0.0, gradients_off: float = 0.0
+    num_threads: int,
+    *,
+    has_link: bool,
+    parameters_off: float = 0.0,
+    gradients_off: float = 0.0,
+    codes_states: bool = False,
 ) -> float:
     """Return the CPU's share of the states off the device, so that it ends together with the link. The link also
     carries the shares of parameters (up for forward and for backward) and of gradients that are kept off the device.
@@ -125,7 +131,7 @@ def default_cpu_share(
     if not has_link:
         return 1.0
     ns_byte = NS_STREAMED / BYTES_STREAMED
-    ns_streamed = NS_STREAMED + 2 * gradients_off * ns_byte
+    ns_streamed = NS_STREAMED * (CODED_PART if codes_states else 1.0) + 2 * gradients_off * ns_byte
     ns_cpu = max(NS_CPU_BEST, NS_CPU_THREAD / num_threads)
     return round(min(1.0, (ns_streamed + 4 * parameters_off * ns_byte) / (ns_streamed + ns_cpu)), 2)
 

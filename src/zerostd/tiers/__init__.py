@@ -7,7 +7,8 @@ host.py         pinned memory of exact size, and pages
 scratch_files.py  files without a name, and what is taken of them
 extents.py      space in scratch files, in pages that have checksums
 disk.py         threads that move bytes between extents and host memory
-allocator.py    tier tensors: their allocator, pools of blocks, and the way to the device
+allocator.py    tier tensors: their allocator, and the way to the device
+pool.py         blocks that come and go
 aside.py        device memory that is given to others for a while
 store.py        users' own tensors, by name, in any tier
 debug.py        modes that make mistakes visible

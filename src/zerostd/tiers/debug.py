@@ -1,8 +1,9 @@
 """Debug modes, from the environment variable ZEROSTD_DEBUG: words separated by commas.
 
-poison   fill memory that is given back or will be used again with NaN, so that a late read shows in the loss
-serial   wait for every update before step() returns, and begin none inside backward
-nan      log every gradient with a value that is not finite as it arrives: the parameter, the rank and the step
+poison     fill memory that is given back or will be used again with NaN, so that a late read shows in the loss
+serial     wait for every update before step() returns, and begin none inside backward
+nan        log every gradient with a value that is not finite as it arrives: the parameter, the rank and the step
+checksums  check masters and states in host memory before each update: nothing else may have changed their bytes
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ import os
 
 import torch
 
-from zerostd.errors import PrepareError
+from zerostd.compat import version_of
+from zerostd.errors import PrepareError, StorageError
+from zerostd.kernels import crc32
 
 VARIABLE = "ZEROSTD_DEBUG"
+WORDS = ("poison", "serial", "nan", "checksums")
 log = logging.getLogger("zerostd")
 
 
 def _read_modes() -> set[str]:
     text = os.environ.get(VARIABLE, "")
     words = {word.strip() for word in text.split(",")} - {""}
-    unknown = words - {"poison", "serial", "nan"}
+    unknown = words - {*WORDS}
     if unknown:
         raise PrepareError(
-            f"{VARIABLE}={text!r}: {min(unknown)!r} is unknown; use poison, serial, nan or several of them"
+            f"{VARIABLE}={text!r}: {min(unknown)!r} is unknown; use {', '.join(WORDS)} or several of them"
         )
     return words
 
@@ -46,3 +50,28 @@ def trace_non_finite(gradient: torch.Tensor, what: str) -> None:
         num_nan = int(torch.isnan(gradient).sum())
         num_infinite = int(torch.isinf(gradient).sum())
         log.warning("%s: %d NaN and %d infinite of %d values", what, num_nan, num_infinite, gradient.numel())
+
+
+class Seals:
+    """Checksums of one tensor in host memory between updates, stretch by stretch."""
+
+    def __init__(self) -> None:
+        self._seals: dict[tuple[int, int], tuple[int, int]] = {}  # by start and stop: writes by others, checksum
+
+    def close(self, tensor: torch.Tensor, part: slice) -> None:
+        """Keep the checksum of a part that was updated. Torch counts the writes of others, such as users."""
+        apart = [place for place in self._seals if place[1] <= part.start or part.stop <= place[0]]
+        self._seals = {place: self._seals[place] for place in apart}
+        self._seals[part.start, part.stop] = (version_of(tensor), crc32(tensor[part]))
+
+    def check(self, tensor: torch.Tensor, part: slice, what: str) -> None:
+        """Raise StorageError if bytes of a part have changed, and nothing of torch has written to the tensor."""
+        version, expected = self._seals.get((part.start, part.stop), (-1, 0))
+        checksum = crc32(tensor[part]) if version == version_of(tensor) else expected
+        if checksum != expected:
+            raise StorageError(
+                f"the {tensor[part].nbytes} bytes at offset {part.start * tensor.itemsize} of {what} in host memory "
+                f"are not those of the last update: checksum {expected:#010x} expected and {checksum:#010x} found. The "
+                "memory is damaged, or code that is not torch's wrote there: load the last checkpoint into a new "
+                "model, and check the memory"
+            )

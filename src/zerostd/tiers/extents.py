@@ -215,7 +215,7 @@ class Extent:
             if start <= done:
                 raise StorageError(
                     f"{verb} {len(view)} bytes at offset {offset} of {self.file} ended early, {self.label}: wanted "
-                    f"{len(view)} bytes, got {done + count}; the file was cut short under us, or the drive is full: "
+                    f"{len(view)} bytes, got {done + count}; the file was truncated in use, or the drive is full: "
                     f"check who else touches it. {REMEDY.capitalize()}"
                 )
             done = start

@@ -169,7 +169,7 @@ class TierStore:
             raise MisuseError("this store is closed: make a new one")
         if not isinstance(name, str) or not name or name in self._tensors:
             raise PrepareError(
-                f"name={name!r}: it must be a text that the store does not have yet; del store[name] first"
+                f"name={name!r}: it must be a string that the store does not have yet; del store[name] first"
             )
         if not shape or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shape):
             raise PrepareError(f"shape={shape!r} of {name!r} must have one or more whole numbers, rows first")
@@ -248,7 +248,7 @@ class TierStore:
         return len(self._tensors)
 
     def close(self) -> None:
-        """Give everything back. What is on its way is done first."""
+        """Finish pending transfers, then free all tensors."""
         if self._is_open:
             for name in list(self._tensors):
                 del self[name]

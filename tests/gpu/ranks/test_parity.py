@@ -31,7 +31,7 @@ PLACEMENTS: dict[str, dict[str, str]] = {
     "states on the host": {"optimizer_states": "host"},
     "all on the host": {"parameters": "host", "gradients": "host", "optimizer_states": "host"},
 }
-LONG = Recipe(precision="bf16", max_norm=MAX_NORM, steps=500)
+LONG = [Recipe(precision=precision, max_norm=MAX_NORM, steps=500) for precision in ("fp32", "bf16")]
 
 
 @functools.cache  # in each rank: all stages and placements are compared with one reference
@@ -74,11 +74,7 @@ def test_every_model_trains_over_nccl(cuda_ranks, name, stage):
     agree(cuda_ranks(2, compare, name, RECIPES[0], stage, "device"))
 
 
-def long_losses(rank: int, stage: int) -> list[float]:
-    return train_zerostd(on_device(MODELS["gpt"], "cuda"), LONG, stage).losses
-
-
-def test_five_hundred_steps_end(cuda_ranks):
-    for losses in cuda_ranks(4, long_losses, 3, timeout=280):
-        assert len(losses) == LONG.steps
-        assert losses[-1] < losses[0]
+@pytest.mark.parametrize("recipe", LONG, ids=label)
+def test_five_hundred_steps_train_as_the_reference(cuda_ranks, recipe):
+    """In fp32 the reference is DDP. On two gloo ranks losses are 2e-7 apart after 500 steps, in bf16 5e-4."""
+    agree(cuda_ranks(4, compare, "gpt", recipe, 3, "device", timeout=150))
