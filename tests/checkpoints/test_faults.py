@@ -177,7 +177,7 @@ def test_a_file_where_a_directory_should_be(trained: Run, tmp_path: Path) -> Non
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"EEXIST|ENOTDIR"):
         trained.save(tmp_path / "file" / "saved")
-    fails_to_save(trained, tmp_path, "is there already") if (tmp_path / "file").rename(tmp_path / "saved") else None
+    fails_to_save(trained, tmp_path, "already exists") if (tmp_path / "file").rename(tmp_path / "saved") else None
     (tmp_path / "saved").unlink()
     works(trained, tmp_path)
 
@@ -559,10 +559,10 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda d: d["optimizer"]["singles"].update(x={"step": {"$tensor": 0}}),
         "which cannot hold tensors",
     ),
-    "generator": (lambda d: d["random"]["0"].update(python=[3, [1, 2], None]), "invalid random state"),
+    "generator": (lambda d: d["random"]["0"].update(python=[3, [1, 2], None]), "invalid RNG state"),
     "another generator": (
         lambda d: d["random"]["0"].update(numpy={"$tuple": ["MT19937"]}),
-        "invalid random state",
+        "invalid RNG state",
     ),
     "extra": (lambda d: d.update(extra={"$tensor": 7}), "no tensor 7 of extra"),
 }

@@ -294,7 +294,7 @@ def test_what_is_there_is_not_overwritten(saved: Any, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "file").write_text("mine")
     for name in ("out", "file"):
-        with pytest.raises(CheckpointError, match="there already"):
+        with pytest.raises(CheckpointError, match="already exists"):
             zerostd.merge(saved[0] / "fp32", tmp_path / name)
     assert untouched(tmp_path) == {"out", "file"} and not untouched(tmp_path / "out")
     assert (tmp_path / "file").read_text() == "mine"
@@ -360,9 +360,9 @@ def test_interrupted(saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"dtype": "int8"}, CheckpointError, "no floating-point dtype"),
-        ({"dtype": "half"}, CheckpointError, "no floating-point dtype"),
-        ({"max_shard_size": 0}, CheckpointError, "holds nothing"),
+        ({"dtype": "int8"}, CheckpointError, "not a floating-point dtype"),
+        ({"dtype": "half"}, CheckpointError, "not a floating-point dtype"),
+        ({"max_shard_size": 0}, CheckpointError, "hold nothing"),
         ({"max_shard_size": "5 bananas"}, PrepareError, "not a size"),
     ],
 )

@@ -433,8 +433,8 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a tensor": (torch_file(torch.ones(2)), "holds a Tensor"),
     "old": (torch_file(LINEAR, _use_new_zipfile_serialization=False), "cannot be read as a state_dict"),
-    "sparse": (torch_file({**LINEAR, "weight": torch.ones(2, 2).to_sparse()}), "no plain tensor"),
-    "meta": (torch_file({**LINEAR, "weight": torch.ones(2, 2, device="meta")}), "no plain tensor"),
+    "sparse": (torch_file({**LINEAR, "weight": torch.ones(2, 2).to_sparse()}), "not a dense tensor"),
+    "meta": (torch_file({**LINEAR, "weight": torch.ones(2, 2, device="meta")}), "not a dense tensor"),
     "noise": (lambda folder: (folder / "pytorch_model.bin").write_bytes(b"PK" + bytes(99)) and None, "state_dict"),
 }
 
@@ -450,7 +450,7 @@ def test_bad_files_are_named(name: str, tmp_path: Path) -> None:
 def test_a_file_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"onnx")
     model, _ = zerostd.prepare(nn.Linear(2, 2))
-    assert "is no model that can be read" in refused(tmp_path / "model.onnx", model)
+    assert "cannot be read as a model" in refused(tmp_path / "model.onnx", model)
 
 
 # -- memory --

@@ -319,10 +319,19 @@ def _serve(connection: Connection, stacks: str) -> None:
             connection.send(answer)
 
 
+def _forget_meshes() -> None:
+    """Clear what torch keeps of operations on DTensors: results would be over meshes whose groups are gone."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+
+
 def _enter_group(call: Call, group: tuple[int, str] | None) -> tuple[int, str] | None:
     if call.group != group:
         if dist.is_initialized():
             dist.destroy_process_group()
+            _forget_meshes()
         if call.group is not None:
             port, name = call.group
             backend = dist.get_default_backend_for_device(call.device)

@@ -201,7 +201,7 @@ def open_model(path: Path, files: ExitStack) -> dict[str, TensorReader]:
         for part in [file.parent / name for name in dict.fromkeys(weights.values())] if is_index else [file]:
             if part.suffix not in (SAFETENSORS, *STATE_DICT):
                 raise CheckpointError(
-                    f"{part} is no model that can be read: a checkpoint or a Hugging Face model is a directory, a file "
+                    f"{part} cannot be read as a model: a checkpoint or a Hugging Face model is a directory, a file "
                     f"is *{SAFETENSORS}, its *{INDEX}, or a state_dict in *{', *'.join(STATE_DICT)}"
                 )
             reader = SafetensorsReader(part) if part.suffix == SAFETENSORS else StateDictReader(part)
@@ -285,11 +285,11 @@ def _map(path: Path) -> dict[str, torch.Tensor]:
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise CheckpointError(
-                f"{path} is no state_dict, {name!r} in it is a {type(value).__name__}; save model.state_dict(), and "
+                f"{path} is not a state_dict: {name!r} in it is a {type(value).__name__}; save model.state_dict(), and "
                 "that alone"
             )
         if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
-            raise CheckpointError(f"{name!r} in {path} is no plain tensor: {value.layout}, {value.dtype}")
+            raise CheckpointError(f"{name!r} in {path} is not a dense tensor: {value.layout}, {value.dtype}")
     return {name: value.detach() for name, value in state.items()}
 
 

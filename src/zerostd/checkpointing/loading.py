@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,6 +21,7 @@ from zerostd.checkpointing.saving import check_call, describe_optimizer
 from zerostd.checkpointing.storage import Checkpoint, Manifest
 from zerostd.checkpointing.storage.directory import clear_leftovers
 from zerostd.checkpointing.storage.manifest import OptimizerGroup, TensorEntry, decode_value, refuse_tensor
+from zerostd.checkpointing.storage.remote import AnyPath
 from zerostd.checkpointing.storage.writing import checkpoint_error
 from zerostd.engine.averaging import COUNTS, averages_of
 from zerostd.engine.runtime import Runtime
@@ -74,6 +74,8 @@ def load_in_two_phases(
         runtime.gatherer.wait_all()
         _on_all_ranks(runtime, "the end of zerostd.load()", IN_PART, lambda: apply(checked))
     for group in runtime.update_order():
+        for shard in (shard for flat in group.flats for shard in flat.state_shards):
+            shard.seals.clear()  # files are read past torch
         runtime.renew(group)
     return checked
 
@@ -93,7 +95,7 @@ def _on_all_ranks(runtime: Runtime, where: str, remark: str, work: Callable[[], 
     return result
 
 
-def load_checkpoint(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) -> Any:
+def load_checkpoint(runtime: Runtime, optimizer: ZeroOptimizer | None, path: AnyPath) -> Any:
     """Load a checkpoint of ours, and return what `extra` was. All ranks call it."""
 
     def open_checkpoint() -> Checkpoint:
@@ -124,7 +126,7 @@ def load_from(runtime: Runtime, optimizer: ZeroOptimizer | None, open_checkpoint
         try:
             restore_generators.extend(model_parts.restore_functions(runtime.world, checkpoint))
         except Exception as error:  # setstate does not say what it raises
-            raise CheckpointError(f"the checkpoint contains an invalid random state: {error!s:.200}") from error
+            raise CheckpointError(f"the checkpoint contains an invalid RNG state: {error!s:.200}") from error
         checkpoint.manifest = _decoded(checkpoint, optimizer)
         return checkpoint
 

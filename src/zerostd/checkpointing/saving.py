@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from zerostd.checkpointing.storage.manifest import (
     encode_value,
     refuse_tensor,
 )
+from zerostd.checkpointing.storage.remote import AnyPath
 from zerostd.engine.averaging import averages_of
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError
@@ -39,7 +39,7 @@ from zerostd.parameters.state_shard import SplitTensor
 def save_checkpoint(
     runtime: Runtime,
     optimizer: ZeroOptimizer | None,
-    path: Path,
+    path: AnyPath,
     extra: Any,
     keep: int | None,
     *,

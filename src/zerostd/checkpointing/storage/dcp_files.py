@@ -11,6 +11,7 @@ options are pickled: load only what you trust.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,7 @@ from zerostd.compat import fsspec_storage
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import decode
 from zerostd.parameters.intervals import SavedInterval, tensor_interval
+from zerostd.parameters.state_shard import CodedTensor
 from zerostd.sharding.boxes import Box, Stretch
 
 MODEL = "model"
@@ -61,6 +63,8 @@ class ShardedValue:
         self.shape = torch.Size(records[0].full_shape)
         self.dtype = records[0].dtype
         self.places: dict[torch.Size, tuple[Box, SavedInterval, int]] = {}  # by offsets; the first element
+        self._decoded: dict[SavedInterval, torch.Tensor] = {}  # coded ones that are being filled, until they are whole
+        self._num_filled: Counter[SavedInterval] = Counter()  # elements of them
         for record in records:
             for low, box in record.stretch.boxes():
                 self.places[torch.Size(box.offsets)] = (box, record, low)
@@ -102,11 +106,24 @@ class ShardedValue:
         box, record, low = self.places[offsets]
         return record.read(low, low + box.numel)[: box.numel].view(box.sizes)
 
-    def write(self, offsets: torch.Size, values: torch.Tensor) -> None:
-        """Write what `read` returned, after it was filled, unless it is a view."""
+    def open(self, offsets: torch.Size) -> torch.Tensor:
+        """Return the values of a box, some of which are about to be filled."""
+        box, record, low = self.places[offsets]
+        if not isinstance(record.column, CodedTensor):
+            return self.read(offsets)
+        if record not in self._decoded:
+            self._decoded[record] = record.read(0, record.stop - record.start)
+        return self._decoded[record][low : low + box.numel].view(box.sizes)
+
+    def write(self, offsets: torch.Size, values: torch.Tensor, num_filled: int) -> None:
+        """Write what `open` returned, after so many of its elements were filled, unless it is a view."""
         box, record, low = self.places[offsets]
         begin = record.offset + low
-        if record.column.tensor is None:
+        if isinstance(record.column, CodedTensor):
+            self._num_filled[record] += num_filled
+            if self._num_filled[record] == record.stop - record.start:
+                record.column.write(record.place, self._decoded.pop(record))
+        elif record.column.tensor is None:
             record.column.write(slice(begin, begin + box.numel), values.reshape(-1))
 
 
@@ -142,7 +159,7 @@ class LoadPlanner(DefaultLoadPlanner):
         value = self.state_dict[index.fqn]
         if isinstance(value, ShardedValue):
             assert index.offset is not None
-            self._values = value.read(index.offset)
+            self._values = value.open(index.offset)
             return self._values
         return super().lookup_tensor(index)
 
@@ -151,7 +168,7 @@ class LoadPlanner(DefaultLoadPlanner):
         value = self.state_dict[index.fqn]
         if isinstance(value, ShardedValue):
             assert index.offset is not None
-            value.write(index.offset, self._values)
+            value.write(index.offset, self._values, tensor.numel())
             self._on_bytes(tensor.nbytes)
 
 

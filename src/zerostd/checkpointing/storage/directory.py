@@ -2,6 +2,9 @@
 
 A pending directory is NAME.incomplete-TOKEN beside the target, locked by its process as long as that lives. To commit
 it is to write and sync the manifest, rename the directory and sync its parent.
+
+Below a URL nothing can be renamed or locked. There the manifest is the commit: it is written last, and removed first.
+Ranks write to a pending directory of this machine, so that training waits for no network, and upload from there.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import re
 import secrets
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,12 +25,16 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from zerostd.checkpointing.storage.manifest import Manifest
+from zerostd.checkpointing.storage.remote import AnyPath, RemotePath
 from zerostd.checkpointing.storage.safetensors_files import reason, system_errors
 from zerostd.errors import CheckpointError
+from zerostd.monitoring.retrying import Retries
 
 MANIFEST = "manifest.json"
 MARK = ".incomplete-"
 PENDING = re.compile(rf".+{re.escape(MARK)}[0-9a-f]{{12}}", re.DOTALL)
+MARKER = "incomplete"  # an object beside files that have no manifest yet
+LEFTOVER = re.compile(r"rank-\d+-of-\d+\.safetensors")  # of a save that was killed, if there is no manifest
 JUST_NOW_S = 1.0
 MOST_BYTES = 1 << 30  # of a manifest
 SEQUENCE = re.compile(rb'"sequence":(\d{1,18})')
@@ -50,14 +58,14 @@ class PendingDirectory:
             for folder in new:
                 _sync(folder.parent)  # or a power failure loses them with all they hold
             if target.exists():
-                raise CheckpointError(f"{target} is there already, and is not overwritten: {remedy}")
+                raise CheckpointError(f"{target} already exists and is not overwritten: {remedy}")
             clear_leftovers(target.parent)
             self.folder.mkdir()
             self._lock = _lock(self.folder)
         except OSError as error:
             with suppress(OSError):
                 self.folder.rmdir()  # without a lock nobody would know that it is not in use
-            raise CheckpointError(f"{self.folder} cannot be made: {reason(error)}") from error
+            raise CheckpointError(f"{self.folder} cannot be created: {reason(error)}") from error
 
     def write(self, name: str, text: str) -> None:
         path = self.folder / name
@@ -74,13 +82,79 @@ class PendingDirectory:
                 self.write(MANIFEST, replace(manifest, sequence=sequence).to_json())
             _sync(self.folder)
             if self.target.exists():
-                raise CheckpointError(f"{self.target} was made by somebody else meanwhile: this one is dropped")
+                raise CheckpointError(f"{self.target} was created by another process meanwhile: this one is discarded")
             self.folder.rename(self.target)
             _sync(self.target.parent)
 
     def drop(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
+
+
+class PendingObjects:
+    """Objects below a URL that are being written: the same verbs. Nothing of somebody else's is removed."""
+
+    def __init__(self, target: RemotePath, retries: Retries) -> None:
+        self.target = self.folder = target
+        self._retries = retries
+        self._is_ours = True  # what lies there, the manifest too
+        if not target.name:
+            raise CheckpointError(f"{str(target)!r} cannot be the name of a checkpoint")
+        with system_errors(f"{target} cannot be written"):
+            present = list(target.iterdir())
+            if any(path.name != MARKER and not LEFTOVER.fullmatch(path.name) for path in present):
+                raise CheckpointError(f"{target} is there already, and is not overwritten: {REMEDY}")
+            for path in present:
+                path.unlink()
+            (target / MARKER).write_bytes(b"")  # what must not be written is refused now
+
+    def commit(self, manifest: Manifest) -> None:
+        path = self.target / MANIFEST
+        with system_errors(f"{self.target} cannot be completed"):
+            if path.exists():
+                self._is_ours = False
+                raise CheckpointError(f"{self.target} was created by another process meanwhile: this one is discarded")
+            sequence = max(_sequences_in(self.target.parent), default=0) + 1
+            content = replace(manifest, sequence=sequence).to_json().encode()
+            self._retries.attempt("writing", str(path), path.write_bytes, content)
+        self._is_ours = False  # but whoever reads it
+        with suppress(OSError):
+            (self.target / MARKER).unlink()
+
+    def drop(self) -> None:
+        if self._is_ours:
+            with suppress(OSError):  # a store that is gone takes no call
+                _remove_objects(self.target)
+
+
+def begin(target: AnyPath, retries: Retries) -> PendingDirectory | PendingObjects:
+    """Return what a checkpoint is written to. Raises CheckpointError if that is there already, or cannot be."""
+    return PendingDirectory(target) if isinstance(target, Path) else PendingObjects(target, retries)
+
+
+@contextmanager
+def local_file(folder: AnyPath, name: str, retries: Retries) -> Iterator[Path]:
+    """Return where to write a file of a pending checkpoint. At the end it is in its place."""
+    if isinstance(folder, Path):
+        yield folder / name
+        return
+    spool = PendingDirectory(Path(tempfile.gettempdir()) / f"zerostd-{os.getuid()}" / folder.name)
+    try:
+        try:
+            yield spool.folder / name
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. It goes to {folder} from there: set TMPDIR to a disk with room") from error
+        with system_errors(f"{folder / name} cannot be written"):
+            retries.attempt("uploading", str(folder / name), (folder / name).upload, spool.folder / name)
+    finally:
+        spool.drop()
+
+
+def _remove_objects(folder: RemotePath) -> None:
+    """Remove a checkpoint or what was to be one; the manifest goes first, so that it is whole or none."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name != MANIFEST):
+        if path.name in (MANIFEST, MARKER) or LEFTOVER.fullmatch(path.name):
+            path.unlink()
 
 
 def _with_token(folder: Path) -> Path:
@@ -108,8 +182,11 @@ def _sync(folder: Path) -> None:
         os.fsync(fd)
 
 
-def clear_leftovers(parent: Path) -> None:
-    """Remove what killed runs left in `parent`, but nothing that a living process is writing."""
+def clear_leftovers(parent: AnyPath) -> None:
+    """Remove what killed runs left in `parent`, but nothing that a living process is writing. Below a URL nobody knows
+    what is being written: leftovers go with the next save under their name."""
+    if isinstance(parent, RemotePath):
+        return
     with suppress(OSError):
         for folder in parent.iterdir():
             if not PENDING.fullmatch(folder.name) or not folder.is_dir() or folder.is_symlink():
@@ -122,28 +199,37 @@ def clear_leftovers(parent: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _sequences_in(parent: Path) -> Iterator[int]:
+def _sequences_in(parent: AnyPath) -> Iterator[int]:
     """Yield the sequence of each checkpoint in `parent`; manifests that cannot be read have none."""
     with suppress(OSError):
-        for path in parent.glob(f"*/{MANIFEST}"):
-            with suppress(OSError), open(path, "rb", opener=_open_now) as file:
-                match = SEQUENCE.search(file.read(HEAD_BYTES))
+        for folder in parent.iterdir():
+            path = folder / MANIFEST
+            with suppress(OSError):
+                is_there = isinstance(path, RemotePath) or path.exists()
+                match = SEQUENCE.search(_head_of(path)) if is_there else None
                 if match is not None:
                     yield int(match[1])
+
+
+def _head_of(path: AnyPath) -> bytes:
+    if isinstance(path, RemotePath):
+        return path.read_bytes(0, HEAD_BYTES)
+    with open(path, "rb", opener=_open_now) as file:
+        return file.read(HEAD_BYTES)
 
 
 def _open_now(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: AnyPath) -> Manifest:
     """Return the manifest of a checkpoint, after checking that all its files are there with the right lengths."""
     path = folder / MANIFEST
     with system_errors(f"{path} cannot be read"):
         if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not a directory, and so no checkpoint")
+            raise CheckpointError(f"{folder} is not a directory, so it is not a checkpoint")
         if not path.exists():
-            raise CheckpointError(f"{folder} has no {MANIFEST}: it is no checkpoint, or was never completed")
+            raise CheckpointError(f"{folder} has no {MANIFEST}: it is not a checkpoint, or was never completed")
         if (size := _size_of(path)) > MOST_BYTES:
             raise CheckpointError(f"{path} has {size} bytes: it is not a manifest")
         manifest = Manifest.from_json(path.read_bytes(), str(path))
@@ -156,19 +242,20 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _size_of(path: Path) -> int:
+def _size_of(path: AnyPath) -> int:
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is not an ordinary file")
     return status.st_size
 
 
-def _checkpoints_in(parent: Path) -> tuple[list[Path], dict[Path, CheckpointError]]:
+def _checkpoints_in(parent: AnyPath) -> tuple[list[AnyPath], dict[AnyPath, CheckpointError]]:
     """Return the complete checkpoints, the oldest first, and why the others cannot be loaded. Their order is that in
     which they were saved, whatever the clock said; those of version 1 have no sequence, and go by their steps."""
-    complete: list[tuple[int, int, float, Path]] = []
-    unusable: dict[Path, CheckpointError] = {}
-    for folder in sorted(parent.iterdir()):
+    complete: list[tuple[int, int, float, AnyPath]] = []
+    unusable: dict[AnyPath, CheckpointError] = {}
+    folders: list[AnyPath] = [*parent.iterdir()]
+    for folder in sorted(folders, key=str):
         try:
             with system_errors("it cannot be read"):
                 if not folder.is_dir():
@@ -184,7 +271,7 @@ def _checkpoints_in(parent: Path) -> tuple[list[Path], dict[Path, CheckpointErro
     return [folder for *_, folder in sorted(complete)], unusable
 
 
-def latest(parent: Path) -> Path | None:
+def latest(parent: AnyPath) -> AnyPath | None:
     """Return the newest complete checkpoint in `parent`, or None. Skipped ones are logged, with the reason."""
     complete, unusable = _checkpoints_in(parent) if parent.is_dir() else ([], {})
     for folder, error in unusable.items():
@@ -193,14 +280,14 @@ def latest(parent: Path) -> Path | None:
     return next((folder for folder in reversed(complete) if not folder.name.startswith(".")), None)
 
 
-def make_room(target: Path, keep: int | None) -> None:
+def make_room(target: AnyPath, keep: int | None) -> None:
     """Remove leftovers, and those checkpoints that `keep` would remove once `target` is there. One at least stays."""
     clear_leftovers(target.parent)
     if keep is not None and keep > 1:
         keep_newest(target, keep)
 
 
-def keep_newest(target: Path, keep: int) -> None:
+def keep_newest(target: AnyPath, keep: int) -> None:
     """Remove complete checkpoints beside `target`, the oldest first, until `keep` are left with it. Links are the
     user's: they do not count, and stay."""
     try:
@@ -210,9 +297,17 @@ def keep_newest(target: Path, keep: int) -> None:
         return
     older = [folder for folder in complete if folder.name != target.name and not folder.is_symlink()]
     for folder in older[: max(0, len(older) - (keep - 1))]:
-        doomed = _with_token(folder)
         try:
-            folder.rename(doomed)  # it goes as one, also if this process is killed now
-            shutil.rmtree(doomed)
+            _remove(folder)
         except OSError as error:
             log.warning("%s is old and was not removed: %s", folder, reason(error))
+
+
+def _remove(folder: AnyPath) -> None:
+    """Remove a checkpoint. It goes as one, also if this process is killed meanwhile."""
+    if isinstance(folder, RemotePath):
+        _remove_objects(folder)
+        return
+    doomed = _with_token(folder)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)

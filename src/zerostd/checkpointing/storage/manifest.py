@@ -246,7 +246,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     for entry in manifest.tensors:
         yield from _tensor_problems(entry, manifest.files)
         if entry.identity in identities:
-            yield f"{entry.label} is there twice"
+            yield f"{entry.label} is given twice"
         identities.add(entry.identity)
         for part in entry.parts:
             if (part.file, part.key) in places:

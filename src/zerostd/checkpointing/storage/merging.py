@@ -20,6 +20,7 @@ import torch
 from zerostd.checkpointing.storage.directory import PendingDirectory
 from zerostd.checkpointing.storage.manifest import DTYPES, Manifest, TensorEntry
 from zerostd.checkpointing.storage.reading import BlockOfPart, Checkpoint, blocks_of
+from zerostd.checkpointing.storage.remote import place_of
 from zerostd.checkpointing.storage.safetensors_files import DirectFileWriter, OutputTensor, write_file
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import path_of
@@ -47,11 +48,11 @@ def merge(
     """Write the model of a checkpoint as ordinary safetensors files, which torch, transformers and the hub read.
 
     For one process, without a GPU or the model; no tensor is ever whole in memory. Parameters and persistent buffers
-    are what `full_state_dict` gave when it was saved, bit by bit. One with several names is there once, under its
+    are what `full_state_dict` gave when it was saved, bit for bit. One with several names is there once, under its
     first. What modules gave in `get_extra_state` has no place in such files, and the log says so.
 
     Args:
-        checkpoint: A directory that `zerostd.save` wrote.
+        checkpoint: A directory that `zerostd.save` wrote, or a URL.
         out: A directory that is not there yet; it appears whole or not at all.
         dtype: Of all floating-point tensors: 'fp32', 'bf16' or 'fp16', rounded once from what training kept. None: the
             one that each had before prepare.
@@ -61,16 +62,16 @@ def merge(
         The paths of the files, that of an index last.
 
     Raises:
-        CheckpointError: It is damaged, or `out` is there already; nothing is left of what was written.
+        CheckpointError: It is damaged, or `out` already exists; nothing is left of what was written.
     """
     target = path_of(out, "out", CheckpointError)
     most_bytes = parse_bytes(max_shard_size)
     if most_bytes < 1:
-        raise CheckpointError(f"a largest file of {most_bytes} bytes holds nothing; say '5GB', for example")
+        raise CheckpointError(f"files of at most {most_bytes} bytes hold nothing; use a size such as '5GB'")
     chosen = None if dtype is None else DTYPES.get(SHORT_NAMES.get(str(dtype), str(dtype)))
     if dtype is not None and (chosen is None or not chosen.is_floating_point):
-        raise CheckpointError(f"dtype={dtype!r} is no floating-point dtype; use 'fp32', 'bf16' or 'fp16'")
-    with closing(Checkpoint(path_of(checkpoint, "checkpoint", CheckpointError))) as opened:
+        raise CheckpointError(f"dtype={dtype!r} is not a floating-point dtype; use 'fp32', 'bf16' or 'fp16'")
+    with closing(Checkpoint(place_of(checkpoint, "checkpoint"))) as opened:
         manifest = opened.manifest
         if manifest.modules:
             log.warning("the extra state of %s is left out of %s", ", ".join(map(repr, manifest.modules)), target)

@@ -11,13 +11,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from zerostd.checkpointing.storage.directory import read_manifest
 from zerostd.checkpointing.storage.manifest import BLOCK, TensorEntry, TensorPart
+from zerostd.checkpointing.storage.remote import AnyPath
 from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader, job_threads, ordered_results
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
@@ -52,7 +52,7 @@ class BlockOfPart(NamedTuple):
 class Checkpoint:
     """An open checkpoint. Manifest and headers are checked; the numbers are when they are read."""
 
-    def __init__(self, folder: Path, retries: Retries | None = None) -> None:
+    def __init__(self, folder: AnyPath, retries: Retries | None = None) -> None:
         self.manifest = read_manifest(folder)
         self._readers: dict[str, SafetensorsReader] = {}
         self._scratch = threading.local()  # a block of memory for each thread

@@ -29,6 +29,7 @@ import torch
 from msgspec import Struct
 
 from zerostd.checkpointing.storage.manifest import DTYPE_BY_CODE, SAFETENSORS_CODES, Count, Shape
+from zerostd.checkpointing.storage.remote import AnyPath, RemotePath
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import convert, decode
 from zerostd.monitoring.retrying import Retries
@@ -266,13 +267,16 @@ class StoredTensor(Struct, frozen=True):
 class SafetensorsReader:
     """An open file. Its header is checked before anything is read."""
 
-    def __init__(self, path: Path, retries: Retries | None = None) -> None:
+    def __init__(self, path: AnyPath, retries: Retries | None = None) -> None:
         self.path = path
         self._retries = retries or Retries()
+        self._fd = -1  # below a URL nothing stays open
         with system_errors(f"{path} cannot be read"):
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
+            if isinstance(path, Path):
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
         try:
-            status = os.fstat(self._fd)
+            with system_errors(f"{path} cannot be read"):
+                status = os.fstat(self._fd) if isinstance(path, Path) else path.stat()
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path} is not an ordinary file")
             self._data_start, self.tensors = self._read_header(status.st_size)
@@ -281,7 +285,8 @@ class SafetensorsReader:
             raise
 
     def close(self) -> None:
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
     def read(self, key: str, low: int, target: torch.Tensor) -> None:
         """Fill `target`, contiguous and on the host, with the elements of a flattened tensor from `low` on."""
@@ -294,10 +299,15 @@ class SafetensorsReader:
         while done < len(view):
             with system_errors(f"{self.path} cannot be read at {offset + done}"):
                 where = f"{self.path} at {offset + done}"
-                count = self._retries.attempt("reading", where, os.preadv, self._fd, [view[done:]], offset + done)
+                count = self._retries.attempt("reading", where, self._read_some, view[done:], offset + done)
             if not count:
                 raise CheckpointError(f"{self.path} ends at {offset + done}: it is not complete")
             done += count
+
+    def _read_some(self, memory: memoryview, offset: int) -> int:
+        if isinstance(self.path, RemotePath):
+            return self.path.read_into(memory, offset)
+        return os.preadv(self._fd, [memory], offset)
 
     def _read_header(self, num_bytes: int) -> tuple[int, dict[str, StoredTensor]]:
         """Return where the numbers begin, and the tensors by key."""

@@ -1,7 +1,8 @@
 """Write one checkpoint from all ranks: each writes its own file in a thread, and rank 0 the manifest.
 
 begin    rank 0 makes the directory, and all ranks learn its name
-thread   each rank writes its file, group by group; the next update of a group waits until that group is written
+thread   each rank writes its file, group by group; the next update of a group waits until that group is written. For
+         a URL the file is on a local disk first, and uploaded when it is whole
 finish   when all ranks have written, rank 0 merges their manifests and commits the directory
 
 A process that ends before that completes the checkpoint first.
@@ -18,14 +19,21 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from msgspec.structs import replace
 
-from zerostd.checkpointing.storage.directory import PendingDirectory, keep_newest, make_room
+from zerostd.checkpointing.storage.directory import (
+    PendingDirectory,
+    PendingObjects,
+    begin,
+    keep_newest,
+    local_file,
+    make_room,
+)
 from zerostd.checkpointing.storage.manifest import BLOCK, FileEntry, Manifest, TensorEntry, TensorPart
+from zerostd.checkpointing.storage.remote import AnyPath
 from zerostd.checkpointing.storage.safetensors_files import DirectFileWriter, OutputTensor, write_file
 from zerostd.communication import Control, World
 from zerostd.errors import CheckpointError
@@ -88,7 +96,7 @@ class Saving(PendingSave):
 
     def __init__(
         self,
-        target: Path,
+        target: AnyPath,
         records: Sequence[SavedInterval],
         manifest: Manifest,
         control: Control,
@@ -96,20 +104,20 @@ class Saving(PendingSave):
         retries: Retries,
     ) -> None:
         self.target = target
-        self._retries = retries.cleaning(partial(make_room, target.absolute(), keep))
+        self._retries = retries.cleaning(partial(make_room, target, keep))
         self.error: CheckpointError | None = None  # why it failed, if it did
         self.is_finished = False
         self._control = control
         self._keep = keep
-        self._directory: PendingDirectory | None = None  # on rank 0
+        self._directory: PendingDirectory | PendingObjects | None = None  # on rank 0
         self._outcome: Manifest | CheckpointError | None = None  # of this rank's thread
         self._group_writes = {record.group: Work() for record in records if record.stop > record.start}
         tensors = _output_tensors(records, control.world.device)
-        folder: Path | CheckpointError | None = None
+        folder: AnyPath | CheckpointError | None = None
         with ExitStack() as cleanup:
             try:
                 if control.world.rank == 0:
-                    self._directory = PendingDirectory(target)
+                    self._directory = begin(target, self._retries)
                     cleanup.callback(self._directory.drop)
                     folder = self._directory.folder
             except CheckpointError as error:
@@ -162,7 +170,7 @@ class Saving(PendingSave):
             raise CheckpointError(str(self.error)) from self.error
 
     def _write(
-        self, folder: Path, records: Sequence[SavedInterval], manifest: Manifest, tensors: OutputTensors
+        self, folder: AnyPath, records: Sequence[SavedInterval], manifest: Manifest, tensors: OutputTensors
     ) -> None:
         world = self._control.world
         name = f"rank-{world.rank:05d}-of-{world.size:05d}.safetensors"
@@ -170,14 +178,17 @@ class Saving(PendingSave):
         last_keys = {record.group: tensor.key for record, tensor in tensors.items()}
         groups = {key: group for group, key in last_keys.items()}  # that are written with these tensors
         try:
-            with ByteProgress("saving", total, is_shown=world.rank == 0) as progress:
+            with (
+                ByteProgress("saving", total, is_shown=world.rank == 0) as progress,
+                local_file(folder, name, self._retries) as path,
+            ):
 
                 def on_written(tensor: OutputTensor) -> None:
                     progress.add(tensor.num_bytes)
                     if tensor.key in groups:
                         self._group_writes[groups[tensor.key]].finish()
 
-                num_bytes, checksums = write_file(folder / name, [*tensors.values()], on_written, {}, self._retries)
+                num_bytes, checksums = write_file(path, [*tensors.values()], on_written, {}, self._retries)
             entries = []
             for entry, record in zip(manifest.tensors, records, strict=True):
                 if record in tensors:
