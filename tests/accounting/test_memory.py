@@ -196,6 +196,25 @@ def test_gathered_groups_are_few_at_any_depth(ranks):
     agree(ranks(2, gathered_at_once))
 
 
+def small_model(rank: int, precision: str) -> list[str]:
+    """A model of 1 MiB at stage 3, without a word about groups."""
+    model = seeded(lambda: Tower(128, 16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = zerostd.prepare(model, optimizer, stage=3, precision=precision, accumulate=1)
+    for step in range(2):
+        model(data(2, 128, rank=rank, number=step)).square().mean().backward()
+        optimizer.step()
+    memory = zerostd.memory(model)
+    zerostd.release(model)
+    buffers = memory.peak["device"]["buffers"]
+    return [] if buffers <= memory.total() else [f"rank {rank}: {buffers} bytes of buffers serve {memory.total()}"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_buffers_of_a_small_model_take_less_than_the_state_they_serve(ranks, precision):
+    agree(ranks(4, small_model, precision))
+
+
 def test_scratch_of_the_update_has_memory_in_a_step_alone():
     model = seeded(lambda: Tower(64, 4))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -19,13 +19,13 @@ from zerostd.planning import GroupProfile, ModelProfile, Plan, PlanRequest
 from zerostd.planning.demands import GroupShares, activation_bytes, activation_choices, choice_of, way_of
 from zerostd.planning.described import from_numbers
 from zerostd.planning.linear import Infeasible
-from zerostd.planning.planner import solve
+from zerostd.planning.planner import fitting, search, solve
 from zerostd.planning.program import SLACK, ScheduleProgram, optimise, prices_of, quickest
 from zerostd.planning.request import GroupCost, group_costs, merged
 from zerostd.planning.rounding import missing_bytes, optimise_whole
 from zerostd.planning.simulation import simulate
-from zerostd.planning.solution import Solution, model_state
-from zerostd.policy import Kind, Tier
+from zerostd.planning.solution import ObservedStep, Solution, activations_by_group, model_state, refit
+from zerostd.policy import Homes, Kind, Tier
 
 ANY = frozenset({"keep", "recompute", "host"})
 KEPT = GroupShares()
@@ -403,3 +403,59 @@ def test_what_there_is_to_choose_from_is_checked() -> None:
     no_host = request_of(model, {Tier.DEVICE: 10**12}, machine=H200, activations=ANY)
     assert no_host.ways == {"keep", "recompute"}
     assert not request_of(replace(model, samples=None), activations=ANY).chooses
+
+
+# -- inputs of recomputed groups on the host --
+
+
+def test_inputs_of_recomputed_groups_go_to_the_host_where_nothing_else_fits() -> None:
+    group = GroupProfile("g", 10**6, forward_flops=1.0, kept_bytes=3e9, boundary_bytes=1e9)
+    groups = tuple(replace(group, name=f"g{index}") for index in range(8))
+    model = ModelProfile("deep", groups, samples=1, forward_s=0.1, backward_s=0.2)
+    ways = frozenset({"keep", "recompute", "recompute+host"})
+    tight = request_of(model, {Tier.DEVICE: 7 * 10**9, Tier.HOST: 10**11}, activations=ways, can_place=frozenset())
+    found = search([tight], model_state, may_speculate=False).candidates[0]
+    held = model_state(found.solution)
+    assert activations_by_group(found.solution) == {"*": "recompute+host"}
+    assert held[Tier.DEVICE][Kind.ACTIVATIONS] == 5 * 10**9  # the group that runs, and two inputs on their way
+    assert held[Tier.HOST][Kind.ACTIVATIONS] == 8 * 10**9
+    roomy = replace(tight, limits={Tier.DEVICE: 40 * 10**9, Tier.HOST: 10**11})
+    assert activations_by_group(search([roomy], model_state, may_speculate=False).candidates[0].solution) == {
+        "*": "keep"
+    }
+    with pytest.raises(PrepareError):
+        search([replace(tight, activations=ways - {"recompute+host"})], model_state, may_speculate=False)
+
+
+@pytest.mark.parametrize("way", ["recompute", "recompute+host"])
+def test_what_a_pass_needs_for_a_moment_counts_for_every_plan(way: str) -> None:
+    """A first pass that recomputes shows eight inputs and five more; a plan that keeps all needs the five as well."""
+    group = GroupProfile("g", 10**6, forward_flops=1.0, kept_bytes=3e9, boundary_bytes=1e9)
+    groups = tuple(replace(group, name=f"g{index}") for index in range(8))
+    model = ModelProfile("deep", groups, samples=1)
+    request = request_of(model, EVERYTHING, activations=ANY, sends_inputs=way == "recompute+host")
+    homes = {group.name: Homes() for group in groups}
+    inputs = 8e9 if way == "recompute" else 0.0
+    seen = ObservedStep(0.3, 0.1, 0.2, activation_bytes=int(inputs + 5e9))
+    fitted = replace(refit(request, homes, seen, lambda _: way), sends_inputs=False)
+    for shares, bytes_held in (([KEPT] * 8, 29e9), ([AGAIN] * 8, 13e9), ([AGAIN] * 4 + [KEPT] * 4, 21e9)):
+        assert activation_bytes(fitted, shares)[0] == bytes_held
+
+
+def test_nothing_is_streamed_where_its_slots_do_not_fit() -> None:
+    """Slots take more of the device than the states of a small model, and the program does not know them."""
+    group = GroupProfile("g", 8 * 10**6, forward_flops=1.0)
+    groups = tuple(replace(group, name=f"g{index}") for index in range(8))
+    model = ModelProfile("small", groups, samples=1, forward_s=0.01, backward_s=0.02)
+    request = request_of(model, {Tier.DEVICE: 4 * 10**8, Tier.HOST: 10**11})
+
+    def count(solution: Solution) -> dict[Tier, dict[Kind, int]]:
+        held = model_state(solution)
+        slots = 6 * 10**8 * any(share.streamed for share in solution.shares)
+        return {**held, Tier.DEVICE: {**held[Tier.DEVICE], Kind.BUFFERS: slots}}
+
+    best = fitting(request, count)[0]
+    assert sum(best.held[Tier.DEVICE].values()) <= 4 * 10**8
+    assert not any(share.streamed for share in best.solution.shares) and any(
+        share.cpu for share in best.solution.shares
+    )

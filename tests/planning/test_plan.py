@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from planning.machines import GIB, gpt, make_plan, request_of
 from zerostd.errors import PrepareError
-from zerostd.monitoring.texts import size_text
+from zerostd.monitoring.texts import short_size, size_text
 from zerostd.planning import Plan, Prediction
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier
 
@@ -139,8 +139,8 @@ def test_a_group_that_no_home_fits_is_named_with_a_remedy() -> None:
         ('{"homes": {"*": {"gradients": "disk"}}}', "device or the host"),
         ('{"homes": {"*": {"states": [["host", "cpu", 0.5]]}}}', "sum to 1"),
         ('{"homes": {"*": {"states": [["host", "cpu", 1.5], ["host", "cpu", -0.5]]}}}', ">= 0"),
-        ('{"homes": {"*": {"states": [["host", "resident", 1.0]]}}}', "no route for the host"),
-        ('{"homes": {"*": {"states": [["device", "cpu", 1.0]]}}}', "no route for the device"),
+        ('{"homes": {"*": {"states": [["host", "resident", 1.0]]}}}', "not a route for the host"),
+        ('{"homes": {"*": {"states": [["device", "cpu", 1.0]]}}}', "not a route for the device"),
         (
             '{"homes": {"*": {"states": [["host", "cpu"]]}}}',
             "plan: homes.*.states[0]: Expected `array` of length 3, got 2",
@@ -228,10 +228,10 @@ def test_a_plan_in_words() -> None:
     plan = made(waits_for_norm=True)
     text = plan.explain()
     header, device, host, *_ = text.splitlines()
-    for kind in ("parameters", "gradients", "optimizer states"):
+    for kind in ("parameters", "gradients", "states"):
         assert kind in header
-    assert device.startswith("device") and device.endswith(size_text(plan.limits[Tier.DEVICE]))
-    assert host.startswith("host") and "100.00 GiB" in host
+    assert device.startswith("device") and device.endswith(short_size(plan.limits[Tier.DEVICE]))
+    assert host.startswith("host") and "100 GiB" in host
     assert "\ndisk" not in text
     assert f"A step takes {plan.predicted.step_s:.3g} s. The bottleneck is " in text
     assert f"One more GiB of the device would save {plan.predicted.prices[Tier.DEVICE] * GIB * 1e3:.2g} ms" in text
@@ -242,14 +242,14 @@ def test_a_plan_in_words() -> None:
 @pytest.mark.parametrize(
     ("busy", "words"),
     [
-        ({"up": 0.9, "cpu": 0.5}, "the link to the device, busy 90% of it; next is the processor with 50%"),
+        ({"up": 0.9, "cpu": 0.5}, "the link to the device, busy 90% of it; next is the CPU with 50%"),
         (
             {"disk": 1.0, "read": 0.7},
-            "the disk, reading and writing at once, busy 100% of it; next is reading from disk",
+            "the disk, reading and writing together, busy 100% of it; next is reading from disk",
         ),
-        ({"up": 0.1}, "the device's arithmetic, busy 30% of it; next is the link to the device with 10%"),
-        ({"memory": 0.5}, "the host's memory, busy 50%"),
-        ({}, "the device's arithmetic, busy 30% of it."),
+        ({"up": 0.1}, "compute on the device, busy 30% of it; next is the link to the device with 10%"),
+        ({"memory": 0.5}, "host memory, busy 50%"),
+        ({}, "compute on the device, busy 30% of it."),
     ],
 )
 def test_the_bottleneck_in_words(busy: dict[str, float], words: str) -> None:

@@ -161,7 +161,7 @@ def test_stages_and_speculation_are_searched_with_the_batch() -> None:
     )
     assert plan.stage in (Stage.GRADIENTS, Stage.PARAMETERS)
     assert len(chosen(plan)[2]) == 4
-    assert any("Twice the samples" in note for note in plan.notes)
+    assert any("Doubling the micro-batch" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("samples", [4, 8])

@@ -262,7 +262,7 @@ class Average(StepObserver):
         """Let masters and averages trade places. All ranks call it."""
         if not self.num_averaged:
             return
-        self._runtime.gatherer.wait_all()
+        self._runtime.gatherer.wait_all(on_host=True)
         for group in self._runtime.groups:
             for shard, average in self._shards_of(group):
                 self._exchange_shard(shard, average)

@@ -47,7 +47,8 @@ class Settings:
 
     def obeying(self, plan: Plan, sizes: Mapping[str, float]) -> Settings:
         """Return the same with everything that a plan decides, for groups of these sizes."""
-        return replace(self, plan=plan, stage=plan.stage, placement=plan.placement(sizes))
+        codec = {} if self.placement is None else self.placement.codec
+        return replace(self, plan=plan, stage=plan.stage, placement=replace(plan.placement(sizes), codec=codec))
 
     @property
     def decided(self) -> tuple[Stage, Placement]:

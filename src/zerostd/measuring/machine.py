@@ -72,10 +72,10 @@ def measure_machine(
     on_progress: Progress | None = None,
     sizes: TrialSizes = FULL,
 ) -> MachineProfile:
-    """Return what this machine can do, tried out now. All ranks call it together, if there are several.
+    """Measure what this machine can do, and return its profile. If there are several ranks, all call it together.
 
     Args:
-        device: The device to train on; None: the accelerator, or the processor where there is none.
+        device: The device to train on; None: the accelerator, or the CPU if there is none.
         disk_path: The directory that a disk tier would use; None: no disk is measured.
         on_progress: Told before each part what is measured next, in plain words, and the fraction that is done.
         sizes: How much is tried.
@@ -278,10 +278,10 @@ def _read_kept(device: torch.device, disk_path: str | None, num_ranks: int) -> M
     try:
         kept = load_profile(path)
     except PrepareError as error:
-        log.warning("the machine profile that was kept is of no use, so the machine is measured again: %s", error)
+        log.warning("the cached machine profile cannot be used, so the machine is measured again: %s", error)
         return None
     if (kept.name, kept.device, kept.versions) != (name, device.type, now):
-        log.warning("%s is of another machine or of other versions: the machine is measured again", path)
+        log.warning("%s is from another machine or other versions: the machine is measured again", path)
         return None
     if num_ranks > 1 and [wire.ranks for wire in kept.wires] != [num_ranks]:
         return None

@@ -42,6 +42,7 @@ def profile_model(
     groups: Sequence[str] | None = None,
     batch: Any = None,
     probe: bool = False,
+    num_ranks: int = 1,
 ) -> ModelProfile:
     """Return what `model` needs; the model, the optimizer and the random states stay as they are.
 
@@ -53,7 +54,7 @@ def profile_model(
     Model, optimizer, precision and groups are as for prepare; without an optimizer all parameters with requires_grad
     are trained, with the states of AdamW. `batch` is what forward takes: a tensor, a tuple of arguments or a dict of
     keywords, also without memory; the first dimension of its first tensor is the number of samples. With `probe` a few
-    passes are run for real, if model and batch are, and timed.
+    passes are run for real, if model and batch are, and timed. Small models on `num_ranks` ranks have smaller groups.
 
     Groups are in the order in which forward first needs them, those without parameters and work left out. If forward
     could not be run, a warning is logged and `samples` is None. Raises PrepareError for what prepare would refuse; a
@@ -66,7 +67,7 @@ def profile_model(
         check_elementwise(optimizer)
         states = find_states(optimizer)
     checked = Precision.parse(precision)
-    blueprints = find_blueprints(model, optimizer, checked, groups)
+    blueprints = find_blueprints(model, optimizer, checked, groups, num_ranks)
     profile = replace(untried_profile(blueprints, checked, states), name=type(model).__name__)
     num_samples = _num_samples(batch)
     counter = None if batch is None else try_forward(model, blueprints, checked, batch)

@@ -25,6 +25,7 @@ from zerostd.planning.request import (
     limits_for,
     stages_of,
     threads_of,
+    wire_of,
 )
 from zerostd.planning.solution import Solution, model_state
 from zerostd.policy import MOST_RANKS, Budget, Kind, Stage, Tier, shards
@@ -35,6 +36,8 @@ NO_WIRES = "The machine profile has no wires, so time of collectives is not in t
 NOWHERE = MachineProfile("nowhere", "none", {"any": 1.0}, 0.0, {}, Processor(1, {1: 1.0}, 1.0), None)  # counts bytes
 MOST_TRIED = 8  # divisions of a batch into passes
 ALMOST = 0.01  # of a step
+MOST_SAMPLES = 1 << 12  # of a pass on one rank
+BACKWARD = 2  # FLOPs of backward, for each of forward; what is recomputed does not count
 MISSING = re.compile(r"[^:.]*(?:[.]\d[^:.]*)* is missing")  # what of a refusal goes into the table
 
 
@@ -69,6 +72,9 @@ class ScalingRow:
     compute_s: float = 0.0  # of a step, if wires and offload took no time
     samples_per_s: float = 0.0  # of all ranks together
     efficiency: float = 0.0  # samples a second and rank, against those of the smallest world that fits
+    samples: int = 0  # of a pass on one rank
+    passes: int = 0  # of a step
+    tflops: float = 0.0  # TFLOP/s of one rank, of forward and backward
     refused: str = ""  # why there is no plan; all numbers are 0 then
 
 
@@ -78,9 +84,10 @@ class ScalingRow:
 def plan_on(model: ModelProfile, machine: MachineProfile, use: TrainingOptions) -> Plan:
     """Return the plan with the shortest step; PrepareError says what is missing if nothing fits."""
     requests = [
-        _request(replace(model, samples=samples), machine, use, passes, stage)
+        _request(replace(model, samples=samples), machine, use, passes, stage, num_replicas)
         for samples, passes in _divided(model, use)
         for stage in stages_of(use.stage, use.world_size)
+        for num_replicas in _replicas_of(machine, use.world_size)
     ]
     may_speculate = use.clips and not use.scales_loss and (use.batch is not None or use.accumulate is not None)
     result = search(requests, count, may_speculate=may_speculate)
@@ -88,11 +95,24 @@ def plan_on(model: ModelProfile, machine: MachineProfile, use: TrainingOptions) 
     chosen = min([best, *result.speculating], key=lambda counted: counted.seconds)
     plan = plan_from(chosen.solution, chosen.solution.homes, chosen.held)
     if use.batch is None:
-        notes = [*_notes(chosen.solution.request, use), *(str(error) for _, error in result.refused)]
+        refused = [str(error) for request, error in result.refused if request.num_replicas == 1]
+        notes = [*_notes(chosen.solution.request, use), *refused]
     else:
         use = replace(use, accumulate=best.solution.request.accumulate)
         notes = [table(result.candidates, result.refused, best), *_notes(chosen.solution.request, use)]
     return replace(plan, notes=(*plan.notes, *notes, *if_most_are_clipped(plan, best.seconds)))
+
+
+def _replicas_of(machine: MachineProfile, world_size: int) -> list[int]:
+    """Return the numbers of replicas worth trying: those whose ranks have a faster wire among themselves, and then one,
+    whose refusal is the one that counts."""
+    wire = wire_of(machine.wires, world_size)
+    faster = [
+        inner.ranks
+        for inner in machine.wires
+        if wire is not None and 1 < inner.ranks < world_size and inner.bandwidth > wire.bandwidth
+    ]
+    return [*(world_size // ranks for ranks in sorted(faster) if world_size % ranks == 0), 1]
 
 
 def _divided(model: ModelProfile, use: TrainingOptions) -> list[tuple[int | None, int | None]]:
@@ -122,12 +142,17 @@ def divisions(batch: int, most: int = MOST_TRIED) -> list[tuple[int, int]]:
 
 
 def shortest(counted: Sequence[Counted]) -> Counted:
-    """Return the shortest, but at the same stage a pass of more samples for almost the same time."""
+    """Return the shortest, but for almost the same time at the same stage more samples in a pass, or fewer replicas."""
     best = min(counted, key=lambda each: each.seconds)
     most_s = best.seconds * (1 + ALMOST)
     stage = best.solution.request.stage
     near = [each for each in counted if each.solution.request.stage is stage and each.seconds <= most_s]
-    return max(near, key=lambda each: (each.solution.request.model.samples or 0, -each.seconds))
+
+    def rank(each: Counted) -> tuple[int, int, float]:
+        request = each.solution.request
+        return (request.model.samples or 0, -request.num_replicas, -each.seconds)
+
+    return max(near, key=rank)
 
 
 def table(counted: Sequence[Counted], refused: Sequence[Refusal], chosen: Counted) -> str:
@@ -147,7 +172,12 @@ def table(counted: Sequence[Counted], refused: Sequence[Refusal], chosen: Counte
 
 
 def _request(
-    model: ModelProfile, machine: MachineProfile, use: TrainingOptions, passes: int | None, stage: Stage
+    model: ModelProfile,
+    machine: MachineProfile,
+    use: TrainingOptions,
+    passes: int | None,
+    stage: Stage,
+    num_replicas: int = 1,
 ) -> PlanRequest:
     local = min(use.world_size, machine.ranks_per_node)
     if machine.link is None:  # the CPU is the device, and ranks of a node share it
@@ -158,7 +188,8 @@ def _request(
         machine=machine,
         limits=limits_of(machine, use.world_size, use.budget, knows_activations=model.knows_time),
         stage=stage,
-        world_size=use.world_size,
+        world_size=use.world_size // num_replicas,
+        num_replicas=num_replicas,
         accumulate=passes or 1,
         waits_for_norm=use.clips or use.scales_loss or passes is None,
         num_threads=threads_of(machine, local),
@@ -202,6 +233,12 @@ def _notes(request: PlanRequest, use: TrainingOptions) -> Iterator[str]:
         yield "The batch is not known, so time to compute is not in the plan and activations are not either."
         if use.budget.device is None:
             yield f"{FOR_ACTIVATIONS:.0%} of the device is left to activations."
+    if request.num_replicas > 1:
+        shape = (request.num_replicas, request.world_size)
+        yield (
+            f"Every {request.world_size} neighbours share one replica of the model state, for the wire between them is "
+            f"faster: prepare(mesh=init_device_mesh({request.machine.device!r}, {shape}))."
+        )
     if Tier.DISK not in request.limits:
         yield "The disk is not used: it was not named, or the machine profile has none."
     if request.world_size > 1 and not request.machine.wires:
@@ -242,9 +279,10 @@ def state_bytes(model: ModelProfile, stage: Stage, world_size: int) -> float:
     return whole + (model.state_bytes - model.shared_bytes) * sum(cost.updated for cost in costs)
 
 
-def sent_bytes(model: ModelProfile, stage: Stage, world_size: int, passes: int = 1) -> int:
+def sent_bytes(model: ModelProfile, stage: Stage, world_size: int, passes: int = 1, num_replicas: int = 1) -> int:
     """Return what each rank sends in a step: at stage 3 every pass gathers parameters twice, at 1 and 2 new ones are
-    gathered once a step, at 0 gradients are reduced to everywhere, which is a reduce and a gather."""
+    gathered once a step, at 0 gradients are reduced to everywhere, which is a reduce and a gather. `world_size` ranks
+    share a replica of the model state; slices of gradients are averaged over replicas."""
     gradients = model.trained * model.gradient_bytes * passes
     if stage is Stage.DATA_PARALLEL:
         gathered = gradients
@@ -252,7 +290,8 @@ def sent_bytes(model: ModelProfile, stage: Stage, world_size: int, passes: int =
         gathered = 2 * passes * model.numel * model.parameter_bytes
     else:
         gathered = model.trained * model.parameter_bytes
-    return (gathered + gradients) * (world_size - 1) // world_size
+    across = 2 * gradients // world_size * (num_replicas - 1) // num_replicas
+    return (gathered + gradients) * (world_size - 1) // world_size + across
 
 
 # -- many worlds --
@@ -269,23 +308,57 @@ def scaling(
     """Return a row for each number of ranks in `worlds`, smallest first, for `use` but its world size.
 
     With `samples_per_step`, of all ranks together, larger worlds make fewer passes. Without, each rank makes the passes
-    that `use` says, and a step has more samples in a larger world.
+    that `use` says, and a step has more samples in a larger world. Where the model does not say the samples of a pass,
+    each world gets those with the most samples a second: what a larger one has free of its devices is used.
     """
-    if model.samples is None:
-        raise PrepareError("scaling needs to know the samples of one pass on one rank: give them with --samples")
+    if model.samples is None and not any(group.forward_flops for group in model.groups):
+        raise PrepareError(
+            "scaling needs to know the samples of one pass and what they cost: let the function return "
+            "(model, optimizer, batch)"
+        )
     rows = []
     for size in sorted(set(worlds)):
         of_world = replace(use or TrainingOptions(), world_size=size)
-        samples = size * model.samples * (of_world.accumulate or 1)
-        if samples_per_step is not None:
-            samples = samples_per_step
-            of_world = replace(of_world, accumulate=max(1, -(-samples // (size * model.samples))))
-        if samples < size:
-            rows.append(ScalingRow(size, refused=f"a step of {samples} samples has none for some of {size} ranks"))
+        if samples_per_step is not None and samples_per_step < size:
+            refused = f"a step of {samples_per_step} samples has none for some of {size} ranks"
+            rows.append(ScalingRow(size, refused=refused))
         else:
-            rows.append(_row(model, machine, of_world, samples))
+            rows.append(_best_row(model, machine, of_world, samples_per_step))
     perfect = next((row.samples_per_s / row.world_size for row in rows if not row.refused), 1.0)
     return [replace(row, efficiency=row.samples_per_s / row.world_size / perfect) for row in rows]
+
+
+def _best_row(
+    model: ModelProfile, machine: MachineProfile, use: TrainingOptions, samples_per_step: int | None
+) -> ScalingRow:
+    """Return the row of one world, with the samples of a pass that make the most samples a second."""
+    tried: dict[int, ScalingRow] = {}
+
+    def rate(samples: int) -> float:
+        if samples not in tried:
+            of_step = use.world_size * samples * (use.accumulate or 1)
+            of_world = use
+            if samples_per_step is not None:
+                of_step = samples_per_step
+                of_world = replace(use, accumulate=-(-of_step // (use.world_size * samples)))
+            tried[samples] = _row(replace(model, samples=samples), machine, of_world, of_step)
+        return tried[samples].samples_per_s
+
+    if model.samples is not None:
+        rate(model.samples)
+    elif samples_per_step is not None:
+        for samples, _ in divisions(samples_per_step // use.world_size):
+            rate(samples)
+    else:
+        low = 1
+        while rate(low) and low < MOST_SAMPLES and rate(2 * low) > rate(low):
+            low *= 2
+        high = 2 * low
+        while high - low > max(1, low // 8):
+            middle = (low + high) // 2
+            low, high = (middle, high) if rate(middle) > rate(low) else (low, middle)
+    best = max(tried, key=rate)
+    return tried[best]
 
 
 def _row(model: ModelProfile, machine: MachineProfile, use: TrainingOptions, samples: int) -> ScalingRow:
@@ -302,12 +375,16 @@ def _row(model: ModelProfile, machine: MachineProfile, use: TrainingOptions, sam
         for tier, kinds in plan.predicted.bytes.items()
     }
     step_s = plan.predicted.step_s or 0.0
+    flops = (1 + BACKWARD) * sum(group.forward_flops for group in model.groups)
     return ScalingRow(
         use.world_size,
         plan.stage,
         {tier: size for tier, size in held.items() if size},
-        sent_bytes(model, plan.stage, use.world_size, passes),
+        sent_bytes(model, plan.stage, plan.world_size, passes, use.world_size // plan.world_size),
         step_s,
         passes * (sum(cost.forward_s + cost.backward_s for cost in costs) + longer_s),
         samples / step_s if step_s else 0.0,
+        samples=model.samples or 0,
+        passes=passes,
+        tflops=flops * samples / use.world_size / step_s / 1e12 if step_s else 0.0,
     )

@@ -19,7 +19,7 @@ import numpy
 
 from zerostd.planning.linear import Array
 from zerostd.planning.request import GroupCost, PlanRequest
-from zerostd.policy import Tier
+from zerostd.policy import Kind, Tier
 
 NUM_BUFFERS = 2  # groups whose activations are on the device, where they are kept on the host
 MOST_SIZES = 3  # of groups, up to which others than kept activations are tried
@@ -50,8 +50,9 @@ class GroupShares:
 STATES = ("resident", "cpu", "streamed", "disk_cpu", "disk_streamed")
 BY_CPU = ("cpu", "disk_cpu")
 OFF = ("parameters_host", "parameters_disk")
-MASTERS = ("master_device", "master_host")
+MASTERS = ("master_device", "master_host", "master_disk")
 PRODUCTS = ("weights_up", "weights_down", "weights_held", "gradients_down", "gradients_up", *MASTERS)
+ALWAYS = "always"  # of every group, whatever its shares
 NAMES = tuple(field.name for field in fields(GroupShares))
 WHOLE = NAMES[len(STATES) :]  # what a group does as a whole, in the end
 
@@ -84,43 +85,57 @@ class ResourceDemands:
         self.longer_s = _array(cost.activations.longer_s for cost in costs)
 
     @property
+    def _inputs(self) -> Array:
+        """Inputs of recomputed groups that go to the host."""
+        return _array(cost.activations.inputs for cost in self.request.costs)
+
+    @property
     def _shared_off(self) -> Array:
         """The same for states off the device."""
         return self.shared * (not self.request.speculates)
 
-    def bytes(self, tier: Tier) -> tuple[Factors, float]:
-        """Return what shares take of one tier, and what is there in any case."""
+    def bytes(self, tier: Tier) -> dict[Kind, Factors]:
+        """Return what shares take of one tier, by kind."""
         one_memory = self.request.has_one_memory
         if tier is Tier.DEVICE:
-            on_the_way = self.weights * one_memory  # to the disk
-            factors = {
-                "resident": self.states - self.shared,
-                "master_device": self.masters + self.shared,
-                "parameters_host": -self.parameters,
-                "parameters_disk": on_the_way - self.parameters,
-                "gradients_host": -self.gradients,
-                "activations_recomputed": self.boundary - self.kept,
-                "activations_host": -self.kept,
+            return {
+                Kind.PARAMETERS: {ALWAYS: self.parameters, **dict.fromkeys(OFF, -self.parameters)},
+                Kind.GRADIENTS: {ALWAYS: self.gradients + self.pinned, "gradients_host": -self.gradients},
+                Kind.OPTIMIZER_STATES: {
+                    "resident": self.states - self.shared,
+                    "master_device": self.masters + self.shared,
+                },
+                Kind.ACTIVATIONS: {
+                    ALWAYS: self.kept,
+                    "activations_recomputed": self.boundary - self.kept,
+                    "activations_host": -self.kept,
+                },
+                Kind.BUFFERS: {"parameters_disk": self.weights * one_memory},  # on their way to the disk
             }
-            return factors, float((self.parameters + self.gradients + self.pinned + self.kept).sum())
         if tier is Tier.HOST:
             copies = 2 if self.request.speculates else 1
             has_link = self.request.machine.link is not None
-            factors = {
-                "cpu": self.states * copies - self._shared_off,
-                "streamed": self.states * copies - self._shared_off,
-                "master_host": self.masters * copies + self._shared_off,
-                "parameters_host": self.parameters,
-                "gradients_host": self.gradients,
-                "activations_host": self.kept,
-                "parameters_disk": self.weights * (not one_memory),
-                "gradients_down": self.gradient * has_link,
-                "weights_held": self.weights * (has_link and not self.request.model.shared_bytes),
+            states = self.states * copies - self._shared_off
+            return {
+                Kind.PARAMETERS: {"parameters_host": self.parameters},
+                Kind.GRADIENTS: {"gradients_host": self.gradients},
+                Kind.OPTIMIZER_STATES: {
+                    "cpu": states,
+                    "streamed": states,
+                    "master_host": self.masters * copies + self._shared_off,
+                },
+                Kind.ACTIVATIONS: {"activations_host": self.kept, "activations_recomputed": self._inputs},
+                Kind.BUFFERS: {
+                    "parameters_disk": self.weights * (not one_memory),
+                    "gradients_down": self.gradient * has_link,
+                    "weights_held": self.weights * has_link,
+                },
             }
-            return factors, 0.0
-        on_disk = self.states + self.masters
-        streamed = on_disk - self._shared_off
-        return {"disk_cpu": on_disk, "disk_streamed": streamed, "parameters_disk": self.parameters}, 0.0
+        on_disk = self.states + self.masters - self._shared_off
+        return {
+            Kind.PARAMETERS: {"parameters_disk": self.parameters},
+            Kind.OPTIMIZER_STATES: {"disk_cpu": on_disk, "disk_streamed": on_disk, "master_disk": self._shared_off},
+        }
 
     def update(self) -> dict[str, Factors]:
         """Return, by resource, what the update of a group takes and what its next forward needs from elsewhere."""
@@ -159,7 +174,7 @@ class ResourceDemands:
         often = numpy.full(len(self.updated), 2.0 * count - 1.0)
         often[-1] = count - 1.0  # the last group stays for backward
         summed = {"gradients_host": self.gradients}  # they come up to be added to
-        sent = {"activations_host": self.kept}
+        sent = {"activations_host": self.kept, "activations_recomputed": self._inputs}
         return [
             (brought, often),
             (self._link(summed, summed, _scaled(summed, 2)), count - 1.0),
@@ -193,24 +208,25 @@ def products(request: PlanRequest) -> Iterator[tuple[str, Sequence[str], Mapping
     factors, and a number that is taken away. A product is the rest, if that is above 0."""
     off = dict.fromkeys(OFF, 1.0)
     by_cpu = dict.fromkeys(BY_CPU, 1.0)
-    lands = _array(lands_on_copy(request, cost) for cost in request.costs)
     yield "weights_up", BY_CPU, off, 0.0  # new parameters that go to the device from the CPU
     yield "weights_down", OFF, by_cpu, 0.0  # and from the device to where they are kept
     yield "gradients_down", BY_CPU, {"gradients_host": 1.0}, 0.0  # gradients on the device that the CPU reads a copy of
     yield "gradients_up", ("gradients_host",), by_cpu, 0.0  # gradients on the host that the device reads
     yield "master_device", ("resident", *OFF), {}, 1.0  # masters, or halves of them, that are no parameters themselves
+    on_host = {"parameters_host": 1.0}
     if not request.model.shared_bytes:
-        yield "master_host", ("cpu", "streamed"), {} if request.speculates else {"parameters_host": 1.0}, 0.0
+        yield "master_host", ("cpu", "streamed"), {} if request.speculates else on_host, 0.0
     elif request.machine.link is None:
         yield "master_host", ("cpu", "parameters_disk"), {}, 1.0
+        yield "master_disk", ("disk_cpu", "parameters_disk"), {}, 1.0
     else:
-        yield "master_host", ("cpu",), {"parameters_host": 1.0}, 0.0
-    yield (
-        "weights_held",
-        ("weights_up",),
-        {"gradients_down": lands},
-        0.0,
-    )  # that take no gradient's place
+        yield "master_host", ("cpu",), on_host, 0.0
+        yield "master_disk", ("disk_cpu",), on_host, 0.0
+    lands = _array(lands_on_copy(request, cost) for cost in request.costs)
+    if request.model.shared_bytes:  # new values on the host are halves of masters
+        yield "weights_held", ("disk_cpu",), {**off, "gradients_down": lands}, 0.0
+    else:
+        yield "weights_held", ("weights_up",), {"gradients_down": lands}, 0.0  # that take no gradient's place
 
 
 def lands_on_copy(request: PlanRequest, cost: GroupCost) -> bool:
@@ -218,18 +234,28 @@ def lands_on_copy(request: PlanRequest, cost: GroupCost) -> bool:
     return cost.gradient_bytes == request.model.parameter_bytes and not request.speculates
 
 
-def work(request: PlanRequest, shares: Sequence[GroupShares]) -> dict[str, float]:
-    """Return the seconds of work in a step, by resource."""
+def values_of(request: PlanRequest, shares: Sequence[GroupShares]) -> Factors:
+    """Return shares and their products by name, an array over groups each."""
     values = {name: _array(getattr(share, name) for share in shares) for name in NAMES}
+    values |= {ALWAYS: numpy.ones(len(shares)), "master_disk": numpy.zeros(len(shares))}
     for name, plus, minus, bound in products(request):
         rest = sum(values[share] for share in plus) - sum(values[share] * times for share, times in minus.items())
         values[name] = numpy.maximum(rest - bound, 0.0)
+    return values
+
+
+def summed(factors: Factors, values: Factors, times: Array | float = 1.0) -> float:
+    return sum(float((factor * values[name] * times).sum()) for name, factor in factors.items())
+
+
+def work(request: PlanRequest, shares: Sequence[GroupShares]) -> dict[str, float]:
+    """Return the seconds of work in a step, by resource."""
+    values = values_of(request, shares)
     demands = ResourceDemands(request)
     total: dict[str, float] = {}
     for resources, times in [(demands.update(), 1.0), *demands.passes()]:
         for resource, factors in resources.items():
-            seconds = sum(float((factor * values[name] * times).sum()) for name, factor in factors.items())
-            total[resource] = total.get(resource, 0.0) + seconds
+            total[resource] = total.get(resource, 0.0) + summed(factors, values, times)
     return total
 
 
@@ -310,8 +336,10 @@ def staying(request: PlanRequest) -> float:
 def _choice(request: PlanRequest, recomputed: Array, sent: Array, *, must: bool = False) -> ActivationChoice:
     activations = [cost.activations for cost in request.costs]
     inside = max(cost.inside if again else cost.peak for cost, again in zip(activations, recomputed, strict=True))
-    buffers = NUM_BUFFERS * max(cost.largest * goes for cost, goes in zip(activations, sent, strict=True))
-    return ActivationChoice(recomputed, sent, must, inside + buffers + staying(request))
+    leaving = max(cost.largest * goes for cost, goes in zip(activations, sent, strict=True))
+    inputs = [cost.activations.inputs / len(cost.members) for cost in request.costs]
+    leaving = max(leaving, *(size * again for size, again in zip(inputs, recomputed, strict=True)))
+    return ActivationChoice(recomputed, sent, must, inside + NUM_BUFFERS * leaving + staying(request))
 
 
 def _up_to_sizes(request: PlanRequest) -> Iterator[Array]:
@@ -329,7 +357,7 @@ def activation_bytes(request: PlanRequest, shares: Sequence[GroupShares]) -> tup
     """Return the bytes of the device and of the host in one pass, for given whole shares."""
     ways = [(cost.activations, way_of(share)) for cost, share in zip(request.costs, shares, strict=True)]
     device = sum(activations.left(way) for activations, way in ways if way != "host")
-    host = sum(activations.kept for activations, way in ways if way == "host")
+    host = sum(activations.kept if way == "host" else activations.inputs for activations, way in ways if way != "keep")
     return device + choice_of(request, shares).beside, host
 
 

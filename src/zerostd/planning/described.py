@@ -18,9 +18,9 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ LEAST_UNTIED = 64000  # rows in embedding and head together, from which on they 
 MOST_LAYERS = 10_000
 LARGEST = 10**15  # any number that describes a model
 LONGEST = 4096  # tokens of a sample, if nobody says
+LAYER_FIELDS = ("num_hidden_layers", "n_layer", "num_layers")  # of a config.json
 LAYERS = {1e4: 1, 1e5: 2, 1e6: 4, 1e7: 6}  # depths by number of parameters: below 100M our own,
 LAYERS |= {125e6: 12, 350e6: 24, 1.3e9: 24, 2.7e9: 32, 6.7e9: 32, 13e9: 40, 175e9: 96}  # those of GPT-2 and GPT-3,
 LAYERS |= {530e9: 105, 1e12: 128}  # and those of MT-NLG and Megatron
@@ -174,93 +175,99 @@ def _assemble(name: str, blocks: list[_Block], ends: _Ends, sequence: int, sampl
 def from_config(path: str | Path, *, sequence: int | None = None, samples: int | None = None) -> ModelProfile:
     """Return the model that a Hugging Face config.json describes, in bf16 with the states of AdamW.
 
-    Counts are exact for GPT-2, for Llama, Mistral, Qwen2 and Qwen3 (the causal language models, with their head), and
-    for BERT and RoBERTa (the encoder with its pooler).
+    transformers builds it on the meta device, so counts are exact: of a causal language model with its head, of any
+    other model without one. What a pass takes is estimated by the formulas above.
 
     `path` is the file, or the folder that holds it. A sample has `sequence` tokens, or as many as the model takes, at
-    most 4096. PrepareError names a field that is missing, or a model_type that is not one of these.
+    most 4096. PrepareError says what is wrong with the file, or that its model is no transformer.
     """
     _check(sequence=sequence, samples=samples)
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     text = read_document(file, what=str(file), error=PrepareError, remedy="name a config.json")
-    data = decode(text, dict[str, Any], what=str(file), error=PrepareError, remedy="name a config.json")
-    kind = data.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise PrepareError(
-            f"{file}: model_type {reprlib.repr(kind)} is not known here ({known} are); give a function that builds the "
-            "model as `module:function` instead, or its size in numbers such as '7.5B'"
-        )
-    try:
-        block, ends = FAMILIES[kind](data)
-        longest = _number(data, "max_position_embeddings", "n_positions", otherwise=LONGEST)
-        layers = _check_layers(_number(data, "num_hidden_layers", "n_layer"))
-    except PrepareError as error:
-        raise PrepareError(f"{file}: {error}") from None
-    learns_positions = FAMILIES[kind] is not _llama
+    fields = decode(text, dict[str, Any], what=str(file), error=PrepareError, remedy="name a config.json")
+    kind = fields.pop("model_type", None)
+    model = _build(file, kind, fields)
+    config = model.config
+    longest = _width(config, "max_position_embeddings") or LONGEST
+    tokens = model.get_input_embeddings()
+    tables = (module for module in model.modules() if module is not tokens and hasattr(module, "num_embeddings"))
+    learns_positions = any(table.num_embeddings == longest for table in tables)
     if sequence is not None and learns_positions and sequence > longest:
         raise PrepareError(
             f"sequence={sequence} is longer than the {longest} positions of {file}; use at most {longest}"
         )
-    name = data.get("_name_or_path") or kind
-    return _assemble(name, [block] * layers, ends, sequence or min(longest, LONGEST), samples)
+    blocks, ends = _take_apart(model)
+    if not blocks or not _width(config, "num_attention_heads"):
+        raise _unknown(file, kind)
+    name = fields.get("_name_or_path") or kind
+    profiles = [_block_of(block, config) for block in blocks]
+    return _assemble(name, profiles, ends, sequence or min(longest, LONGEST), samples)
 
 
-def _number(config: Mapping[str, Any], *names: str, otherwise: int | None = None) -> int:
-    """Return the first of these fields that is there; an error names those that are missing."""
-    for name in names:
-        value = config.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
-            raise PrepareError(f"{name} is {reprlib.repr(value)}, and must be a whole number from 1 to {LARGEST:.0e}")
-        return value
-    if otherwise is None:
-        raise PrepareError(f"{' or '.join(names)} is missing; complete the file")
-    return otherwise
+def _unknown(file: Path, kind: Any) -> PrepareError:
+    return PrepareError(
+        f"{file}: model_type {reprlib.repr(kind)} is not known here as a transformer; give a function that builds the "
+        "model as `module:function` instead, or its size in numbers such as '7.5B'"
+    )
 
 
-def _classic(h: int, inner: int) -> _Block:
-    matrices = 4 * h * h + 2 * h * inner
-    vectors = 4 * h + (inner + h) + 4 * h  # biases of attention and feed-forward part, two norms
-    return _Block(matrices + vectors, matrices, h, h, h, inner)
+def _build(file: Path, kind: Any, fields: dict[str, Any]) -> Any:
+    """Return the model of a configuration, on the meta device."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise PrepareError(f"{file}: reading it takes transformers ({error}): pip install transformers") from None
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        raise _unknown(file, kind)
+    fields = {name: value for name, value in fields.items() if name != "auto_map"}  # nobody's own code
+    _check_layers(next((fields[name] for name in LAYER_FIELDS if isinstance(fields.get(name), int)), 1))
+    try:
+        config = transformers.AutoConfig.for_model(kind, **fields)
+        is_encoder = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
+        has_head = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not is_encoder
+        with torch.device("meta"):
+            return (transformers.AutoModelForCausalLM if has_head else transformers.AutoModel).from_config(config)
+    except Exception as error:  # of any kind: transformers checks fields in many places
+        raise PrepareError(f"{file}: transformers cannot build its model: {error}; correct the file") from None
 
 
-def _gpt2(config: Mapping[str, Any]) -> tuple[_Block, _Ends]:
-    h = _number(config, "n_embd", "hidden_size")
-    v = _number(config, "vocab_size")
-    embedding = (v + _number(config, "n_positions", "max_position_embeddings")) * h
-    head = 2 * h + (0 if config.get("tie_word_embeddings", True) else v * h)
-    return _classic(h, _number(config, "n_inner", otherwise=4 * h)), (embedding, head, v)
+def _take_apart(model: Any) -> tuple[list[Any], _Ends]:
+    """Return the blocks of a model, which are in lists of modules, and what is before and after them."""
+    blocks: list[Any] = []
+    inside = set[int]()  # modules
+    for module in model.modules():
+        if type(module).__name__ == "ModuleList" and id(module) not in inside:
+            blocks += module
+            inside.update(id(part) for part in module.modules())
+    of_blocks = {id(parameter): parameter.numel() for block in blocks for parameter in block.parameters()}
+    first = takewhile(lambda parameter: id(parameter) not in of_blocks, model.parameters())
+    before = sum(parameter.numel() for parameter in first)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    head = model.get_output_embeddings()
+    return blocks, (before, numel - before - sum(of_blocks.values()), 0 if head is None else int(head.weight.shape[0]))
 
 
-def _llama(config: Mapping[str, Any]) -> tuple[_Block, _Ends]:
-    h, v, inner = (_number(config, name) for name in ("hidden_size", "vocab_size", "intermediate_size"))
-    heads = _number(config, "num_attention_heads")
-    width = _number(config, "head_dim", otherwise=h // heads)
+def _block_of(block: Any, config: Any) -> _Block:
+    """Return the widths of a block. Of experts, those that a token passes through count."""
+    per_token = _width(config, "num_experts_per_tok")
+    matrices = 0
+    for matrix in (parameter for parameter in block.parameters() if parameter.dim() > 1):
+        num_experts = matrix.shape[0] if matrix.dim() == 3 else 1
+        matrices += matrix.numel() * min(per_token or num_experts, num_experts) // num_experts
+    hidden = _width(config, "hidden_size")
+    heads = _width(config, "num_attention_heads")
+    width = _width(config, "head_dim", "d_kv") or hidden // heads
     attention = heads * width
-    keys = _number(config, "num_key_value_heads", otherwise=heads) * width
-    matrices = 2 * h * attention + 2 * h * keys + 3 * h * inner
-    kind = config["model_type"]
-    vectors = 2 * h  # two norms
-    if kind == "qwen2":
-        vectors += attention + 2 * keys
-    elif config.get("attention_bias", False):
-        vectors += attention + 2 * keys + h
-    if kind == "qwen3":
-        vectors += 2 * width  # norms of queries and keys
-    if config.get("mlp_bias", False):
-        vectors += 2 * inner + h
-    block = _Block(matrices + vectors, matrices, h, attention, keys, inner, is_gated=True, drops=False)
-    head = h + (0 if config.get("tie_word_embeddings", False) else v * h)
-    return block, (v * h, head, v)
+    keys = (_width(config, "num_key_value_heads") or heads) * width
+    inner = _width(config, "intermediate_size", "n_inner", "d_ff") or 4 * hidden
+    is_gated = matrices - 2 * hidden * (attention + keys) > 2.5 * hidden * inner
+    drops = any(getattr(module, "p", 0.0) for module in block.modules())
+    numel = sum(parameter.numel() for parameter in block.parameters())
+    return _Block(numel, matrices, hidden, attention, keys, inner, is_gated, drops)
 
 
-def _bert(config: Mapping[str, Any]) -> tuple[_Block, _Ends]:
-    h, v, inner = (_number(config, name) for name in ("hidden_size", "vocab_size", "intermediate_size"))
-    rows = v + _number(config, "max_position_embeddings") + _number(config, "type_vocab_size", otherwise=2)
-    return _classic(h, inner), (rows * h + 2 * h, h * h + h, 0)
-
-
-FAMILIES = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama)
-FAMILIES |= {"gpt2": _gpt2, "bert": _bert, "roberta": _bert}
+def _width(config: Any, *names: str) -> int:
+    """Return the first of these fields that is a number above 0, or 0."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), 0)

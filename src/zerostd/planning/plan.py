@@ -14,8 +14,8 @@ from typing import Any, Self
 
 from zerostd.errors import PrepareError
 from zerostd.monitoring.decoding import convert, decode, read_document
-from zerostd.monitoring.texts import size_text
-from zerostd.planning.profiles import WAYS
+from zerostd.monitoring.texts import rate_text, short_size
+from zerostd.planning.profiles import RECOMPUTED, WAYS
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, Way
 
 VERSION = 1
@@ -33,19 +33,25 @@ FIELDS = (
     "predicted",
     "trials",
 )
-DOES = {"recompute": "recompute them in", "host": "send them to the host in", "keep": "keep them in"}
+DOES = {
+    "recompute": "recompute them in",
+    "recompute+host": "recompute them, from inputs on the host, in",
+    "host": "send them to the host in",
+    "keep": "keep them in",
+}
 MOST_NAMED = 4  # stretches of groups
+MOST_COLUMNS = 80  # of the table
 WORDS = {
     "up": "the link to the device",
     "down": "the link from the device",
-    "link": "the link in both directions together",
-    "cpu": "the processor",
-    "memory": "the host's memory",
+    "link": "the link, both directions together",
+    "cpu": "the CPU",
+    "memory": "host memory",
     "read": "reading from disk",
     "write": "writing to disk",
-    "disk": "the disk, reading and writing at once",
-    "wire": "the wires between the ranks",
-    "compute": "the device's arithmetic",
+    "disk": "the disk, reading and writing together",
+    "wire": "communication between ranks",
+    "compute": "compute on the device",
 }
 
 
@@ -86,7 +92,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everything rests, by which route it is updated, and what that is predicted to cost.
+    """Where state is kept, by which route it is updated, and the predicted cost.
 
     `homes` and `activations` are by name of group, or by a glob of names. One written by hand is obeyed like any
     other.
@@ -100,7 +106,7 @@ class Plan:
     predicted: Prediction = field(default_factory=Prediction)
     limits: Mapping[Tier, int] = field(default_factory=dict)  # bytes it was made for
     notes: tuple[str, ...] = ()  # why it is as it is, and what was refused
-    activations: Mapping[str, str] = field(default_factory=dict)  # keep, recompute or host; empty: as the model does
+    activations: Mapping[str, str] = field(default_factory=dict)  # of WAYS; empty: as the model does
     trials: tuple[Trial, ...] = ()  # candidates that training measured, this one first
 
     def __post_init__(self) -> None:
@@ -111,7 +117,7 @@ class Plan:
     @property
     def is_untried(self) -> bool:
         """Whether it was made without a batch, and recomputes until a pass has shown what activations take."""
-        recomputes = len(self.activations) == 1 and self.activations.get("*") == "recompute"
+        recomputes = len(self.activations) == 1 and self.activations.get("*") in RECOMPUTED
         return recomputes and self.predicted.step_s is None and bool(self.limits)
 
     def homes_of(self, group: str) -> Homes:
@@ -125,7 +131,7 @@ class Plan:
         return homes
 
     def activations_of(self, group: str) -> str | None:
-        """Return what one group does with its activations: keep, recompute or host; None: the plan does not say."""
+        """Return what one group does with its activations, one of WAYS; None: the plan does not say."""
         way: str | None = _by_name(self.activations, group)
         return way
 
@@ -201,16 +207,17 @@ def _by_name(table: Mapping[str, Any], group: str) -> Any:
 
 def _table(plan: Plan) -> list[str]:
     kinds = [kind for kind in Kind if any(plan.predicted.bytes.get(tier, {}).get(kind) for tier in Tier)]
-    rows = ["tier    " + "".join(f"{kind.value.replace('_', ' '):>18}" for kind in kinds) + f"{'in all':>12}{'of':>12}"]
+    rows = [["tier", *(kind.value.removeprefix("optimizer_") for kind in kinds), "total", "limit"]]
     for tier in Tier:
         held = plan.predicted.bytes.get(tier, {})
         limit = plan.limits.get(tier)
         if not plan.predicted.total(tier) and limit is None:
             continue
-        cells = "".join(f"{size_text(held.get(kind, 0)):>18}" for kind in kinds)
-        end = "" if limit is None else size_text(limit)
-        rows.append(f"{tier.value:<8}{cells}{size_text(plan.predicted.total(tier)):>12}{end:>12}")
-    return rows
+        sizes = [*(held.get(kind, 0) for kind in kinds), plan.predicted.total(tier)]
+        rows.append([tier.value, *map(short_size, sizes), "" if limit is None else short_size(limit)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    gap = "  " if sum(widths) + 2 * len(widths) <= MOST_COLUMNS else " "
+    return [gap.join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
 def _sentences(plan: Plan) -> list[str]:
@@ -230,8 +237,8 @@ def _sentences(plan: Plan) -> list[str]:
         )
         if predicted.samples_per_s is not None:
             lines.append(
-                f"That is {predicted.samples_per_s:.3g} samples a second, or as many tokens where a pass makes one for "
-                "each sequence."
+                f"That is {rate_text(predicted.samples_per_s)} samples a second, or as many tokens where a pass makes "
+                "one for each sequence."
             )
         if predicted.clipped_s is not None:
             clipped = f"A step whose gradients are clipped takes {predicted.clipped_s:.3g} s."

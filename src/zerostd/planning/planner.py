@@ -244,6 +244,7 @@ def _least(request: PlanRequest, tier: Tier, count: CountBytes) -> Counted | Non
             solution = Solution(asked, least_of(asked, tier))
         except Infeasible:
             return None
+        solution = min(solution, _by_cpu(solution), key=lambda each: total(count(each), tier))
         held = count(solution)
         if all(total(held, other) <= request.limits.get(other, 0) for other in Tier if other is not tier):
             return Counted(solution, held)
@@ -283,16 +284,24 @@ def fixed_bytes(request: PlanRequest) -> dict[Tier, int]:
 
 
 def _counted(request: PlanRequest, answer: Solution, count: CountBytes) -> Counted | None:
-    """Return an answer with its bytes, its states placed again if it does not fit; None if that does not help."""
+    """Return an answer with its bytes, its states placed again or updated by the CPU alone if it does not fit; None if
+    that does not help."""
     solution: Solution | None = answer
     for _ in range(3):
         if solution is None:
             return None
-        held = count(solution)
-        if all(total(held, tier) <= request.limits.get(tier, 0) for tier in Tier):
-            return Counted(solution, held)
-        solution = place_states(solution, _with_unknown(solution, held))
+        for candidate in (solution, _by_cpu(solution)):
+            held = count(candidate)
+            if all(total(held, tier) <= request.limits.get(tier, 0) for tier in Tier):
+                return Counted(candidate, held)
+        solution = place_states(solution, _with_unknown(solution, count(solution)))
     return None
+
+
+def _by_cpu(solution: Solution) -> Solution:
+    """Return the same placement with nothing streamed: its slots may take more of the device than states do."""
+    shares = [replace(share, cpu=share.cpu + share.streamed, streamed=0.0) for share in solution.shares]
+    return solution if solution.request.machine.link is None else replace(solution, shares=shares)
 
 
 def _with_unknown(solution: Solution, held: Bytes) -> dict[Tier, int]:
@@ -324,11 +333,12 @@ def search(requests: Iterable[PlanRequest], count: CountBytes, *, may_speculate:
     result = SearchResult([])
     for request in requests:
         try:
-            counted = _worth_a_disk(request, fitting(request, count), count)
+            counted = _with_inputs_sent(request, count)
         except PrepareError as error:
             result.refused.append((request, error))
             continue
         result.candidates.extend(counted)
+        request = counted[0].solution.request
         is_off = total(counted[0].held, Tier.HOST) and request.model.knows_time
         if may_speculate and is_off:
             with contextlib.suppress(PrepareError):
@@ -338,6 +348,25 @@ def search(requests: Iterable[PlanRequest], count: CountBytes, *, may_speculate:
     if not result.candidates:
         raise result.refused[-1][1]
     return result
+
+
+def _with_inputs_sent(request: PlanRequest, count: CountBytes) -> list[Counted]:
+    """Return the candidates that fit, the best first. Where groups must be recomputed, their inputs may also go to the
+    host."""
+    refusal: PrepareError | None = None
+    counted: list[Counted] = []
+    try:
+        counted = _worth_a_disk(request, fitting(request, count), count)
+    except PrepareError as error:
+        refusal = error
+    may_send = request.chooses and "recompute+host" in request.ways
+    if may_send and (not counted or any(way_of(share) == "recompute" for share in counted[0].solution.shares)):
+        sends = replace(request, sends_inputs=True)
+        with contextlib.suppress(PrepareError):
+            counted += _worth_a_disk(sends, fitting(sends, count), count)
+    if not counted and refusal is not None:
+        raise refusal
+    return sorted(counted, key=lambda each: each.seconds)
 
 
 def _worth_a_disk(request: PlanRequest, counted: list[Counted], count: CountBytes) -> list[Counted]:

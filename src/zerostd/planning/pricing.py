@@ -110,9 +110,12 @@ def _twice_the_samples(solution: Solution) -> str:
     try:
         changed = solve(replace(request, model=request.model.with_twice_the_samples(), fixed=fixed))
     except PrepareError:
-        return "Twice the samples in a pass would not fit."
+        return "Doubling the micro-batch would not fit."
     gain = 2 * solution.timeline.step_s / max(changed.timeline.step_s, 1e-12)
-    return f"Twice the samples in a pass would train {gain:.2f} times as many of them in a second."
+    percent = round(100 * (gain - 1))
+    if not percent:
+        return "Doubling the micro-batch would not change throughput."
+    return f"Doubling the micro-batch would {'raise' if percent > 0 else 'lower'} throughput by {abs(percent)} %."
 
 
 def _about_activations(solution: Solution) -> Iterator[str]:

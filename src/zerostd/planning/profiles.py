@@ -25,7 +25,9 @@ DIVISORS = re.compile(  # of bytes and operations, by name
 )
 REMEDY = "measure again with `zerostd measure`, or correct it"
 OF_A_PASS = ("samples", "forward_s", "backward_s", "activation_bytes")  # of a model: twice of twice the samples
-WAYS = tuple(way.in_plan for way in (Way.DEVICE, Way.RECOMPUTE, Way.HOST))  # that plans choose among
+# Ways that plans choose among. Either all recomputed groups keep their inputs on the device, or none does.
+WAYS = tuple(way.in_plan for way in (Way.DEVICE, Way.RECOMPUTE, Way.RECOMPUTE_HOST, Way.HOST))
+RECOMPUTED = (Way.RECOMPUTE.in_plan, Way.RECOMPUTE_HOST.in_plan)
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ class GroupProfile:
     kept_bytes: float = 0.0  # of activations that one sample leaves for backward
     boundary_bytes: float = 0.0  # of them when the group is recomputed: its inputs
     peak_bytes: float = 0.0  # most that one sample needs beside what is kept, while the group runs
+    inside_bytes: float | None = None  # the same while it is recomputed, if measured; None: all it keeps, and the peak
     stays: bool = False  # its activations are kept, whatever others do with theirs
     again_flops: float | None = None  # when it is recomputed, up to the last tensor that is saved; None: all
     forward_part: float | None = None  # of the model's `forward_s`, as it was timed; None: by its operations

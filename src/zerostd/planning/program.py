@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 import numpy
 
 from zerostd.planning.demands import (
+    ALWAYS,
     NAMES,
     NUM_BUFFERS,
     OFF,
@@ -65,9 +66,11 @@ class ScheduleProgram:
         self.bytes: dict[Tier, list[Term]] = {}  # sums, in units of GIGA
         self.constant: dict[Tier, float] = {}  # bytes that are there in any case
         for tier in Tier:
-            factors, constant = self.demands.bytes(tier)
-            self.bytes[tier] = self._terms(factors, 1 / GIGA)
-            self.constant[tier] = constant + (choice.beside if tier is Tier.DEVICE and has_times else 0.0)
+            self.bytes[tier] = []
+            self.constant[tier] = choice.beside if tier is Tier.DEVICE and has_times else 0.0
+            for factors in self.demands.bytes(tier).values():
+                self.constant[tier] += float(factors.pop(ALWAYS, numpy.zeros(1)).sum())
+                self.bytes[tier] += self._terms(factors, 1 / GIGA)
         if has_times:
             self.limit({})
             self._schedule()

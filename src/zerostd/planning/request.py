@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from zerostd.errors import PrepareError
-from zerostd.planning.profiles import DiskRates, GroupProfile, MachineProfile, ModelProfile, Wire
-from zerostd.policy import Budget, Kind, Route, Stage, Tier, is_at_hand, parse_bytes, shards
+from zerostd.planning.profiles import RECOMPUTED, DiskRates, GroupProfile, MachineProfile, ModelProfile, Wire
+from zerostd.policy import Budget, Kind, Stage, Tier, parse_bytes, shards
 
 MARGIN = 0.1  # of what is free: the part that no plan uses
 FOR_ACTIVATIONS = 0.4  # of the device, if the batch is not known and there is no budget,
@@ -40,11 +40,12 @@ class ActivationCost:
     largest: float = 0.0  # bytes that are kept of one group, where several are merged
     longer_s: float = 0.0  # that backward takes longer if the group is recomputed
     again_s: float = 0.0  # of arithmetic for that
+    inputs: float = 0.0  # bytes on the host if the group is recomputed
     staying: float = 0.0  # bytes that are kept beside these, whatever is done
 
     def left(self, way: str) -> float:
         """Return the bytes that a forward of the group leaves, wherever."""
-        return self.boundary if way == "recompute" else self.kept
+        return self.boundary if way in RECOMPUTED else self.kept
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,15 @@ class PlanRequest:
     machine: MachineProfile
     limits: Mapping[Tier, int]  # bytes this rank may use of each tier; a tier that is left out must not be used
     stage: Stage = Stage.PARAMETERS
-    world_size: int = 1
+    world_size: int = 1  # ranks that share the model state
+    num_replicas: int = 1  # of the model state, each on as many ranks
     accumulate: int = 1
     waits_for_norm: bool = False  # clipping, or a loss scale: no update before the last gradient
     speculates: bool = False  # keeps a second copy of states on the host, so that it need not wait
     num_threads: int = 1  # for updates on the CPU
     fixed: Mapping[Tier, int] = field(default_factory=dict)  # working memory, and activations that have no choice
     activations: frozenset[str] = frozenset()  # of WAYS, those there is a choice among; empty: as the model does now
+    sends_inputs: bool = False  # of recomputed groups, to the host
     can_place: frozenset[Kind] = frozenset({Kind.OPTIMIZER_STATES, Kind.GRADIENTS, Kind.PARAMETERS})
     rests: Mapping[str, Tier] | None = None  # by group: where parameters are and stay; None: they are placed too
 
@@ -100,7 +103,7 @@ class PlanRequest:
     @property
     def ways(self) -> frozenset[str]:
         has_host = self.machine.link is not None and Tier.HOST in self.limits
-        return self.activations if has_host else self.activations - {"host"}
+        return self.activations if has_host else self.activations - {"host", "recompute+host"}
 
     @property
     def chooses(self) -> bool:
@@ -120,13 +123,6 @@ class PlanRequest:
     def cpu_s(self) -> float:
         """The seconds that the CPU takes to update one parameter."""
         return self.machine.processor.ns(self.num_threads) * 1e-9
-
-    def shared_bytes(self, tier: Tier, route: Route, parameters: Tier) -> int:
-        """Return the bytes of one parameter's states that are the parameter itself, with states in `tier`."""
-        if self.speculates and tier is not Tier.DEVICE:
-            return 0
-        is_shared = is_at_hand(parameters, route, has_own_memory=self.machine.link is not None)
-        return self.model.shared_bytes if is_shared else 0
 
     @property
     def memory_rate(self) -> float:
@@ -156,6 +152,14 @@ class PlanRequest:
         if wire is None:
             return 0.0
         part = (self.world_size - 1) / self.world_size
+        return part * size / max(wire.bandwidth, MIN_WIRE_BANDWIDTH) + wire.latency
+
+    def across_s(self, size: float) -> float:
+        """Return the seconds in which replicas average gradients of so many bytes, each rank its slice of them."""
+        wire = wire_of(self.machine.wires, self.world_size * self.num_replicas)
+        if wire is None or self.num_replicas == 1:
+            return 0.0
+        part = 2 * (self.num_replicas - 1) / self.num_replicas / self.world_size
         return part * size / max(wire.bandwidth, MIN_WIRE_BANDWIDTH) + wire.latency
 
     def part(self, kind: Kind) -> float:
@@ -232,6 +236,7 @@ def _group_cost(request: PlanRequest, index: int, group: GroupProfile, forward_s
     gathered = (group.trained + group.frozen) * model.parameter_bytes
     gather_s = request.wire_s(gathered)
     reduce_s = request.wire_s(reduced) * (2 if request.stage is Stage.DATA_PARALLEL else 1)  # to everywhere
+    reduce_s += request.across_s(reduced)
     wire_forward_s = gather_s if request.stage > Stage.DATA_PARALLEL else 0.0
     wire_backward_s = (gather_s if shards(request.stage, Kind.PARAMETERS) else 0.0) + reduce_s
     backward_s = forward_s * (3.0 if model.recomputes else 2.0 + model.recomputed)
@@ -269,17 +274,19 @@ def _activation_cost(
     peak = samples * group.peak_bytes
     if group.stays:
         return ActivationCost(peak=peak, inside=peak, staying=kept)
+    boundary = samples * group.boundary_bytes
     again_s = forward_s
     if group.again_flops is not None and group.forward_flops:
         again_s = group.again_flops / group.forward_flops * forward_s
     return ActivationCost(
         kept=kept,
-        boundary=samples * group.boundary_bytes,
+        boundary=0.0 if request.sends_inputs else boundary,
         peak=peak,
-        inside=kept + peak,
+        inside=kept + peak if group.inside_bytes is None else samples * group.inside_bytes,
         largest=kept,
         longer_s=max(again_s + backward_s, wire_backward_s) - max(backward_s, wire_backward_s),
         again_s=again_s,
+        inputs=boundary if request.sends_inputs else 0.0,
     )
 
 

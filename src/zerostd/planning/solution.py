@@ -8,8 +8,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
-from zerostd.planning.demands import GroupShares, activation_bytes, again_seconds, lands_on_copy, way_of
-from zerostd.planning.profiles import MachineProfile, ModelProfile
+from zerostd.planning.demands import (
+    GroupShares,
+    ResourceDemands,
+    activation_bytes,
+    again_seconds,
+    choice_of,
+    staying,
+    summed,
+    values_of,
+    way_of,
+)
+from zerostd.planning.profiles import RECOMPUTED, MachineProfile, ModelProfile
 from zerostd.planning.request import GroupCost, PlanRequest
 from zerostd.planning.simulation import Timeline, simulate
 from zerostd.policy import Homes, Kind, Route, Tier
@@ -89,7 +99,7 @@ def shares_of(homes: Homes, way: str | None = None) -> GroupShares:
         parameters_host=float(homes.parameters is Tier.HOST),
         parameters_disk=float(homes.parameters is Tier.DISK),
         gradients_host=float(homes.gradients is Tier.HOST),
-        activations_recomputed=float(way == "recompute"),
+        activations_recomputed=float(way in RECOMPUTED),
         activations_host=float(way == "host"),
     )
 
@@ -98,46 +108,21 @@ def model_state(solution: Solution) -> dict[Tier, dict[Kind, int]]:
     """Return the bytes of this rank by the closed form: for bf16 and AdamW 2 for a parameter, 2 for its gradient, 10
     for its states, or 12 where the parameter is not at hand for the update."""
     request = solution.request
-    model = request.model
-    total = {tier: dict[Kind, float]() for tier in Tier}
-
-    def add(tier: Tier, kind: Kind, size: float) -> None:
-        total[tier][kind] = total[tier].get(kind, 0.0) + size
-
-    for cost, share in solution.pairs:
-        homes = homes_of(share)
-        add(homes.parameters, Kind.PARAMETERS, cost.parameters)
-        add(homes.gradients, Kind.GRADIENTS, cost.gradients)
-        add(Tier.DEVICE, Kind.GRADIENTS, cost.pinned_gradients)
-        for tier, route, part in homes.states:
-            copies = 2 if request.speculates and tier is Tier.HOST else 1
-            shares_master = tier is homes.parameters and tier is not Tier.DISK and copies == 1
-            width = model.state_bytes + (0 if shares_master else model.master_bytes)
-            width -= request.shared_bytes(tier, route, homes.parameters)
-            add(tier, Kind.OPTIMIZER_STATES, cost.updated * part * width * copies)
-            if route is Route.CPU:
-                passes = Tier.DEVICE if request.has_one_memory else Tier.HOST
-                add(passes, Kind.BUFFERS, cost.updated * part * _passing(request, cost, homes, tier))
-    if request.chooses:
-        device, host = activation_bytes(request, solution.shares)
-        add(Tier.DEVICE, Kind.ACTIVATIONS, device)
-        add(Tier.HOST, Kind.ACTIVATIONS, host)
-    for tier, size in request.fixed.items():
-        activations = model.activations() if tier is Tier.DEVICE and not request.chooses else 0
-        add(tier, Kind.ACTIVATIONS, activations)
-        add(tier, Kind.BUFFERS, max(0, size - activations))
-    return {tier: {kind: int(size) for kind, size in kinds.items() if size >= 1} for tier, kinds in total.items()}
-
-
-def _passing(request: PlanRequest, cost: GroupCost, homes: Homes, tier: Tier) -> int:
-    """Return the bytes of host memory that a parameter updated by the CPU takes: its gradient, its new value."""
-    has_link = request.machine.link is not None
-    gradient = cost.gradient_bytes if has_link and homes.gradients is Tier.DEVICE else 0
-    if tier is Tier.HOST and request.model.shared_bytes:
-        return gradient  # new values are halves of masters
-    lands_on_gradient = gradient > 0 and lands_on_copy(request, cost)
-    goes_up = has_link and homes.parameters is Tier.DEVICE and not lands_on_gradient
-    return gradient + (request.model.parameter_bytes if goes_up or homes.parameters is Tier.DISK else 0)
+    demands = ResourceDemands(request)
+    values = values_of(request, solution.shares)
+    held: dict[Tier, dict[Kind, float]] = {}
+    for tier in Tier:
+        fixed = request.fixed.get(tier, 0)
+        activations = 0.0
+        if tier is Tier.DEVICE and fixed and not request.chooses:
+            activations = request.model.activations()
+        kinds = {kind: summed(factors, values) for kind, factors in demands.bytes(tier).items()}
+        if tier is Tier.DEVICE and request.chooses:
+            activations = choice_of(request, solution.shares).beside
+        kinds[Kind.ACTIVATIONS] = kinds.get(Kind.ACTIVATIONS, 0.0) + activations
+        kinds[Kind.BUFFERS] = kinds.get(Kind.BUFFERS, 0.0) + max(0.0, fixed - activations * (not request.chooses))
+        held[tier] = kinds
+    return {tier: {kind: int(size) for kind, size in kinds.items() if size >= 1} for tier, kinds in held.items()}
 
 
 def activations_by_group(solution: Solution) -> dict[str, str]:
@@ -145,6 +130,8 @@ def activations_by_group(solution: Solution) -> dict[str, str]:
     if not solution.request.chooses:
         return {}
     ways = solution.by_group(way_of)
+    if solution.request.sends_inputs:
+        ways = {name: "recompute+host" if way == "recompute" else way for name, way in ways.items()}
     return ways if len(set(ways.values())) > 1 else {"*": next(iter(ways.values()))}
 
 
@@ -205,7 +192,7 @@ def _as_observed(
     request: PlanRequest, homes: Mapping[str, Homes], observed: ObservedStep, way_of_group: WayOf | None
 ) -> ModelProfile:
     """Return the model with the seconds that were observed, as if nothing had been recomputed, and the bytes. What the
-    device held beyond what was counted in each group is needed by any of them for a moment."""
+    device held beyond what groups leave behind, any of them may need for a moment, and the loss does too."""
     model = replace(request.model, forward_s=observed.forward_s, backward_s=observed.backward_s)
     if not request.chooses:
         known = observed.activation_bytes
@@ -213,9 +200,21 @@ def _as_observed(
     now = evaluate(replace(request, model=model), homes, way_of_group)
     again_s = again_seconds(now.request, now.shares)
     model = replace(model, backward_s=max(observed.forward_s, observed.backward_s - again_s))
+    if observed.activation_bytes is None:
+        return model
     held, _ = activation_bytes(now.request, now.shares)
-    more = max(0.0, (observed.activation_bytes or 0) - held) / (model.samples or 1)
-    groups = (replace(group, peak_bytes=group.peak_bytes + more) for group in model.groups)
+    choice = choice_of(now.request, now.shares)
+    left = held - choice.beside + staying(now.request)  # by groups that have run
+    most = max(0.0, observed.activation_bytes - left) / (model.samples or 1)
+    ways = now.by_group(way_of)
+    groups = (
+        replace(
+            group,
+            peak_bytes=max(group.peak_bytes, most),
+            inside_bytes=most if ways[group.name] == "recompute" else group.inside_bytes,
+        )
+        for group in model.groups
+    )
     return replace(model, groups=tuple(groups))
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zerostd.communication.coded_wires import FED_BACK, wires_class
-from zerostd.optimizers.updater import OffloadUpdater, PassingStates, Updater
-from zerostd.parameters.host_gradient import NUM_STAGING
+from zerostd.optimizers.offload_updater import OffloadUpdater, PassingStates
+from zerostd.optimizers.updater import Updater
+from zerostd.parameters.host_gradient import NUM_STAGING, Staging
 from zerostd.policy import Kind, Tier
 from zerostd.preparing.homes import FlatPlan, Rules, demand
 from zerostd.scheduling.gathering import PREFETCH_DEPTH, STREAM_DEPTH
@@ -28,7 +29,7 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, dic
     resident = [sum(map(_resident, group)) for group in plans]
     comes_up = [(plan.gradient_dtype, rules.has_own_memory and plan.gradients is Tier.HOST) for plan in trained]
     split = [sum(_resident(plan) for plan in group if plan.is_split) for group in plans]
-    in_step = Updater.buffer_bytes(resident, comes_up, split)
+    in_step = Updater.buffer_bytes(resident, comes_up, split, is_coded=rules.codes_states)
     need[Tier.DEVICE, Kind.BUFFERS] += max(in_backward, in_step)  # each is given back before the other is taken
     counted: dict[Tier, dict[Kind, int]] = {}
     for (tier, kind), size in sorted(need.items()):
@@ -106,7 +107,7 @@ def _passing(trained: Sequence[FlatPlan], rules: Rules) -> int:
     """Return the bytes that gradients are staged in where they are not kept whole."""
     if rules.size * rules.num_replicas == 1 or rules.keeps_whole_gradients:
         return 0
-    return NUM_STAGING * max((plan.layout.numel * plan.gradient_dtype.itemsize for plan in trained), default=0)
+    return sum(Staging.sizes(plan.layout.numel * plan.gradient_dtype.itemsize for plan in trained))
 
 
 def _staging(trained: Sequence[FlatPlan], rules: Rules) -> int:

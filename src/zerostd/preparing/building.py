@@ -25,10 +25,11 @@ from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
 from zerostd.measuring.identity import device_of
 from zerostd.monitoring import Ledger
+from zerostd.optimizers.offload_updater import OffloadUpdater
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.parameter_states import ParameterStates
 from zerostd.optimizers.states import put_states
-from zerostd.optimizers.updater import OffloadUpdater, Updater
+from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Group
 from zerostd.parameters.blueprints import ROOT, Member, describe, find_blueprints
 from zerostd.parameters.deferred import draw_seeds, make_real
@@ -68,7 +69,6 @@ def build(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, *, has_values: bool = True
 ) -> Runtime:
     """Build everything but the optimizer, which `attach_optimizer` adds. Without values they are loaded afterwards."""
-    blueprints = find_blueprints(model, optimizer, settings.precision, settings.globs)
     device = settings.device or device_of(model)
     for name, parameter in model.named_parameters() if has_values else ():
         if parameter.device.type == "meta" and not is_deferred(parameter):
@@ -77,6 +77,8 @@ def build(
     control = Control(world)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(world.close)
+        num_ranks = world.num_shards if world.link is None else 1  # workers and servers have the same groups
+        blueprints = find_blueprints(model, optimizer, settings.precision, settings.globs, num_ranks)
         lines = [*settings.describe(), *describe(model, optimizer, blueprints)]
         control.check_equal("models or options", lines)
         if world.link is not None:
@@ -116,7 +118,8 @@ def build(
     gatherer = Gatherer(tuple(groups), wires, control)
     left = {Tier.HOST: _left_on_host(need, settings.budget, world), Tier.DISK: None}  # a disk knows its own limit
     copies = ActivationCopies(allocator, streams, left)
-    activations = Activations(model, gatherer, ways, ActivationOffloader(copies, peers))
+    is_planned = settings.plan is not None and bool(settings.plan.limits)
+    activations = Activations(model, gatherer, ways, ActivationOffloader(copies, peers, may_stay=is_planned))
     activations.counter.is_on = settings.plan is not None and settings.plan.is_untried
     runtime = Runtime(model, gatherer, activations, resources, settings=settings, original_dtypes=original_dtypes)
     runtime.install()

@@ -12,11 +12,12 @@ from functools import partial
 import torch
 
 from zerostd.engine.runtime import Resources
+from zerostd.kernels import Moment
 from zerostd.parameters.blueprints import Member
 from zerostd.parameters.flat import Flat
 from zerostd.parameters.gradient import Gradient, HostGradientCopy
 from zerostd.parameters.host_gradient import HostGradient
-from zerostd.parameters.state_shard import StateShard
+from zerostd.parameters.state_shard import CodedTensor, StateShard
 from zerostd.policy import Kind, Route, Tier
 from zerostd.preparing.homes import Columns, FlatPlan
 from zerostd.sharding import Portion
@@ -102,9 +103,15 @@ def make_masters(flat: Flat, plan: FlatPlan, resources: Resources) -> None:
 
 
 def _make_shard(plan: FlatPlan, portion: Portion, allocator: TierAllocator) -> StateShard:
+    take = partial(allocator.allocate, plan.owner, portion.tier, Kind.OPTIMIZER_STATES)
+
     def allocate(columns: Columns) -> dict[str, TierTensor]:
-        take = partial(allocator.allocate, plan.owner, portion.tier, Kind.OPTIMIZER_STATES, portion.numel)
-        return {name: take(dtype) for name, dtype in columns.items()}
+        return {name: allocate_column(dtype) for name, dtype in columns.items()}
+
+    def allocate_column(dtype: torch.dtype | Moment) -> TierTensor:
+        if isinstance(dtype, Moment):
+            return CodedTensor(take(Moment.num_bytes(portion.numel), torch.uint8), dtype, portion.numel)
+        return take(portion.numel, dtype)
 
     columns = allocate(plan.columns(portion))
     has_spare = plan.rules.placement.speculate and portion.tier is Tier.HOST

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from zerostd.errors import PrepareError
+from zerostd.kernels import Moment, column_bytes
 from zerostd.parameters.blueprints import Blueprint, Member
-from zerostd.parameters.state_shard import HIGH, LOW, MASTER
+from zerostd.parameters.state_shard import BLOCK, HIGH, LOW, MASTER
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, is_at_hand, shards, splits_masters
 from zerostd.sharding import Layout, Portion, make_layout
 from zerostd.sharding.portions import UNIT, assign_tiers, cut_by_shares, cut_portions, cuts_at_shares, shares_off
@@ -27,7 +28,11 @@ Demand = Counter[tuple[Tier, Kind]]  # bytes
 CLOSE = 0.05  # of a kind: whole flats this far from the shares that were asked for are not cut
 FEWEST = 1 << 15  # elements: of smaller models whole flats are kept, since any transfer is all latency
 FAR = 0.1  # of a kind: shares that whole parameters miss by more are refused
-Columns = dict[str, torch.dtype]  # by name, each as long as its portion
+Columns = dict[str, torch.dtype | Moment]  # by name, each as long as its portion
+CODED_STATES = {
+    "exp_avg": Moment.AVERAGE,
+    "exp_avg_sq": Moment.SQUARES,
+}  # by Placement(codec={"optimizer_states": ...})
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,11 @@ class Rules:
     num_replicas: int = 1  # of the model state
     has_optimizer: bool = True  # whose states are placed too
     num_servers: int = 0  # that update the model state: this rank is a worker, and updates nothing
+
+    @property
+    def codes_states(self) -> bool:
+        """Whether optimizer states are kept as codes."""
+        return "optimizer_states" in self.placement.codec
 
     @property
     def keeps_whole_gradients(self) -> bool:
@@ -130,12 +140,13 @@ class FlatPlan:
 
     def columns(self, portion: Portion, *, is_spare: bool = False) -> Columns:
         """Return what is laid out beforehand in the portion's tier: its master, as far as that is not the parameter,
-        and off the device the states. Spare columns take a master of their own."""
+        and the states where they are off the device or coded. Spare columns take a master of their own."""
         shares = self.holds_parameters(portion) and not is_spare
         master: Columns = {} if shares else {MASTER: self.master_dtype}
         if self.is_split:
             master = {LOW: torch.int16} if shares else {HIGH: self.dtype, LOW: torch.int16}
-        return master if portion.tier is Tier.DEVICE else master | self._state_dtypes()
+        has_states = portion.tier is not Tier.DEVICE or self.rules.codes_states
+        return master | self._state_dtypes() if has_states else master
 
     def staged(self, portion: Portion) -> Columns:
         """Return what passes through the device where the portion is streamed."""
@@ -146,7 +157,9 @@ class FlatPlan:
         return {**upper, LOW: torch.int16, **self._state_dtypes()}
 
     def _state_dtypes(self) -> Columns:
-        """Return the dtypes of states: as wide as the master where the optimizer makes them like the parameter."""
+        """Return how states are kept: as wide as the master where the optimizer makes them like the parameter."""
+        if self.rules.codes_states:
+            return dict(CODED_STATES)
         states = self.rules.states.items()
         return {name: self.master_dtype if dtype == torch.float32 else dtype for name, dtype in states}
 
@@ -176,9 +189,8 @@ class FlatPlan:
     def _add_portion(self, need: Demand, portion: Portion, itemsize: int) -> None:
         rules = self.rules
         columns = self._state_dtypes() | self.columns(portion)
-        widths = [dtype.itemsize for dtype in columns.values()]
         copies = 2 if rules.placement.speculate and portion.tier is Tier.HOST else 1
-        sizes = [_taken(portion.tier, portion.numel * width) for width in widths]
+        sizes = [_taken(portion.tier, column_bytes(dtype, portion.numel)) for dtype in columns.values()]
         need[portion.tier, Kind.OPTIMIZER_STATES] += copies * sum(sizes)
         if rules.has_own_memory and portion.route is Route.CPU and self.gradients is Tier.DEVICE:
             need[Tier.HOST, Kind.BUFFERS] += padded(portion.numel * itemsize)
@@ -205,7 +217,7 @@ def plan_flats(blueprints: Sequence[Blueprint], rules: Rules) -> list[list[FlatP
         parameters = assign_tiers(sizes, placement.shares(Kind.PARAMETERS))
         gradients = assign_tiers(numels, placement.shares(Kind.GRADIENTS))
         # Where parameters are on disk, two portions must not share a page of them: each writes its own.
-        finest = UNIT if Tier.DISK in placement.shares(Kind.PARAMETERS) else 1
+        finest = UNIT if Tier.DISK in placement.shares(Kind.PARAMETERS) else BLOCK if rules.codes_states else 1
         states = placement.shares(Kind.OPTIMIZER_STATES)
         portions = cut_portions(numels, states, cpu_share=rules.cpu_share, finest=finest)
     else:
@@ -239,7 +251,8 @@ def _make_plan(members: Sequence[Member], dtype: torch.dtype, rules: Rules) -> F
     by_name = {member.name: member for member in members}
     shapes = [(name, member.shape) for name, member in by_name.items()]
     num_shards = rules.num_servers or rules.size
-    layout = make_layout(shapes, num_shards, dtype.itemsize, num_replicas=rules.num_replicas)
+    alignment = BLOCK if rules.codes_states and members[0].options is not None else 1
+    layout = make_layout(shapes, num_shards, dtype.itemsize, num_replicas=rules.num_replicas, alignment=alignment)
     specs = [by_name[interval.name].spec for interval in layout.intervals]
     intervals = [
         interval if spec is None else replace(interval, whole=spec.shape, origin=spec.box.offsets)

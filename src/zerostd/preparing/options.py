@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from zerostd.communication import World
-from zerostd.communication.coded_wires import CODECS
+from zerostd.communication import World, coded_wires
 from zerostd.communication.world import thread_budget
 from zerostd.engine.settings import Settings
 from zerostd.errors import NotSupportedError, PrepareError
+from zerostd.measuring.identity import choose_device, device_of, parse_device
 from zerostd.optimizers.elementwise import check_elementwise, find_states
 from zerostd.parameters.blueprints import Blueprint, check_model, check_optimizer
 from zerostd.planning import Plan
@@ -21,6 +21,8 @@ from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, Way, par
 from zerostd.preparing.homes import Rules
 from zerostd.sharding.portions import default_cpu_share
 from zerostd.tiers.limits import check_disk, check_host
+
+CODECS = coded_wires.CODECS | {"optimizer_states": ("int8",)}  # by what is coded
 
 
 def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Settings:
@@ -45,9 +47,20 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
         raise PrepareError(f"max_grad_norm={settings.max_grad_norm} needs the optimizer: pass it to prepare")
     if settings.placement is not None:
         check_placement(settings, settings.placement)
+        if "optimizer_states" in settings.placement.codec:
+            _check_coded_states(settings, model, optimizer)
     if settings.servers is not None:
         _check_servers(settings, has_optimizer=optimizer is not None)
     return settings
+
+
+def target_device(model: nn.Module, device: torch.device | str) -> torch.device:
+    """Return the device that a user named for a model; refuse one that `empty_init` did not build it for."""
+    check_model(model)
+    device = parse_device(device)
+    if any(p.device.type == "meta" for p in model.parameters()) and device_of(model).type != device.type:
+        raise PrepareError(f"a model built under empty_init goes to {device_of(model)}, not to {device}")
+    return choose_device(device)
 
 
 def _check_servers(settings: Settings, *, has_optimizer: bool) -> None:
@@ -62,7 +75,7 @@ def _check_servers(settings: Settings, *, has_optimizer: bool) -> None:
     if not has_optimizer:
         raise PrepareError(f"servers={servers} needs the optimizer, which the servers run: pass it to prepare")
     if settings.precision.scales_loss:
-        raise NotSupportedError(f"servers={servers} does not go with precision='fp16': use 'bf16'")
+        raise NotSupportedError(f"servers={servers} does not work with precision='fp16': use 'bf16'")
     placement = settings.placement or Placement()
     for kind in (Kind.PARAMETERS, Kind.GRADIENTS):
         if set(placement.shares(kind)) != {Tier.DEVICE}:
@@ -71,7 +84,7 @@ def _check_servers(settings: Settings, *, has_optimizer: bool) -> None:
                 "on the device; place optimizer_states and activations only"
             )
     if placement.speculate:
-        raise NotSupportedError(f"Placement(speculate=True) does not go with servers={servers}")
+        raise NotSupportedError(f"Placement(speculate=True) does not work with servers={servers}")
 
 
 def for_role(settings: Settings, world: World) -> Settings:
@@ -114,7 +127,7 @@ def check_placement(settings: Settings, placement: Placement) -> None:
         )
     _check_codec(settings, placement)
     if placement.speculate and settings.precision.scales_loss:
-        raise PrepareError("Placement(speculate=True) does not go with precision='fp16', whose steps may be skipped")
+        raise PrepareError("Placement(speculate=True) does not work with precision='fp16', whose steps may be skipped")
     if placement.speculate and set(placement.shares(Kind.PARAMETERS)) != {Tier.DEVICE}:
         raise NotSupportedError("Placement(speculate=True) needs parameters='device'")
 
@@ -133,17 +146,47 @@ def _check_codec(settings: Settings, placement: Placement) -> None:
             f"Placement(codec={dict(placement.codec)!r}) changes results: pass exact=False to prepare to allow it, or "
             "leave the codec out"
         )
-    if placement.codec and (settings.reduce != "mean" or settings.servers is not None):
+    is_summed = settings.reduce != "mean" and bool(coded_wires.CODECS.keys() & placement.codec.keys())
+    if is_summed or (placement.codec and settings.servers is not None):
         given = "reduce='sum'" if settings.servers is None else f"servers={settings.servers}"
         raise NotSupportedError(
-            f"Placement(codec={dict(placement.codec)!r}) does not go with {given}: coded gradients are averaged "
-            "over ranks"
+            f"Placement(codec={dict(placement.codec)!r}) does not work with {given}: coded gradients are averaged "
+            "over ranks, and servers keep states as they are"
         )
     if placement.codec.get("reduce") == "int4" and settings.precision.scales_loss:
         raise PrepareError(
-            "Placement(codec={'reduce': 'int4'}) does not go with precision='fp16': what coding loses is added to the "
-            "next gradient, whose loss scale may be another; use 'int8' or precision='bf16'"
+            "Placement(codec={'reduce': 'int4'}) does not work with precision='fp16': what coding loses is added to "
+            "the next gradient, whose loss scale may be another; use 'int8' or precision='bf16'"
         )
+
+
+def _check_coded_states(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse optimizers and parameters whose states cannot be kept as codes."""
+    assert settings.placement is not None
+    given = f"Placement(codec={dict(settings.placement.codec)!r})"
+    if optimizer is None:
+        raise PrepareError(f"{given} needs the optimizer, whose states it is about: pass it to prepare")
+    name = type(optimizer).__name__
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        raise PrepareError(
+            f"{given} is for the moments of torch.optim.Adam and AdamW, and the optimizer is {name}: use one of these, "
+            "or leave 'optimizer_states' out of the codec"
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        for option in ("amsgrad", "differentiable"):
+            if group.get(option):
+                raise PrepareError(
+                    f"{given} does not go with {name}({option}=True), as in param_groups[{index}]: set it to False, or "
+                    "leave 'optimizer_states' out of the codec"
+                )
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        dtype = settings.precision.compute or parameter.dtype
+        if parameter in trained and dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise PrepareError(
+                f"{given}: parameter {name!r} is {dtype}, and codes have the digits of fp32 at most. Use precision="
+                "'fp32' or 'bf16', or leave 'optimizer_states' out of the codec"
+            )
 
 
 def check_budget(budget: Budget) -> None:
@@ -189,6 +232,7 @@ def rules_for(settings: Settings, world: World, blueprints: Sequence[Blueprint])
             has_link=has_own_memory,
             parameters_off=1.0 - placement.shares(Kind.PARAMETERS).get(Tier.DEVICE, 0.0),
             gradients_off=1.0 - placement.shares(Kind.GRADIENTS).get(Tier.DEVICE, 0.0),
+            codes_states="optimizer_states" in placement.codec,
         )
     return Rules(
         rank=world.shard_rank,

@@ -26,7 +26,7 @@ from zerostd.planning.profiles import WAYS
 from zerostd.planning.request import FOR_ACTIVATIONS, FOR_PASSES, limits_for, stages_of, threads_of
 from zerostd.planning.solution import ObservedStep, Solution, evaluate, model_state, refit
 from zerostd.planning.streaming import describe_pass, explain_pass, place_groups, predict_pass
-from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, shards
+from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, Way, shards
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats
 from zerostd.preparing.options import check_placement, homes_of, rules_for
@@ -80,7 +80,8 @@ def _plan_together(settings: Settings, blueprints: Sequence[Blueprint], control:
         predicted = Prediction(bytes=search.account(remembered))
         plan = replace(remembered, limits=plan.limits, activations={}, predicted=predicted)
     if is_scarce and search.trains:
-        plan = replace(plan, activations={"*": "recompute"}, notes=(*plan.notes, FIRST_PASS))
+        way = least_way(world).in_plan
+        plan = replace(plan, activations={"*": way}, notes=(*plan.notes, FIRST_PASS))
     plan = Plan.from_json(control.collect(plan.to_json())[0])
     if world.rank == 0:
         log.info("%s", plan.explain())
@@ -262,13 +263,15 @@ class PlanSearch:
             accumulate=self.settings.accumulate or seen.num_passes,
             rests=self._rests(plan),
             speculates=plan.speculate,
+            sends_inputs=Way.RECOMPUTE_HOST in plan.activations.values(),
         )
         planned = plan.predicted.bytes.get(Tier.DEVICE, {}).get(Kind.ACTIVATIONS)
         if seen.activation_bytes is None and planned is not None:  # nobody can see them, but they were counted on
             seen = replace(seen, activation_bytes=planned)
         request = refit(request, homes, seen, plan.activations_of)
         now = evaluate(replace(request, fixed=fixed_bytes(request)), homes, plan.activations_of)
-        result = search([replace(request, speculates=False)], self.count, may_speculate=speculates)
+        request = replace(request, speculates=False, sends_inputs=False)
+        result = search([request], self.count, may_speculate=speculates)
         counted = [*result.speculating, *result.candidates, *self._near(result)]
         others = [bare_plan(each.solution, each.solution.homes, each.held) for each in counted]
         if not request.chooses:
@@ -341,6 +344,11 @@ def _notes(request: PlanRequest) -> list[str]:
             "accumulate= how many passes make a step."
         )
     return notes
+
+
+def least_way(world: World) -> Way:
+    """Return what to do with activations so that they take as little of the device as can be."""
+    return Way.RECOMPUTE if world.device.type == "cpu" else Way.RECOMPUTE_HOST
 
 
 def sizes_of(blueprints: Sequence[Blueprint]) -> dict[str, float]:

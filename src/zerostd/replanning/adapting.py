@@ -90,6 +90,7 @@ class Adapter(StepObserver):
             self._begin_step(passes.num_steps)
         elif passes.num_done == 0 and self.runtime.world.size == 1:  # the last forward may have come to nothing
             self._check(only_short=True)
+        self.meter.begin_pass()
         self._follow_input()
 
     def after_backward(self) -> None:
@@ -133,9 +134,8 @@ class Adapter(StepObserver):
     @property
     def plan(self) -> Plan:
         """The plan that is obeyed now."""
-        plan = self.runtime.settings.plan
-        assert plan is not None
-        return plan
+        assert self.runtime.settings.plan is not None
+        return self.runtime.settings.plan
 
     @property
     def _has_gradients(self) -> bool:
@@ -154,9 +154,10 @@ class Adapter(StepObserver):
         control = self.runtime.gatherer.control
         self.runtime.backward.activations.counter.is_on = False
         self.meter.cap(is_on=False)
-        way = Way.RECOMPUTE if self._room.count() is None else Way.DEVICE
-        ways = {group.name: way.in_plan for group in self.runtime.blueprints}
-        kept = replace(self.plan, activations=ways, notes=self.plan.notes[:-1])
+        names = [group.name for group in self.runtime.blueprints]
+        ways = dict.fromkeys(names, self.plan.activations["*"])
+        least = replace(self.plan, activations=ways, notes=self.plan.notes[:-1])
+        kept = replace(least, activations={"*": Way.DEVICE.in_plan} if self._room.count() else ways)
         remembered = recall(plan_file(self.runtime.settings, self.runtime.blueprints, self.runtime.world))
         texts: list[str] = control.collect([plan.to_json() for plan in (remembered, kept) if plan is not None])[0]
         plans = [Plan.from_json(text) for text in texts]
@@ -172,7 +173,7 @@ class Adapter(StepObserver):
             if any(refusals):
                 self._pace.step -= 1  # the next forward is refused as well
                 raise torch.OutOfMemoryError(max(refusals, key=len))
-            self._start(replace(kept, activations=dict.fromkeys(ways, Way.RECOMPUTE.in_plan)))
+            self._start(least)
 
     def _leaves_parameters(self, plan: Plan) -> bool:
         """Return whether a plan has parameters where they are."""
@@ -375,8 +376,7 @@ class Adapter(StepObserver):
         self._watch = None
         if not candidates:
             return False
-        limits = self.meter.limits(report.room).items()
-        if all(present.predicted.total(tier) <= limit for tier, limit in limits):
+        if all(present.predicted.total(tier) <= limit for tier, limit in self.meter.limits(report.room).items()):
             return True
         step = self._pace.step
         plan = replace(candidates[0], notes=(*candidates[0].notes, f"Revised after step {step}: {reason}."))

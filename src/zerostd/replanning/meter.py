@@ -6,6 +6,7 @@ activations are those that were counted.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 
 import torch
@@ -16,7 +17,7 @@ from zerostd.monitoring.texts import size_text
 from zerostd.planning import ModelProfile, Plan
 from zerostd.planning.demands import NUM_BUFFERS
 from zerostd.planning.request import MARGIN
-from zerostd.policy import Tier, parse_bytes
+from zerostd.policy import Tier, Way, parse_bytes
 
 
 class DeviceMeter:
@@ -32,6 +33,7 @@ class DeviceMeter:
         budget = runtime.settings.budget.device
         self._budget = None if budget is None else parse_bytes(budget)
         self._pass_bytes = 0  # of passes that `note_pass` was told of, since `reset`
+        self._held_before = 0  # bytes of the model, before the pass that `begin_pass` was told of
         self._part_before: float | None = None  # of the device, that torch's allocator might use before `cap`
 
     def now(self) -> int:
@@ -44,7 +46,7 @@ class DeviceMeter:
         """Return the most that were allocated at once since `reset`."""
         if self.has_allocator:
             return torch.accelerator.max_memory_allocated(self._device)
-        return self._ledger.most[Tier.DEVICE] + self._activations.counted_bytes()
+        return self._ledger.most[Tier.DEVICE] + sum(self._activations.counted())
 
     def reset(self) -> None:
         """Take the peak from here on."""
@@ -53,9 +55,14 @@ class DeviceMeter:
         self._ledger.most[Tier.DEVICE] = self._ledger.held[Tier.DEVICE]
         self._pass_bytes = 0
 
+    def begin_pass(self) -> None:
+        """Remember what the model holds before a pass."""
+        self._held_before = self._ledger.held[Tier.DEVICE]
+
     def note_pass(self) -> None:
-        """Remember what a pass took, before a step makes states."""
-        self._pass_bytes = max(self._pass_bytes, self.peak() - self._ledger.most[Tier.DEVICE])
+        """Remember what a pass took, before a step makes states. Gradients that came while it ran count too: whether
+        they were there at its peak is not known."""
+        self._pass_bytes = max(self._pass_bytes, self.peak() - self._held_before)
 
     def shortage(self) -> str:
         """Return what the device lacked since `reset`; empty: nothing. The allocator had to free its cache to find
@@ -80,6 +87,7 @@ class DeviceMeter:
             return
         part = self._part_before
         if is_on:
+            gc.collect()  # an earlier model may not have gone yet, and its bytes count
             self._part_before = torch.cuda.get_per_process_memory_fraction(self._device)
             part = min(self._part_before, self._budget / torch.cuda.mem_get_info(self._device)[1])
         else:
@@ -134,19 +142,19 @@ class DeviceMeter:
         return max(0, self._pass_bytes, self.peak() - self._ledger.most[Tier.DEVICE])
 
     def activations_of(self, plan: Plan, profile: ModelProfile) -> int:
-        """Return the bytes of activations under a plan: those of a profile that was counted, and what else a pass took
-        that was not."""
-        counted = 0.0
+        """Return the bytes of activations under a plan: those that groups leave, by a profile that was counted, and
+        what a pass needs beside them for a moment."""
+        left = 0.0
         inside = 0.0  # of a group that is recomputed
-        passing = 0.0  # of a group whose activations leave
+        leaving = 0.0  # of a group whose activations, or inputs, go to the host
         for group in profile.groups:
-            way = plan.activations_of(group.name)
-            if way == "host":
-                passing = max(passing, NUM_BUFFERS * group.kept_bytes)
-            elif way == "recompute" and group.boundary_bytes < group.kept_bytes:
-                counted += group.boundary_bytes
-                inside = max(inside, group.kept_bytes)
+            way = Way(plan.activations_of(group.name) or Way.DEVICE)
+            is_recomputed = way.recomputes and group.boundary_bytes < group.kept_bytes
+            size = group.boundary_bytes if is_recomputed else group.kept_bytes
+            if way.tier is Tier.DEVICE:
+                left += size
             else:
-                counted += group.kept_bytes
-        more = max(0, (self.activation_bytes() or 0) - self._activations.counted_bytes())
-        return int(counted + inside + passing) + more
+                leaving = max(leaving, size)
+            inside = max(inside, group.kept_bytes if is_recomputed else 0.0)
+        beside = (self.activation_bytes() or 0) - self._activations.counted()[0]  # in the passes that were seen
+        return int(left + NUM_BUFFERS * leaving + max(inside, beside))

@@ -62,7 +62,7 @@ class _Change:
 
 def can_move(runtime: Runtime, plan: Plan) -> bool:
     """Return whether states can go to another plan and back, flat by flat, inside its limits of host and disk: what
-    moves is there twice for a moment."""
+    moves exists twice for a moment."""
     sizes = [change.sizes for change in _changes(runtime, _obeying(runtime, plan))]
     held = Counter(runtime.ledger.held)
     _, goes = _in_order(sizes, held, plan.limits)

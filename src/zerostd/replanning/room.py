@@ -13,9 +13,9 @@ from dataclasses import replace
 from zerostd.engine.runtime import Runtime
 from zerostd.monitoring.texts import size_text
 from zerostd.planning import ModelProfile, Plan
-from zerostd.policy import Tier, Way
+from zerostd.policy import Tier
 from zerostd.preparing.options import ways_for
-from zerostd.preparing.proposing import PlanSearch
+from zerostd.preparing.proposing import PlanSearch, least_way
 from zerostd.replanning.meter import DeviceMeter
 from zerostd.replanning.watching import counted_profile, scaled_profile
 
@@ -32,6 +32,7 @@ class PassRoom:
         self._meter = meter
         self._search = search
         self.profile: ModelProfile | None = None  # the model with the activations of the largest pass; None: not known
+        self._least_way = least_way(runtime.world)
         self.why_grown = ""  # all groups recompute since a batch was larger; empty: they do as planned
         self._largest = 0  # bytes of input in a pass so far
         self._before: tuple[int, ModelProfile | None] = (0, None)  # these, before the last larger input
@@ -73,7 +74,7 @@ class PassRoom:
         self.why_grown = f"a batch is {times:.3g} times as large as any before"
         log.info("%s, and the plan has no room for it: all groups are recomputed until it has", self.why_grown)
         self.recompute()
-        return self.holds(recomputing(plan))
+        return self.holds(self._recomputing(plan))
 
     def take_back(self) -> None:
         """Forget the last input: its pass is not made."""
@@ -84,7 +85,7 @@ class PassRoom:
         """Recompute all groups from the next forward on, if a batch has grown and no plan was made for it."""
         if self.why_grown:
             names = [group.name for group in self._runtime.groups]
-            self._runtime.backward.activations.change(dict.fromkeys(names, Way.RECOMPUTE))
+            self._runtime.backward.activations.change(dict.fromkeys(names, self._least_way))
 
     def obey_plan(self) -> None:
         """Let groups do with their activations what the plan says."""
@@ -96,7 +97,7 @@ class PassRoom:
     def refusal(self, plan: Plan, what: str) -> str:
         """Return why a pass cannot be made inside the user's limit; empty if it can, or if there is none."""
         budget = self._runtime.settings.budget.device
-        plan = recomputing(plan)
+        plan = self._recomputing(plan)
         if budget is None or self.holds(plan):
             return ""
         return (
@@ -105,7 +106,6 @@ class PassRoom:
             "in more passes, or a larger budget"
         )
 
-
-def recomputing(plan: Plan) -> Plan:
-    """Return a plan with all groups recomputed."""
-    return replace(plan, activations={"*": Way.RECOMPUTE.in_plan})
+    def _recomputing(self, plan: Plan) -> Plan:
+        """Return a plan with all groups recomputed."""
+        return replace(plan, activations={"*": self._least_way.in_plan})
