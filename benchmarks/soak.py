@@ -1,9 +1,10 @@
 """A soak: thousands of steps with lengths, evaluations, saves and placements drawn from a seed, and the same steps in
 plain torch. Memory, descriptors and threads must stay flat, and losses must be those of plain torch.
 
-    python benchmarks/soak.py --steps 5000                    # on the CPU
-    python benchmarks/soak.py --seconds 600 --device cuda     # as many steps as fit
-    python benchmarks/soak.py --steps 5000 --write NAME       # also benchmarks/results/NAME.md
+    python benchmarks/soak.py --steps 5000 --write soak-cpu                  # on the CPU
+    python benchmarks/soak.py --seconds 480 --device cuda --write soak-cuda  # as many steps as fit
+
+Free memory that malloc keeps is given back to the system before each sample, so that resident memory is what is used.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import copy
 import ctypes
 import gc
+import math
 import os
 import random
 import shutil
@@ -20,10 +22,12 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from gpt import RESULTS, machine
 from torch import nn
 
 import zerostd
@@ -34,9 +38,10 @@ DEPTH = 4
 LENGTHS = (1, 48)  # tokens of a sample
 NUM_SAMPLES = 40  # of the process: lines of the table
 RISING = ("resident_mb", "allocated_mb", "device_mb", "objects")
-LIMITS = {"allocated_mb": 0.5, "device_mb": 0.5, "objects": 100.0}  # in 1,000 steps, or twice the standard error
-# Of losses and outputs. On a device the CPU's updates have other square roots, and both models start anew from the same
-# values with each checkpoint.
+# In 1,000 steps, or twice the standard error.
+LIMITS = {"resident_mb": 0.5, "allocated_mb": 0.5, "device_mb": 0.5, "objects": 100.0}
+# Of losses and outputs, both near one. On a device the CPU's updates have other square roots, and both models go on
+# from the same values after each evaluation and each checkpoint.
 TOLERANCE = {"cpu": 1e-6, "cuda": 1e-3}
 PLACEMENTS = (
     Placement(optimizer_states="disk", gradients="host"),
@@ -76,6 +81,7 @@ class Sample:
     @classmethod
     def take(cls, step: int, worst: float) -> Sample:
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         resident = pages * os.sysconf("SC_PAGE_SIZE") / 1e6
         descriptors = len(os.listdir("/proc/self/fd"))
@@ -121,10 +127,12 @@ class Job:
     def step(self, draw: random.Random) -> float:
         """Take a step of drawn length in both; return the difference of their losses."""
         shape = (draw.randint(1, 4), draw.randint(*LENGTHS), WIDTH)
-        batch = torch.randn(shape, generator=torch.Generator().manual_seed(draw.randrange(2**31))).to(self.device)
+        generator = torch.Generator().manual_seed(draw.randrange(2**31))
+        batch = torch.randn(shape, generator=generator).to(self.device)
+        target = torch.randn((*shape[:2], 1), generator=generator).to(self.device)  # losses stay large
         losses = []
         for model, optimizer in ((self.model, self.optimizer), (self.plain, self.plain_optimizer)):
-            loss = model(batch).square().mean()
+            loss = (model(batch) - target).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -134,7 +142,15 @@ class Job:
     def evaluate(self, draw: random.Random) -> float:
         batch = torch.randn(2, draw.randint(*LENGTHS), WIDTH, device=self.device)
         with torch.no_grad():
-            return (self.model(batch) - self.plain(batch)).abs().max().item()
+            difference = (self.model(batch) - self.plain(batch)).abs().max().item()
+        self._meet()
+        return difference
+
+    def _meet(self) -> None:
+        """Let the twin go on from the same values, where updates are rounded in another way."""
+        if self.device.type != "cpu":
+            self.plain.load_state_dict(zerostd.full_state_dict(self.model))
+            self.plain_optimizer.load_state_dict(self.optimizer.state_dict())
 
     def save(self, draw: random.Random) -> float:
         """Save and load again, at once or while training goes on."""
@@ -142,9 +158,7 @@ class Job:
         zerostd.save(path, self.model, self.optimizer, wait=draw.random() < 0.5).wait()
         zerostd.load(path, self.model, self.optimizer)
         shutil.rmtree(path)
-        if self.device.type != "cpu":
-            self.plain.load_state_dict(zerostd.full_state_dict(self.model))
-            self.plain_optimizer.load_state_dict(self.optimizer.state_dict())
+        self._meet()
         return 0.0
 
     def place_again(self, draw: random.Random) -> float:
@@ -168,7 +182,8 @@ def soak(steps: int, seconds: float, device: torch.device, seed: int) -> tuple[l
         worst = 0.0
         while done < 1.0:
             name = draw.choices(list(counts), (100, 5, 1, 1))[0]
-            worst = max(worst, getattr(job, name)(draw))
+            difference = getattr(job, name)(draw)
+            worst = max(worst, math.inf if math.isnan(difference) else difference)
             counts[name] += 1
             done = max(counts["step"] / steps, (time.monotonic() - begin) / seconds)
             if done * NUM_SAMPLES >= len(samples) + 1:
@@ -216,10 +231,13 @@ def report(samples: list[Sample], counts: dict[str, int], device: torch.device) 
     lines = [
         f"# Soak on {device.type}",
         "",
+        f"{date.today()}, {machine()}. `python benchmarks/soak.py {' '.join(sys.argv[1:])}`",
+        "",
         f"{done}. In 1,000 steps resident memory rises by {rises['resident_mb']} MB, what malloc has given out by "
         f"{rises['allocated_mb']} MB, what torch has on the device by {rises['device_mb']} MB, Python's objects by "
         f"{rises['objects']}.",
-        f"Largest difference from plain torch, losses and outputs: {max(s.worst for s in samples):.3g}.",
+        f"Largest difference from plain torch, losses and outputs: {max(s.worst for s in samples):.3g}; "
+        f"{TOLERANCE[device.type]:g} is allowed.",
         "",
         "| step | resident MB | allocated MB | device MB | objects | descriptors | threads | largest difference |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|",
@@ -235,18 +253,18 @@ def report(samples: list[Sample], counts: dict[str, int], device: torch.device) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5000, help="at most")
+    parser.add_argument("--steps", type=int, default=10**9, help="at most")
     parser.add_argument("--seconds", type=float, default=1e9, help="at most")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", metavar="NAME")
+    parser.add_argument("--write", metavar="NAME", help="write results/NAME.md, and to $OUT if set")
     options = parser.parse_args()
     torch.set_num_threads(1)
     samples, counts = soak(options.steps, options.seconds, options.device, options.seed)
     text = report(samples, counts, options.device)
     print(text, end="")
-    if options.write:
-        (Path(__file__).parent / "results" / f"{options.write}.md").write_text(text)
+    for folder in (RESULTS, *map(Path, filter(None, [os.environ.get("OUT")]))) if options.write else ():
+        Path(folder, f"{options.write}.md").write_text(text)
     sys.exit(bool(faults(samples, options.device)))
 
 

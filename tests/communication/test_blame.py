@@ -20,6 +20,7 @@ import zerostd
 from support.processes import environment
 from support.side_by_side import data, seeded
 from zerostd import CommunicationError
+from zerostd.communication.places import Place
 from zerostd.engine.runtime import Runtime
 from zerostd.tiers import Transfer, debug
 
@@ -182,6 +183,43 @@ def test_a_nan_is_traced_to_parameter_rank_and_step(ranks: Any) -> None:
     assert lines[0] == []
     assert any(line.startswith("rank 1, step 2: the gradient of 'inlet.weight': 128 NaN") for line in lines[1]), lines
     assert not any("'outlet." in line for line in lines[1])  # it came in behind it
+
+
+def skips_a_step(rank: int, stage: int) -> tuple[str, float]:
+    """Rank 1 skips a step: rank 0 waits for new parameters in forward, and rank 1 in backward, with hours to go."""
+    model = seeded(Net)
+    with environment(ZEROSTD_TIMEOUT_S="3600"):
+        model, optimizer = zerostd.prepare(model, torch.optim.AdamW(model.parameters()), stage=stage)
+    step(model, optimizer, rank)
+    model(data(3, 8, number=1, rank=rank)).square().mean().backward()
+    if rank == 0:
+        optimizer.step()
+    optimizer.zero_grad()
+    begun = time.monotonic()
+    with pytest.raises(CommunicationError) as caught:
+        step(model, optimizer, rank, number=2)
+    return str(caught.value), time.monotonic() - begun
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_rank_that_skips_a_step_is_named_long_before_the_limit(ranks: Any, stage: int) -> None:
+    for rank, (text, seconds) in enumerate(ranks(2, skips_a_step, stage)):
+        assert f"rank {rank} failed in " in text and f"rank {1 - rank} " in text and seconds < 60, text
+        assert "with 2 backward passes and 2 steps begun" in text and "with 3 backward passes and 1 steps begun" in text
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "are_apart"),
+    [
+        *(((2, 2), (3, 1), True), ((3, 1), (2, 2), True)),
+        *(((3, 2), (2, 2), False), ((4, 3), (2, 1), False), ((2, 2), (2, 2), False), ((0, 3), (2, 1), False)),
+    ],
+)
+def test_ranks_are_apart_when_neither_is_behind(
+    mine: tuple[int, int], theirs: tuple[int, int], are_apart: bool
+) -> None:
+    here, there = (Place(0, num_backwards=backwards, num_steps=steps) for backwards, steps in (mine, theirs))
+    assert here.is_apart_from(there) is are_apart
 
 
 class Never(Transfer):

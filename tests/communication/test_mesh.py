@@ -57,23 +57,28 @@ PLACES = {
     "device": {},
     "host": {"placement": zerostd.Placement(optimizer_states="host")},
     "early": {"placement": zerostd.Placement(optimizer_states="host"), "accumulate": 1},
+    "everything": {"placement": zerostd.Placement(parameters="host", gradients="host", optimizer_states="host")},
+    "two passes": {},
 }
+# Stages for each place. The sample has every stage and every place.
+SAMPLE = {"device": (0, 1, 2, 3), "host": (2,), "early": (1, 3), "everything": (3,), "two passes": (3,)}
+REST = {"host": (0, 1, 3), "early": (0, 2), "two passes": (0, 2)}
 
 
-def trains(rank: int) -> list[str]:
+def trains(rank: int, stages: dict[str, tuple[int, ...]]) -> list[str]:
     mesh = hybrid()
     failures = []
-    for name, options in PLACES.items():
-        failures += [f"{name}: {line}" for line in differences(scene(mesh, **options), rank, stages=(0, 1, 2, 3))]
-    everything = zerostd.Placement(parameters="host", gradients="host", optimizer_states="host")
-    failures += differences(scene(mesh, placement=everything), rank, stages=(3,))
-    accumulating = Scene(Net, loss, groups=["layers.*"], gradients=twice, options={"mesh": mesh})
-    failures += differences(accumulating, rank, stages=(0, 2, 3))
+    for name, of_place in stages.items():
+        here = scene(mesh, **PLACES[name])
+        if name == "two passes":
+            here = Scene(Net, loss, groups=["layers.*"], gradients=twice, options={"mesh": mesh})
+        failures += [f"{name}: {line}" for line in differences(here, rank, stages=of_place)]
     return failures
 
 
-def test_hybrid_sharding_trains_like_plain_torch(ranks):
-    agree(ranks(4, trains))
+@pytest.mark.parametrize("stages", [SAMPLE, pytest.param(REST, marks=pytest.mark.full)], ids=["sample", "rest"])
+def test_hybrid_sharding_trains_like_plain_torch(ranks, stages):
+    agree(ranks(4, trains, stages))
 
 
 def clips(rank: int) -> list[str]:
@@ -122,7 +127,7 @@ def bytes_of_a_step(rank: int, stage: int, shape: tuple[int, int]) -> dict[str, 
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_only_slices_cross_between_replicas(ranks, stage, shape):
     """A rank sends (S-1)/S of all gradients inside its replica, and 2(R-1)/R of its slice to others."""
     num_replicas, num_shards = shape
@@ -225,6 +230,10 @@ def refused(rank: int) -> list[str]:
         "they must ascend": DeviceMesh("cpu", [1, 0]),
         "is on": DeviceMesh("meta", [0, 1], _init_backend=False),
         "is not in mesh": DeviceMesh("cpu", [1 - rank], _init_backend=False),
+        "and the job has 2": DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False),
+        "give the same mesh= on all ranks": init_device_mesh("cpu", (1, 2))
+        if rank
+        else init_device_mesh("cpu", (2, 1)),
     }
     for message, mesh in cases.items():
         model = seeded(Net)

@@ -1,7 +1,7 @@
 """A checkpoint is on its way, and something changes the model: it must hold the values of the moment of save.
 
-Run by test_checkpoint_exit.py in a process of its own, under the shim, which makes the drive slow; prints for each
-placement and each change whether the checkpoint has those values."""
+Run by test_checkpoint_exit.py in a process of its own, under the shim, which holds the writes of the checkpoint until
+the change is made, or waits; prints for each placement and each change whether the checkpoint has those values."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import copy
 import gc
 import json
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ import zerostd
 from faults.io_shim import fault
 
 FOLDER = Path(sys.argv[1])
+WAITS_S = 0.2  # a change that takes longer waits for the checkpoint; all others are done by then
 PLACES = {
     "device": zerostd.Placement(),
     "host": zerostd.Placement(parameters="host", optimizer_states="host"),
@@ -117,18 +119,22 @@ CHANGES: dict[str, Callable[[nn.Module, Any], None]] = {
 
 
 def saved_as_it_was(place: str, change: Callable[[nn.Module, Any], None] | None, name: str) -> bool:
-    """Save slowly, change the model meanwhile, load what was saved; return whether it is as it was before."""
+    """Save, change the model meanwhile, load what was saved; return whether it is as it was before."""
     model, optimizer = prepared(place)
     before = values(model, optimizer)
-    with fault(FOLDER / name, "write", "delay", 60) as slow:
+    with fault(FOLDER / name, "write", "hold") as held:
         saving = zerostd.save(FOLDER / name, model, optimizer, wait=False)
+        release_of_writes = threading.Timer(WAITS_S, held.let_pass)  # the change may wait for the checkpoint
+        release_of_writes.start()
         if change is not None:
             change(model, optimizer)
         else:
             del model, optimizer
             gc.collect()
+        release_of_writes.cancel()
+        held.let_pass()
         saving.wait()
-    assert slow.taken > 0
+    assert held.taken > 0
     other, another = prepared(place)
     step(other, another)
     zerostd.load(FOLDER / name, other, another)

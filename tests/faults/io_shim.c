@@ -6,7 +6,7 @@
 // under   directory of the files; those without a name count by the directory they were made in; "socket:" for sockets
 // verb    read, write, sync, open or send
 // action  fail (with errno), short (half of the bytes, at least one page less), flip (a bit of the byte in the middle,
-//         in what is read or on its way to the file), delay (by errno milliseconds)
+//         in what is read or on its way to the file), delay (by errno milliseconds), hold (until another rule is set)
 // first   number of the first call that the rule takes, from 1 on
 // count   how many calls it takes; 0: all from there on
 #define _GNU_SOURCE
@@ -93,6 +93,16 @@ static void delay(void) {
   nanosleep(&pause, NULL);
 }
 
+static void hold(void) {
+  const struct timespec pause = {0, 1000000L};
+  for (int is_held = 1; is_held;) {
+    nanosleep(&pause, NULL);
+    pthread_mutex_lock(&lock);
+    is_held = is("hold");
+    pthread_mutex_unlock(&lock);
+  }
+}
+
 // The calls of the C library. All reads and writes of Python come with one buffer.
 typedef ssize_t vector_call(int, const struct iovec*, int, off_t, int);
 typedef ssize_t plain_call(int, void*, size_t, off_t);
@@ -106,6 +116,7 @@ static ssize_t move(const char* verb, plain_call* call, int fd, void* data, size
     return -1;
   }
   if (is("delay")) delay();
+  if (is("hold")) hold();
   if (is("short") && count > 4096) count = (count / 2 + 4095) / 4096 * 4096 == count ? count - 4096 : count / 2;
   if (!is("flip")) return call(fd, data, count, offset);
   if (!strcmp(verb, "write")) {

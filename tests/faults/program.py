@@ -30,7 +30,8 @@ from faults.drawing import STEPS, Fault, Job
 
 LIMIT = "FAULTS_LIMIT_S"  # environment variable: another limit of a collective, for a busy machine
 # Of a collective; communicators of nccl take seconds to be made.
-LIMITS_S = {device: float(os.environ.get(LIMIT, seconds)) for device, seconds in (("cpu", 2.5), ("cuda", 8.0))}
+LIMITS_S = {device: float(os.environ.get(LIMIT, seconds)) for device, seconds in (("cpu", 2.5), ("cuda", 10.0))}
+PR_SET_PDEATHSIG = 1  # of Linux
 SWAP = "swap"  # the disk tier's directory
 LATE_S = 0.5  # of a rank that is late, well inside the limit
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")  # that can strike inside any call
@@ -140,6 +141,7 @@ def _reset_connections() -> None:
 
 def live(rank: int, fault: Fault | None, job: Job, folder: str) -> None:
     """Be one rank, from its start to its end, as a script would; what happened is in a file afterwards."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with whoever has started this
     torch.set_num_threads(1)
     torch.manual_seed(0)
     limit_s = LIMITS_S[job.device]

@@ -13,6 +13,8 @@ from faults.drawing import FIRST_OF_MACHINES, KINDS, MACHINES, Fault, Job, draw
 from faults.running import End, judge, reference, run
 from support import warm
 
+pytestmark = pytest.mark.timeout(300)  # whatever hangs
+
 SAMPLE = (
     Fault(0, Job(3, "disk", 3), "SIGKILL", "backward", rank=1, step=1, delay_s=0.0),
     Fault(1, Job(2, "host", 2), "SIGSTOP", "forward", rank=0, step=2, delay_s=0.0),
@@ -112,6 +114,8 @@ def test_the_judge_asks_for_an_end_of_the_connection_for_the_file_and_for_the_ow
     cut = replace(SAMPLE[0], kind="file cut")
     assert not problems(cut, "rank 1 is gone", End(1, "StorageError", "", []))
     assert problems(cut, "rank 1 is gone", End(1, "RuntimeError", "", []))
+    assert not problems(cut, "rank 1 is gone", End(1, "CheckpointError", "rank 1: StorageError: reading 256 bytes", []))
+    assert problems(cut, "rank 1 is gone", End(1, "CheckpointError", "it is damaged", []))
     damaged = replace(SAMPLE[0], kind="checkpoint damaged")
     for text, is_right in (("saved/rank-00001-of-00003.safetensors has 3 bytes", True), ("it is damaged", False)):
         ends = [End(1, "CheckpointError", text, [])] * 3

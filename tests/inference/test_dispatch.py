@@ -197,9 +197,9 @@ def test_bad_input_is_refused_before_anything_changes(saved, tmp_path: Path) -> 
     model = make_empty()
     with pytest.raises(zerostd.PrepareError, match="one process uses one device"):
         zerostd.dispatch(model, folder, budget={0: "1GiB", 1: "1GiB"})
-    with pytest.raises(zerostd.PrepareError, match="'mps' is no tier of max_memory"):
+    with pytest.raises(zerostd.PrepareError, match="'mps' is not a tier of max_memory"):
         zerostd.dispatch(model, folder, budget={"cpu": "1GiB", "mps": "1GiB"})
-    with pytest.raises(zerostd.CheckpointError, match="is no model"):
+    with pytest.raises(zerostd.CheckpointError, match="is not a model"):
         zerostd.dispatch(model, tmp_path / "nothing")
     torch.save({"lm_head.weight": torch.zeros(2)}, tmp_path / "other.pt")
     with pytest.raises(zerostd.CheckpointError, match="do not fit the model"):

@@ -163,14 +163,25 @@ def test_gradients_kept_whole_are_summed_over_passes() -> None:
 
 def test_staging_grows_and_books_what_it_holds() -> None:
     ledger, staging = Ledger(), Staging()
-    staging.reserve(64, CPU, ledger)
+    staging.reserve([64] * NUM_STAGING, CPU, ledger)
     first, buffer, _ = staging.take(16, torch.float32)
     assert buffer.shape == (16,)
     busy = Update()
     staging.occupy(first, until=busy)
     assert staging.take(16, torch.float32)[0] != first and staging.take(16, torch.float32)[2] is busy
-    staging.reserve(32, CPU, ledger)  # large enough already
+    staging.reserve([32] * NUM_STAGING, CPU, ledger)  # large enough already
     assert busy.num_waits == 0 and ledger.now[Tier.DEVICE, Kind.BUFFERS] == NUM_STAGING * 64
-    staging.reserve(128, CPU, ledger)
+    staging.reserve([128] * NUM_STAGING, CPU, ledger)
     assert busy.num_waits == 1 and ledger.now[Tier.DEVICE, Kind.BUFFERS] == NUM_STAGING * 128
     assert staging.take(32, torch.float32)[1].shape == (32,)
+
+
+def test_only_the_largest_gradient_needs_the_larger_staging_buffer() -> None:
+    ledger, staging = Ledger(), Staging()
+    staging.reserve(Staging.sizes([16, 64, 32]), CPU, ledger)
+    assert ledger.now[Tier.DEVICE, Kind.BUFFERS] == 64 + 32
+    assert [staging.take(16, torch.float32)[0] for _ in range(2)] == [0, 0]
+    assert {staging.take(8, torch.float32)[0] for _ in range(2)} == {0, 1}
+    alone = Staging()
+    alone.reserve(Staging.sizes([64]), CPU, ledger)
+    assert [alone.take(16, torch.float32)[0] for _ in range(2)] == [0, 0]

@@ -238,7 +238,7 @@ def test_the_sum_of_two_ranks_is_twice_their_mean(ranks, stage):
 
 
 def test_errors_of_servers_are_the_workers(ranks, tmp_path):
-    assert "no checkpoint" in ranks(2, load_nothing, str(tmp_path / "nothing"))[0].lower()
+    assert "not a checkpoint" in ranks(2, load_nothing, str(tmp_path / "nothing"))[0].lower()
 
 
 def load_nothing(rank: int, folder: str) -> str:

@@ -190,12 +190,12 @@ class CodedWires(Wires):
 
 def wires_class(placement: Placement) -> type[Wires]:
     """Return the kind of wires that a placement asks for."""
-    return CodedWires if placement.codec else Wires
+    return CodedWires if CODECS.keys() & placement.codec.keys() else Wires
 
 
 def make_wires(placement: Placement, world: World, ledger: Ledger, *, sums: bool) -> Wires:
     """Return the wires that a placement asks for. Coded gradients are averaged, never added up."""
-    if not placement.codec:
+    if wires_class(placement) is Wires:
         return Wires(world, ledger, sums=sums)
     return CodedWires(world, ledger, gather_bits=placement.bits("gather"), reduce_bits=placement.bits("reduce"))
 

@@ -46,8 +46,8 @@ class Control:
         checksum = zlib.crc32(repr(ours).encode()).to_bytes(4, "little")
         tail = checksum + bytes(255 - byte for byte in checksum)
         message = torch.frombuffer(bytearray(bytes(used) + tail), dtype=torch.uint8)
-        with self.world.at(where), self.world.waiting():
-            dist.all_reduce(message, dist.ReduceOp.MAX, group=self.world.channels.control)
+        with self.world.at(where), self.world.waiting() as wait:
+            wait(dist.all_reduce(message, dist.ReduceOp.MAX, group=self.world.channels.control, async_op=True))
         if not torch.equal(message[-8:-4], 255 - message[-4:]):
             raise CommunicationError(_explain(self._exchange(ours, where), self.world))  # all ranks are here
         self.notes.clear()

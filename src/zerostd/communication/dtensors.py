@@ -180,3 +180,16 @@ def find_splits(rows: Rows, mesh: DeviceMesh | None) -> list[Rows]:
 
 def _listed(splits: Sequence[Rows]) -> str:
     return " and ".join(str([rank for row in split for rank in row]) for split in splits)
+
+
+def check_layouts(splits: Sequence[Rows], ranks: Sequence[int], control: dist.ProcessGroup) -> None:
+    """Raise on all ranks if some were given another mesh of the same ranks: they would wait for each other."""
+    layouts: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(layouts, splits, group=control)
+    for rank, layout in zip(ranks, layouts, strict=True):
+        if layout != layouts[0]:
+            dist.destroy_process_group(control)
+            raise PrepareError(
+                f"rank {ranks[0]} has the ranks {layouts[0]} in its mesh, and rank {rank} has {layout}: give the same "
+                "mesh= on all ranks"
+            )

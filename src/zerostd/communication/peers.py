@@ -12,6 +12,11 @@ A message is one line of JSON with the fields of `Place`, and the reply another 
 the user's. A second thread looks at those that have not ended (`pending.py`). When the oldest is above the time limit,
 or a rank is known to be gone, that thread finds who is to blame and aborts the process groups. The device then goes on
 with numbers that mean nothing, so the next call of this model raises what the thread has found.
+
+[Note: ranks that stray] Ranks make the same calls, so of two ranks one is behind the other, or they are side by side. A
+rank that has begun more backward passes and fewer steps than this one has left the way of the others: it has skipped a
+step. The two may then wait for each other in different collectives. Messages of every second show that long before the
+time limit. Counts may be read while they change, so it takes two messages.
 """
 
 from __future__ import annotations
@@ -25,12 +30,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
-from zerostd.communication.pending import Pending, QueuedCollective
+from zerostd.communication.pending import Pending, QueuedCollective, abort
 from zerostd.communication.places import Place
 from zerostd.communication.sockets import is_loopback, listen, map_at_once, receive, store_host
 from zerostd.errors import CommunicationError
@@ -38,11 +43,12 @@ from zerostd.tiers import Transfer
 
 HEARTBEAT_S = 1.0  # between two messages to the next rank
 ANSWER_S = 3.0  # a rank that has not answered by then is stopped, or cannot be reached
-ABORT_S = 5.0  # that a failure waits for the abort of process groups; it goes on behind
 WATCH_S = 0.5  # between two looks at what is queued on the device
 HELD_S = 1.0  # a rank whose device has waited so long for a collective waits itself
 DOUBT_S = 5.0  # a collective that takes longer may wait for a rank that is gone: the next one is asked
-BROKEN = ("connection closed", "connection reset", "broken pipe")  # in the words of gloo and of the system
+STRAYED = "ranks have made different calls, and wait for each other"
+FAILED = "another rank has failed"
+BROKEN = ("connection closed", "connection reset", "broken pipe", FAILED)  # in the words of gloo and of the system
 NETWORK = "all ranks are there, so the network between them has failed"
 GONE = "is gone"  # begins what is said of a rank whose process has ended
 BACKWARD = "backward"  # calls that are counted
@@ -66,6 +72,7 @@ class Peers:
         self._failing = threading.RLock()  # of the first thread that finds a failure; others take what it has found
         self._watcher: threading.Thread | None = None
         self._closing = threading.Event()
+        self._suspects: dict[int, float] = {}  # see [Note: ranks that stray]: when they were heard first
         host = store_host(store)
         self._socket = listen(host)
         number = store.add(f"zerostd/prepare/{rank}", 1)  # of this rank's calls of prepare
@@ -134,9 +141,9 @@ class Peers:
             self.place.what = before
 
     @contextlib.contextmanager
-    def waiting(self, *groups: Any) -> Iterator[None]:
+    def waiting(self, *groups: Any) -> Iterator[Callable[[Any], None]]:
         """Turn a failed or late collective inside the context into a CommunicationError that says who is to blame, and
-        abort process groups.
+        abort process groups. Yields a function that waits for a collective of gloo.
 
         [Note: aborted communicators] A kernel of nccl whose peer is gone runs until its communicator is aborted, and
         nothing behind it on the device, nor the end of the process, can come before. So a failure aborts all of them,
@@ -145,12 +152,33 @@ class Peers:
         self._check()
         self.place.is_waiting = True
         try:
-            yield
+            yield self._wait
         except RuntimeError as error:
             cause = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
             raise CommunicationError(self._fail(self.place, cause, groups)) from error
         finally:
             self.place.is_waiting = False
+
+    def _wait(self, work: Any) -> None:
+        """Wait for a collective of gloo. Raises before the time limit if it cannot end: a rank has failed in another
+        one, or has strayed."""
+        while not work.is_completed():
+            with contextlib.suppress(RuntimeError):  # what has failed raises again below
+                work.wait(timedelta(seconds=HEARTBEAT_S))
+            reason = FAILED if any(place.verdict for _, place in [*self._seen.values()]) else ""
+            reason = STRAYED if self._has_strayed() else reason
+            if reason and not work.is_completed():
+                raise RuntimeError(reason)
+        work.wait()
+
+    def _has_strayed(self) -> bool:
+        """Whether this rank and another one have made different calls: [Note: ranks that stray]."""
+        for rank, (heard, place) in list(self._seen.items()):
+            if not self.place.is_apart_from(place):
+                self._suspects.pop(rank, None)
+            elif self._suspects.setdefault(rank, heard) != heard:
+                return True
+        return False
 
     def expect(self, event: Transfer, group: Any) -> None:
         """Note a collective that was queued on the device, with the event behind it: see [Note: waiting on a device].
@@ -171,7 +199,7 @@ class Peers:
                 return self._failure
             text = self._explain(here, cause)
             self._failure = text if self.pending.groups else ""
-            _abort(dict.fromkeys([*groups, *self.pending.groups]))
+            abort(dict.fromkeys([*groups, *self.pending.groups]))
             return text
 
     def _explain(self, here: Place, cause: str) -> str:
@@ -184,7 +212,7 @@ class Peers:
             time.sleep(HEARTBEAT_S)
             verdict = self._blame(self._ask_all(), here, is_broken=True)
         self.place.verdict = verdict
-        self._tell_all()
+        map_at_once(self._tell, self._others)  # before this process ends
         return (
             f"rank {self.ranks[self.place.rank]} {verb}, {self.place.counts}: {self.place.verdict}. Every rank must "
             f"make the same calls in the same order. Cause: {cause}"
@@ -252,10 +280,6 @@ class Peers:
         place = self._note(reply["place"])
         return f"{GONE}: {place.end}" if place.end else place
 
-    def _tell_all(self) -> None:
-        """Let every rank that answers know the verdict, before this process ends."""
-        map_at_once(self._tell, self._others)
-
     def _tell(self, rank: int) -> bool:
         """Send this rank's place without waiting for an answer; returns whether somebody took it."""
         try:
@@ -282,7 +306,7 @@ class Peers:
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join(WATCH_S)  # Python must not end while it asks the device
         if error is not None and not self._failure and self._is_held_for(HELD_S):
-            _abort(self.pending.groups)  # torch would wait for ranks that wait for this one
+            abort(self.pending.groups)  # torch would wait for ranks that wait for this one
         self.drop()
 
     def drop(self) -> None:
@@ -309,9 +333,9 @@ class Peers:
             self._fail(self._held(oldest), cause, ())
 
     def _knows_of_loss(self) -> bool:
-        """Whether a rank has failed or left, as this one has heard, or the next one is gone. Whoever sees that first
-        tells all others."""
-        if any(place.verdict or place.end for _, place in list(self._seen.values())):
+        """Whether a rank has failed, left or strayed, as this one has heard, or the next one is gone. Whoever sees that
+        first tells all others."""
+        if self._has_strayed() or any(place.verdict or place.end for _, place in list(self._seen.values())):
             return True
         answer = self._ask((self.place.rank + 1) % len(self._addresses))
         return isinstance(answer, str) and answer.startswith(GONE)
@@ -369,22 +393,7 @@ class Peers:
         return place
 
 
-def _abort(groups: Iterable[Any]) -> None:
-    """Abort process groups at the same time; see [Note: aborted communicators]."""
-    aborts = [threading.Thread(target=group.abort, name="zerostd abort", daemon=True) for group in groups]
-    with contextlib.suppress(RuntimeError):  # Python is about to end and starts no threads
-        for abort in aborts:
-            abort.start()
-        for abort in aborts:
-            abort.join(ABORT_S)
-
-
 @functools.cache
 def _close_in_children() -> None:
     """Let no forked child keep a socket open: the rank would seem to be there when its process has ended."""
-    os.register_at_fork(after_in_child=_drop_all)
-
-
-def _drop_all() -> None:
-    for peers in list(OPEN):
-        peers.drop()
+    os.register_at_fork(after_in_child=lambda: [*map(Peers.drop, list(OPEN))])

@@ -7,12 +7,16 @@ it, and a thread of `peers.py` looks at the oldest one. On the CPU nothing is en
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from zerostd.tiers import Transfer
+
+ABORT_S = 5.0  # that a failure waits for the abort of process groups; it goes on behind
 
 
 class QueuedCollective(NamedTuple):
@@ -49,3 +53,13 @@ def _has_ended(event: Transfer) -> bool:
         return event.has_arrived()
     except RuntimeError:  # the device is lost: the loop's own calls raise that
         return True
+
+
+def abort(groups: Iterable[Any]) -> None:
+    """Abort process groups at the same time; see [Note: aborted communicators] of peers.py."""
+    aborts = [threading.Thread(target=group.abort, name="zerostd abort", daemon=True) for group in groups]
+    with contextlib.suppress(RuntimeError):  # Python is about to end and starts no threads
+        for abort in aborts:
+            abort.start()
+        for abort in aborts:
+            abort.join(ABORT_S)

@@ -49,7 +49,7 @@ class WorkerWires(Wires):
         if accumulate:
             raise MisuseError(
                 "a backward pass would add to gradients that the servers have used already: call optimizer.zero_grad() "
-                "after each optimizer.step(), and say in prepare(accumulate=...) how many passes make a step"
+                "after each optimizer.step(), and pass the number of passes in a step to prepare(accumulate=...)"
             )
         number = self._numbers[storage_of(full)]
         host = full if full.device.type == "cpu" else _to_host(full)

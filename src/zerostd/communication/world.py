@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerostd.communication.dtensors import Rows, find_splits
+from zerostd.communication.dtensors import Rows, check_layouts, find_splits
 from zerostd.communication.link import ServerLink
 from zerostd.communication.peers import Peers
 from zerostd.compat import default_store, named_group
@@ -62,9 +62,7 @@ class Channels:
     regather: dist.ProcessGroup  # gathers in backward, while a rank that strays may be in a forward
     reduce: dist.ProcessGroup
     broadcast: dist.ProcessGroup
-    scalars: (
-        dist.ProcessGroup
-    )  # between backward and step, of one replica: ranks that go on gather before they regather
+    scalars: dist.ProcessGroup  # between backward and step, of one replica: who goes on gathers before it regathers
     control: dist.ProcessGroup  # of all, gloo, on the CPU: reading its results costs no device synchronisation
     peers: Peers  # who and where the others are, beside these groups
     replicas: dist.ProcessGroup | None = None  # of the ranks that hold the same shard, if there are several
@@ -138,7 +136,7 @@ class World:
         limit = timedelta(seconds=timeout_s)
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) != 1:
             with _environment(WATCHDOG):
-                _join(device, limit)
+                _join(torch.device("cpu") if num_servers else device, limit)  # servers have no accelerator
         rows = _rows(mesh, device)
         splits = find_splits(rows, beside)
         everyone = [rank for split in splits for row in split for rank in row]
@@ -203,9 +201,9 @@ class World:
         """Return a context for a collective; errors inside name it, and so do those of ranks that wait for this one."""
         return contextlib.nullcontext() if self._peers is None else self._peers.at(what)
 
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
+    def waiting(self) -> contextlib.AbstractContextManager[Callable[[Any], None]]:
         """Return a context for calls of torch.distributed. What they raise becomes a CommunicationError that says who
-        is to blame."""
+        is to blame. It gives a function that waits for what was started on gloo."""
         assert self._peers is not None
         if self.channels is None:
             return self._peers.waiting()
@@ -276,6 +274,7 @@ def _make_channels(splits: Sequence[Rows], backend: str, limit: timedelta, peers
     row = rows[replica]
     column = [other[row.index(here)] for other in rows]
     control = _new_group(ranks, "gloo", limit)
+    check_layouts(splits, ranks, control)
     limit += LATER if backend != "gloo" else timedelta()
     gather = _new_group(row, backend, limit)
     reduce = _new_group(row, backend, limit)
@@ -341,6 +340,8 @@ def _rows(mesh: Mesh, device: torch.device) -> Rows:
     here = dist.get_rank()
     if here not in ranks:
         raise PrepareError(f"rank {here} is not in mesh, which has the ranks {ranks}: call prepare on those only")
+    if max(ranks) >= dist.get_world_size():
+        raise PrepareError(f"mesh has the ranks {ranks}, and the job has {dist.get_world_size()}: leave the others out")
     if ranks != sorted(set(ranks)):
         raise PrepareError(f"mesh has the ranks {ranks}: they must ascend row by row, as init_device_mesh orders them")
     return rows

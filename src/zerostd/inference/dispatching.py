@@ -52,7 +52,7 @@ def dispatch(
             where it is kept. None: the values that the model has.
         budget: How much of each tier parameters and buffers may use, and where the disk is; a size limits the device.
             accelerate's max_memory is taken too: {0: '20GiB', 'cpu': '60GiB'}. None: what is free, less a margin.
-        device: Where it computes. None: the accelerator, or the processor where there is none.
+        device: Where it computes. None: the accelerator, or the CPU if there is none.
         precision: 'fp32', 'bf16' or 'fp16'. None keeps each parameter's dtype.
         groups: Globs of module names whose parameters travel together, such as ['model.layers.*'].
         plan: A plan from `zerostd.plan`, or the path of a saved one.
@@ -78,8 +78,8 @@ def dispatch(
         path = path_of(weights, "weights", CheckpointError)
         if not is_model(path):
             raise CheckpointError(
-                f"{path} is no model: name a Hugging Face directory, a *.safetensors file or the file of a state_dict; "
-                "a checkpoint of zerostd is loaded with zerostd.load after zerostd.dispatch"
+                f"{path} is not a model: name a Hugging Face directory, a *.safetensors file or a state_dict's file. "
+                "A checkpoint of zerostd is loaded with zerostd.load after zerostd.dispatch"
             )
         check_files(model, path)
         _check_buffers(model)
@@ -123,7 +123,7 @@ def parse_budget(value: Budget | Mapping[Any, Any] | int | str | None) -> Budget
     unknown = [key for key in value if not isinstance(key, int) and key not in THEIR_NAMES]
     if unknown:
         raise PrepareError(
-            f"budget={dict(value)!r}: {unknown[0]!r} is no tier of max_memory, which has device numbers, 'cpu' and "
+            f"budget={dict(value)!r}: {unknown[0]!r} is not a tier of max_memory, which has device numbers, 'cpu' and "
             "'disk'; the fields of a Budget are device, host, disk and disk_path"
         )
     if len(devices) > 1:

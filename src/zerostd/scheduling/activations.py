@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zerostd.communication.control import check_same_activations
 from zerostd.compat import has_saved_tensor_hooks, in_backward, in_checkpoint, in_transform, version_of
-from zerostd.errors import MisuseError
+from zerostd.errors import MisuseError, PrepareError
 from zerostd.monitoring.events import LoopPhase
 from zerostd.parameters import Group
 from zerostd.policy import Tier, Way
@@ -47,7 +47,11 @@ class Activations:
     """The activations of one prepared model."""
 
     def __init__(
-        self, root: nn.Module, gatherer: Gatherer, ways: Mapping[str, Way], offloader: ActivationOffloader
+        self,
+        root: nn.Module,
+        gatherer: Gatherer,
+        ways: Mapping[str, Way],
+        offloader: ActivationOffloader,
     ) -> None:
         self._root = weakref.ref(root)
         self._gatherer = gatherer
@@ -76,8 +80,8 @@ class Activations:
         return self.offloader.peers is not None or is_changed or self.counter.is_on
 
     def count(self) -> None:
-        """Count what groups keep of the next pass, where none of it leaves."""
-        self.counter.is_on = all(way.tier is Tier.DEVICE for way in self._ways.values())
+        """Count what groups keep of the next pass."""
+        self.counter.is_on = True
 
     def change(self, ways: Mapping[str, Way]) -> None:
         """Do something else with activations from the next forward on."""
@@ -85,6 +89,9 @@ class Activations:
         self.counter.recomputed.clear()
         self._ways = {group: ways.get(group.name, Way.DEVICE) for group in self._gatherer.groups}
         self._sends = self.offloader.peers is None and any(way.tier is not Tier.DEVICE for way in self._ways.values())
+        for tier, pool in self.offloader.copies.pools.items():
+            if all(way.tier is not tier for way in self._ways.values()):
+                pool.give_back()
         self.install()
 
     def install(self) -> None:
@@ -98,17 +105,18 @@ class Activations:
                     self._undo.callback(_recompute(module, device, keep, counting))
                     self.counter.recomputed.add(module)
 
-    def counted_bytes(self) -> int:
-        """Return the bytes of the device at once, in the last pass that was counted, as far as groups take them."""
-        total = 0
+    def counted(self) -> tuple[int, int]:
+        """Return the bytes of the device that groups left in the last pass that was counted, and those that a
+        recomputed one needs beside them while it runs."""
+        left = 0
         inside = 0
         for group, way in self._ways.items():
             size = self.counter.groups.get(group.name)
-            if size is not None and way.tier is Tier.DEVICE:
+            if size is not None:
                 is_recomputed = not self.counter.recomputed.isdisjoint(group.blueprint.modules)
-                total += size.boundary if is_recomputed else size.kept
+                left += (size.boundary if is_recomputed else size.kept) if way.tier is Tier.DEVICE else 0
                 inside = max(inside, size.kept if is_recomputed else 0)
-        return total + inside
+        return left, inside
 
     def remove(self) -> None:
         """Leave the modules as they were."""
@@ -134,26 +142,27 @@ class Activations:
 
     def enter(self, group: Group, module: nn.Module, inputs: Any) -> None:
         """Begin a group's forward."""
-        way = self._ways[group]
-        is_kept = way.tier is Tier.DEVICE and module not in self.counter.recomputed and module is not self._root()
-        if self.counter.is_on and is_kept and not in_backward():
-            self.counter.enter(group.name)
-            for tensor in tensors_in(inputs) if _has_parts(module) else ():
-                self.counter.take_input(group.name, tensor)
-        stays = way.tier is Tier.DEVICE and (self.offloader.peers is None or way.recomputes)
-        if stays or module is self._root() or self._running or not torch.is_grad_enabled() or in_backward():
+        if module is self._root() or not torch.is_grad_enabled() or in_backward():
             return
-        if has_saved_tensor_hooks():
+        way = self._ways[group]
+        stays = way.tier is Tier.DEVICE and (self.offloader.peers is None or way.recomputes)
+        self.counter.leave()
+        if self._running is None and has_saved_tensor_hooks():  # somebody else has what is saved
+            if stays or self.offloader.may_stay:
+                return
             raise MisuseError(
                 f"group {group.name!r} runs inside torch.utils.checkpoint, or other hooks on saved tensors, and "
                 f"Placement has its activations at {way.value!r}: use one of them. 'recompute', 'recompute+host' and "
                 "'recompute+disk' do what checkpointing does; with Placement(activations={'blocks.*': ...}) others stay"
             )
-        activations = GroupActivations(group.name, way.tier, self._last)
-        pack = functools.partial(self._pack, activations)
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, operator.call)
-        hooks.__enter__()
-        self._running = (module, activations, hooks)
+        if not stays and self._running is None:
+            activations = GroupActivations(group.name, way.tier, self._last)
+            pack = functools.partial(self._pack, activations)
+            hooks = torch.autograd.graph.saved_tensors_hooks(pack, operator.call)
+            hooks.__enter__()
+            self._running = (module, activations, hooks)
+        if module not in self.counter.recomputed:
+            self.counter.enter(group.name, inputs if _has_parts(module) else ())
 
     def leave(self, group: Group, module: nn.Module, output: Any) -> Passed | None:
         """End a group's forward, without an output if it failed. What it left goes on its way, unless nobody will come
@@ -202,7 +211,11 @@ class Activations:
         self._left[like] = sum(storage.num_bytes for storage in storages if storage.num_users == 1)
         if storages:
             self._gatherer.wires.ledger.work_on(group.name)
-            self.offloader.send(activations)
+            try:
+                self.offloader.send(activations)
+            except PrepareError:  # there is no room for them elsewhere
+                if not self.offloader.may_stay:
+                    raise
             self._last = weakref.ref(activations)
 
     def _keep_input(self, group: str, tensor: torch.Tensor) -> GiveBack:

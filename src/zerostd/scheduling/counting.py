@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerostd.compat import saved_tensor_hooks
+from zerostd.scheduling.tensors import tensors_in
 
 
 @dataclass
@@ -24,7 +26,7 @@ class GroupBytes:
     """Bytes of one group's activations in one pass."""
 
     kept: int = 0  # saved in its forward
-    boundary: int = 0  # of its inputs that get a gradient: what stays if it is recomputed
+    boundary: int = 0  # of its inputs: what stays if it is recomputed
 
 
 class ActivationCounter:
@@ -37,18 +39,22 @@ class ActivationCounter:
         self._running = contextlib.ExitStack()  # in the group that runs and keeps its activations
         self._is_ours = is_ours  # whether a storage is a parameter's or a buffer's
         self._seen: set[StorageWeakRef] = set()
+        self._seen_inputs: set[StorageWeakRef] = set()
 
     def begin(self) -> None:
         """Begin a forward of the root. One that was interrupted may not have ended."""
         self._running.close()
         self._seen.clear()
+        self._seen_inputs.clear()
         if self.is_on:
             self.groups = {}
 
-    def enter(self, group: str) -> None:
-        """Begin the forward of a group that keeps its activations."""
-        self._running.close()
-        self._running.enter_context(self.within(group))
+    def enter(self, group: str, inputs: Any) -> None:
+        """Begin the forward of a group that is not recomputed."""
+        if self.is_on:
+            self._running.enter_context(self.within(group))
+            for tensor in tensors_in(inputs):
+                self.take_input(group, tensor)
 
     def leave(self) -> None:
         """End the forward of a group."""
@@ -64,7 +70,7 @@ class ActivationCounter:
         packing = saved_tensor_hooks()
 
         def pack(tensor: torch.Tensor) -> object:
-            size.kept += self._new_bytes(tensor)
+            size.kept += self._new_bytes(tensor, self._seen)
             return tensor.detach() if packing is None else packing[0](tensor)
 
         with saved_tensors_hooks(pack, _same if packing is None else packing[1]):
@@ -72,18 +78,18 @@ class ActivationCounter:
 
     def take_input(self, group: str, tensor: torch.Tensor) -> None:
         """Count an input of a group."""
-        if self.is_on and tensor.requires_grad:
-            self.groups.setdefault(group, GroupBytes()).boundary += tensor.untyped_storage().nbytes()
+        if self.is_on:
+            self.groups.setdefault(group, GroupBytes()).boundary += self._new_bytes(tensor, self._seen_inputs)
 
-    def _new_bytes(self, tensor: torch.Tensor) -> int:
-        """Return the bytes of a tensor's storage, if they were not counted yet."""
+    def _new_bytes(self, tensor: torch.Tensor, seen: set[StorageWeakRef]) -> int:
+        """Return the bytes of a tensor's storage, if it was not seen yet."""
         if tensor.layout is not torch.strided or self._is_ours(tensor.untyped_storage()):
             return 0
         storage = tensor.untyped_storage()
         ref = StorageWeakRef(storage)
-        if ref in self._seen:
+        if ref in seen:
             return 0
-        self._seen.add(ref)
+        seen.add(ref)
         return storage.nbytes()
 
 

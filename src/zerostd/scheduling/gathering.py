@@ -155,10 +155,14 @@ class Gatherer:
             group.wait_updates()
             self.timer.mark(phase)
 
-    def wait_all(self) -> None:
-        """Wait for every gather in flight."""
+    def wait_all(self, *, on_host: bool = False) -> None:
+        """Wait for every gather in flight: what the stream does next comes behind them. With `on_host`, what the host
+        does next does too, so where parameters are kept may be written."""
         for group in self.groups:
             self.wait_gather(group)
+        device = self.wires.world.device
+        if on_host and device.type != "cpu":
+            torch.accelerator.synchronize(device)
 
     def release(self, group: Group) -> None:
         """Give a group's memory back; one that rests gathered or that someone holds stays."""

@@ -26,9 +26,10 @@ SLICE = 16  # bytes: slices begin where any number may
 class ActivationOffloader:
     """Lets activations leave the device and brings them back. `peers` have the same ones, so each keeps a slice."""
 
-    def __init__(self, copies: ActivationCopies, peers: Wires | None) -> None:
+    def __init__(self, copies: ActivationCopies, peers: Wires | None, *, may_stay: bool = False) -> None:
         self.copies = copies
         self.peers = peers
+        self.may_stay = may_stay  # the planner lets them leave, not the user: what cannot leave stays
         self._leaving: deque[weakref.ref[GroupActivations]] = deque()
         self._staying: list[int] = []  # bytes kept by each group that sent nothing in this pass, as far as known
         self._staying_before: list[int] = []  # in the pass before

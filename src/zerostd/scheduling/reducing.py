@@ -1,7 +1,7 @@
 """Reduce a group's gradients and land them where they rest.
 
 In comes what one backward pass brought for a group; out goes, on every rank, the mean of its region. Groups that shard
-gradients pass through one of two staging buffers as large as the largest of them, so the memory this takes does not
+gradients pass through one of two staging buffers as large as the two largest of them, so the memory this takes does not
 grow with the model. Nothing here knows when a pass begins or ends: that is backward.py.
 """
 
@@ -103,9 +103,9 @@ class Reducer:
             for gradient in gradients:
                 self._lost[gradient] = torch.zeros(gradient.layout.numel, dtype=gradient.dtype, device=world.device)
                 self.wires.ledger.enter(Kind.BUFFERS, _full_bytes(gradient))
-        passing = max((_full_bytes(gradient) for gradient in gradients if gradient.whole is None), default=0)
+        passing = [_full_bytes(gradient) for gradient in gradients if gradient.whole is None]
         if passing:
-            self._staging.reserve(passing, world.device, self.wires.ledger)
+            self._staging.reserve(Staging.sizes(passing), world.device, self.wires.ledger)
 
     def begin(self) -> None:
         """Begin a pass."""

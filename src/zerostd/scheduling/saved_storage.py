@@ -17,7 +17,8 @@ import torch
 
 from zerostd.compat import version_of
 from zerostd.policy import Kind, Tier
-from zerostd.tiers.allocator import Pool, TierAllocator, TierTensor
+from zerostd.tiers.allocator import TierAllocator, TierTensor
+from zerostd.tiers.pool import Pool
 from zerostd.tiers.transfer import AllOf, Done, Streams, Transfer, record_event
 from zerostd.tiers.worker import Work, Worker
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from zerostd.checkpointing.model_parts import buffers_of, full_state
 from zerostd.checkpointing.releasing import release_model
 from zerostd.checkpointing.saving import save_checkpoint
 from zerostd.checkpointing.storage import Saving
+from zerostd.checkpointing.storage.remote import AnyPath
 from zerostd.communication.link import Message, ServerLink
 from zerostd.compat import no_torch_function
 from zerostd.engine.runtime import Runtime
@@ -44,7 +44,7 @@ class StepCall:
 class Save:
     """A checkpoint to be written."""
 
-    path: Path
+    path: AnyPath
     extra: Any
     keep: int | None
     frozen: bool
@@ -56,7 +56,7 @@ class Save:
 class Load:
     """A checkpoint to be loaded."""
 
-    path: Path
+    path: AnyPath
     has_optimizer: bool
 
 
@@ -109,7 +109,7 @@ def _call(runtime: Runtime, request: Any, what: str) -> Any:
 def save_model(
     runtime: Runtime,
     optimizer: ZeroOptimizer | None,
-    path: Path,
+    path: AnyPath,
     extra: Any,
     keep: int | None,
     *,
@@ -128,7 +128,7 @@ def save_model(
 
 
 @torch.no_grad()
-def load_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) -> Any:
+def load_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: AnyPath) -> Any:
     """Load a checkpoint and return its extra; on a worker the servers load it, and parameters come from there."""
     if not runtime.world.is_worker:
         return _own_extra(load_checkpoint(runtime, optimizer, path), runtime.world.rank, runtime.world.size)
