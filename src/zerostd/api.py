@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,31 +17,34 @@ from torch import nn
 from zerostd.checkpointing.importing import import_model, is_model
 from zerostd.checkpointing.storage import PendingSave, Saving
 from zerostd.checkpointing.storage import latest as newest
+from zerostd.checkpointing.storage.remote import RemotePath, place_of
 from zerostd.communication import World
 from zerostd.communication.world import Mesh
 from zerostd.engine.averaging import Average, AverageOptions, make_average
 from zerostd.engine.runtime import owner_of, runtime_of
 from zerostd.engine.settings import Settings
-from zerostd.errors import CheckpointError, MisuseError, PrepareError
-from zerostd.measuring.identity import choose_device, device_for, device_of, parse_device
+from zerostd.errors import MisuseError, PrepareError
+from zerostd.measuring.identity import device_for
 from zerostd.measuring.model import frozen, profile_model
 from zerostd.monitoring import Memory
-from zerostd.monitoring.decoding import path_of
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
-from zerostd.parameters.blueprints import MARK, check_model, find_blueprints
+from zerostd.parameters.blueprints import MARK, find_blueprints
 from zerostd.planning import MachineProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage, Tier
+from zerostd.preparing.announcing import announce, warn_of_idle_accelerator
 from zerostd.preparing.building import add_masters, build
-from zerostd.preparing.options import check_budget, check_settings
+from zerostd.preparing.options import check_budget, check_settings, target_device
 from zerostd.preparing.proposing import plan_for
 from zerostd.replanning.late import attach, attach_late
 from zerostd.serving.calls import full_state_of, load_model, release_any, save_model
 from zerostd.serving.server import begin_role
 from zerostd.tiers import Done
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 def prepare(
-    model: nn.Module,
+    model: Model,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     stage: int | Stage | None = None,
@@ -56,24 +59,26 @@ def prepare(
     reduce: str = "mean",
     servers: int | None = None,
     exact: bool = True,
-) -> tuple[nn.Module, Any]:
+    device: torch.device | str | None = None,
+) -> tuple[Model, ZeroOptimizer]:
     """Shard a model and its optimizer over the ranks, in place.
 
     Args:
-        model: Any module, on the device it will train on, or built under `zerostd.empty_init()`.
+        model: Any module, or one built under `zerostd.empty_init()`.
         optimizer: Any element-wise torch optimizer on its parameters. None: one made afterwards, at its first step.
         stage: 0 data parallel; 1 shards optimizer states, 2 gradients, 3 parameters too. None: planned; 3 if placed.
         placement: Where each kind of state is kept, or shares of tiers. None: planned for the shortest step that fits.
         precision: 'fp32', 'bf16' or 'fp16'; 16-bit runs keep fp32 masters. None keeps each parameter's dtype.
-        accumulate: Backward passes in a step. Updates off the device then begin inside the last one. None: observed.
+        accumulate: Backward passes per step. Updates off the device then begin inside the last one. None: observed.
         max_grad_norm: Clip gradients to this global norm in every step.
         budget: How much of each tier may be used, from the first step on, and where the disk is; '24GiB' of the device.
         plan: A plan from `zerostd.plan`, or the path of a saved one. It replaces stage and placement.
         groups: Globs of module names whose parameters travel together, such as ['blocks.*'].
         mesh: A process group or DeviceMesh of the ranks that train it; of (replicate, shard) a row is a replica.
         reduce: 'mean' or 'sum' of the gradients of ranks. Those of several passes add up, as in torch.
-        servers: The last so many ranks hold masters and states, and run no forward; there prepare does not return.
+        servers: Number of parameter servers, the last ranks: they hold masters and states. There it does not return.
         exact: False allows what changes results: `Placement(codec=...)`.
+        device: Where to train, such as 'cuda'. None: where the model is.
 
     Returns:
         The same module, and a torch.optim.Optimizer to use instead of the one passed (None if none was).
@@ -93,15 +98,18 @@ def prepare(
         reduce=reduce,
         servers=servers,
         exact=exact,
+        device=None if device is None else target_device(model, device),
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
     )
     return _start(model, optimizer, settings)
 
 
-def _start(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> tuple[nn.Module, Any]:
+def _start(model: Model, optimizer: torch.optim.Optimizer | None, settings: Settings) -> tuple[Model, Any]:
     check_budget(settings.budget)
     runtime = build(model, optimizer, check_settings(settings, model, optimizer))
     object.__setattr__(model, MARK, runtime)
+    announce(runtime.settings, runtime.world)
+    warn_of_idle_accelerator(settings, runtime.world)
     if optimizer is None:
         runtime.late_optimizer = LateOptimizer(functools.partial(attach_late, runtime), runtime.gradients)
         return model, None
@@ -157,24 +165,22 @@ def plan(
     if machine is None:
         check_budget(settings.budget)
     device = device_for(model, machine)
-    blueprints = find_blueprints(model, optimizer, settings.precision, groups)
     world = World.pretend(device, world_size, machine.ranks_per_node if machine is not None else None)
+    size = world.num_shards
+    blueprints = find_blueprints(model, optimizer, settings.precision, groups, size)
     profile = None
     if batch is not None:
         with contextlib.nullcontext() if optimizer is not None else frozen(model):
+            probe = machine is None
             profile = profile_model(
-                model, optimizer, precision=settings.precision, groups=groups, batch=batch, probe=machine is None
+                model, optimizer, precision=settings.precision, groups=groups, batch=batch, probe=probe, num_ranks=size
             )
     return plan_for(blueprints, settings, world, profile, machine)
 
 
-def apply_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
+def apply_to_device(model: Model, device: torch.device | str) -> Model:
     """Move a model to a device and shard it; any element-wise optimizer made from it afterwards works as it is."""
-    check_model(model)
-    device = parse_device(device)
-    if any(p.device.type == "meta" for p in model.parameters()) and device_of(model).type != device.type:
-        raise PrepareError(f"a model built under empty_init goes to {device_of(model)}, not to {device}")
-    return _start(model, None, Settings(device=choose_device(device)))[0]
+    return _start(model, None, Settings(device=target_device(model, device)))[0]
 
 
 def averaged(
@@ -265,34 +271,34 @@ def save(
     wait: bool = True,
     frozen: bool = True,
 ) -> Saving | Done:
-    """Write a checkpoint: the directory `path`, which is there whole or not at all, whatever happens meanwhile.
+    """Write a checkpoint to the directory `path`. It is complete or absent, whenever the process is killed.
 
     Collective: every rank must call it. Each rank writes the shards it holds; nothing is gathered. Between the backward
     passes of a step, the checkpoint includes the gradients so far, and `save` always waits until it is written.
 
     Args:
-        path: A directory that is not there yet, such as 'checkpoints/step-1000'.
+        path: A directory that does not exist yet, such as 'checkpoints/step-1000', or a URL that fsspec knows, such as
+            's3://mine/step-1000', to which each rank uploads from the directory for temporary files (TMPDIR).
         model: The module that prepare was called on.
         optimizer: What prepare returned. None: parameters and buffers only.
-        extra: What else there is: numbers, text, lists, dicts, tensors, such as {'scheduler': scheduler.state_dict()}.
+        extra: Anything else: numbers, text, lists, dicts, tensors, such as {'scheduler': scheduler.state_dict()}.
             Rank 0's is kept, as are its buffers and what modules give in `get_extra_state`.
-        keep: Remove older checkpoints beside this one afterwards, so that this many are left. None: remove none.
+        keep: Keep only this many of the newest checkpoints in the parent directory. None: keep all.
         wait: True returns when the checkpoint is complete. False returns at once, and a thread writes while training
             goes on. The checkpoint has the values of this moment: an update of a group waits until that group is
             written, and fp32 parameters on the device are copied to the host first. It is complete some steps later,
             or when `wait()` of the returned object returns. A process that ends completes it first, or ends with exit
             code 1.
-        frozen: False leaves out parameters that do not train, such as the base of LoRA: a model to load it has them.
+        frozen: False leaves out frozen parameters, such as the base of LoRA; the model that loads it must have them.
 
     Returns:
-        The checkpoint on its way, with `wait()`; every rank must call that, or none.
+        The pending checkpoint, with `wait()`, which all ranks must call, or none.
 
     Raises:
-        CheckpointError: It could not be written, on any rank; nothing is left of it.
+        CheckpointError: It could not be written on some rank; nothing is left of it.
     """
-    runtime = runtime_of(model, "save")
-    folder = path_of(path, "path", CheckpointError)
-    return save_model(runtime, _prepared(optimizer, "save"), folder, extra, keep, frozen=frozen, wait=wait)
+    parts = (runtime_of(model, "save"), _prepared(optimizer, "save"))
+    return save_model(*parts, place_of(path, "path"), extra, keep, frozen=frozen, wait=wait)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -302,19 +308,20 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
     loads with any other number of ranks, stage or placement. Each rank reads what it will hold.
 
     Args:
-        path: A checkpoint; or a Hugging Face directory, a safetensors file or the file of a state_dict. These have no
-            states: leave the optimizer out. Values are cast to the dtypes that are kept, and the log names them.
+        path: A checkpoint, in a directory or below a URL; or a Hugging Face directory, a safetensors file or the file
+            of a state_dict. These have no states: leave the optimizer out. Values are cast to the dtypes that are kept,
+            and the log names them.
         model: The module that prepare was called on.
         optimizer: What prepare returned. None: parameters and buffers only.
 
     Raises:
-        CheckpointError: It is damaged or of another model, and nothing was changed on any rank. If a disk fails
-            later, the model is loaded in part; the error says so: load again.
+        CheckpointError: It is damaged or from another model; nothing was changed on any rank. If a disk fails later,
+            the model is partly loaded, and the error says so: load again.
     """
     runtime = runtime_of(model, "load")
     prepared = _prepared(optimizer, "load")
-    source = path_of(path, "path", CheckpointError)
-    if is_model(source):
+    source = place_of(path, "path")
+    if not isinstance(source, RemotePath) and is_model(source):
         runtime.world.check_here("zerostd.load() of an ordinary model")
         return import_model(runtime, prepared, source)
     return load_model(runtime, prepared, source)
@@ -337,19 +344,19 @@ def save_dcp(
         path: A directory, or a URL that fsspec knows, such as 's3://mine/step-1000'. It holds no checkpoint yet.
         model: The module that prepare was called on.
         optimizer: What prepare returned. None: parameters and buffers only.
-        extra: What else there is, under the name zerostd.extra.
+        extra: Anything else, under the name zerostd.extra.
         wait: Return when it is written. False: this rank's part is copied to host memory, and training goes on while a
             thread writes it. A process that ends completes it first, or ends with exit code 1.
 
     Returns:
-        The checkpoint on its way, with `wait()`.
+        The pending checkpoint, with `wait()`.
 
     Raises:
         CheckpointError: It could not be written.
     """
     from zerostd.checkpointing import dcp  # 40 % of what importing zerostd would take, and few processes need it
 
-    path_of(path, "path", CheckpointError)
+    place_of(path, "path")
     runtime = runtime_of(model, "save_dcp")
     return dcp.save_dcp(runtime, _prepared(optimizer, "save_dcp"), os.fspath(path), extra, is_async=not wait)
 
@@ -366,17 +373,17 @@ def load_dcp(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.op
         optimizer: What prepare returned. None: parameters and buffers only.
 
     Raises:
-        CheckpointError: It is not a checkpoint, or of another model; nothing was changed, on no rank.
+        CheckpointError: It is not a checkpoint, or from another model; nothing was changed on any rank.
     """
     from zerostd.checkpointing import dcp  # see `save_dcp`
 
+    place_of(path, "path")
     return dcp.load_dcp(runtime_of(model, "load_dcp"), _prepared(optimizer, "load_dcp"), os.fspath(path))
 
 
 def latest(parent: str | os.PathLike[str]) -> str | None:
-    """Return the path of the newest complete checkpoint in the directory `parent`, or None. The log names every
-    directory that was skipped, and why."""
-    path = newest(path_of(parent, "parent", CheckpointError))
+    """Return the newest complete checkpoint in the directory `parent` or below that URL. The log names skipped ones."""
+    path = newest(place_of(parent, "parent"))
     return None if path is None else str(path)
 
 
@@ -386,8 +393,8 @@ def _prepared(optimizer: torch.optim.Optimizer | None, call: str) -> ZeroOptimiz
     return optimizer
 
 
-def release(model: nn.Module) -> nn.Module:
-    """Undo prepare: an ordinary module again, with full parameters in the dtypes they had. Collective."""
+def release(model: Model) -> Model:
+    """Undo prepare and return the ordinary module, with full parameters in their original dtypes. Collective."""
     release_any(runtime_of(model, "release"))
     object.__delattr__(model, MARK)
     return model

@@ -11,7 +11,7 @@ ZerostdError
 
 
 class ZerostdError(Exception):
-    """Root of everything zerostd raises on purpose."""
+    """The base class of all errors of zerostd."""
 
 
 class PrepareError(ZerostdError, ValueError):

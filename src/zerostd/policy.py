@@ -208,7 +208,7 @@ class Placement:
     where the share says, parameters and gradients between two parameters: a share that whole parameters miss by more
     than a tenth is refused, with the nearest one that works.
 
-    `cpu_share` is the part of the states off the device that the processor updates, the rest is streamed through the
+    `cpu_share` is the part of the states off the device that the CPU updates; the rest is streamed through the
     device; None: from the number of cores. `speculate` updates during backward before the norm for `max_grad_norm` is
     known, into a second copy of the states, and repeats the update if the step is clipped. Results are the same. It is
     faster where compute is the limit and not the links, and takes twice the host memory.
@@ -224,8 +224,10 @@ class Placement:
     activations stay on the device. `same_activations` is a process group whose ranks compute the same activations, as
     in tensor parallel models: each rank keeps one slice of them, and slices are gathered in backward.
 
-    `codec={"gather": "int8", "reduce": "int8"}` lets parameters and gradients travel as codes of 8 bits. It is lossy,
-    and needs `prepare(exact=False)`.
+    `codec={"gather": "int8", "reduce": "int8"}` lets parameters and gradients travel as codes of 8 bits.
+    `codec={"optimizer_states": "int8"}` keeps the moments of Adam and AdamW as codes of 8 bits, in blocks of 64 with
+    one scale each: 2.125 bytes a parameter instead of 8, in every tier and over every link. Both are lossy, and need
+    `prepare(exact=False)`.
     """
 
     parameters: Share = "device"
@@ -340,7 +342,9 @@ class Homes:
             raise PrepareError(f"states={self.states!r} of a plan: shares must be >= 0 and sum to 1")
         for tier, route, _ in self.states:
             if (tier is Tier.DEVICE) != (route is Route.RESIDENT):
-                raise PrepareError(f"states={self.states!r} of a plan: {route.value} is no route for the {tier.value}")
+                raise PrepareError(
+                    f"states={self.states!r} of a plan: {route.value} is not a route for the {tier.value}"
+                )
             if route is Route.STREAMED and self.parameters is Tier.DISK:
                 raise PrepareError(
                     f"states={self.states!r} of a plan: with parameters on disk no states can be streamed, since new "
@@ -371,7 +375,7 @@ def limit_of(size: int | str | None) -> int | None:
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of what the planner may use of each tier. None: what is free, less a margin."""
+    """The most to use of each tier: bytes, or a text such as '24GiB'. None: what is free, less a margin."""
 
     device: int | str | None = None
     host: int | str | None = None

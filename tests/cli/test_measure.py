@@ -41,9 +41,9 @@ def test_table_says_everything(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     for word in (
         "link",
-        "ns a parameter with 1 thread",
+        "ns per parameter with 1 thread",
         "memory",
-        "TFLOP/s in float32",
+        "FLOP/s in float32",
         "read,",
         "wires",
         "free, host",
@@ -64,6 +64,7 @@ def test_what_was_kept_is_used_unless_asked_again(tmp_path: Path) -> None:
     (kept,) = (tmp_path / "cache").iterdir()
     kept.write_text(json.dumps({**first, "resident_ns": 12345.0}))
     assert json.loads(measure("--json").stdout)["resident_ns"] == 12345.0
+    assert "and kept. Measure again with `zerostd measure --again`." in measure().stdout
     assert json.loads(measure("--json", "--again").stdout)["resident_ns"] != 12345.0
 
 
@@ -93,7 +94,7 @@ def test_all_parts_of_a_machine_are_shown(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(verb, "load_or_measure", lambda **options: MachineProfile.from_json(json.dumps(data)))
     shown = measure().stdout
     assert "55 GB/s up, 54 GB/s down, 99 GB/s both ways" in shown
-    assert "360 GB/s a rank among 8 (NVLink), 20 us" in shown
+    assert "360 GB/s per rank among 8 (NVLink), 20 us" in shown
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from planning.machines import H200
 from zerostd.cli.main import app
+from zerostd.monitoring.texts import seconds_text, short_size
 from zerostd.planning import Plan
 from zerostd.planning.request import FOR_LIBRARIES
 from zerostd.policy import Stage, Tier
@@ -88,7 +90,7 @@ def test_activations_are_chosen(plan: Plan_, tmp_path: Path) -> None:
     kept, chosen = (made(plan(*words, *more, "--json")) for more in ((), ("--activations", "any")))
     assert kept.activations == {} and any("Recomputing the activations" in note for note in kept.notes)
     done = {chosen.activations_of(name) for name in chosen.homes}
-    assert "recompute" in done and chosen.predicted.step_s < 0.9 * kept.predicted.step_s
+    assert "recompute+host" in done and chosen.predicted.step_s < 0.9 * kept.predicted.step_s
     again = made(plan(*words, "--activations", "recompute", "--json"))
     assert again.activations == {"*": "recompute"}
     flag = made(plan(*words, "--recompute", "--json"))
@@ -191,7 +193,54 @@ def test_table_is_the_papers(plan: Plan_, size: str) -> None:
 def test_clusters_come_with_the_package(plan: Plan_, name: str) -> None:
     result = plan("--params", "100M", "--cluster", name, "--json")
     assert made(result).world_size == 1
-    assert "the clusters are dgx2-400, five-v100, h200-1" in refused(plan("--params", "1B", "--cluster", "dgx3"))
+    assert "or dgx2-400, five-v100, h200-1" in refused(plan("--params", "1B", "--cluster", "dgx3"))
+
+
+def test_machines_are_known_by_name(plan: Plan_) -> None:
+    found = made(plan("--params", "13B", "--machine", "8xh100-80", "--json"))
+    assert found.world_size == 8 and 40e9 < found.limits[Tier.DEVICE] < 80e9
+    assert made(plan("--params", "13B", "--machine", "4x8xa100-80", "--json")).world_size == 32
+    assert made(plan("--params", "1B", "--machine", "8xh100-80", "--world", 2, "--json")).world_size == 2
+    assert "8xh100-80 for a node of eight" in refused(plan("--params", "13B", "--machine", "8xh100"))
+    assert "--disk-path is of this machine" in refused(
+        plan("--params", "1B", "--machine", "1xt4-16", "--disk-path", ".")
+    )
+
+
+def test_page_of_a_plan_has_its_numbers_and_other_budgets(plan: Plan_, tmp_path: Path) -> None:
+    words = (
+        "--params",
+        "1.3B",
+        "--machine",
+        "1xt4-16",
+        "--samples",
+        1,
+        "--recompute",
+        "--html",
+        tmp_path / "plan.html",
+    )
+    result = plan(*words, "--json")
+    page = (tmp_path / "plan.html").read_text()
+    found = made(result)
+    assert f"<dt>step</dt><dd>{seconds_text(found.predicted.step_s)}</dd>" in page
+    assert (
+        f"device: {short_size(found.predicted.total(Tier.DEVICE))} of {short_size(found.limits[Tier.DEVICE])}" in page
+    )
+    others = json.loads(re.search(r'id="report">(.*?)</script>', page)[1])
+    assert len(others) > 3 and {"limit", "step", "device"} <= others[0].keys()
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_a_budget_beyond_the_machine_is_told_of(plan: Plan_) -> None:
+    words = ("--params", "1B", "--budget", "device=500GiB")
+    assert "but 1xt4-16, from published rates has 14.90 GiB free" in plan(*words, "--machine", "1xt4-16").stdout
+
+
+def test_plans_and_tables_fit_80_columns(plan: Plan_) -> None:
+    words = ("--params", "13B", "--machine", "8xa100-40", "--samples", 1)
+    table = plan(*words).stdout.split("\n\n")[1]
+    rows = plan(*words, "--scaling", "8,16,1024").stdout.splitlines()[1:5]
+    assert table.startswith("tier") and max(map(len, [*table.splitlines(), *rows])) <= 80
 
 
 def test_table_takes_several_models(plan: Plan_) -> None:
@@ -210,7 +259,9 @@ def test_scaling_has_a_row_for_each_world(plan: Plan_) -> None:
     rows = json.loads(result.stdout)
     assert [row["world_size"] for row in rows] == [8, 16, 64]
     assert rows[0]["efficiency"] == 1.0 and rows[0]["tokens_per_s"] == 1024 * rows[0]["samples_per_s"]
+    assert all(row["samples"] == row["passes"] == 1 and 0 < row["tflops"] < 989 for row in rows)
     table = plan(*words, "--scaling", "2")
+    assert "TFLOP/s" in table.stdout
     assert table.exit_code == 0 and "efficiency" in table.stdout and "tokens/s" in table.stdout
 
 
@@ -285,31 +336,33 @@ def test_module_that_fails_shows_its_own_traceback(plan: Plan_, tmp_path: Path, 
         (("--params", "1B", "--batch", 0), "batch=0"),
         (("--params", "1B", "--batch", 8, "--samples", 3), "a batch of 8 cannot be 3 samples"),
         (("--params", "1B", "--batch", 8, "--accumulate", 3), "a batch of 8 cannot be some samples in each of 3"),
-        (("--params", "1B", "--batch", 8, "--scaling", "8"), "with --scaling say the samples of a step"),
-        (("--params", "1B", "--samples", 1, "--activations", "burn"), "'burn' is unknown; use keep, recompute, host"),
+        (("--params", "1B", "--batch", 8, "--scaling", "8"), "with --scaling give the samples of a step"),
+        (
+            ("--params", "1B", "--samples", 1, "--activations", "burn"),
+            "'burn' is unknown; use keep, recompute, recompute+host, host",
+        ),
         (("--params", "1B", "--samples", 1, "--activations", ""), "'' is unknown"),
         (("--params", "1B", "--samples", 1, "--activations", "any", "--recompute"), "give one of them"),
         (("--params", "1B", "--activations", "any"), "give --samples or --batch"),
-        (("factories:alone", "--batch", 8), "a function says it itself"),
-        (("factories:alone", "--samples", 1, "--activations", "any"), "a function says it itself"),
+        (("factories:alone", "--batch", 8), "a function decides these itself"),
+        (("factories:alone", "--samples", 1, "--activations", "any"), "a function decides these itself"),
         (("--params", "1B", "--precision", "fp8"), "precision='fp8' is unknown"),
         (("--params", "1B", "--budget", "device=24GiBB"), "'24GiBB' is not a size"),
         (("--params", "1B", "--budget", "device=-24GiB"), "'-24GiB' is not a size"),
         (("--params", "1B", "--budget", "device="), "'' is not a size"),
         (("--params", "1B", "--budget", "tape=24GiB"), "'tape' is not a tier; use device, host, disk"),
         (("--params", "1B", "--budget", "24GiB"), "'24GiB' is not tier=size"),
-        (("--params", "1B", "--budget", "host=1GiB,host=2GiB"), "host is there twice"),
+        (("--params", "1B", "--budget", "host=1GiB,host=2GiB"), "host is given twice"),
         (("--params", "1B", "--budget", "disk=1TB"), "nothing is known of one"),
         (("--params", "1B", "--disk-path", "/"), "--disk-path is of this machine"),
         (("--params", "1B", "--scaling", "8,many"), "give numbers of ranks"),
-        (("--params", "1B", "--scaling", "8"), "scaling needs to know the samples"),
-        (("--params", "1B", "--scaling", "8", "--table"), "ask for one"),
+        (("--params", "1B", "--scaling", "8", "--table"), "exclude each other"),
         (("--params", "1B", "--step-samples", 8), "goes with --scaling"),
         (("--params", "1B", "--output", "/no/such/folder/plan.json"), "cannot be written"),
         (("--params", "1B", "--meta"), "--meta goes with"),
         (("--config", "no/such/config.json"), "config.json cannot be read: No such file"),
         (("--config", "config.json", "--hidden", 8), "go with --params"),
-        (("factories:alone", "--samples", 2), "a function says it itself"),
+        (("factories:alone", "--samples", 2), "a function decides these itself"),
         (("factories:alone", "--scaling", "1"), "scaling needs to know the samples"),
         (("factories:nothing",), "there is no 'nothing' in the module 'factories'"),
         (("no_such_module:make",), "there is no module 'no_such_module'"),

@@ -32,8 +32,12 @@ def machine() -> MachineProfile:
 
 
 def test_page_is_what_the_planner_says() -> None:
-    page = runpy.run_path(str(ROOT / "benchmarks" / "scale.py"))["page"]()
-    assert (ROOT / "docs" / "scale.md").read_text() == page, "run: python benchmarks/scale.py"
+    script = runpy.run_path(str(ROOT / "benchmarks" / "scale.py"))
+    assert (ROOT / "docs" / "scale.md").read_text() == script["page"](), "run: python benchmarks/scale.py"
+    few, many = script["superlinear"]()  # the same rows, from the page
+    assert (few.world_size, many.world_size) == (64, 400) and many.samples > few.samples
+    assert many.tflops > 1.5 * few.tflops  # a device does more where more of them share the state
+    assert many.samples_per_s > 1.5 * 400 / 64 * few.samples_per_s
 
 
 # -- closed forms --
@@ -50,6 +54,46 @@ def test_state_and_bytes_sent_by_stage(size: int) -> None:
         assert [sent_bytes(model, stage, size, passes) for stage in Stage] == pytest.approx(
             [part * one for one in sent]
         )
+
+
+def test_replicas_send_slices_of_gradients_to_each_other() -> None:
+    model, n = from_numbers("64M"), 64_000_000
+    for stage, inside in ((Stage.GRADIENTS, 4 * n), (Stage.PARAMETERS, 6 * n)):
+        across = 2 * (2 * n / 8) * 3 / 4
+        assert sent_bytes(model, stage, 8, 1, 4) == pytest.approx(inside * 7 / 8 + across)
+
+
+# -- wires inside and between nodes --
+
+MESH = "prepare(mesh=init_device_mesh('cuda', (8, 8)))"
+
+
+def test_model_state_is_shared_where_the_wire_is_faster(machine: MachineProfile) -> None:
+    """Eight ranks of a node share a replica, and only slices of gradients go from node to node."""
+    model = from_numbers("1.5B", samples=4)
+    use = TrainingOptions(world_size=64, stage=Stage.GRADIENTS, accumulate=1)
+    plan = plan_on(model, machine, use)
+    assert plan.world_size == 8 and any(MESH in note for note in plan.notes)
+    inside, network = machine.wires
+    size = 2 * model.numel
+    per_group = 2 * inside.latency + network.latency
+    seconds = 2 * size * 7 / 8 / inside.bandwidth + 2 * (size / 8) * 7 / 8 / network.bandwidth
+    assert plan.predicted.busy["wire"] == pytest.approx(seconds + len(model.groups) * per_group, rel=1e-6)
+    flat = plan_on(model, replace(machine, wires=(network,)), use)
+    assert flat.world_size == 64 and (flat.predicted.step_s or 0) > 1.01 * (plan.predicted.step_s or 0)
+    (row,) = scaling(model, machine, [64], use=use)
+    assert row.sent == sent_bytes(model, Stage.GRADIENTS, 8, 1, 8)
+
+
+def test_model_state_is_shared_by_all_where_replicas_do_not_fit_or_gain_nothing(machine: MachineProfile) -> None:
+    large = from_numbers("100B", samples=1)
+    use = TrainingOptions(world_size=64, stage=Stage.PARAMETERS, accumulate=1, budget=Budget(host=0))
+    assert plan_on(large, machine, use).world_size == 64
+    inside, network = machine.wires
+    alike = replace(machine, wires=(inside, replace(network, bandwidth=inside.bandwidth)))
+    assert plan_on(from_numbers("1.5B", samples=4), alike, replace(use, stage=Stage.GRADIENTS)).world_size == 64
+    with pytest.raises(PrepareError, match=r"on 64 rank\(s\)"):
+        plan_on(from_numbers("1T", samples=1), machine, use)
 
 
 def test_numbers_that_others_have_too_are_the_same() -> None:
@@ -107,8 +151,8 @@ def test_what_must_be_on_the_device_and_is_too_much_is_refused_with_its_bytes(ma
 
 def test_rows_of_a_model_that_grows_with_its_cluster(machine: MachineProfile) -> None:
     model = replace(from_numbers("13B", samples=1), recomputes=True)
-    rows = scaling(model, machine, (256, 8, 64), use=TrainingOptions(accumulate=1))
-    assert [row.world_size for row in rows] == [8, 64, 256]
+    rows = scaling(model, machine, (252, 8, 60), use=TrainingOptions(accumulate=1))  # not whole nodes: no replicas
+    assert [row.world_size for row in rows] == [8, 60, 252]
     for row in rows:
         assert row.stage is not None and not row.refused
         assert sum(row.state.values()) == pytest.approx(state_bytes(model, row.stage, row.world_size), rel=1e-6)
@@ -126,6 +170,20 @@ def test_step_of_a_given_size_has_fewer_passes_on_more_ranks(machine: MachinePro
     assert [row.compute_s / rows[1].compute_s for row in rows[:2]] == pytest.approx([2.0, 1.0])
     assert [row.samples_per_s * row.step_s for row in rows[:2]] == pytest.approx([32, 32])
     assert rows[2].stage is None and rows[2].refused == "a step of 32 samples has none for some of 64 ranks"
+
+
+def test_samples_of_a_pass_are_searched(machine: MachineProfile) -> None:
+    model = replace(from_numbers("1.3B", sequence=256), recomputes=True)
+    (row,) = scaling(model, machine, (16,), use=TrainingOptions(stage=Stage.PARAMETERS, accumulate=1))
+    for samples in (row.samples // 2, row.samples * 2):
+        (other,) = scaling(
+            replace(model, samples=samples), machine, (16,), use=TrainingOptions(stage=Stage.PARAMETERS, accumulate=1)
+        )
+        assert other.samples_per_s <= row.samples_per_s
+    flops = 3 * sum(group.forward_flops for group in model.groups)
+    assert row.tflops == pytest.approx(flops * row.samples_per_s / 16 / 1e12)
+    (given,) = scaling(model, machine, (16,), samples_per_step=64)
+    assert given.samples * given.passes == 4
 
 
 def test_worlds_that_are_too_small_are_told_of(machine: MachineProfile) -> None:

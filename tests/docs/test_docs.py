@@ -16,9 +16,10 @@ from docs.pages import PAGES, ROOT, blocks, name
 from zerostd.cli.main import app
 
 LINKS: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "links.py"))
-RUN_ELSEWHERE = {"docs/tutorial.md"}  # test_tutorial.py does all of it in order
+RUN_ELSEWHERE = {"docs/tutorial.md", "docs/zh/tutorial.md"}  # test_tutorial.py does all of it in order
 NEEDED = {
     "docs/hugging-face.md": ("accelerate", "peft", "transformers"),
+    "docs/how-to/larger-than-the-gpu.md": ("accelerate", "transformers"),
     "docs/lightning-keras.md": ("lightning", "keras"),
 }
 os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras looks for it when it is imported
@@ -34,7 +35,12 @@ loader = [(torch.ones(2, 4), torch.zeros(2, 4))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=name)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python") and name(p) not in RUN_ELSEWHERE], ids=name)
+def has_code_of_its_own(page: Path) -> bool:
+    """Translations have the code of the page that they translate, see test_translation.py."""
+    return bool(blocks(page, "python")) and name(page) not in RUN_ELSEWHERE and "docs/zh/" not in name(page)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if has_code_of_its_own(page)], ids=name)
 def test_code_on_the_page_runs(page: Path) -> None:
     for needed in NEEDED.get(name(page), ()):
         pytest.importorskip(needed)
@@ -44,10 +50,27 @@ def test_code_on_the_page_runs(page: Path) -> None:
         exec(compile(block, f"{name(page)}, block {number}", "exec"), names)
 
 
+@pytest.mark.parametrize("page", PAGES[:2], ids=name)
+def test_loop_of_the_readme_runs_as_the_diff_leaves_it(page: Path) -> None:
+    (diff,) = blocks(page, "diff")
+    after = [line[1:] for line in diff.splitlines() if not line.startswith("-")]
+    exec(compile(PREAMBLE + "\n".join(after), name(page), "exec"), {})
+
+
+def test_pictures_are_those_of_the_script() -> None:
+    pictures = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
+    for file, text in pictures["files"]().items():
+        assert (ROOT / "docs" / "pictures" / file).read_text() == text, "run: python docs/pictures.py"
+
+
 def commands() -> list[str]:
     """Lines that plan for a machine that is described: they need no files but those of the repository."""
     lines = [line for page in PAGES for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
-    told = [line for line in lines if line.startswith("zerostd plan") and ("--cluster" in line or "--table" in line)]
+    told = [
+        line
+        for line in lines
+        if line.startswith("zerostd plan") and any(word in line for word in ("--cluster", "--machine", "--table"))
+    ]
     return sorted({line for line in told if "1T" not in line})  # a test of its own holds what scale.md says
 
 
@@ -56,7 +79,7 @@ def test_plan_on_the_page_works(command: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(ROOT)
     done = CliRunner().invoke(app, shlex.split(command)[1:])
     assert done.exit_code == 0, done.output
-    assert re.search(r"^device |\b7\.5", done.output, re.MULTILINE)
+    assert re.search(r"^device |\b7\.5|^ranks ", done.output, re.MULTILINE)
 
 
 def test_there_are_commands_to_try() -> None:

@@ -54,8 +54,11 @@ def test_five_nodes_hold_a_fifth_each_and_learn_alike(tmp_path: Path):
     assert said.count("yes: ") == 3 and "NO: " not in said
     plain, *others = found["rows"]
     assert all(row["way"] in said for row in found["rows"])
-    shares = [row["memory_bytes"] / plain["memory_bytes"] for row in others]
+    shares = [row["state_bytes"] / plain["state_bytes"] for row in others]
     assert shares == pytest.approx([0.6, 0.4, 0.2, 0.1], abs=0.01)  # 16 bytes a parameter: 8, 4, 0 and 0 not shared
+    assert plain["buffer_bytes"] == pytest.approx(plain["state_bytes"] / 4, rel=0.01)  # the buckets of DDP
+    assert all(0 < row["buffer_bytes"] < row["state_bytes"] for row in others[:3])
+    assert all(row["resident_bytes"] > row["state_bytes"] for row in found["rows"])
     assert others[-1]["disk_bytes"] > 0 and not any(row["disk_bytes"] for row in others[:-1])
     assert all(row["accuracy"] > 0.92 and row["step_ms"] > 0 for row in found["rows"])
 
@@ -65,8 +68,8 @@ def test_what_is_not_as_claimed_is_said():
     row, verdicts = example["Row"], example["verdicts"]
 
     def judge(memory: int, accuracy: float) -> list[bool]:
-        plain = row("data parallel (DDP)", 1000, 0, 1.0, 0.95)
-        return list(verdicts([plain, row("zerostd, stage 3", memory, 0, 1.0, accuracy)]).values())
+        plain = row("data parallel (DDP)", 800, 200, 0, 0, 1.0, 0.95)
+        return list(verdicts([plain, row("zerostd, stage 3", memory - 100, 100, 0, 0, 1.0, accuracy)]).values())
 
     assert judge(250, 0.955) == [True, True, True]
     assert judge(251, 0.95) == [False, True, True]

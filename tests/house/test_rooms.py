@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,17 @@ from house.limits import MOST_SHARED_NAMES, MOST_SILENT_ROOMS, MOST_UNLISTED_FIL
 from house.sources import ROOT, SOURCES, Source, hold, hold_everywhere
 
 FRONT = {"CHANGELOG.md", "CMakeLists.txt", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "README.zh-CN.md"}
-FRONT |= {"mkdocs.yml", "pyproject.toml", "benchmarks", "docs", "examples", "src", "tests"}  # beside hidden files
+FRONT |= {
+    "CITATION.cff",
+    "Dockerfile",
+    "mkdocs.yml",
+    "pyproject.toml",
+    "benchmarks",
+    "docs",
+    "examples",
+    "src",
+    "tests",
+}  # beside hidden files
 TOP = {"__init__.py", "__main__.py", "api.py", "errors.py", "policy.py", "compat.py"}
 
 # Names that files of several rooms have, with the reason. An entry that is not needed any more fails.
@@ -30,6 +41,8 @@ SHARED_CLASSES: dict[str, str] = {
     "ZeroStrategy": "of Fabric and of the Trainer: Lightning has a class for each",
 }
 
+SUFFIXES = {"", ".c", ".cpp", ".css", ".h", ".html", ".js", ".json", ".md", ".py", ".toml", ".txt", ".typed"}
+SUFFIXES |= {".yaml", ".yml", ".cff", ".ipynb", ".png", ".svg"}
 LISTED = re.compile(r"(?<![\w/.-])(\w+\.py)\b")  # a file of the room as a docstring lists it
 
 
@@ -43,6 +56,7 @@ def test_nothing_that_a_program_wrote_is_kept() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     kept = {line.partition("/")[0] for line in listed.splitlines()}
     assert {name for name in kept if not name.startswith(".")} == FRONT
+    assert {Path(line).suffix for line in listed.splitlines()} <= SUFFIXES
 
 
 def test_every_room_says_what_it_is_for() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import shutil
+import subprocess
 from collections.abc import Iterator
 
 import pytest
 
-from house.sources import SOURCES, Source, hold, sample
+from house.sources import ROOT, SOURCES, Source, hold, sample
 
 FORBIDDEN = {
     *("pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.load", "marshal.loads", "shelve.open", "dill.load"),
@@ -69,3 +71,12 @@ def test_the_check_sees(text: str) -> None:
 
 def test_the_check_lets_safe_loads_pass() -> None:
     assert not [*executions(sample("torch.load(path, weights_only=True)\nre.compile(text)\njson.loads(text)"))]
+
+
+def test_make_audit_asks_for_known_faults_of_what_is_installed() -> None:
+    make = shutil.which("make")
+    if make is None:
+        pytest.skip("no make")
+    command = [make, "--no-print-directory", "--dry-run", "--assume-old=.venv/.developing", "audit"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == ".venv/bin/pip-audit --skip-editable"

@@ -24,6 +24,8 @@ WIDE_FUNCTIONS: dict[str, str] = {  # "room/file.py::Class.method": reason
     "api.py::prepare": "the front door: one keyword per policy, all of them optional",
     "api.py::plan": "the same keywords as prepare",
     "cli/plan.py::plan": "one parameter for each option of the command line",
+    "kernels/device_adam.py::_adam": "a kernel of Triton: a parameter for each pointer and each number",
+    "kernels/device_moments.py::_update": "a kernel of Triton: a parameter for each pointer and each number",
 }
 WIDE_CLASSES: dict[str, str] = {  # "room/file.py::Class": reason
     "checkpointing/storage/manifest.py::Manifest": "a field for each entry of the file format",

@@ -49,7 +49,7 @@ def test_numbers_that_json_writes_but_does_not_define_are_read() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"name": 7}, "name is 7, and must be a text"),
+        ({"name": 7}, "name is 7, and must be a string"),
         ({"inner": {"size": 1.5}}, "inner.size is 1.5, and must be a whole number"),
         ({"inner": 5}, "inner is 5, and must be an object or null"),
         ({"list_of": [{"size": 1}, {"size": "x"}]}, "list_of.1.size is 'x', and must be a whole number"),

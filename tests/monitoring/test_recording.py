@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import sys
@@ -63,6 +64,7 @@ def test_a_run_is_written_down_and_changes_nothing(name: str, tmp_path: Path) ->
     model, optimizer = prepared(PLACEMENTS[name], tmp_path)
     with zerostd.record(model, tmp_path / "run", every=4) as recording:
         losses = train(model, optimizer, 10, recording.log)
+    assert (tmp_path / "run").stat().st_mode & 0o077 == 0  # nobody else's
     state, found = zerostd.full_state_dict(model), lines(tmp_path / "run")
     other, plain = prepared(PLACEMENTS[name], tmp_path)
     train(other, plain, 10)
@@ -214,3 +216,23 @@ def test_progress_ends_with_a_loop_that_breaks(tmp_path: Path) -> None:
             optimizer.zero_grad()
     found = lines(tmp_path / "run")
     assert len(of("step", found)) == 5 and found[-1]["kind"] == "end"
+
+
+def test_a_second_epoch_goes_on_in_the_same_run(tmp_path: Path) -> None:
+    model, optimizer = prepared(Placement())
+    steps = zerostd.track([torch.ones(2, WIDTH)] * 3, model, run_dir=tmp_path / "run")
+    assert len(steps) == 3
+    for _ in range(2):
+        for batch in steps:
+            loss = model(batch).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.log(loss=loss)
+    written = lines(tmp_path / "run")
+    taken = of("step", written)
+    assert [one["step"] for one in taken] == [1, 2, 3, 4, 5, 6] and all(one["lr"] for one in taken)
+    assert all(one["end"] <= other["start"] for one, other in itertools.pairwise(taken))
+    assert [one["kind"] for one in written].count("end") == 2
+    with pytest.raises(TypeError, match="pass total= to"):
+        len(zerostd.track(iter([]), model))

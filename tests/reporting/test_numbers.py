@@ -39,7 +39,10 @@ def test_a_step_is_its_slowest_rank_and_the_samples_of_all(tmp_path: Path) -> No
         "tokens_per_s": 40.0,  # 80 / 2, counted in one step only
         "in_steps_s": 3.0,
         "first_to_last_s": 3.5,
+        "change_percent": 0.0,
     }
+    assert found["step_times"]["points"] == [[0, 2.0], [1, 0.5], [2, 0.5]]
+    assert found["curves"][0]["name"] == "tokens/s" and found["curves"][0]["points"] == [[0, 40.0]]
     assert [(row["rank"], row["steps"], row["step_s"]) for row in found["ranks"]] == [(0, 3, 0.5), (1, 3, 0.5)]
     assert not found["notices"] and not found["is_partial"]
 
@@ -136,6 +139,7 @@ def test_memory_over_time_and_at_its_peak(tmp_path: Path) -> None:
         "bytes": [[10, 10], [0, 5]],
         "peak": [10, 60],
         "allocated": [99, None],
+        "reserved": [128, None],
     }
     assert host["bytes"] == [[7, 0]] and host["allocated"] == []
 

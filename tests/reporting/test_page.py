@@ -100,10 +100,10 @@ def test_cells_are_written_for_people(tmp_path: Path) -> None:
 def test_sections_say_what_there_is(two: dict[str, Any]) -> None:
     document = Document(page_of(two))
     heads = [one.text for one in document.all("h2")]
-    for head in ("Side by side", "Losses", "Memory over time", "Timeline of a step", "Waiting", "The plan", "Leaks"):
+    for head in ("Side by side", "Progress", "Memory over time", "Timeline of a step", "Waiting", "The plan", "Leaks"):
         assert head in heads, head
     text = page_of(two)
-    assert "The bottleneck is the processor" in text and "train.py:41" in text and "One more GiB of the device" in text
+    assert "The bottleneck is the CPU" in text and "train.py:41" in text and "One more GiB of the device" in text
 
 
 def test_empty_run_has_a_page_that_says_so(tmp_path: Path) -> None:
@@ -158,16 +158,21 @@ def test_browser_draws_every_number(two: dict[str, Any], tmp_path: Path, width: 
     bars = sum(run["timeline"]["steps"][0]["bars"] for run in two["runs"])
     assert len(document.all("rect", data_bar=None)) == bars
     lines = [int(one.attributes["data-points"]) for one in document.all("path", **{"class": "line"})]
-    assert lines == [len(run["losses"]["points"]) for run in two["runs"]] + [
-        len(quality["points"]) for run in two["runs"] for quality in run["quality"]
+    runs = two["runs"]
+    curves = [curve["name"] for curve in runs[0]["curves"]]
+    shown = [run[name]["points"] for name in ("step_times", "losses") for run in runs]
+    shown += [curve["points"] for name in curves for run in runs for curve in run["curves"] if curve["name"] == name]
+    assert lines == [len(points) for points in shown] + [
+        len(quality["points"]) for run in runs for quality in run["quality"]
     ]
+    assert curves and all(one.text for one in document.all("p", **{"class": "verdict"}))
     kinds = [tier["kinds"] for run in two["runs"] for tier in run["memory"]["ranks"][0]["tiers"]]
     assert len(document.all("path", **{"class": "band"})) == sum(len(some) for some in kinds)
     labels = [one.attributes["aria-label"] for one in document.all("svg", role="img")]
-    assert len(labels) == 1 + 1 + len(kinds) + 2 and all(labels)
+    assert len(labels) == 2 + len(curves) + 1 + len(kinds) + 2 and all(labels)
     first = two["runs"][0]["losses"]
     last = float(f"{first['last']:.4g}")
-    assert f"first: {last:g} at step {first['last_step']}" in labels[0]
+    assert f"first: {last:g} at step {first['last_step']}" in labels[1]
 
 
 @needs_browser

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,8 @@ from typer.testing import CliRunner, Result
 
 from reporting.browser import Document
 from reporting.runs import end, event, held, real_run, step, write_run
-from zerostd.cli.main import app
+from zerostd.cli.main import COMMANDS, app
+from zerostd.reporting import read_run, report_of
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +39,9 @@ def test_page_is_written_and_told(tmp_path: Path) -> None:
     real_run(tmp_path / "monday", num_steps=4)
     result = report("monday")
     assert result.exit_code == 0, result.output
-    lines = 2 * (4 * 6 + 2) + 1  # of each rank six a step, a leak and the end; and a plan
-    assert result.stdout.splitlines() == [f"monday: 4 steps, {lines} lines", "Written: report.html"]
+    verdict = report_of([read_run(tmp_path / "monday")])["runs"][0]["verdict"]
+    assert verdict.startswith("Bound by ")
+    assert result.stdout.splitlines() == [f"monday: 4 steps. {verdict}", "Written: report.html"]
     assert "monday" in (tmp_path / "report.html").read_text()
 
 
@@ -106,7 +112,7 @@ def test_a_trace_has_every_event_on_its_rank_and_lane(tmp_path: Path) -> None:
 def test_a_trace_is_of_one_run(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_run(tmp_path / name, {0: [step(1, 0, 1), end(1)]})
-    assert "--trace t.json is of one run" in refused(report("one", "two", "--trace", "t.json"))
+    assert "--trace t.json takes one run" in refused(report("one", "two", "--trace", "t.json"))
     assert not list(tmp_path.glob("*.html"))
 
 
@@ -122,3 +128,27 @@ def test_retries_of_all_ranks_are_a_notice(tmp_path: Path) -> None:
     write_run(tmp_path / "run", ranks)
     run = json.loads(report("run", "--json").stdout)["runs"][0]
     assert "Files were read or written again after errors: reading: EIO 3. Check the drives." in run["notices"]
+
+
+def test_top_shows_a_run_once(tmp_path: Path) -> None:
+    real_run(tmp_path / "monday", num_steps=4)
+    result = CliRunner().invoke(app, ["top", str(tmp_path / "monday"), "--once"])
+    assert result.exit_code == 0, result.output
+    assert "Bound by" in result.stdout and "ended, 4 steps" in result.stdout and "loss" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    refused(CliRunner().invoke(app, ["top", str(tmp_path / "nowhere")]))
+    refused(CliRunner().invoke(app, ["top", str(tmp_path / "monday"), "--every", "0"]))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_the_first_sentence_of_each_command(name: str) -> None:
+    command = getattr(importlib.import_module(f"zerostd.cli.{name}"), name)
+    assert inspect.getdoc(command).startswith(COMMANDS[name])
+    assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
+
+
+def test_help_and_version_do_not_import_torch() -> None:
+    script = "import sys; from zerostd.cli.main import app; app(standalone_mode=False); print('torch' in sys.modules)"
+    for option in ("--help", "--version"):
+        done = subprocess.run([sys.executable, "-c", script, option], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "False", done.stdout

@@ -62,9 +62,10 @@ def doctor(
     disk: Annotated[str | None, typer.Option(metavar="PATH", help="The directory for a disk tier.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, and nothing else.")] = False,
 ) -> None:
-    """Check what training needs: versions, kernels, accelerator, memory, disk, process group. Takes a few seconds.
+    """Check what training needs: versions, kernels, accelerator, memory, disk, process group.
 
-    The exit code is 0, or 1 if something does not work. Under torchrun all ranks meet, and rank 0 prints the findings.
+    It takes a few seconds. The exit code is 0, or 1 if something does not work. Under torchrun all ranks meet, and rank
+    0 prints the findings.
     """
     findings = examine(disk)
     is_healthy = all(finding.status != "failure" for finding in findings)

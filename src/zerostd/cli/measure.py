@@ -27,12 +27,12 @@ def measure(
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON, and nothing else.")] = False,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Also save the profile to this file.")] = None,
 ) -> None:
-    """Measure this machine: its link, CPU, memory, matrix products and disk. Takes less than half a minute.
+    """Measure this machine: its link, CPU, memory, matrix products and disk.
 
-    The profile is kept, and measured again when the machine or the versions change. Under torchrun the wires between
-    the ranks are measured too.
+    It takes less than half a minute. The profile is kept, and measured again when the machine or the versions change.
+    Under torchrun the wires between the ranks are measured too.
     """
-    profile = measured(disk_path, again=again)
+    profile, is_kept = measure_here(disk_path, again=again)
     if not is_first_rank():
         return
     if output is not None:
@@ -44,15 +44,29 @@ def measure(
         for name, value in _parts(profile):
             table.add_row(name, escape(value))
         show(profile.name, table)
+        if is_kept:
+            typer.echo(f"Measured on {profile.measured} and kept. Measure again with `zerostd measure --again`.")
 
 
-def measured(disk_path: str | None = None, *, again: bool = False) -> MachineProfile:
+def measured(disk_path: str | None = None) -> MachineProfile:
     """Return the profile of this machine, with a bar on stderr while it is measured."""
+    return measure_here(disk_path, again=False)[0]
+
+
+def measure_here(disk_path: str | None, *, again: bool) -> tuple[MachineProfile, bool]:
+    """Return the profile of this machine, and whether it was measured before and kept."""
     if disk_path is not None:
         check_disk(0, disk_path)  # before anything takes its time
+    parts: list[str] = []
     columns = (BarColumn(bar_width=30), TextColumn("{task.description}"), TimeElapsedColumn())
     with ProgressBar(*columns, total=1.0, is_shown=is_first_rank()) as bar:
-        return load_or_measure(disk_path=disk_path, on_progress=lambda what, done: bar.update(done, what), again=again)
+
+        def show_part(what: str, done: float) -> None:
+            parts.append(what)
+            bar.update(done, what)
+
+        profile = load_or_measure(disk_path=disk_path, on_progress=show_part, again=again)
+    return profile, not parts
 
 
 def _parts(profile: MachineProfile) -> Iterator[tuple[str, str]]:
@@ -61,22 +75,23 @@ def _parts(profile: MachineProfile) -> Iterator[tuple[str, str]]:
     disk = profile.disk
     yield "device", profile.device
     if link is None:
-        yield "link", "none: the device is the processor"
+        yield "link", "none: the device is the CPU"
     else:
         yield "link", f"{_rate(link.up)} up, {_rate(link.down)} down, {_rate(link.both)} both ways together"
     for threads, ns in sorted(profile.processor.update_ns.items()):
-        yield "processor", f"{ns:.3g} ns a parameter with {threads} thread{'s' if threads > 1 else ''}"
-    yield "memory", f"{_rate(profile.processor.memory)} with everything busy"
-    yield "device's updates", f"{profile.resident_ns:.3g} ns a parameter"
+        yield "CPU update", f"{ns:.3g} ns per parameter with {threads} thread{'s' if threads > 1 else ''}"
+    yield "host memory", f"{_rate(profile.processor.memory)} with everything busy"
+    yield "device update", f"{profile.resident_ns:.3g} ns per parameter"
     for dtype, rate in profile.matrix.items():
-        yield "matrix products", f"{rate / 1e12:.3g} TFLOP/s in {dtype}"
+        unit, size = ("TFLOP/s", 1e12) if rate >= 1e12 else ("GFLOP/s", 1e9)
+        yield "matrix products", f"{rate / size:.3g} {unit} in {dtype}"
     if disk is None:
         yield "disk", "not measured"
     else:
         rates = f"{_rate(disk.read)} read, {_rate(disk.write)} written, {_rate(disk.both)} each at once"
-        yield "disk", f"{rates}: {disk.path}"
+        yield "disk", f"{rates} ({disk.path})"
     for wire in profile.wires:
-        yield "wires", f"{_rate(wire.bandwidth)} a rank among {wire.ranks} ({wire.name}), {wire.latency * 1e6:.0f} us"
+        yield "wires", f"{_rate(wire.bandwidth)} per rank among {wire.ranks} ({wire.name}), {wire.latency * 1e6:.0f} us"
     if not profile.wires:
         yield "wires", "not measured: one rank"
     for tier, size in profile.free.items():

@@ -15,15 +15,16 @@ DTYPE = "fp32, bf16 or fp16. Default: the one before prepare."
 
 
 def merge(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A directory that zerostd.save wrote.")],
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Directory or URL that zerostd.save wrote.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to create.")],
     dtype: Annotated[str | None, typer.Option(metavar="NAME", help=DTYPE)] = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The largest size of a file.")] = "5GB",
     as_json: Annotated[bool, typer.Option("--json", help="Print the files as JSON, and nothing else.")] = False,
 ) -> None:
-    """Write the model of a checkpoint as safetensors files, which torch, transformers and the Hugging Face hub read.
+    """Write the model of a checkpoint as safetensors files.
 
-    It takes one process and little memory, and needs neither a GPU nor the model.
+    Torch, transformers and the Hugging Face hub read them. It takes one process and little memory, and needs neither a
+    GPU nor the model.
     """
     paths = merging.merge(checkpoint, out, dtype, max_shard_size)
     sizes = {path: os.path.getsize(path) for path in paths}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,30 +13,33 @@ import typer
 from rich.console import Console
 
 from zerostd import api
+from zerostd.cli.machines import find_machine
 from zerostd.cli.measure import measured
-from zerostd.cli.printing import show_scaling, show_states, title_of, write
+from zerostd.cli.printing import in_options, show_scaling, show_states, title_of, write
 from zerostd.cli.sources import Built, check_options, in_precision, make_model, parse_budget, parse_counts, parse_ways
 from zerostd.errors import PrepareError
-from zerostd.measuring import load_profile
 from zerostd.measuring.model import profile_model
+from zerostd.monitoring.texts import size_text
 from zerostd.planning import MachineProfile, ModelProfile, Plan
 from zerostd.planning.cluster import NO_WIRES, ScalingRow, TrainingOptions, plan_on, scaling
 from zerostd.planning.described import from_config, from_numbers
-from zerostd.policy import Precision, Stage
+from zerostd.policy import Precision, Stage, Tier, limit_of
+from zerostd.reporting import plan_page
 
 SEQUENCE = 1024  # tokens of a sample of a model in numbers, if nobody says
 
 FACTORY = "A function that returns a model, (model, optimizer) or (model, optimizer, batch)."
 META = "Call the function on the meta device: nothing is allocated."
 PARAMS = "A GPT with this many parameters, such as 350M, 7.5B or 1T."
-CLUSTER = "Profile of another machine: a JSON file, or five-v100, dgx2-400, h200-1. Default: this machine."
-CLUSTERS = Path(__file__).parent / "clusters"  # that come with zerostd, by name
+MACHINE = "Another machine, such as 8xh100-80 or 4x8xa100-80, or the path of a JSON profile. Default: this machine."
 LIMITS = "The most to use of each tier, such as device=24GiB,host=96GiB,disk=200GiB."
 BATCH = "Samples of a step on one rank. Without --samples, the size of a pass is searched."
 RECOMPUTE = "Blocks keep only their inputs and are recomputed in backward."
-WAYS = "Ways to treat activations, of which the best is chosen: keep,recompute,host, or any."
-WORLDS = "Compare numbers of ranks, such as 64,256,1024."
+WAYS = "Ways to treat activations, of which the best is chosen: keep,recompute,recompute+host,host, or any."
+WORLDS = "Compare numbers of ranks, such as 64,256,1024. Without --samples, the size of a pass is searched for each."
 STEP_SAMPLES = "With --scaling: samples of a step, all ranks together."
+HTML = "Write the plan as a page, with plans for other budgets of the device."
+PARTS = (0.25, 0.5, 0.75, 1.25, 1.5, 2.0)  # of the device's limit, planned for too
 PAPER = "Model state by stage and number of devices, as in Table 1 of the ZeRO paper."
 
 What = partial(typer.Option, rich_help_panel="What")
@@ -52,7 +57,7 @@ def plan(
     layers: Annotated[int | None, What(metavar="N", help="Number of blocks of the GPT.")] = None,
     vocabulary: Annotated[int | None, What(metavar="N", help="Rows of the GPT's embedding.")] = None,
     config: Annotated[Path | None, What(metavar="FILE", help="The model of a Hugging Face config.json.")] = None,
-    cluster: Annotated[Path | None, Where(metavar="FILE", help=CLUSTER)] = None,
+    machine: Annotated[str | None, Where("--machine", "--cluster", metavar="NAME", help=MACHINE)] = None,
     world: Annotated[int | None, Where(metavar="N", help="Number of ranks. Default: those of this job.")] = None,
     budget: Annotated[str | None, Where(metavar="TIER=SIZE", help=LIMITS)] = None,
     disk_path: Annotated[str | None, Where(metavar="DIR", help="The directory of a disk tier on this machine.")] = None,
@@ -70,10 +75,13 @@ def plan(
     table: Annotated[bool, Shown("--table", help=PAPER)] = False,
     as_json: Annotated[bool, Shown("--json", help="Print JSON, and nothing else.")] = False,
     output: Annotated[Path | None, Shown(metavar="FILE", help="Save the plan there, for prepare(plan=...).")] = None,
+    html: Annotated[Path | None, Shown(metavar="FILE", help=HTML)] = None,
 ) -> None:
     """Plan where model state is kept, and predict how long a step takes."""
     check_options(context.params)
     numbers = Precision.parse(precision)
+    described, num_ranks = find_machine(machine, disk_path)
+    world = num_ranks if world is None else world
     options = TrainingOptions(
         world_size=1 if world is None else world,
         stage=None if stage is None else Stage.parse(stage),
@@ -94,34 +102,60 @@ def plan(
     if table:
         show_states(models, as_json=as_json)
     elif scaling is not None:
-        title, rows = _scale(source, options, numbers, cluster, parse_counts(scaling), step_samples)
+        title, rows = _scale(source, options, numbers, described, parse_counts(scaling), step_samples)
         show_scaling(title, rows, tokens if params else sequence, as_json=as_json)
     else:
-        title, plan = _plan(source, options, numbers, cluster, world)
-        if output is not None:
-            write(output, plan.to_json())
-        typer.echo(plan.to_json() if as_json else f"{title}\n\n{plan.explain()}\n", nl=False)
+        plan_with = partial(_plan, source, precision=numbers, machine=described, world=world)
+        _show(plan_with, options, output, html, as_json=as_json)
+
+
+def _show(
+    plan_with: Callable[[TrainingOptions], tuple[str, Plan]],
+    options: TrainingOptions,
+    output: Path | None,
+    html: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Make a plan, write what is asked for, and print it."""
+    title, plan = plan_with(options)
+    if output is not None:
+        write(output, plan.to_json())
+    if html is not None:
+        write(html, plan_page(title, plan, _for_other_budgets(plan, options, plan_with)))
+    typer.echo(plan.to_json() if as_json else f"{title}\n\n{in_options(plan.explain())}\n", nl=False)
+
+
+def _for_other_budgets(plan: Plan, options: TrainingOptions, plan_with: Callable[..., tuple[str, Plan]]) -> list[Plan]:
+    """Return the plan, and those for less and more of the device that fit."""
+    plans = [plan]
+    for part in PARTS:
+        budget = replace(options.budget, device=int(part * plan.limits[Tier.DEVICE]))
+        with contextlib.suppress(PrepareError):
+            plans.append(plan_with(replace(options, budget=budget))[1])
+    return plans
 
 
 def _plan(
     source: ModelProfile | Built,
     options: TrainingOptions,
     precision: Precision,
-    cluster: Path | None,
+    machine: MachineProfile | None,
     world: int | None,
 ) -> tuple[str, Plan]:
     """Return a title and the plan; for a module the one that prepare would make, to the byte."""
     budget = options.budget
+    here = machine is None
     if isinstance(source, ModelProfile):
-        described = _machine(cluster, budget.disk_path)
+        machine = machine or measured(budget.disk_path)
         with Console(stderr=True).status("planning"):
-            plan = plan_on(source, described, options)
-        return title_of(source.name, source.numel, described.name), plan
+            plan = plan_on(source, machine, options)
+        name = f"this machine ({machine.name})" if here else machine.name
+        return title_of(source.name, source.numel, name), _with_notes(plan, machine, options, here=here)
     model, optimizer, batch = source
-    machine = None if cluster is None else _machine(cluster, budget.disk_path)
     if machine is not None and machine.disk is not None:
         budget = replace(budget, disk_path=machine.disk.path)
-    doing = "planning, and measuring this machine if that was not done yet" if machine is None else "planning"
+    doing = "planning; this machine is measured first if it was not yet" if here else "planning"
     with Console(stderr=True).status(doing):
         plan = api.plan(
             model,
@@ -142,11 +176,27 @@ def _plan(
     return title, plan
 
 
+def _with_notes(plan: Plan, machine: MachineProfile, options: TrainingOptions, *, here: bool) -> Plan:
+    """Return the plan with a note where it is for more memory than the machine has whose rates it uses."""
+    free = machine.free.get("device", 0)
+    limit = limit_of(options.budget.device)
+    if limit is None or limit <= free:
+        return plan
+    whose = "this machine" if here else machine.name
+    note = (
+        f"The budget for the device is {size_text(limit)}, but {whose} has {size_text(free)} free. All rates are those "
+        f"of {whose}."
+    )
+    return replace(
+        plan, notes=(*plan.notes, note + (" Name another with --machine, such as 8xh100-80." if here else ""))
+    )
+
+
 def _scale(
     source: ModelProfile | Built,
     options: TrainingOptions,
     precision: Precision,
-    cluster: Path | None,
+    machine: MachineProfile | None,
     worlds: list[int],
     step_samples: int | None,
 ) -> tuple[str, list[ScalingRow]]:
@@ -156,23 +206,7 @@ def _scale(
     else:
         model, optimizer, batch = source
         profile = profile_model(model, optimizer, precision=precision, batch=batch)
-    machine = _machine(cluster, options.budget.disk_path)
+    machine = machine or measured(options.budget.disk_path)
     with Console(stderr=True).status("planning"):
         rows = scaling(profile, machine, worlds, use=options, samples_per_step=step_samples)
     return f"{title_of(profile.name, profile.numel, machine.name)}; predicted, not measured", rows
-
-
-def _machine(cluster: Path | None, disk_path: str | None) -> MachineProfile:
-    """Return the profile of the cluster, or of this machine."""
-    if cluster is None:
-        return measured(disk_path)
-    if disk_path is not None:
-        raise PrepareError(
-            "--disk-path is of this machine, and --cluster is another: its profile says what disk it has"
-        )
-    packaged = {path.stem: path for path in CLUSTERS.glob("*.json")}
-    if not cluster.exists() and cluster.name == str(cluster) and not cluster.suffix and cluster.name not in packaged:
-        raise PrepareError(
-            f"--cluster {cluster}: there is no such file, and the clusters are {', '.join(sorted(packaged))}"
-        )
-    return load_profile(packaged.get(str(cluster), cluster) if not cluster.exists() else cluster)

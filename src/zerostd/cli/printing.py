@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from zerostd.errors import StorageError
-from zerostd.monitoring.texts import size_text
+from zerostd.monitoring.texts import seconds_text, short_size
 from zerostd.planning import ModelProfile
 from zerostd.planning.cluster import ScalingRow, state_bytes
 from zerostd.planning.described import UNITS
 from zerostd.policy import Stage, Tier
 
-WIDTH = 120  # where the output is no terminal
+WIDTH = 80  # where the output is no terminal
 DEGREES = (1, 4, 16, 64, 256, 1024)
 PLACES = {10: "0.01", 100: "0.1", math.inf: "1"}  # below 10, below 100, above
 
@@ -42,6 +42,23 @@ def title_of(name: str, numel: int, machine: str) -> str:
     unit = max((unit for unit, size in UNITS.items() if numel >= size), key=UNITS.__getitem__, default="")
     count = f"{numel / UNITS[unit]:.3g} {unit}".strip()
     return f"{name}: {count} parameters on {machine}"
+
+
+OPTIONS = {  # what plans and errors call things in Python, and options of the command line
+    "prepare is not told with accumulate= how": "--accumulate does not say how",
+    "leave accumulate= out of prepare": "leave --accumulate out",
+    "Budget(disk=..., disk_path=...)": "--budget disk=... with --disk-path",
+    "Budget(disk_path=...)": "--disk-path",
+    "Budget(device=...)": "--budget device=...",
+    "Budget(host=...)": "--budget host=...",
+}
+
+
+def in_options(text: str) -> str:
+    """Return a text about Python's options in words of the command line."""
+    for python, option in OPTIONS.items():
+        text = text.replace(python, option)
+    return text
 
 
 def is_first_rank() -> bool:
@@ -67,32 +84,36 @@ def show_scaling(title: str, rows: Sequence[ScalingRow], sequence: int | None, *
         typer.echo(json.dumps(objects, indent=2))
         return
     tiers = [tier for tier in Tier if any(row.state.get(tier) for row in rows)]
-    states = [f"state, {tier.value}" for tier in tiers]
+    states = [tier.value for tier in tiers]
     rate = "samples/s" if sequence is None else "tokens/s"
-    table = _table("ranks", "stage", *states, "sent a step", "step", "of it compute", rate, "efficiency")
+    heads = ("sent", "pass", "step", rate, "TFLOP/s", "efficiency")
+    table = _table("ranks", "stage", *states, *heads)
     for row in rows:
         if row.stage is None:
-            table.add_row(f"{row.world_size:,}", *("-" for _ in range(5 + len(tiers))), "does not fit")
+            table.add_row(f"{row.world_size:,}", *("-" for _ in range(6 + len(tiers))), "does not fit")
             continue
         per_s = row.samples_per_s * (sequence or 1)
         table.add_row(
             f"{row.world_size:,}",
             str(row.stage.value),
-            *(size_text(row.state.get(tier, 0)) for tier in tiers),
-            size_text(row.sent),
-            f"{row.step_s:.3g} s",
-            f"{row.compute_s / row.step_s:.0%}",
+            *(short_size(row.state.get(tier, 0)) for tier in tiers),
+            short_size(row.sent),
+            f"{row.samples:,}" if row.passes == 1 else f"{row.samples:,} x {row.passes:,}",
+            seconds_text(row.step_s),
             f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}",
+            f"{row.tflops:.3g}",
             f"{row.efficiency:.1%}",
         )
     show(title, table)
+    typer.echo("Of one rank: model state, bytes sent in a step, samples in a pass.")
     for row in rows:
         if row.refused:
             typer.echo(f"{row.world_size:,} ranks: {row.refused}")
 
 
 def _table(*heads: str) -> Table:
-    return Table(*(Column(head, justify="right") for head in heads))
+    columns = (Column(head, justify="right", no_wrap=True) for head in heads)
+    return Table(*columns, box=None, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 # -- Table 1 of the ZeRO paper --

@@ -27,12 +27,15 @@ def report(
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help=TRACE)] = None,
     tensorboard: Annotated[Path | None, typer.Option(metavar="DIR", help=SCALARS)] = None,
 ) -> None:
-    """Write a page about one run or several: memory, time, waiting, the plan against what happened, quality.
+    """Write a page about one run or several.
 
+    It shows what bounds a step, memory over time, the timeline of a step, waiting, and the plan against measurements.
     The page is one HTML file that needs no network.
     """
     if trace is not None and len(run_dirs) > 1:
-        raise MisuseError(f"--trace {trace} is of one run, and {len(run_dirs)} are named: ask for one after the other")
+        raise MisuseError(
+            f"--trace {trace} takes one run, and {len(run_dirs)} are named: run the command once for each"
+        )
     names = [path.resolve().name for path in run_dirs]
     runs = [
         read_run(path, name if names.count(name) == 1 else str(path))  # all of a path where its last part is not unique
@@ -52,7 +55,7 @@ def report(
     for notice in numbers["notices"]:
         typer.echo(notice)
     for shown in numbers["runs"]:
-        typer.echo(f"{shown['name']}: {shown['speed']['steps']:,} steps, {shown['lines']['read']:,} lines")
+        typer.echo(f"{shown['name']}: {shown['speed']['steps']:,} steps. {shown['verdict']}")
         for notice in shown["notices"]:
             typer.echo(f"  {notice}")
     typer.echo(f"Written: {', '.join(str(path) for path in (output or PAGE, trace, tensorboard) if path is not None)}")

@@ -40,23 +40,23 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise PrepareError("--meta goes with module:function")
     if names >= {"activations", "recompute"}:
         raise PrepareError("--recompute says what --activations leaves open: give one of them")
-    if "activations" in names and not names & {"samples", "batch"}:
+    if "activations" in names and not names & {"samples", "batch", "scaling"}:
         raise PrepareError("--activations needs to know how large a pass is: give --samples or --batch")
     if "function" in names and names & {"samples", "sequence", "batch", "recompute", "activations"}:
         raise PrepareError(
             "--samples, --sequence, --batch, --recompute and --activations go with --params and --config; a function "
-            "says it itself: let it return (model, optimizer, batch)"
+            "decides these itself: let it return (model, optimizer, batch)"
         )
     if "step_samples" in names and ("scaling" not in names or given["step_samples"] < 1):
         raise PrepareError(f"--step-samples {given['step_samples']} goes with --scaling, and is 1 or more")
     if names >= {"table", "scaling"}:
-        raise PrepareError("--table and --scaling are two things: ask for one")
+        raise PrepareError("--table and --scaling exclude each other: give one")
     if "table" in names and names & {"function", "output"}:
         raise PrepareError("--table goes with --params or --config, and with --json, nothing else")
     if names >= {"scaling", "output"}:
         raise PrepareError("--output saves one plan; for --scaling use --json and the shell's >")
     if names >= {"scaling", "batch"}:
-        raise PrepareError("--batch is of one rank; with --scaling say the samples of a step with --step-samples")
+        raise PrepareError("--batch is per rank; with --scaling give the samples of a step with --step-samples")
     if "table" not in names and len(given.get("params", ())) > 1:
         raise PrepareError("several --params go with --table only; plan one model at a time")
 
@@ -152,7 +152,7 @@ def parse_budget(text: str | None, disk_path: str | None) -> Budget:
         if tier not in tiers:
             raise PrepareError(f"--budget {text!r}: {tier!r} is not a tier; use {', '.join(tiers)}")
         if tier in sizes:
-            raise PrepareError(f"--budget {text!r}: {tier} is there twice")
+            raise PrepareError(f"--budget {text!r}: {tier} is given twice")
         sizes[tier] = size
     return Budget(**sizes, disk_path=disk_path)
 

@@ -124,7 +124,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if num_passes > optimizer._max_passes:
             raise MisuseError(
                 f"backward pass {num_passes} since the last step, but backward_passes_per_step={optimizer._max_passes}:"
-                " say how many there are, or call optimizer.zero_grad() after a pass that failed"
+                " set the actual number, or call optimizer.zero_grad() after a pass that failed"
             )
         if num_passes > optimizer._num_announced:
             optimizer._num_announced += 1
@@ -251,7 +251,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         name, value = item if isinstance(item, tuple) else ("an entry", item)
         if not isinstance(value, torch.Tensor):
             raise MisuseError(
-                f"broadcast_parameters: {name!r} is a {type(value).__name__} and no tensor; send it with "
+                f"broadcast_parameters: {name!r} is a {type(value).__name__} not a tensor; send it with "
                 "hvd.broadcast_object, and leave it out here"
             )
         collectives.broadcast_(value, root_rank)

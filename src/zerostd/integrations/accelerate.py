@@ -58,7 +58,7 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(*args, **options)
         if self.ddp_handler is not None:
             raise zerostd.NotSupportedError(
-                "DistributedDataParallelKwargs in kwargs_handlers: there is no DDP that would heed it; leave it out"
+                "DistributedDataParallelKwargs in kwargs_handlers: there is no DDP that would use it; leave it out"
             )
         self.set_up(zero or {})
 

@@ -30,7 +30,7 @@ JSON_NAMES = {dict: "object", list: "array", str: "str", bool: "bool", int: "int
 WORDS = {
     "object": "an object",
     "array": "a list",
-    "str": "a text",
+    "str": "a string",
     "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
@@ -43,7 +43,7 @@ def path_of(path: str | os.PathLike[str], what: str, error: type[ZerostdError]) 
     descriptor, which is then closed."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if text is None or "\x00" in text or len(text) > LONGEST_PATH:
-        raise error(f"{what}={reprlib.repr(path)} must be a path: a text without null characters, or a pathlib.Path")
+        raise error(f"{what}={reprlib.repr(path)} must be a path: a string without null characters, or a pathlib.Path")
     return Path(path)
 
 
@@ -60,7 +60,7 @@ def read_document(path: str | os.PathLike[str], *, what: str, error: type[Zerost
     except OSError as problem:
         raise error(f"{what} cannot be read: {problem.strerror}{ending}") from problem
     if len(content) > LONGEST:
-        raise error(f"{what} has more than {LONGEST:,} bytes, which no document of ours has{ending}")
+        raise error(f"{what} has more than {LONGEST:,} bytes, too many for a document of zerostd{ending}")
     return content
 
 

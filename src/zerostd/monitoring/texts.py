@@ -11,3 +11,25 @@ def size_text(num_bytes: float) -> str:
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{int(num_bytes)} B" if num_bytes else "-"
+
+
+def short_size(num_bytes: float) -> str:
+    """Return bytes with three digits, for tables that must fit a terminal."""
+    for unit, size in UNITS:
+        if abs(num_bytes) >= size:
+            value = num_bytes / size
+            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+    return size_text(num_bytes)
+
+
+def seconds_text(value: float) -> str:
+    """Return seconds in the unit that fits, with three digits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("\N{MICRO SIGN}s", 1e-6)):
+        if abs(value) >= size:
+            return f"{rate_text(value / size)} {unit}"
+    return "0 s" if value == 0 else f"{value * 1e9:.3g} ns"
+
+
+def rate_text(value: float) -> str:
+    """Return a number with three digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

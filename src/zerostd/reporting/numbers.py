@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any, TypeVar
 
 from zerostd.policy import Kind, Tier
-from zerostd.reporting.records import Bytes, LeakLine, MemoryLine, QualityLine, RankLog, Run, StepLine
+from zerostd.reporting.records import Bytes, EventLine, LeakLine, MemoryLine, QualityLine, RankLog, Run, StepLine
 
 RESOURCES = ("device", "cpu", "up", "down", "disk", "wire")  # shown in this order, others after them
 CAUSES = ("updates", "parameters", "gradients")
@@ -61,20 +61,66 @@ def speed(steps: Steps) -> dict[str, Any]:
 
 def _rate(steps: Steps, name: str) -> float | None:
     """Return the median of samples or tokens a second, over the steps where some rank counted them."""
+    rates = _rates(steps, name)
+    return finite(median(rates)) if rates else None
+
+
+def _rates(steps: Steps, name: str) -> list[float]:
     rates = []
     for step in steps.values():
         counts = [number for line in step.values() if (number := getattr(line, name)) is not None]
         seconds = step_seconds(step)
         if counts and seconds > 0:
             rates.append(sum(counts) / seconds)
-    return finite(median(rates)) if rates else None
+    return rates
+
+
+def percent(value: float | None, base: float | None) -> float | None:
+    """Return by how many percent a value differs from another."""
+    return finite(100 * (value - base) / base) if value is not None and base else None
+
+
+def step_times(steps: Steps) -> dict[str, Any]:
+    """Return the seconds of each step."""
+    return _curve({number: [step_seconds(step)] for number, step in steps.items()})
 
 
 def losses(steps: Steps) -> dict[str, Any]:
-    """Return the loss by step; points of a loss that is not finite are null."""
-    return _curve(
-        {number: [line.loss for line in step.values() if line.loss is not None] for number, step in steps.items()}
-    )
+    """Return the loss by step; points of a loss that is not finite are null. `spread` is the standard deviation of the
+    last tenth of the steps."""
+    values = _by_step(steps, "loss")
+    known = [mean for step in sorted(values) if values[step] and (mean := _mean(values[step])) is not None]
+    last = known[-max(2, len(known) // 10) :]
+    return {**_curve(values), "spread": finite(stdev(last)) if len(last) > 1 else None}
+
+
+def curves(steps: Steps) -> list[dict[str, Any]]:
+    """Return what else of the steps gets a chart: gradient norm, learning rate, tokens or samples a second."""
+    values = {"gradient norm": _by_step(steps, "grad_norm"), "learning rate": _by_step(steps, "lr")}
+    for name in ("tokens", "samples"):
+        rates = {number: _rates({number: step}, name) for number, step in steps.items()}
+        if any(rates.values()):
+            values[f"{name}/s"] = rates
+            break
+    return [{"name": name, **_curve(by_step)} for name, by_step in values.items() if any(by_step.values())]
+
+
+def _by_step(steps: Steps, name: str) -> dict[int, list[float]]:
+    return {
+        number: [value for line in step.values() if (value := getattr(line, name)) is not None]
+        for number, step in steps.items()
+    }
+
+
+def sent(run: Run) -> dict[str, Any]:
+    """Return the bytes that collectives moved in a recorded step, all ranks together, and about how many in all."""
+    totals: dict[int, int] = {}
+    for log in run.ranks:
+        for event in log.of(EventLine):
+            totals[event.step] = totals.get(event.step, 0) + (event.bytes if event.lane == "wire" else 0)
+    mean = sum(totals.values()) / len(totals) if totals else None
+    num_steps = len(steps_of(run))
+    return {"a_step": None if not mean else int(mean), "in_all": None if not mean else int(mean * num_steps)}
 
 
 def qualities(run: Run) -> list[dict[str, Any]]:
@@ -232,6 +278,7 @@ def _area(lines: Sequence[MemoryLine], tier: Tier) -> dict[str, Any]:
         "bytes": [[line.bytes.get(tier, {}).get(kind, 0) for line in kept] for kind in kinds],
         "peak": [total(line.peak, tier) for line in kept],
         "allocated": [line.allocated for line in kept] if tier is Tier.DEVICE else [],
+        "reserved": [line.reserved for line in kept] if tier is Tier.DEVICE else [],
     }
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from zerostd.monitoring.texts import size_text
+from zerostd.monitoring.texts import rate_text, seconds_text, size_text
 from zerostd.policy import Tier
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -27,10 +27,10 @@ NONE = "\N{EN DASH}"  # where there is no value
 MINUS = "\N{MINUS SIGN}"
 WORDS = {
     "optimizer_states": "optimizer states",
-    "cpu": "processor",
+    "cpu": "CPU",
     "up": "link up",
     "down": "link down",
-    "wire": "wires",
+    "wire": "between ranks",
 }
 
 Place = tuple[str | int, ...]  # in the report: fields, numbers of rows, and names or tiers that rows have
@@ -40,6 +40,11 @@ Cell = dict[str, Any]  # text, value, path in the report such as "runs.0.speed.s
 
 def page_of(report: dict[str, Any]) -> str:
     """Return a report as HTML."""
+    return rendered("page.html", report, json.dumps(report, allow_nan=False, separators=(",", ":")), SCRIPTS)
+
+
+def rendered(template: str, report: dict[str, Any], data: str, scripts: Iterable[str]) -> str:
+    """Return a template with its numbers, its data as JSON for the scripts, and the style of all pages."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         extensions=["jinja2.ext.do"],
@@ -49,11 +54,10 @@ def page_of(report: dict[str, Any]) -> str:
         undefined=StrictUndefined,
     )
     environment.filters.update(FORMATS)
-    script = "\n" + "\n".join((TEMPLATES / name).read_text(encoding="utf-8") for name in SCRIPTS) + "\n"
-    data = json.dumps(report, allow_nan=False, separators=(",", ":"))
+    script = "\n" + "\n".join((TEMPLATES / name).read_text(encoding="utf-8") for name in scripts) + "\n"
     for letter in "<>&":  # so that it cannot end its script element
         data = data.replace(letter, f"\\u{ord(letter):04x}")
-    return environment.get_template("page.html").render(
+    return environment.get_template(template).render(
         report=report,
         tiers=list(Tier),
         cell_at=partial(_cell, report),
@@ -100,18 +104,6 @@ def _find(report: dict[str, Any], place: Place) -> tuple[Any, str]:
 # -- how values are written --
 
 
-def _seconds(value: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("\N{MICRO SIGN}s", 1e-6)):
-        if abs(value) >= size:
-            return f"{_rate(value / size)} {unit}"
-    return "0 s" if value == 0 else f"{value * 1e9:.3g} ns"
-
-
-def _rate(value: float) -> str:
-    """Return a number with three digits, or all before the point."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
 def _plain(value: Any) -> str:
     """Return a text, or a value of run.json's settings."""
     if value is None or value == "":
@@ -124,11 +116,11 @@ def _plain(value: Any) -> str:
 FORMATS: dict[str, Callable[[Any], str]] = {
     "bytes": lambda size: size_text(size) if size else "0 B",
     "count": "{:,}".format,
-    "error": lambda percent: f"{'+' if percent >= 0 else MINUS}{abs(percent):,.1f} %",
+    "error": lambda percent: f"{MINUS if round(percent, 1) < 0 else '+'}{abs(percent):,.1f} %",
     "loss": lambda value: f"{value:.4g}".replace("-", MINUS),  # or a quality
     "plain": _plain,
-    "rate": _rate,
-    "seconds": _seconds,
+    "rate": rate_text,
+    "seconds": seconds_text,
     "share": lambda share: f"{100 * share:,.1f} %",
     "word": lambda word: WORDS.get(word, _plain(word)),  # cells with it are not numbers
 }

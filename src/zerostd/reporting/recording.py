@@ -108,7 +108,7 @@ class _Step:
 
 
 class Recording(StepObserver):
-    """Of one prepared model on this rank, from `zerostd.record` to `close`."""
+    """The recording of one prepared model on this rank, from `zerostd.record` to `close`."""
 
     def __init__(self, runtime: Runtime, path: Path, *, every: int) -> None:
         self.path = path
@@ -121,17 +121,26 @@ class Recording(StepObserver):
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise StorageError(f"{path} cannot be made: {error.strerror}; name another directory") from error
+            raise StorageError(f"{path} cannot be created: {error.strerror}; name another directory") from error
         if runtime.world.rank == 0:
             _write_info(runtime, path)
         self._file = (path / f"rank-{runtime.world.rank}.jsonl").open("w", encoding="utf-8")
-        runtime.observers.append(self)
         self._zero = Timestamp.of_idle(self._device)
-        self._begun = Timestamp(self._device)
         self._plan = runtime.settings.plan
         self._leaks = runtime.ledger.leaks
-        self._leaks.start(runtime.backward.passes.num_steps + 1)
-        self._choose_next(runtime.backward.passes.num_steps)
+        self._start()
+
+    def _start(self) -> None:
+        self._runtime.observers.append(self)
+        self._begun = Timestamp(self._device)
+        self._leaks.start(self._runtime.backward.passes.num_steps + 1)
+        self._choose_next(self._runtime.backward.passes.num_steps)
+
+    def reopen(self) -> None:
+        """Go on with a recording that was closed, in the same files: the next epoch of a loop."""
+        if self._file.closed:
+            self._file = Path(self._file.name).open("a", encoding="utf-8")  # noqa: SIM115
+            self._start()
 
     def __enter__(self) -> Self:
         return self
@@ -173,6 +182,8 @@ class Recording(StepObserver):
         optimizer = self._runtime.optimizer
         if optimizer is not None and optimizer.grad_norm is not None:
             step.numbers["grad_norm"] = PendingNumber(optimizer.grad_norm)
+        if optimizer is not None and "lr" in optimizer.param_groups[0]:
+            step.numbers["lr"] = PendingNumber(optimizer.param_groups[0]["lr"])
         self._steps.append(step)
         self._spans += events.take()
         self._write_memory(step.number)
@@ -255,7 +266,7 @@ class Recording(StepObserver):
             line = records.LeakLine(leak.step, leak.group, leak.kind.value, leak.tier.value, leak.num_bytes, leak.where)
             self._write_line(line)
             log.warning(
-                "%d bytes of %s of group %r on the %s were taken in step %d and are still there after the next: %s",
+                "%d bytes of %s of group %r on the %s, allocated in step %d, are still held after the next step: %s",
                 *(line.bytes, line.what, line.group, line.tier, line.step, line.where),
             )
 

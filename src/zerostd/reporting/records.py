@@ -158,6 +158,7 @@ class RankLog:
     unreadable: list[str] = field(default_factory=list)  # the first of them, with file, line and reason
     unknown: Counter[str] = field(default_factory=Counter)  # lines by kinds of other versions
     num_repeated: int = 0  # steps that were written twice
+    has_ended: bool = False  # the run ended by itself on this rank, after its last step
 
     def of(self, kind: type[AnyLine]) -> list[AnyLine]:
         """Return all lines of one kind."""
@@ -166,11 +167,6 @@ class RankLog:
     def seconds(self, kind: str) -> list[SecondsLine]:
         """Return the lines that are "waiting" or "busy"."""
         return [line for line in self.of(SecondsLine) if line.kind == kind]
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the run ended by itself on this rank."""
-        return bool(self.of(EndLine))
 
 
 @dataclass(frozen=True)
@@ -200,7 +196,7 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
         raise StorageError(f"{directory} is not a directory; name one that holds a run.json")
     try:
         if not file.exists():
-            raise StorageError(f"{directory} holds no run.json, so it is no run directory; name one that does")
+            raise StorageError(f"{directory} holds no run.json, so it is not a run directory; name one that does")
         info = parse_run_info(read_document(file, what=str(file), error=StorageError), str(file))
         matches = [(RANK_FILE.fullmatch(file.name), file) for file in directory.iterdir()]
         files = sorted((int(match[1]), file) for match, file in matches if match)
@@ -238,6 +234,7 @@ def _read_rank(rank: int, file: Path) -> RankLog:
                 log.unknown[line] += 1
             else:
                 log.lines.setdefault(type(line), []).append(line)
+                log.has_ended = (log.has_ended and not isinstance(line, StepLine)) or isinstance(line, EndLine)
     steps = log.of(StepLine)
     last = {step.step: step for step in steps}
     log.num_repeated = len(steps) - len(last)
@@ -307,7 +304,7 @@ def parse_line(text: bytes, what: str) -> Line | str:
     fields = parse_object(text, what, parse_float=_int_or_float)
     kind = fields.get("kind")
     if not isinstance(kind, str):
-        raise StorageError(f"{what}: kind is {kind!r}, and must be a text")
+        raise StorageError(f"{what}: kind is {kind!r}, and must be a string")
     if kind not in KINDS:
         return kind
     line = convert(fields, KINDS[kind], what=what, error=StorageError)

@@ -14,6 +14,7 @@ from zerostd.reporting import numbers
 from zerostd.reporting.plans import plans
 from zerostd.reporting.records import MemoryLine, QualityLine, Run, tidy_text
 from zerostd.reporting.timeline import timelines
+from zerostd.reporting.verdict import verdict
 
 FORMAT = 1  # of the report
 MOST_LEAKS = 200  # rows
@@ -21,7 +22,11 @@ MOST_LEAKS = 200  # rows
 
 def report_of(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the numbers of one or several runs."""
-    return {"format": FORMAT, "notices": [*_differences(runs)], "runs": [_run(run) for run in runs]}
+    reports = [_run(run) for run in runs]
+    for report in reports:
+        speed = report["speed"]
+        speed["change_percent"] = numbers.percent(speed["step_s"], reports[0]["speed"]["step_s"])
+    return {"format": FORMAT, "notices": [*_differences(runs)], "runs": reports}
 
 
 def report_json(report: dict[str, Any]) -> str:
@@ -53,16 +58,20 @@ def _run(run: Run) -> dict[str, Any]:
             "torn": sum(log.is_torn for log in run.ranks),
         },
         "speed": numbers.speed(steps),
+        "step_times": numbers.step_times(steps),
         "losses": numbers.losses(steps),
+        "curves": numbers.curves(steps),
         "quality": numbers.qualities(run),
         "memory": numbers.memory(run),
         "utilisation": [*numbers.utilisation(run)],
         "waiting": [*numbers.waiting(run)],
         "ranks": [*numbers.ranks(run)],
         "timeline": timelines(run, steps),
+        "sent": numbers.sent(run),
         "plans": planned,
         "leaks": leaks[:MOST_LEAKS],
     }
+    report["verdict"] = verdict(report)
     report["notices"] = [*run.notices, *plan_notices, *_retried(run), *_thinned(run, report, len(leaks))]
     return report
 

@@ -7,6 +7,7 @@ tier. Nothing here waits for the device: a loss is shown when it has arrived.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections import Counter
@@ -19,10 +20,12 @@ from torch import nn
 
 from zerostd.engine.runtime import Runtime, runtime_of
 from zerostd.monitoring.progress import ProgressBar
-from zerostd.monitoring.texts import size_text
+from zerostd.monitoring.texts import rate_text, seconds_text, size_text
 from zerostd.reporting.recording import EVERY, PendingNumber, Recording, record
 
 LINE_EVERY_S = 10.0
+BAR_WIDTH = 14
+TAKEN_BY_BAR = 38  # columns of a terminal, beside the counts: the word, the bar and the time that is left
 SMOOTH = 0.9  # of a step's length is what the steps before took
 
 Batch = TypeVar("Batch")
@@ -36,7 +39,7 @@ def track(
     total: int | None = None,
     every: int = EVERY,
 ) -> Tracker[Batch]:
-    """Go through a loader, showing how training gets on; and record the run, if it has a directory.
+    """Iterate over a loader and show progress; with a directory, record the run.
 
         steps = zerostd.track(loader, model, run_dir="runs/monday")
         for batch in steps:
@@ -44,18 +47,21 @@ def track(
             optimizer.step()
             steps.log(loss=loss)
 
+    Iterate again for the next epoch: the recording goes on in the same directory.
+
     Args:
-        loader: What gives the batches: any iterable.
+        loader: Any iterable of batches.
         model: The module that prepare was called on.
-        run_dir: As `path` of `zerostd.record`. None: nothing is recorded.
-        total: Number of batches, if the loader does not know it.
+        run_dir: The run directory to create, as `path` of `zerostd.record`. None: nothing is recorded.
+        total: Number of batches, if the loader has no length.
         every: As for `zerostd.record`.
     """
     return Tracker(loader, runtime_of(model, "track"), record(model, run_dir, every=every) if run_dir else None, total)
 
 
 class Tracker(Generic[Batch]):
-    """A loader that shows progress. Leaving its loop, however that happens, closes the recording."""
+    """A loader that shows progress. Leaving its loop, however that happens, closes the recording; another loop over it
+    goes on with the recording."""
 
     def __init__(
         self, loader: Iterable[Batch], runtime: Runtime, recording: Recording | None, total: int | None
@@ -77,10 +83,18 @@ class Tracker(Generic[Batch]):
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def __len__(self) -> int:
+        """Return the number of batches; TypeError if neither the loader nor `total` says it."""
+        if self._total is None:
+            raise TypeError(f"{type(self._loader).__name__} has no length; pass total= to zerostd.track")
+        return self._total
+
     def __iter__(self) -> Iterator[Batch]:
+        if self.recording is not None:
+            self.recording.reopen()
         if self._bar is None and self._runtime.world.rank == 0 and sys.stderr.isatty():
-            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
-            self._bar = ProgressBar(*columns, TimeRemainingColumn(), total=self._total, is_transient=False)
+            columns = (TextColumn("training"), BarColumn(BAR_WIDTH), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = ProgressBar(*columns, TextColumn("{task.fields[note]}"), total=self._total, is_transient=False)
             self._bar.update(0)
         try:
             begun = time.perf_counter()
@@ -119,7 +133,8 @@ class Tracker(Generic[Batch]):
         if self._runtime.world.rank != 0:
             return
         if self._bar is not None:
-            self._bar.update(number, note=self._text())
+            room = shutil.get_terminal_size().columns - TAKEN_BY_BAR - 2 * len(str(self._total))
+            self._bar.update(number, note=self._text()[: max(0, room)])
         elif number == self._total or time.perf_counter() - self._last_line > LINE_EVERY_S:
             self._last_line = time.perf_counter()
             print(f"training {number}/{self._total or '?'} {self._text()}", file=sys.stderr, flush=True)
@@ -127,9 +142,9 @@ class Tracker(Generic[Batch]):
     def _text(self) -> str:
         parts = [f"{name} {value:.4g}" for name, value in self._shown.items() if name not in ("samples", "tokens")]
         step_s = self._step_s or 0.0
-        parts.append(f"{step_s:.3g} s a step")
+        parts.append(f"{seconds_text(step_s)}/step")
         counted = [name for name in ("tokens", "samples") if self._shown.get(name) and step_s]
-        parts += [f"{self._shown[name] / step_s:.4g} {name}/s" for name in counted[:1]]
+        parts += [f"{rate_text(self._shown[name] / step_s)} {name}/s" for name in counted[:1]]
         held = Counter[str]()
         for (tier, _), size in self._runtime.ledger.now.items():
             held[tier.value] += size

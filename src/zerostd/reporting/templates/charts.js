@@ -77,7 +77,7 @@ function ticks(low, high, count, base = 10) {
 // A frame with axes: places of x and y, and the SVG to draw into.
 function frame(parent, options) {
   const texts = options.yTicks.map(options.yText), width = Math.max(240, parent.clientWidth), height = options.height;
-  const left = 10 + 7 * Math.max(...texts.map((text) => text.length)), right = width - 1, top = 10, bottom = height - 26;
+  const left = 10 + 7 * Math.max(...texts.map((text) => text.length)), right = width - 1, top = options.yLabel ? 26 : 10, bottom = height - 42;
   const svg = draw(parent, "svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", tabindex: 0, "aria-label": options.label });
   const [x0, x1] = options.xs, [y0, y1] = options.ys;
   const x = (value) => left + ((value - x0) / (x1 - x0 || 1)) * (right - left);
@@ -89,8 +89,10 @@ function frame(parent, options) {
   draw(svg, "line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom });
   for (const value of ticks(x0, x1, clamp(width / 110, 2, 9)).filter((one) => options.xWhole !== true || Number.isInteger(one))) {
     const place = x(value), anchor = place > width - 30 ? "end" : "middle";
-    draw(svg, "text", { x: place, y: height - 8, "text-anchor": anchor }, options.xText(value));
+    draw(svg, "text", { x: place, y: height - 24, "text-anchor": anchor }, options.xText(value));
   }
+  draw(svg, "text", { x: (left + right) / 2, y: height - 6, "text-anchor": "middle" }, options.xLabel);
+  if (options.yLabel) draw(svg, "text", { x: 0, y: 12 }, options.yLabel);
   return { svg, x, y, width, height, left, right, top, bottom };
 }
 
@@ -143,7 +145,7 @@ function legend(parent, entries) {
 
 // -- lines: losses and qualities, one for each run --
 
-function drawLines(parent, series, title) {
+function drawLines(parent, series, title, text = valueText) {
   const shown = series.filter((one) => one.points.length);
   const values = shown.flatMap((one) => one.points.map((point) => point[1])).filter((value) => value !== null);
   const steps = shown.flatMap((one) => one.points.map((point) => point[0]));
@@ -155,9 +157,9 @@ function drawLines(parent, series, title) {
   if (xs[0] === xs[1]) { xs[0] -= 1; xs[1] += 1; }
   const style = (index) => ({ stroke: COLOURS[index % COLOURS.length], dash: DASHES[index % DASHES.length] });
   if (series.length > 1) legend(parent, series.map((one, index) => [one.name, style(index)]).filter((_, index) => series[index].points.length));
-  const ends = shown.map((one) => `${one.name}: ${valueText(one.points[one.points.length - 1][1])} at step ${one.points[one.points.length - 1][0]}`);
+  const ends = shown.map((one) => `${one.name}: ${text(one.points[one.points.length - 1][1])} at step ${one.points[one.points.length - 1][0]}`);
   const made = frame(parent, {
-    height: 260, xs, ys: [low, high], yTicks: ticks(low, high, 5), yText: valueText, xWhole: true,
+    height: 250, xs, ys: [low, high], yTicks: ticks(low, high, 5), yText: text, xWhole: true, xLabel: "step", yLabel: title,
     xText: (value) => value.toLocaleString("en-US"), label: `${title} by step; last of ${ends.join(", ")}`,
   });
   series.forEach((one, index) => {
@@ -174,7 +176,7 @@ function drawLines(parent, series, title) {
   const all = [...new Set(steps)].sort((a, b) => a - b);
   const maps = shown.map((one) => [one.name, new Map(one.points)]);
   hover(made, all.map(made.x), (index) => [`step ${all[index].toLocaleString("en-US")}`,
-    maps.filter(([, map]) => map.has(all[index])).map(([name, map]) => [shown.length > 1 ? name : title, valueText(map.get(all[index]))])]);
+    maps.filter(([, map]) => map.has(all[index])).map(([name, map]) => [shown.length > 1 ? name : title, text(map.get(all[index]))])]);
 }
 
 // -- memory: kinds stacked, a chart for each tier --
@@ -208,27 +210,28 @@ function closer(tier, { now }, width) {
   if (kept.length > width / 4) kept = largest(kept, (at) => tier.steps[at]);
   if (kept.length > width / 4) kept = largest(kept, (at) => Math.floor((tier.times[at] - now[0]) / column));
   const pick = (row) => kept.map((at) => row[at]);
-  return { ...tier, times: pick(tier.times).map((time) => clamp(time, ...now)), steps: pick(tier.steps), bytes: tier.bytes.map(pick), peak: pick(tier.peak), allocated: tier.allocated.length ? pick(tier.allocated) : [], of: tier.times.length };
+  return { ...tier, times: pick(tier.times).map((time) => clamp(time, ...now)), steps: pick(tier.steps), bytes: tier.bytes.map(pick), peak: pick(tier.peak), allocated: tier.allocated.length ? pick(tier.allocated) : [], reserved: tier.reserved.length ? pick(tier.reserved) : [], of: tier.times.length };
 }
 
 function drawStack(figure, tier, limit) {
   const sums = tier.times.map((_, at) => tier.bytes.reduce((sum, row) => sum + row[at], 0));
-  const most = Math.max(1, ...sums, ...tier.peak, ...tier.allocated.map((one) => one || 0));
+  const most = Math.max(1, ...sums, ...tier.peak, ...tier.allocated.map((one) => one || 0), ...tier.reserved.map((one) => one || 0));
   const isNear = limit !== null && limit <= 1.6 * most;
   const top = Math.max(most, isNear ? limit : 0) * 1.06;
   const hasAllocated = tier.allocated.some((one) => one !== null);
-  const lines = [["peak, all kinds", tier.peak, "5 3"], ...(hasAllocated ? [["allocated on the device", tier.allocated, ""]] : [])];
+  const hasReserved = tier.reserved.some((one) => one !== null);
+  const lines = [["peak, all kinds", tier.peak, "5 3"], ...(hasAllocated ? [["allocated, with activations", tier.allocated, ""]] : []), ...(hasReserved ? [["reserved by the allocator", tier.reserved, "2 3"]] : [])];
   legend(figure, [
     ...tier.kinds.map((kind) => [words(kind), { fill: KINDS[kind] }]).reverse(),
     ...lines.map(([name, , dash]) => [name, { stroke: "--ink", dash }]),
-    ...(isNear ? [["planned for", { stroke: "--c5", dash: "10 3 2 3" }]] : []),
+    ...(limit !== null ? [[isNear ? "limit" : `limit ${bytesText(limit)}, above the chart`, { stroke: "--c5", dash: "10 3 2 3" }]] : []),
   ]);
   const times = tier.times.length > 1 ? tier.times : [tier.times[0], tier.times[0] + 1];
   const at = (index) => Math.min(index, tier.times.length - 1);
   const unit = [2 ** 40, 2 ** 30, 2 ** 20, 2 ** 10, 1].find((size) => top >= size);
   const made = frame(figure, {
-    height: 240, xs: [times[0], times[times.length - 1]], ys: [0, top], yTicks: ticks(0, top / unit, 5, unit === 1 ? 10 : 2).map((one) => one * unit),
-    yText: (value) => bytesText(value).replace(/\.00 /, " ").replace(/(\.\d)0 /, "$1 "), xText: secondsText,
+    height: 256, xs: [times[0], times[times.length - 1]], ys: [0, top], yTicks: ticks(0, top / unit, 5, unit === 1 ? 10 : 2).map((one) => one * unit),
+    yText: (value) => bytesText(value).replace(/\.00 /, " ").replace(/(\.\d)0 /, "$1 "), xText: secondsText, xLabel: "time since the run began",
     label: `${tier.tier} memory over time; ${tier.kinds.map((kind, row) => `${words(kind)} at most ${bytesText(Math.max(...tier.bytes[row]))}`).join(", ")}`,
   });
   const base = times.map(() => 0), tops = [];

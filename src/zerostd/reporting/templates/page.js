@@ -12,6 +12,10 @@ document.addEventListener("securitypolicyviolation", (event) => tellBroken(`refu
 const chosen = new Map(); // "memory 0": the index of the rank, "timeline 0": of the step
 
 const CHARTS = {
+  steps: (box) => drawLines(box, REPORT.runs.map((run) => ({ name: run.name, points: run.step_times.points })), "step time", (value) => (value === null ? "-" : secondsText(value))),
+  curve: (box, at) => drawLines(box, REPORT.runs.map((run) => ({
+    name: run.name, points: (run.curves.find((one) => one.name === at.dataset.name) || { points: [] }).points,
+  })), at.dataset.name),
   losses: (box) => drawLines(box, REPORT.runs.map((run) => ({ name: run.name, points: run.losses.points })), "loss"),
   quality: (box, at) => drawLines(box, REPORT.runs.map((run) => ({
     name: run.name, points: (run.quality.find((one) => one.name === at.dataset.name) || { points: [] }).points,

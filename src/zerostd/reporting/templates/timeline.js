@@ -1,6 +1,6 @@
 // The timeline of one step: a row for each rank and lane, a bar for each event.
 const BARS = { forward: "--c0", backward: "--c3", gather: "--c6", release: "--c4", reduce: "--c5", transfer: "--c1", update: "--c2", step: "--c7", several: "--c4" };
-const LANES = { cpu: "processor", up: "link up", down: "link down", wire: "wires" };
+const LANES = { cpu: "CPU", up: "link up", down: "link down", wire: "between ranks" };
 
 function drawTimeline(parent, run, step) {
   const shown = run.timeline.steps[step], span = windows.get(`timeline ${REPORT.runs.indexOf(run)}`) || [shown.from_s, shown.to_s];

@@ -1,0 +1,62 @@
+"""What a run amounts to, in two or three sentences: what bounds a step, what more memory would save, what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+BOUND_BY = {
+    "device": "compute on the device",
+    "cpu": "updates on the CPU",
+    "update": "updates",
+    "up": "the link to the device",
+    "down": "the link from the device",
+    "gradients": "gradients on their way to the host",
+    "disk": "the disk",
+    "wire": "communication between ranks",
+}
+TRY = {  # by what the loop waits for
+    "updates": "Try more tokens per step, accumulate=, or a share of the states on the device.",
+    "parameters": "Try parameters on the device, stage 2 instead of 3, or larger groups.",
+    "gradients": "Try gradients on the device.",
+}
+WORTH_SAYING = 0.05  # of a step
+
+
+def verdict(run: dict[str, Any]) -> str:
+    """Return the sentences about a run, from its numbers."""
+    if not run["speed"]["steps"]:
+        return "No step was recorded."
+    return " ".join([*_bound(run), *_more_memory(run), *_trouble(run)])
+
+
+def _bound(run: dict[str, Any]) -> Iterator[str]:
+    busy = {row["name"]: row["share"] or 0.0 for row in run["utilisation"]}
+    waits = {row["cause"]: row["share"] or 0.0 for row in run["waiting"]}
+    if not busy:
+        yield f"{run['speed']['steps']:,} steps were recorded, none of them with events."
+        return
+    first = max(busy, key=lambda name: busy[name])
+    yield f"Bound by {BOUND_BY.get(first, first)}, busy {min(1.0, busy[first]):.0%} of a step."
+    waited = sum(waits.values())
+    cause = max(waits, key=lambda name: waits[name], default="")
+    if waited >= WORTH_SAYING:
+        yield f"The loop waits {min(1.0, waited):.0%} of a step, mostly for {cause}. {TRY.get(cause, '')}".rstrip()
+    elif first == "device":
+        yield "Offloading costs next to nothing here."
+
+
+def _more_memory(run: dict[str, Any]) -> Iterator[str]:
+    step_s = run["speed"]["step_s"]
+    prices = run["plans"][-1]["prices"] if run["plans"] else []
+    savings = {row["tier"]: (row["saved_s_per_gib"] or 0.0) / step_s for row in prices if step_s}
+    tier = max(savings, key=lambda name: savings[name], default=None)
+    if tier is not None and savings[tier] >= WORTH_SAYING / 5:
+        yield f"1 GiB more {tier} memory would save about {min(1.0, savings[tier]):.0%} of a step."
+
+
+def _trouble(run: dict[str, Any]) -> Iterator[str]:
+    if run["losses"]["not_finite"]:
+        yield f"The loss was NaN or infinite in {run['losses']['not_finite']:,} steps."
+    if run["leaks"]:
+        yield f"Memory leaks in {len(run['leaks'])} place{'s' if len(run['leaks']) > 1 else ''}; see below."
