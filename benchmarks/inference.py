@@ -1,11 +1,12 @@
 """Tokens a second of a Llama whose weights do not stay on the device, against accelerate and plain torch, in one run.
 
-    python benchmarks/inference.py --out DIRECTORY            # 6.7 B parameters, about 4 minutes on an H200
+    python benchmarks/inference.py --out DIRECTORY            # 6.7 B parameters, 240 s on an H200
     python benchmarks/inference.py --small                    # a tiny one, to try the script
 
-Every row is `generate` of transformers with a cache, greedy, timed from token to token. Rows are appended to
-DIRECTORY/inference.jsonl as they are done. The link is measured in the same run; a row's GB/s are the bytes that it
-streams in a pass over the seconds of a token.
+Every row is `generate` of transformers with a cache, greedy, timed from token to token. Rows are written to
+DIRECTORY/inference.jsonl and inference.md as they are done. The link is measured in the same run; a row's GB/s are the
+bytes that it streams in a pass over the seconds of a token. A part that would not end before the limit is left out, and
+a part that fails says so; the others go on.
 """
 
 from __future__ import annotations
@@ -13,9 +14,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
+import tempfile
+import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +44,8 @@ class Clock(transformers.StoppingCriteria):
         self.times: list[float] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        finish()
+        if DEVICE.type == "cuda":  # the stream alone: copies for the next token go on
+            torch.cuda.current_stream().synchronize()
         self.times.append(time.perf_counter())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
@@ -89,16 +96,43 @@ def link_rate() -> float:
     return max(rates)
 
 
-def make_model(*, is_small: bool) -> torch.nn.Module:
-    config = transformers.LlamaConfig(eos_token_id=None, pad_token_id=0)
+def config_of(*, is_small: bool) -> Any:
+    sizes: dict[str, int] = {}  # those of the first Llama, 6.7 B
     if is_small:
-        config = transformers.LlamaConfig(
-            hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4, vocab_size=1024,
-            eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4}
+        sizes["vocab_size"] = 1024
+    return transformers.LlamaConfig(eos_token_id=None, pad_token_id=0, **sizes)
+
+
+def make_model(config: Any) -> torch.nn.Module:
     torch.manual_seed(0)
     with DEVICE:
         return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+
+
+def own_bytes() -> int:
+    """Bytes of memory that this process has, without pages of files."""
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(1024 * int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+
+
+@contextmanager
+def watched() -> Iterator[list[int]]:
+    """A list that gets the bytes that the process takes inside the block, again and again."""
+    found = [own_bytes()]
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.02):
+            found.append(own_bytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        is_over.set()
+        thread.join()
 
 
 class Bench:
@@ -123,6 +157,7 @@ class Bench:
         if self.out is not None:
             with (self.out / "inference.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
+            (self.out / "inference.md").write_text(page(self.rows))
 
     def measure(
         self, name: str, batch_size: int, num_tokens: int, streamed: int, rate: float, predicted_s: float
@@ -146,8 +181,8 @@ class Bench:
         for batch_size in BATCHES:
             self.measure("plain torch, on the device", batch_size, 10, 0, 0.0, 0.0)
 
-    def placed(self, name: str, tier: Tier, batches: tuple[int, ...], num_tokens: int, rate: float) -> None:
-        """All weights in one tier."""
+    def placed(self, name: str, tier: Tier, batches: tuple[tuple[int, int], ...], rate: float) -> None:
+        """All weights in one tier; batch sizes with the tokens of each."""
         plan = zerostd.Plan({"*": Homes(parameters=tier)})
         budget = zerostd.Budget(disk_path=self.disk)
         begun = time.perf_counter()
@@ -157,9 +192,33 @@ class Bench:
         predicted = self.machine.link.up if self.machine.link else 0.0
         if tier is Tier.DISK and self.machine.disk is not None:
             predicted = self.machine.disk.read
-        for batch_size in batches:
+        for batch_size, num_tokens in batches:
             self.measure(name, batch_size, num_tokens, self.total, rate, self.total / predicted if predicted else 0.0)
         zerostd.release(self.model)
+
+    def on_host(self) -> None:
+        batches = tuple((batch_size, 14) for batch_size in BATCHES)
+        self.placed("ours, all on the host", Tier.HOST, batches, self.link)
+
+    def on_disk(self) -> None:
+        rate = self.machine.disk.read if self.machine.disk is not None else 0.0
+        self.placed("ours, all on disk", Tier.DISK, ((8, 5), (1, 4), (64, 4)), rate)
+
+    def loading(self, config: Any) -> None:
+        """Files straight to the host: the memory that it takes at most, against the weights."""
+        with tempfile.TemporaryDirectory(dir=self.disk) as folder:
+            self.model.save_pretrained(folder, max_shard_size="2GB")
+            with zerostd.empty_init():
+                model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+            plan = zerostd.Plan({"*": Homes(parameters=Tier.HOST)})
+            begun = time.perf_counter()
+            with watched() as found:
+                zerostd.dispatch(model, folder, plan=plan, device=DEVICE, groups=self.groups)
+            seconds = time.perf_counter() - begun
+        taken = round((max(found) - found[0]) / self.total, 4)
+        rate = round(self.total / seconds / 1e9, 2)
+        self.add(name="loaded from files to the host", seconds=round(seconds, 1), gb_per_s=rate, ram_of_weights=taken)
+        zerostd.release(model)
 
     def planned(self) -> None:
         """Half of the weights stay on the device, as the planner says."""
@@ -192,44 +251,83 @@ class Bench:
         yield "second sleep", zerostd.sleep
         yield "second wake", zerostd.wake
 
-    def accelerate(self, batches: tuple[int, ...]) -> None:
+    def accelerate(self) -> None:
         import accelerate
 
         self.model.cpu()
         accelerate.cpu_offload(self.model, execution_device=DEVICE)
-        for batch_size in batches:
+        for batch_size in (8, 1, 64):
             self.measure("accelerate cpu_offload", batch_size, 5, self.total, self.link, 0.0)
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    names = ("batch", "token_s", "tokens_per_s", "gb_per_s", "of_rate", "predicted_over_measured", "device_gib")
-    print(f"\n{'':<28}" + "".join(f"{name:>14.13}" for name in (*names, "same_tokens")))
+NAMES = ("batch", "token_s", "tokens_per_s", "gb_per_s", "of_rate", "predicted_over_measured", "device_gib")
+NAMES = (*NAMES, "same_tokens", "ram_of_weights", "seconds")
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table, with what each is."""
+    device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
+    lines = [
+        "# Inference",
+        "",
+        f"`python benchmarks/inference.py` on {device}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, one run. of_rate: of the link, or of the disk, as measured in the same run.",
+        "",
+        "| | " + " | ".join(NAMES) + " |",
+        "|---|" + "--:|" * len(NAMES),
+    ]
     for row in rows:
-        if "gb_per_s" in row:
-            cells = "".join(f"{'' if row.get(name) is None else row[name]:>14}" for name in (*names, "same_tokens"))
-            print(f"{row['name']:<28}{cells}")
+        cells = ["" if row.get(name) is None else str(row[name]) for name in NAMES]
+        others = ", ".join(f"{key} {value}" for key, value in row.items() if key not in (*NAMES, "name"))
+        lines.append(f"| {row['name']}{': ' + others if others else ''} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where rows are written as they are done")
+    parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="where rows are written; default: $OUT")
     parser.add_argument("--disk", default="/tmp", help="a directory on the disk to stream from")
     parser.add_argument("--small", action="store_true", help="a tiny model")
-    parser.add_argument("--no-accelerate", action="store_true", help="leave accelerate out")
+    parser.add_argument(
+        "--limit", type=float, default=235.0, help="seconds after which no part begins that would pass it"
+    )
+    parser.add_argument("--only", nargs="*", help="names of parts: plain sleep host accelerate loading planned disk")
     options = parser.parse_args()
+    begun = time.perf_counter()
     if options.out is not None:
+        options.out = Path(options.out)
         options.out.mkdir(parents=True, exist_ok=True)
     groups = ["model.embed_tokens", "model.layers.*", "lm_head"] if options.small else None
-    bench = Bench(make_model(is_small=options.small), options.out, options.disk, groups)
-    bench.plain()
-    bench.sleep()
-    bench.placed("ours, all on the host", Tier.HOST, BATCHES, 14, bench.link)
-    bench.planned()
-    disk = bench.machine.disk.read if bench.machine.disk is not None else 0.0
-    bench.placed("ours, all on disk", Tier.DISK, (8,), 6, disk)
-    if not options.no_accelerate:
-        bench.accelerate(BATCHES)
-    show(bench.rows)
+    config = config_of(is_small=options.small)
+    bench = Bench(make_model(config), options.out, options.disk, groups)
+    parts: dict[
+        str, tuple[float, Callable[[], None]]
+    ] = {  # with seconds on an H200; what is asked for most comes first
+        "plain": (12, bench.plain),
+        "host": (28, bench.on_host),
+        "sleep": (20, bench.sleep),
+        "planned": (15, bench.planned),
+        "loading": (40, lambda: bench.loading(config)),
+        "disk": (85, bench.on_disk),
+        "accelerate": (55, bench.accelerate),  # the last: it changes the model
+    }
+    for name, (needed_s, run_part) in parts.items():
+        if options.only and name not in options.only:
+            continue
+        left = options.limit - (time.perf_counter() - begun)
+        if name == "disk":  # accelerate is compared in any case
+            left -= 0 if options.only else parts["accelerate"][0]
+        if left < needed_s and not options.small:
+            bench.add(name=f"{name} is left out", seconds=round(left, 1))
+            continue
+        try:
+            run_part()
+        except Exception as error:
+            traceback.print_exc()
+            bench.add(name=f"{name} failed: {type(error).__name__}: {str(error)[:200]}".replace("|", "/"))
+            with suppress(Exception):
+                zerostd.release(bench.model)
+    print(page(bench.rows))
 
 
 if __name__ == "__main__":

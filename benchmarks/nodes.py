@@ -45,8 +45,8 @@ def run(*words: str) -> str:
 
 
 @contextmanager
-def nodes(rate: int) -> Iterator[list[str]]:
-    """Two namespaces with a wire of `rate` Mbit/s each way between them."""
+def nodes(rate: int, burst: str = "1mb") -> Iterator[list[str]]:
+    """Two namespaces with a wire of `rate` Mbit/s each way between them; `burst` bytes may pass at once."""
     names = [f"node{number}-{os.getpid()}" for number in range(NUM_NODES)]
     try:
         for name in names:
@@ -57,7 +57,7 @@ def nodes(rate: int) -> Iterator[list[str]]:
             run(*inside, "ip", "addr", "add", f"10.77.0.{number + 1}/24", "dev", f"wire{number}")
             run(*inside, "ip", "link", "set", f"wire{number}", "up")
             run(*inside, "ip", "link", "set", "lo", "up")
-            shaped = ("rate", f"{rate}mbit", "burst", "1mb", "latency", "100ms")
+            shaped = ("rate", f"{rate}mbit", "burst", burst, "latency", "100ms")
             run(*inside, "tc", "qdisc", "add", "dev", f"wire{number}", "root", "tbf", *shaped)
         yield names
     finally:

@@ -48,6 +48,8 @@ SIZES = {
     "3.6b": (3072, 30, 24),
     "6.7b": (4096, 32, 32),
     "13b": (5120, 40, 40),
+    "20b": (6144, 44, 48),
+    "40b": (8192, 48, 64),
 }
 VOCABULARY = 32000
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,6 +73,7 @@ class System:
     speculate: bool = False
     record: bool = False
     whole_masters: bool = False
+    codec: str = ""  # of optimizer states
 
     @property
     def label(self) -> str:
@@ -82,7 +85,7 @@ class System:
         if self.cpu_share is not None:
             moved.append(f"cpu share {self.cpu_share:g}")
         moved += ["speculating"] * self.speculate + ["empty_init"] * self.empty_init + ["recorded"] * self.record
-        moved += ["whole fp32 masters"] * self.whole_masters
+        moved += ["whole fp32 masters"] * self.whole_masters + [f"{self.codec} moments"] * bool(self.codec)
         return f"zerostd, {', '.join(moved) or 'all on device'}"
 
 
@@ -133,7 +136,9 @@ def with_zerostd(job: Job, build: Build, system: System, disk_path: str) -> Trai
             activations=activations_of(system.activations),
             cpu_share=system.cpu_share,
             speculate=system.speculate,
+            codec={"optimizer_states": system.codec} if system.codec else {},
         ),
+        exact=not system.codec,
         budget=zerostd.Budget(disk_path=disk_path)
         if any("disk" in text for text in (*homes.values(), system.activations))
         else None,
@@ -215,6 +220,7 @@ def job_options() -> argparse.ArgumentParser:
     parser.add_argument("--speculate", action="store_true", help="zerostd updates before the norm is known")
     parser.add_argument("--whole-masters", action="store_true", help="zerostd keeps fp32 masters in one piece, beside "
                         "the bf16 weights, to compare with masters in two halves")  # fmt: skip
+    parser.add_argument("--codec", default="", help="how zerostd keeps optimizer states: int8; as they are if empty")
     parser.add_argument("--empty-init", action="store_true", help="zerostd builds its model under empty_init(); its "
                         "first values, and so its losses, are then not those of the others")  # fmt: skip
     return parser
@@ -254,6 +260,7 @@ def tables(options: argparse.Namespace) -> list[tuple[Job, dict[System, int]]]:
                 "speculate",
                 "record",
                 "whole_masters",
+                "codec",
             )
             homes = {name: getattr(chosen, name) for name in names}
             system = System(name, **homes) if name == "zerostd" else System(name)

@@ -7,6 +7,7 @@ Nothing is measured here. The cluster is clusters/1024x8.json, and `zerostd plan
 
 from __future__ import annotations
 
+import functools
 import re
 import textwrap
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from zerostd.measuring import load_profile
 from zerostd.planning import MachineProfile, ModelProfile
 from zerostd.planning.cluster import ScalingRow, TrainingOptions, scaling, sent_bytes
 from zerostd.planning.described import from_numbers
-from zerostd.policy import Stage, Tier
+from zerostd.policy import Budget, Stage, Tier
 
 ROOT = Path(__file__).resolve().parents[1]
 CLUSTER = ROOT / "benchmarks" / "clusters" / "1024x8.json"
@@ -27,6 +28,8 @@ WORLDS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 FEWER = (128, 1024, 8192)
 HIDDEN, SEQUENCE, SAMPLES = 16384, 2048, 1
 PAPER = ("7.5B", "128B", "1T")
+DGX2 = ROOT / "src" / "zerostd" / "cli" / "clusters" / "dgx2-400.json"
+FROM_TO = (64, 400)  # devices of the paper's figure about superlinear scaling
 
 
 def main() -> None:
@@ -47,6 +50,7 @@ def page() -> str:
         volume(model, WORLDS[-1]),
         curves(machine, model, flat, shared),
         paper(),
+        figure(),
     ]
     return "\n".join(line for part in parts for line in part) + "\n"
 
@@ -223,6 +227,53 @@ def paper() -> list[str]:
         cells = [row[f"stage_{stage}"] for row in rows for stage in (1, 2, 3)]
         lines.append(f"| {rows[0]['devices']} | " + " | ".join(cells) + " |")
     return lines
+
+
+@functools.cache
+def superlinear() -> list[ScalingRow]:
+    """A GPT of 60 B without host memory; the samples of a pass are searched."""
+    model = replace(from_numbers("60B", hidden=8192, sequence=1024), recomputes=True)
+    use = TrainingOptions(stage=Stage.PARAMETERS, accumulate=1, budget=Budget(host=0))
+    return scaling(model, load_profile(DGX2), FROM_TO, use=use)
+
+
+def figure() -> list[str]:
+    """The paper's superlinear scaling."""
+    few, many = superlinear()
+    lines = [
+        "",
+        "## More than twice as fast on twice as many",
+        "",
+        *told(
+            "The ZeRO paper trains 60 B parameters on 64 to 400 V100, and throughput grows faster than the number of",
+            "devices. The reason is memory: more ranks leave more of each device to activations, so a pass has more",
+            "samples, and the wires bring each parameter once for all of them. The planner finds the same, on 25 DGX-2",
+            "without host memory, where the samples of a pass are searched for each number of devices:",
+        ),
+        "```sh",
+        "zerostd plan --params 60B --hidden 8192 --recompute --stage 3 --accumulate 1 --cluster dgx2-400 \\",
+        "  --budget host=0 --scaling 64,400",
+        "```",
+        "",
+        "| devices | state, device | samples a pass | step | compute | tokens/s | TFLOP/s a device | efficiency |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in (few, many):
+        lines.append(
+            f"| {row.world_size} | {row.state[Tier.DEVICE] / 1e9:.1f} GB | {row.samples} | {row.step_s:.1f} s | "
+            f"{row.compute_s / row.step_s:.0%} | {row.samples_per_s * 1024:,.0f} | {row.tflops:.1f} | "
+            f"{row.efficiency:.0%} |"
+        )
+    return [
+        *lines,
+        "",
+        *told(
+            f"{many.world_size / few.world_size:.2f} times as many devices train",
+            f"{many.samples_per_s / few.samples_per_s:.1f} times as many tokens a second. TFLOP/s are those of forward",
+            "and backward, without what is recomputed. The paper reports 38 TFLOP/s a device, with tensor parallelism",
+            "inside the nodes, which is not planned here.",
+        )[:-1],
+    ]
 
 
 if __name__ == "__main__":
