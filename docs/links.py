@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FRONT = {"README.md": "index.md", "README.zh-CN.md": "index.zh-CN.md"}  # pages from outside docs/, and their names
-LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+LINK = re.compile(r"(\]\(|\bsrc=\"|\bsrcset=\")([^)\s\"]+)([)\"])")  # of Markdown, and of pictures in HTML
 FENCE = re.compile(r"^(```.*?^```)", flags=re.DOTALL | re.MULTILINE)
 
 

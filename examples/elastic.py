@@ -26,7 +26,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
-    parser.add_argument("--folder", default="checkpoints")
+    parser.add_argument("--folder", default="checkpoints", help="a directory, or a URL such as s3://mine/run-7")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of a step, to have time to kill something")
     return parser.parse_args()
 
