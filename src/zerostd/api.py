@@ -77,7 +77,7 @@ def prepare(
         mesh: A process group or DeviceMesh of the ranks that train it; of (replicate, shard) a row is a replica.
         reduce: 'mean' or 'sum' of the gradients of ranks. Those of several passes add up, as in torch.
         servers: Number of parameter servers, the last ranks: they hold masters and states. There it does not return.
-        exact: False allows what changes results: `Placement(codec=...)`.
+        exact: False allows what changes results: `Placement(codec=...)`, and int8 optimizer states to the planner.
         device: Where to train, such as 'cuda'. None: where the model is.
 
     Returns:
@@ -129,6 +129,7 @@ def plan(
     accumulate: int | None = None,
     max_grad_norm: float | None = None,
     groups: Sequence[str] | None = None,
+    exact: bool = True,
 ) -> Plan:
     """Return what prepare would do with these options, and at what cost; nothing is changed or allocated for the model.
 
@@ -156,6 +157,7 @@ def plan(
         max_grad_norm=max_grad_norm,
         budget=Budget.parse(budget),
         globs=groups,
+        exact=exact,
     )
     settings = check_settings(settings, model, optimizer)
     if not isinstance(machine, MachineProfile | None):
@@ -170,11 +172,9 @@ def plan(
     blueprints = find_blueprints(model, optimizer, settings.precision, groups, size)
     profile = None
     if batch is not None:
+        probe = functools.partial(profile_model, model, optimizer, precision=settings.precision, groups=groups)
         with contextlib.nullcontext() if optimizer is not None else frozen(model):
-            probe = machine is None
-            profile = profile_model(
-                model, optimizer, precision=settings.precision, groups=groups, batch=batch, probe=probe, num_ranks=size
-            )
+            profile = probe(batch=batch, probe=machine is None, num_ranks=size)
     return plan_for(blueprints, settings, world, profile, machine)
 
 

@@ -207,6 +207,12 @@ def test_machines_are_known_by_name(plan: Plan_) -> None:
     )
 
 
+def test_plans_that_need_not_be_exact_may_have_codes(plan: Plan_) -> None:
+    words = ("--params", "20B", "--machine", "1xh200-141", "--budget", "device=120GiB,host=60GiB")
+    assert "is missing" in refused(plan(*words))
+    assert made(plan(*words, "--no-exact", "--json")).codec == {"optimizer_states": "int8"}
+
+
 def test_page_of_a_plan_has_its_numbers_and_other_budgets(plan: Plan_, tmp_path: Path) -> None:
     words = (
         "--params",

@@ -239,6 +239,14 @@ def test_updates_change_the_weights(host):
     assert (updates._arrays[0] != 0.5).all() and torch.equal(updates._gradient, updates._arrays[0].bfloat16())
 
 
+def test_coded_updates_write_codes_where_moments_were(host):
+    updates = HostUpdates(host, SMALL, 10**12)
+    assert updates.coded_ns(2, SMALL) > 0
+    for moment in updates._arrays[1:]:
+        records = moment.view(torch.uint8)[: updates.numel // 64 * 68].view(-1, 68)
+        assert (records[:, :64] != 0).all() and (records[:, 64:].contiguous().view(torch.float32) > 0).all()
+
+
 def test_updates_know_what_they_had_of_their_cores(host):
     updates = HostUpdates(host, replace(SMALL, parameters=4 * MIB), 10**12)
     updates.ns(1, SMALL)

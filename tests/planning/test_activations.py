@@ -19,10 +19,11 @@ from zerostd.planning import GroupProfile, ModelProfile, Plan, PlanRequest
 from zerostd.planning.demands import GroupShares, activation_bytes, activation_choices, choice_of, way_of
 from zerostd.planning.described import from_numbers
 from zerostd.planning.linear import Infeasible
-from zerostd.planning.planner import fitting, search, solve
+from zerostd.planning.planner import fitting, solve
 from zerostd.planning.program import SLACK, ScheduleProgram, optimise, prices_of, quickest
 from zerostd.planning.request import GroupCost, group_costs, merged
 from zerostd.planning.rounding import missing_bytes, optimise_whole
+from zerostd.planning.searching import search
 from zerostd.planning.simulation import simulate
 from zerostd.planning.solution import ObservedStep, Solution, activations_by_group, model_state, refit
 from zerostd.policy import Homes, Kind, Tier

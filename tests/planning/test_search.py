@@ -15,7 +15,8 @@ from zerostd.errors import PrepareError
 from zerostd.planning import Plan, PlanRequest, Wire
 from zerostd.planning.cluster import TrainingOptions, divisions, plan_on, shortest, table
 from zerostd.planning.described import from_numbers
-from zerostd.planning.planner import Counted, Refusal, search
+from zerostd.planning.planner import Counted
+from zerostd.planning.searching import Refusal, search
 from zerostd.planning.simulation import Timeline
 from zerostd.planning.solution import Solution, model_state
 from zerostd.policy import Budget, Stage, Tier

@@ -36,6 +36,7 @@ LIMITS = "The most to use of each tier, such as device=24GiB,host=96GiB,disk=200
 BATCH = "Samples of a step on one rank. Without --samples, the size of a pass is searched."
 RECOMPUTE = "Blocks keep only their inputs and are recomputed in backward."
 WAYS = "Ways to treat activations, of which the best is chosen: keep,recompute,recompute+host,host, or any."
+EXACT = "--no-exact lets the plan keep Adam's moments in 8 bits, as prepare(exact=False) does."
 WORLDS = "Compare numbers of ranks, such as 64,256,1024. Without --samples, the size of a pass is searched for each."
 STEP_SAMPLES = "With --scaling: samples of a step, all ranks together."
 HTML = "Write the plan as a page, with plans for other budgets of the device."
@@ -69,6 +70,7 @@ def plan(
     clip: Annotated[bool, How("--clip", help="Gradients are clipped to a norm.")] = False,
     recompute: Annotated[bool, How("--recompute", help=RECOMPUTE)] = False,
     activations: Annotated[str | None, How(metavar="WAYS", help=WAYS)] = None,
+    exact: Annotated[bool, How(help=EXACT)] = True,
     precision: Annotated[str | None, How(metavar="NAME", help="fp32, bf16 or fp16.")] = None,
     scaling: Annotated[str | None, Shown(metavar="N,N,...", help=WORLDS)] = None,
     step_samples: Annotated[int | None, Shown(metavar="N", help=STEP_SAMPLES)] = None,
@@ -91,12 +93,12 @@ def plan(
         budget=parse_budget(budget, disk_path),
         activations=parse_ways(activations),
         batch=batch,
+        exact=exact,
     )
     tokens = SEQUENCE if sequence is None else sequence
     gpt = partial(from_numbers, hidden=hidden, layers=layers, vocabulary=vocabulary, samples=samples)
     models = [gpt(size, sequence=tokens) for size in params or ()]
-    if config is not None:
-        models = [from_config(config, sequence=sequence, samples=samples)]
+    models += [] if config is None else [from_config(config, sequence=sequence, samples=samples)]
     models = [replace(in_precision(model, numbers), recomputes=recompute) for model in models]
     source = make_model(function, is_meta=meta) if function else models[0]
     if table:
@@ -168,6 +170,7 @@ def _plan(
             precision=precision,
             accumulate=options.accumulate,
             max_grad_norm=1.0 if options.clips else None,  # that there is one matters, not which
+            exact=options.exact,
         )
     numel = sum(parameter.numel() for parameter in model.parameters())
     title = title_of(type(model).__name__, numel, "this machine" if machine is None else machine.name)

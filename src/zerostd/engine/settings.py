@@ -25,7 +25,7 @@ class Settings:
     globs: Sequence[str] | None = None  # of the names of modules whose parameters travel together
     plan: Plan | None = None  # obeyed instead of a placement
     mesh: Mesh = None  # of the ranks that train the model
-    exact: bool = True  # nothing that changes results
+    exact: bool = True  # nothing that changes results; so it is too where a plan has no choice of that
     reduce: str = "mean"  # or "sum" of the gradients of all ranks
     servers: int | None = None  # the last ranks, which hold masters and states and run no forward
     states: Mapping[str, torch.dtype] = field(default_factory=dict)  # long states of the optimizer, by name
@@ -42,13 +42,13 @@ class Settings:
             f"accumulate {self.accumulate}",
             f"max_grad_norm {self.max_grad_norm}",
             f"reduce {self.reduce}",
+            f"exact {self.exact}",
             f"servers {self.servers}",
         ]
 
     def obeying(self, plan: Plan, sizes: Mapping[str, float]) -> Settings:
         """Return the same with everything that a plan decides, for groups of these sizes."""
-        codec = {} if self.placement is None else self.placement.codec
-        return replace(self, plan=plan, stage=plan.stage, placement=replace(plan.placement(sizes), codec=codec))
+        return replace(self, plan=plan, stage=plan.stage, placement=plan.placement(sizes))
 
     @property
     def decided(self) -> tuple[Stage, Placement]:

@@ -218,9 +218,10 @@ def _link_and_processor(
         if copies is not None:
             tell("host memory with everything busy")
             memory = busy_memory(updates, copies, max(1, cores - NUM_BUSY_THREADS))
+        coded = updates.coded_ns(cores, sizes) / by_threads[cores]
     finally:
         host.free_all()
-    return link, Processor(cores, by_threads, memory)
+    return link, Processor(cores, by_threads, memory, coded)
 
 
 def _check_quiet(had: float, cores: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from zerostd.errors import PrepareError
 from zerostd.planning.plan import Plan
-from zerostd.planning.planner import Bytes, Counted, Refusal, fixed_bytes, search
+from zerostd.planning.planner import Bytes, Counted, fixed_bytes
 from zerostd.planning.pricing import if_most_are_clipped, plan_from
 from zerostd.planning.profiles import MachineProfile, ModelProfile, Processor
 from zerostd.planning.request import (
@@ -27,6 +27,7 @@ from zerostd.planning.request import (
     threads_of,
     wire_of,
 )
+from zerostd.planning.searching import Refusal, search, search_coded
 from zerostd.planning.solution import Solution, model_state
 from zerostd.policy import MOST_RANKS, Budget, Kind, Stage, Tier, shards
 
@@ -53,6 +54,7 @@ class TrainingOptions:
     budget: Budget = field(default_factory=Budget)  # of the host and the disk that of a node, as in prepare
     activations: frozenset[str] = frozenset()  # keep, recompute, host: those to choose among; empty: as the model does
     batch: int | None = None  # samples in a step on one rank; how they are divided into passes is searched
+    exact: bool = True  # False: optimizer states may be kept as codes
 
     def __post_init__(self) -> None:
         for name, value in (("world", self.world_size), ("accumulate", self.accumulate), ("batch", self.batch)):
@@ -90,7 +92,8 @@ def plan_on(model: ModelProfile, machine: MachineProfile, use: TrainingOptions) 
         for num_replicas in _replicas_of(machine, use.world_size)
     ]
     may_speculate = use.clips and not use.scales_loss and (use.batch is not None or use.accumulate is not None)
-    result = search(requests, count, may_speculate=may_speculate)
+    find = search if use.exact else search_coded
+    result = find(requests, count, may_speculate=may_speculate)
     best = shortest(result.candidates)
     chosen = min([best, *result.speculating], key=lambda counted: counted.seconds)
     plan = plan_from(chosen.solution, chosen.solution.homes, chosen.held)

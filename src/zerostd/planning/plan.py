@@ -26,6 +26,7 @@ FIELDS = (
     "world_size",
     "speculate",
     "adaptive",
+    "codec",
     "homes",
     "activations",
     "limits",
@@ -103,6 +104,7 @@ class Plan:
     world_size: int = 1
     speculate: bool = False
     adaptive: bool = True  # may be revised while training, as it is found wrong
+    codec: Mapping[str, str] = field(default_factory=dict)  # as of a Placement; changes results
     predicted: Prediction = field(default_factory=Prediction)
     limits: Mapping[Tier, int] = field(default_factory=dict)  # bytes it was made for
     notes: tuple[str, ...] = ()  # why it is as it is, and what was refused
@@ -138,7 +140,7 @@ class Plan:
     def placement(self, sizes: Mapping[str, float]) -> Placement:
         """Return the plan in shares of the whole, for groups of these sizes: what is shown and checked."""
         if not sizes:
-            return Placement(speculate=self.speculate)
+            return Placement(speculate=self.speculate, codec=self.codec)
         total = sum(sizes.values()) or 1.0
         parts = {kind: dict.fromkeys(Tier, 0.0) for kind in (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER_STATES)}
         by_cpu = 0.0
@@ -155,7 +157,11 @@ class Plan:
         ways = {name: Way(self.activations_of(name) or Way.DEVICE).value for name in sizes}
         activations: Any = ways if len(set(ways.values())) > 1 else next(iter(ways.values()))
         return Placement(
-            **shares, activations=activations, cpu_share=by_cpu / off if off else None, speculate=self.speculate
+            **shares,
+            activations=activations,
+            cpu_share=by_cpu / off if off else None,
+            speculate=self.speculate,
+            codec=self.codec,
         )
 
     def to_json(self) -> str:
@@ -224,6 +230,9 @@ def _sentences(plan: Plan) -> list[str]:
     predicted = plan.predicted
     ranks = f"{plan.world_size} rank" + ("s" if plan.world_size > 1 else "")
     lines = [f"Stage {plan.stage.value} on {ranks}" + (", speculating." if plan.speculate else ".")]
+    if plan.codec:
+        coded = ", ".join(f"{what.replace('_', ' ')} as {codec}" for what, codec in plan.codec.items())
+        lines.append(f"Coded: {coded}. Results are not those of exact=True.")
     if plan.activations:
         lines.append(f"Activations: {'; '.join(_activations_in_words(plan.activations))}.")
     if predicted.step_s is not None and predicted.step_s > 0:

@@ -1,22 +1,21 @@
 """From a request to plans: the linear program and a few variations of it give candidates, whole groups each; a
 simulation of one step ranks them, and bytes are counted by whoever will allocate them.
 
-`candidates` ranks, `fitting` makes room for bytes that the program does not know, `search` goes through stages and
-divisions of a batch. They serve machines that are here, where `count` is exact, and machines on paper. The first of a
-list is the plan; training may try others on real steps.
+`candidates` ranks, `fitting` makes room for bytes that the program does not know. They serve machines that are here,
+where `count` is exact, and machines on paper. The first of a list is the plan; training may try others on real steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from zerostd.errors import PrepareError
 from zerostd.planning.demands import GroupShares, way_of, work
 from zerostd.planning.linear import Infeasible
 from zerostd.planning.program import SLACK, optimise
-from zerostd.planning.request import WORTH_SPECULATING, PlanRequest
+from zerostd.planning.request import PlanRequest
 from zerostd.planning.rounding import enlargements, explain_missing, least_of, optimise_whole
 from zerostd.planning.solution import Solution, fits, model_state
 from zerostd.policy import Kind, Tier
@@ -25,7 +24,6 @@ DIGITS = 9  # of seconds: among placements that differ in less, the first is tak
 FEW = 1e-3  # of the bytes off the device: as good as none
 WORTH_CHANGING = 0.01  # of a step: what a variation must bring to be the plan
 WORTH_MOVING = 0.1  # of a step: what a plan must bring to move anything where all fits on the device
-WORTH_A_DISK = 0.02  # of all bytes, and of a step: less is not worth the buffers and threads of a disk
 MOST_ROUNDS = 8  # of making room for what the program does not know
 ROUNDING = 1.002  # the linear program keeps to its limits only this exactly
 PLENTY = 1 << 60  # bytes of a tier: more than anything takes
@@ -35,7 +33,6 @@ NEIGHBOURS = (0.8, 1.2)  # times the CPU's part of an update: how busy a process
 
 Bytes = Mapping[Tier, Mapping[Kind, int]]
 CountBytes = Callable[[Solution], Bytes]  # everything that a solution takes, by tier and kind
-Refusal = tuple[PlanRequest, PrepareError]
 
 
 def total(held: Bytes, tier: Tier) -> int:
@@ -313,75 +310,3 @@ def _with_unknown(solution: Solution, held: Bytes) -> dict[Tier, int]:
     empty = {tier for tier, limit in solution.request.limits.items() if not limit}  # where not even a byte fits
     unknown = {tier: 0 if tier in empty else int(ROUNDING * size) + 1 for tier, size in beside.items()}
     return {tier: max(int(before.get(tier, 0) * ROUNDING), size) for tier, size in unknown.items()}
-
-
-# -- many requests --
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The candidates of all requests, and those that were refused."""
-
-    candidates: list[Counted]  # the best of each request first
-    refused: list[Refusal] = field(default_factory=list)
-    speculating: list[Counted] = field(default_factory=list)
-
-
-def search(requests: Iterable[PlanRequest], count: CountBytes, *, may_speculate: bool) -> SearchResult:
-    """Return what fits of all requests, and of each once more with speculation, where that is worth its memory. Raises
-    the last refusal if nothing fits."""
-    result = SearchResult([])
-    for request in requests:
-        try:
-            counted = _with_inputs_sent(request, count)
-        except PrepareError as error:
-            result.refused.append((request, error))
-            continue
-        result.candidates.extend(counted)
-        request = counted[0].solution.request
-        is_off = total(counted[0].held, Tier.HOST) and request.model.knows_time
-        if may_speculate and is_off:
-            with contextlib.suppress(PrepareError):
-                best = fitting(replace(request, speculates=True), count)[0]
-                if best.seconds < (1.0 - WORTH_SPECULATING) * counted[0].seconds:
-                    result.speculating.append(best)
-    if not result.candidates:
-        raise result.refused[-1][1]
-    return result
-
-
-def _with_inputs_sent(request: PlanRequest, count: CountBytes) -> list[Counted]:
-    """Return the candidates that fit, the best first. Where groups must be recomputed, their inputs may also go to the
-    host."""
-    refusal: PrepareError | None = None
-    counted: list[Counted] = []
-    try:
-        counted = _worth_a_disk(request, fitting(request, count), count)
-    except PrepareError as error:
-        refusal = error
-    may_send = request.chooses and "recompute+host" in request.ways
-    if may_send and (not counted or any(way_of(share) == "recompute" for share in counted[0].solution.shares)):
-        sends = replace(request, sends_inputs=True)
-        with contextlib.suppress(PrepareError):
-            counted += _worth_a_disk(sends, fitting(sends, count), count)
-    if not counted and refusal is not None:
-        raise refusal
-    return sorted(counted, key=lambda each: each.seconds)
-
-
-def _worth_a_disk(request: PlanRequest, counted: list[Counted], count: CountBytes) -> list[Counted]:
-    """Return the candidates without a disk, if it would hold next to nothing."""
-    best = counted[0]
-    on_disk = total(best.held, Tier.DISK)
-    if not 0 < on_disk < WORTH_A_DISK * sum(total(best.held, tier) for tier in Tier):
-        return counted
-    limits: dict[Tier, int] = {tier: size for tier, size in request.limits.items() if tier is not Tier.DISK}
-    with contextlib.suppress(PrepareError):
-        without = fitting(replace(request, limits=limits), count)
-        if without[0].seconds <= (1 + WORTH_A_DISK) * best.seconds:
-            return [replace(each, solution=_with_limits(each.solution, request)) for each in without]
-    return counted
-
-
-def _with_limits(solution: Solution, request: PlanRequest) -> Solution:
-    return replace(solution, request=replace(solution.request, limits=request.limits))

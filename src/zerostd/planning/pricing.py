@@ -51,6 +51,7 @@ def bare_plan(solution: Solution, homes: Mapping[str, Homes], counted: Bytes) ->
         stage=request.stage,
         world_size=request.world_size,
         speculate=speculates,
+        codec=request.codec,
         predicted=predicted,
         limits=dict(request.limits),
         activations=activations_by_group(solution),

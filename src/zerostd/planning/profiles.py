@@ -24,6 +24,8 @@ DIVISORS = re.compile(  # of bytes and operations, by name
     r"matrix[.].*|processor[.].*|(link|disk)[.](up|down|read|write|both)|wires[.].*(ranks|bandwidth)|ranks_per_node|achieved"
 )
 REMEDY = "measure again with `zerostd measure`, or correct it"
+MOMENT_BYTES = 8  # of one parameter: both of Adam in fp32
+CODED_BYTES = 2 * 68 / 64  # the same as codes of 8 bits with a scale for 64 of them
 OF_A_PASS = ("samples", "forward_s", "backward_s", "activation_bytes")  # of a model: twice of twice the samples
 # Ways that plans choose among. Either all recomputed groups keep their inputs on the device, or none does.
 WAYS = tuple(way.in_plan for way in (Way.DEVICE, Way.RECOMPUTE, Way.RECOMPUTE_HOST, Way.HOST))
@@ -47,6 +49,7 @@ class Processor:
     num_cores: int
     update_ns: Mapping[int, float]  # ns to update one parameter (AdamW, 28 bytes), by number of threads, nothing beside
     memory: float  # bytes/s of host memory when the processor updates and the link is busy both ways
+    coded_factor: float = 1.7  # times as long with Adam's moments as codes of 8 bits; the default is of AVX2
 
     def ns(self, num_threads: int) -> float:
         """Return nanoseconds for one parameter with this many threads; rates in between are interpolated."""
@@ -169,9 +172,10 @@ class ModelProfile:
     groups: tuple[GroupProfile, ...]
     parameter_bytes: int = 2  # of one parameter, as it computes
     gradient_bytes: int = 2  # of one gradient, as it rests when a step is one pass
-    state_bytes: int = 12  # of one parameter's master and optimizer states
+    state_bytes: float = 12  # of one parameter's master and optimizer states
     master_bytes: int = 0  # more off the device, where a parameter on it is its own master
     shared_bytes: int = 0  # of `state_bytes`: the half of a split master that is the parameter, where it is at hand
+    is_coded: bool = False  # `state_bytes` are those of Adam's moments as codes of 8 bits
     dtype: str = "bfloat16"  # of the matrix products
     samples: int | None = None  # in one pass on one rank; None: not known, so neither is the time to compute
     recomputes: bool = False  # blocks keep only their inputs
@@ -195,6 +199,10 @@ class ModelProfile:
     def activations(self) -> int:
         """Return the bytes of activations on one rank at their peak, measured or estimated; 0 without samples."""
         return int(self._estimate()) if self.activation_bytes is None else self.activation_bytes
+
+    def with_codes(self) -> ModelProfile:
+        """Return the same with Adam's moments as codes of 8 bits."""
+        return replace(self, state_bytes=self.state_bytes - MOMENT_BYTES + CODED_BYTES, is_coded=True)
 
     def with_twice_the_samples(self) -> ModelProfile:
         known = {name: getattr(self, name) for name in OF_A_PASS}

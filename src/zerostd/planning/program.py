@@ -159,7 +159,7 @@ class ScheduleProgram:
 
     def _resident(self) -> Term:
         """Return the seconds of updates on the device."""
-        return self.columns["resident"], self.demands.updated * self.request.machine.resident_ns * 1e-9
+        return self.columns["resident"], self.demands.updated * self.request.resident_s
 
     def _backward_after(self, ready: Term) -> None:
         longer = (self.columns["activations_recomputed"], self.demands.longer_s)

@@ -122,7 +122,19 @@ class PlanRequest:
     @property
     def cpu_s(self) -> float:
         """The seconds that the CPU takes to update one parameter."""
-        return self.machine.processor.ns(self.num_threads) * 1e-9
+        processor = self.machine.processor
+        return processor.ns(self.num_threads) * 1e-9 * (processor.coded_factor if self.model.is_coded else 1.0)
+
+    @property
+    def resident_s(self) -> float:
+        """The same for the device."""
+        is_coded = self.model.is_coded and self.machine.link is None
+        return self.machine.resident_ns * 1e-9 * (self.machine.processor.coded_factor if is_coded else 1.0)
+
+    @property
+    def codec(self) -> dict[str, str]:
+        """What a plan says of codes."""
+        return {Kind.OPTIMIZER_STATES.value: "int8"} if self.model.is_coded else {}
 
     @property
     def memory_rate(self) -> float:

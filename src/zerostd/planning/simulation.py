@@ -283,7 +283,7 @@ def simulate(request: PlanRequest, shares: Sequence[GroupShares]) -> Timeline:
     steps = StepSimulation(request, shares)
     compute_s = request.accumulate * (sum(cost.compute_s for cost in request.costs) + again_seconds(request, shares))
     pairs = zip(request.costs, shares, strict=True)
-    resident_s = sum(cost.updated * share.resident * request.machine.resident_ns * 1e-9 for cost, share in pairs)
+    resident_s = sum(cost.updated * share.resident * request.resident_s for cost, share in pairs)
     begun = 0.0
     for _ in range(NUM_STEPS):
         begun = steps.now

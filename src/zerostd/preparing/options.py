@@ -47,8 +47,11 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
         raise PrepareError(f"max_grad_norm={settings.max_grad_norm} needs the optimizer: pass it to prepare")
     if settings.placement is not None:
         check_placement(settings, settings.placement)
-        if "optimizer_states" in settings.placement.codec:
-            _check_coded_states(settings, model, optimizer)
+    given = settings.placement or settings.plan
+    if given is not None and "optimizer_states" in given.codec:
+        _check_coded_states(settings, model, optimizer)
+    elif given is None and not settings.exact:
+        settings = replace(settings, exact=not _can_code_states(settings, model, optimizer))
     if settings.servers is not None:
         _check_servers(settings, has_optimizer=optimizer is not None)
     return settings
@@ -160,10 +163,17 @@ def _check_codec(settings: Settings, placement: Placement) -> None:
         )
 
 
+def _can_code_states(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
+    try:
+        _check_coded_states(settings, model, optimizer)
+    except PrepareError:
+        return False
+    return settings.servers is None
+
+
 def _check_coded_states(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Refuse optimizers and parameters whose states cannot be kept as codes."""
-    assert settings.placement is not None
-    given = f"Placement(codec={dict(settings.placement.codec)!r})"
+    given = f"codec={{{Kind.OPTIMIZER_STATES.value!r}: 'int8'}}"
     if optimizer is None:
         raise PrepareError(f"{given} needs the optimizer, whose states it is about: pass it to prepare")
     name = type(optimizer).__name__

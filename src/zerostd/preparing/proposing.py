@@ -20,10 +20,11 @@ from zerostd.measuring.identity import free_bytes
 from zerostd.measuring.model import untried_profile
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.planning import MachineProfile, ModelProfile, Plan, PlanRequest, Prediction
-from zerostd.planning.planner import Counted, SearchResult, fitting, fixed_bytes, neighbours, search, total
+from zerostd.planning.planner import Counted, fitting, fixed_bytes, neighbours, total
 from zerostd.planning.pricing import bare_plan, if_most_are_clipped, plan_from
 from zerostd.planning.profiles import WAYS
 from zerostd.planning.request import FOR_ACTIVATIONS, FOR_PASSES, limits_for, stages_of, threads_of
+from zerostd.planning.searching import SearchResult, search, search_coded
 from zerostd.planning.solution import ObservedStep, Solution, evaluate, model_state, refit
 from zerostd.planning.streaming import describe_pass, explain_pass, place_groups, predict_pass
 from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, Way, shards
@@ -172,9 +173,10 @@ class PlanSearch:
             return self.stream(limits, profile, machine)
         stages = stages_of(self.settings.stage, self.world.num_shards)
         requests = [self._request(limits, profile, machine, stage) for stage in stages]
-        result = search(requests, self.count, may_speculate=self.may_speculate)
+        find = search if self.settings.exact else search_coded
+        result = find(requests, self.count, may_speculate=self.may_speculate)
         without = min(result.candidates, key=lambda counted: counted.seconds)
-        best = min([without, *result.speculating], key=lambda counted: counted.seconds)
+        best = result.best
         plan = plan_from(best.solution, best.solution.homes, best.held, _notes(best.solution.request))
         notes = [*(str(error) for _, error in result.refused), *if_most_are_clipped(plan, without.seconds)]
         return replace(plan, notes=(*plan.notes, *notes))
@@ -276,11 +278,18 @@ class PlanSearch:
         others = [bare_plan(each.solution, each.solution.homes, each.held) for each in counted]
         if not request.chooses:
             others = [replace(other, activations=plan.activations) for other in others]
-        return bare_plan(now, homes, self.count(now)), sorted(others, key=lambda other: other.predicted.step_s or 0.0)
+        others = [replace(other, codec=plan.codec) for other in others]
+        present = replace(bare_plan(now, homes, self.count(now)), codec=plan.codec)
+        return present, sorted(others, key=lambda other: other.predicted.step_s or 0.0)
+
+    @property
+    def _codec(self) -> Mapping[str, str]:
+        """The codes of a model that trains already: it keeps them."""
+        return {} if self.settings.plan is None else self.settings.plan.codec
 
     def _near(self, result: SearchResult) -> list[Counted]:
         """Return the best candidate with more and with fewer updates by the CPU."""
-        best = min([*result.speculating, *result.candidates], key=lambda counted: counted.seconds)
+        best = result.best
         limits = best.solution.request.limits
         near = [Counted(solution, self.count(solution)) for solution in neighbours(best.solution)]
         return [each for each in near if all(total(each.held, tier) <= limits.get(tier, 0) for tier in Tier)]
@@ -297,6 +306,8 @@ class PlanSearch:
     ) -> PlanRequest:
         settings = self.settings
         profile = profile or untried_profile(self.blueprints, settings.precision, settings.states)
+        if Kind.OPTIMIZER_STATES.value in self._codec:
+            profile = profile.with_codes()
         placed = {Kind.PARAMETERS}
         if self.settings.has_optimizer:
             placed |= {Kind.GRADIENTS, Kind.OPTIMIZER_STATES}
@@ -320,7 +331,8 @@ class PlanSearch:
         request = solution.request
         homes = solution.homes
         given = {group.name: homes.get(group.name, Homes()) for group in self.blueprints}
-        plan = Plan(given, request.stage, request.world_size, speculate=request.speculates)
+        codec = self._codec or request.codec
+        plan = Plan(given, request.stage, request.world_size, speculate=request.speculates, codec=codec)
         counted = self.account(plan)
         for tier, kinds in model_state(solution).items():
             if activations := kinds.get(Kind.ACTIVATIONS, 0):
