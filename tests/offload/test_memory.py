@@ -88,6 +88,7 @@ def widths(**by_tier: tuple[float, float, float]) -> Counter[tuple[Tier, Kind]]:
 HOST = Placement(optimizer_states="host")
 ALL_HOST = Placement(parameters="host", gradients="host", optimizer_states="host")
 ON_DISK = Placement(parameters="disk", gradients="host", optimizer_states="disk")
+ALL_DISK = Placement(parameters="disk", gradients="disk", optimizer_states="disk")
 SPECULATE = Placement(optimizer_states="host", speculate=True)
 QUARTERS = Placement(optimizer_states={"device": 0.25, "host": 0.5, "disk": 0.25})
 HALF_MOVED = Placement(
@@ -103,6 +104,7 @@ HALF_MOVED = Placement(
         ("bf16", {"placement": Placement(optimizer_states="disk")}, widths(device=(2, 2, 0), disk=(0, 0, 10))),
         ("bf16", {"placement": ALL_HOST}, widths(host=(2, 2, 10))),
         ("bf16", {"placement": ON_DISK}, widths(host=(0, 2, 0), disk=(2, 0, 12))),
+        ("bf16", {"placement": ALL_DISK}, widths(disk=(2, 2, 12))),
         ("bf16", {"placement": QUARTERS}, widths(device=(2, 2, 2.5), host=(0, 0, 5), disk=(0, 0, 2.5))),
         ("bf16", {"placement": HALF_MOVED}, widths(device=(1, 1, 0), host=(1, 1, 10))),
         ("bf16", {"placement": ALL_HOST, "accumulate": 2, "passes": 2}, widths(host=(2, 4, 10))),
@@ -143,6 +145,8 @@ def test_fractions_are_cut_where_they_say(share, cpu_share):
         {"placement": HOST},
         {"placement": ALL_HOST, "accumulate": 2},
         {"placement": ON_DISK},
+        {"placement": ALL_DISK},
+        {"placement": Placement(gradients={"host": 0.5, "disk": 0.5}), "accumulate": 2},
         {"placement": SPECULATE, "accumulate": 1, "max_grad_norm": 1.0},
         {
             "placement": Placement(
@@ -153,7 +157,7 @@ def test_fractions_are_cut_where_they_say(share, cpu_share):
             )
         },
     ],
-    ids=["host", "all-host", "disk", "speculate", "mixed"],
+    ids=["host", "all-host", "disk", "all-disk", "gradients", "speculate", "mixed"],
 )
 def test_what_prepare_asks_for_is_what_it_takes(precision, options, tmp_path, monkeypatch):
     """A model of odd sizes: the bytes that are checked against what is free are those the ledger shows later."""

@@ -20,7 +20,7 @@ from zerostd.monitoring.events import Span
 from zerostd.parameters import Flat, Gradient, GradientHandle, Group
 from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.prepared import GRAD
-from zerostd.policy import Kind
+from zerostd.policy import Kind, Tier
 from zerostd.tiers import Transfer
 
 
@@ -142,6 +142,8 @@ class Reducer:
     def _send(self, group: Group, gradient: Gradient, grads: list[torch.Tensor | None], wanted: list[bool]) -> None:
         device = self.wires.world.device
         span = self.wires.ledger.events.begin("reduce", "wire", group.name, _full_bytes(gradient), device=device)
+        if gradient.tier is Tier.DISK:
+            self._wait_for(None)  # it may bring itself to where the one before lands
         accumulate = gradient.prepare_landing(wanted)
         finish: Callable[[], None] | None
         if gradient.whole is not None and gradient.numel == gradient.layout.numel:  # all ranks update all of it
