@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from zerostd.policy import Kind, Tier
 from zerostd.preparing import building
 from zerostd.preparing.homes import demand
 from zerostd.sharding.portions import UNIT
+from zerostd.tiers.disk import Disk
+from zerostd.tiers.extents import Extent
 
 MIB = 2**20
 PAGE = 4096
@@ -327,3 +330,42 @@ def test_no_growth_over_200_steps(tmp_path):
     for name, found in run(LONG, tmp_path).items():
         assert found["same"], f"{name}: the ledger has changed"
         assert found["grown"] <= MIB, f"{name}: the process grew by {found['grown'] / MIB:.2f} MiB"
+
+
+def test_gradients_on_disk_are_written_once_a_step_and_read_once(tmp_path, monkeypatch):
+    """But for the two that landed last, which are in memory still. Host memory is that of the two largest."""
+    moved: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        move = getattr(Disk, name)
+
+        def count(disk: Disk, extent: Extent, offset: int, memory: Tensor) -> Any:
+            if extent.kind is Kind.GRADIENTS:
+                moved[name] += memory.nbytes
+            return move(disk, extent, offset, memory)
+
+        return count
+
+    for name in ("read", "write"):
+        monkeypatch.setattr(Disk, name, counted(name))
+    options = {"placement": Placement(gradients="disk", optimizer_states="disk"), "accumulate": 2, "passes": 2}
+    model = trained(precision="fp32", max_grad_norm=1.0, budget=Budget(disk_path=str(tmp_path)), **options)
+    num_steps = 2
+    assert moved["write"] == num_steps * 2 * 4 * NUMEL
+    assert moved["read"] == num_steps * (2 * DEPTH - 2) * 4 * WIDTH**2
+    before = trained(precision="fp32", **options | {"placement": Placement(gradients="host", optimizer_states="disk")})
+    saved = zerostd.memory(before).now["host"], zerostd.memory(model).now["host"]
+    checksums = DEPTH * Extent.checksum_bytes(4 * WIDTH**2)
+    assert sum(saved[0].values()) - sum(saved[1].values()) == (DEPTH - 2) * 4 * WIDTH**2 - checksums
+
+
+def test_damaged_gradients_on_disk_are_an_error(tmp_path):
+    model = seeded(Tower)
+    placement = Placement(gradients="disk", optimizer_states="host")
+    budget = Budget(disk_path=str(tmp_path))
+    model, optimizer = zerostd.prepare(model, adamw(model), groups=["layers.*"], placement=placement, budget=budget)
+    model(data(2, WIDTH)).square().mean().backward()
+    extent = model.__dict__["_zerostd"].groups[-1].trainable[0].gradient.on_disk.extent  # that landed first
+    os.pwrite(extent.scratch_file.fd, mmap.mmap(-1, PAGE), extent.start)
+    with pytest.raises(zerostd.StorageError, match=r"gradients of the group of 'layers\.7"):
+        optimizer.step()

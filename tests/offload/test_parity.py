@@ -316,7 +316,7 @@ ON_TWO_RANKS: dict[str, tuple[tuple[int, ...], Placement]] = {
     "states on all tiers": ((0, 1, 2, 3), PLACEMENTS["states on all tiers"]),
     "gradients on host": ((2, 3), Placement(gradients="host", optimizer_states="host", cpu_share=0.5)),
     "everything on host": ((3,), PLACEMENTS["everything on host"]),
-    "gradients on disk": ((0, 1, 2, 3), PLACEMENTS["gradients on disk"]),
+    "gradients on disk": ((2, 3), PLACEMENTS["gradients on disk"]),
     "everything off the device": ((3,), Placement(parameters="disk", gradients="host", optimizer_states="disk")),
     "different shares": ((3,), PLACEMENTS["different shares"]),
 }

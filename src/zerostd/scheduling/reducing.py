@@ -142,8 +142,6 @@ class Reducer:
     def _send(self, group: Group, gradient: Gradient, grads: list[torch.Tensor | None], wanted: list[bool]) -> None:
         device = self.wires.world.device
         span = self.wires.ledger.events.begin("reduce", "wire", group.name, _full_bytes(gradient), device=device)
-        if gradient.tier is Tier.DISK:
-            self._wait_for(None)  # it may bring itself to where the one before lands
         accumulate = gradient.prepare_landing(wanted)
         finish: Callable[[], None] | None
         if gradient.whole is not None and gradient.numel == gradient.layout.numel:  # all ranks update all of it
@@ -166,6 +164,8 @@ class Reducer:
             if number is not None:
                 self._staging.occupy(number, until=reduce)
         self._in_flight.append((group, reduce, finish, span))
+        if gradient.tier is Tier.DISK:
+            self._wait_for(None)  # updates of other groups may take the window that it lands in
 
     def wait(self) -> None:
         """Wait until every gradient sent has landed, and give the memory they passed through back."""
