@@ -34,7 +34,7 @@ PLACEMENTS: dict[str, Placement] = {
     "parameters on disk": Placement(parameters="disk", optimizer_states="disk"),
     "different shares": Placement(
         parameters={"device": 0.4, "host": 0.3, "disk": 0.3},
-        gradients={"device": 0.6, "host": 0.4},
+        gradients={"device": 0.3, "host": 0.3, "disk": 0.4},
         optimizer_states={"device": 0.2, "host": 0.5, "disk": 0.3},
     ),
 }

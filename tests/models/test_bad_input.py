@@ -112,7 +112,6 @@ def refused(
         ({"accumulate": 1.5}, ("accumulate=1.5",)),
         ({"max_grad_norm": -1.0}, ("max_grad_norm=-1.0", "positive")),
         ({"max_grad_norm": float("nan")}, ("max_grad_norm=nan",)),
-        ({"placement": zerostd.Placement(gradients="disk")}, ("gradients='disk'", "'host'")),
         ({"placement": zerostd.Placement(optimizer_states="host", speculate=True)}, ("speculate", "max_grad_norm=")),
         ({"budget": zerostd.Budget(device="1KiB")}, ("1.00 KiB of the device", "missing", "Budget(device=...)")),
         (

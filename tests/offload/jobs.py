@@ -43,6 +43,7 @@ PLACEMENTS: dict[str, Placement] = {
         gradients={"device": 0.6, "host": 0.4},
         optimizer_states={"device": 0.2, "host": 0.5, "disk": 0.3},
     ),
+    "gradients on disk": Placement(gradients="disk", optimizer_states=THIRDS, cpu_share=0.5),
 }
 HALF = PLACEMENTS["states on host, half streamed"]
 

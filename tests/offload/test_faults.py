@@ -221,12 +221,6 @@ SPECULATE = {"placement": Placement(optimizer_states="host", speculate=True), "a
     [
         ({"placement": Placement(activations={"tape*": "host"})}, ("no group fits 'tape*'",), PrepareError),
         ({"placement": Placement(same_activations="all")}, ("same_activations='all'", "new_group"), PrepareError),
-        ({"placement": Placement(gradients="disk")}, ("gradients='disk'", "'host'"), NotSupportedError),
-        (
-            {"placement": Placement(gradients={"host": 0.5, "disk": 0.5})},
-            ("gradients={'host'", "'host'"),
-            NotSupportedError,
-        ),
         ({**SPECULATE, "accumulate": None}, ("speculate=True", "accumulate= (now None)"), PrepareError),
         ({**SPECULATE, "max_grad_norm": None}, ("speculate=True", "max_grad_norm= (now None)"), PrepareError),
         ({**SPECULATE, "precision": "fp16"}, ("speculate=True", "precision='fp16'"), PrepareError),
@@ -236,7 +230,7 @@ SPECULATE = {"placement": Placement(optimizer_states="host", speculate=True), "a
             NotSupportedError,
         ),
     ],
-    ids=["activations", "same-activations", "gradients", "gradients-part", "accumulate", "norm", "fp16", "parameters"],
+    ids=["activations", "same-activations", "accumulate", "norm", "fp16", "parameters"],
 )
 def test_what_cannot_be_honoured(options, words, error):
     refused(*words, error=error, **options)
@@ -407,7 +401,7 @@ def test_out_of_device_memory_says_who_holds_what(placement, accumulate):
 
 @pytest.mark.parametrize("route", [*ROUTES, "all"])
 def test_a_model_that_is_dropped_gives_everything_back(route, folder):
-    everywhere = Placement(parameters="disk", gradients="host", optimizer_states={"host": 0.5, "disk": 0.5})
+    everywhere = Placement(parameters="disk", gradients="disk", optimizer_states={"host": 0.5, "disk": 0.5})
     placement = everywhere if route == "all" else ROUTES[route]
     running = threads()
     model, optimizer = prepared(placement=placement, budget=Budget(disk_path=str(folder)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from zerostd.policy import Kind, Tier
 from zerostd.preparing import building
 from zerostd.preparing.homes import demand
 from zerostd.sharding.portions import UNIT
+from zerostd.tiers.disk import Disk
+from zerostd.tiers.extents import Extent
 
 MIB = 2**20
 PAGE = 4096
@@ -88,6 +91,7 @@ def widths(**by_tier: tuple[float, float, float]) -> Counter[tuple[Tier, Kind]]:
 HOST = Placement(optimizer_states="host")
 ALL_HOST = Placement(parameters="host", gradients="host", optimizer_states="host")
 ON_DISK = Placement(parameters="disk", gradients="host", optimizer_states="disk")
+ALL_DISK = Placement(parameters="disk", gradients="disk", optimizer_states="disk")
 SPECULATE = Placement(optimizer_states="host", speculate=True)
 QUARTERS = Placement(optimizer_states={"device": 0.25, "host": 0.5, "disk": 0.25})
 HALF_MOVED = Placement(
@@ -103,6 +107,7 @@ HALF_MOVED = Placement(
         ("bf16", {"placement": Placement(optimizer_states="disk")}, widths(device=(2, 2, 0), disk=(0, 0, 10))),
         ("bf16", {"placement": ALL_HOST}, widths(host=(2, 2, 10))),
         ("bf16", {"placement": ON_DISK}, widths(host=(0, 2, 0), disk=(2, 0, 12))),
+        ("bf16", {"placement": ALL_DISK}, widths(disk=(2, 2, 12))),
         ("bf16", {"placement": QUARTERS}, widths(device=(2, 2, 2.5), host=(0, 0, 5), disk=(0, 0, 2.5))),
         ("bf16", {"placement": HALF_MOVED}, widths(device=(1, 1, 0), host=(1, 1, 10))),
         ("bf16", {"placement": ALL_HOST, "accumulate": 2, "passes": 2}, widths(host=(2, 4, 10))),
@@ -143,6 +148,8 @@ def test_fractions_are_cut_where_they_say(share, cpu_share):
         {"placement": HOST},
         {"placement": ALL_HOST, "accumulate": 2},
         {"placement": ON_DISK},
+        {"placement": ALL_DISK},
+        {"placement": Placement(gradients={"host": 0.5, "disk": 0.5}), "accumulate": 2},
         {"placement": SPECULATE, "accumulate": 1, "max_grad_norm": 1.0},
         {
             "placement": Placement(
@@ -153,7 +160,7 @@ def test_fractions_are_cut_where_they_say(share, cpu_share):
             )
         },
     ],
-    ids=["host", "all-host", "disk", "speculate", "mixed"],
+    ids=["host", "all-host", "disk", "all-disk", "gradients", "speculate", "mixed"],
 )
 def test_what_prepare_asks_for_is_what_it_takes(precision, options, tmp_path, monkeypatch):
     """A model of odd sizes: the bytes that are checked against what is free are those the ledger shows later."""
@@ -323,3 +330,42 @@ def test_no_growth_over_200_steps(tmp_path):
     for name, found in run(LONG, tmp_path).items():
         assert found["same"], f"{name}: the ledger has changed"
         assert found["grown"] <= MIB, f"{name}: the process grew by {found['grown'] / MIB:.2f} MiB"
+
+
+def test_gradients_on_disk_are_written_once_a_step_and_read_once(tmp_path, monkeypatch):
+    """But for the two that landed last, which are in memory still. Host memory is that of the two largest."""
+    moved: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        move = getattr(Disk, name)
+
+        def count(disk: Disk, extent: Extent, offset: int, memory: Tensor) -> Any:
+            if extent.kind is Kind.GRADIENTS:
+                moved[name] += memory.nbytes
+            return move(disk, extent, offset, memory)
+
+        return count
+
+    for name in ("read", "write"):
+        monkeypatch.setattr(Disk, name, counted(name))
+    options = {"placement": Placement(gradients="disk", optimizer_states="disk"), "accumulate": 2, "passes": 2}
+    model = trained(precision="fp32", max_grad_norm=1.0, budget=Budget(disk_path=str(tmp_path)), **options)
+    num_steps = 2
+    assert moved["write"] == num_steps * 2 * 4 * NUMEL
+    assert moved["read"] == num_steps * (2 * DEPTH - 2) * 4 * WIDTH**2
+    before = trained(precision="fp32", **options | {"placement": Placement(gradients="host", optimizer_states="disk")})
+    saved = zerostd.memory(before).now["host"], zerostd.memory(model).now["host"]
+    checksums = DEPTH * Extent.checksum_bytes(4 * WIDTH**2)
+    assert sum(saved[0].values()) - sum(saved[1].values()) == (DEPTH - 2) * 4 * WIDTH**2 - checksums
+
+
+def test_damaged_gradients_on_disk_are_an_error(tmp_path):
+    model = seeded(Tower)
+    placement = Placement(gradients="disk", optimizer_states="host")
+    budget = Budget(disk_path=str(tmp_path))
+    model, optimizer = zerostd.prepare(model, adamw(model), groups=["layers.*"], placement=placement, budget=budget)
+    model(data(2, WIDTH)).square().mean().backward()
+    extent = model.__dict__["_zerostd"].groups[-1].trainable[0].gradient.on_disk.extent  # that landed first
+    os.pwrite(extent.scratch_file.fd, mmap.mmap(-1, PAGE), extent.start)
+    with pytest.raises(zerostd.StorageError, match=r"gradients of the group of 'layers\.7"):
+        optimizer.step()

@@ -33,6 +33,7 @@ PLANS = {
     "host": {"*": HOST},
     "gradients": {"*": GRADIENTS},
     "disk": {"*": DISK},
+    "gradients on disk": {"*": Homes(gradients=Tier.DISK, states=((Tier.DISK, Route.CPU, 1.0),))},
     "all tiers": {"*": ALL},
     "front": {**FRONT, "*": DEVICE},
 }
@@ -70,7 +71,7 @@ def wrong_bytes(model: nn.Module) -> list[str]:
     ]
 
 
-WAY = ("host", "all tiers", "gradients", "disk", "front", "device", "disk")
+WAY = ("host", "all tiers", "gradients", "gradients on disk", "disk", "front", "device", "disk")
 
 
 @pytest.mark.parametrize("accumulate", [None, 1], ids=["", "early"])

@@ -260,8 +260,6 @@ def test_homes_that_make_no_sense() -> None:
     ):
         with pytest.raises(PrepareError, match="of a plan"):
             Homes(states=states)
-    with pytest.raises(PrepareError, match="gradients of a plan"):
-        Homes(gradients=Tier.DISK)
     for tier in (Tier.HOST, Tier.DISK):
         with pytest.raises(PrepareError, match="give the route cpu"):
             Homes(Tier.DISK, states=((tier, Route.STREAMED, 1.0),))

@@ -136,7 +136,7 @@ def test_a_group_that_no_home_fits_is_named_with_a_remedy() -> None:
         ('{"version": 7, "homes": {}}', "version 7, and this zerostd reads 1"),
         ('{"homes": {"*": {"weights": "host"}}}', "'weights'"),
         ('{"homes": {"*": {"parameters": "attic"}}}', "'attic'"),
-        ('{"homes": {"*": {"gradients": "disk"}}}', "device or the host"),
+        ('{"homes": {"*": {"gradients": "attic"}}}', "'attic'"),
         ('{"homes": {"*": {"states": [["host", "cpu", 0.5]]}}}', "sum to 1"),
         ('{"homes": {"*": {"states": [["host", "cpu", 1.5], ["host", "cpu", -0.5]]}}}', ">= 0"),
         ('{"homes": {"*": {"states": [["host", "resident", 1.0]]}}}', "not a route for the host"),

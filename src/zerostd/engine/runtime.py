@@ -24,6 +24,7 @@ from zerostd.optimizers.gradients import Gradients, LossScale, scale_gradient
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters import Group
 from zerostd.parameters.blueprints import MARK, OWNER, Blueprint
+from zerostd.parameters.disk_gradient import Windows
 from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.observing import StepObserver
 from zerostd.parameters.prepared import GRAD
@@ -51,6 +52,7 @@ class Resources:
     streams: Streams  # queues of work on the device
     uploader: Uploader  # brings parameters that rest elsewhere to the device
     staging: Staging  # buffers on the device for gradients that rest on the host
+    windows: Windows  # host memory for gradients that rest on disk
     aside: Aside  # where everything goes while the model sleeps
     num_threads: int  # for updates on the CPU
 
@@ -151,6 +153,7 @@ class Runtime:
     def install(self) -> None:
         """Enter the model's forward and backward."""
         self.backward.reducer.reserve(self.groups)
+        self.resources.windows.fit()
         owner = Owner(weakref.ref(self))
         for close in (self.world.close, self.resources.allocator.close_aside):
             weakref.finalize(owner, _close_in, os.getpid(), close)

@@ -305,10 +305,10 @@ class Gradients(StepObserver):
         self._apply_factor()
         flat, index = self._places[handle.of]
         if self._whole is None or self._whole[0] is not flat:
-            mine = self._wait_updates(flat, handle.of).to(self.wires.world.device)
-            whole = mine
-            if mine.numel() < flat.layout.numel:
-                whole = torch.empty(flat.layout.numel, dtype=mine.dtype, device=mine.device)
+            assert flat.gradient is not None
+            mine = self._wait_updates(flat, handle.of).to(self.wires.world.device, copy=flat.gradient.comes_up)
+            whole = mine if mine.numel() == flat.layout.numel else mine.new_empty(flat.layout.numel)
+            if whole is not mine:
                 with self.wires.world.at(f"the gather of the gradient of {handle.of!r}"):
                     self.wires.gather(whole, mine).wait()
             self._whole = (flat, whole)

@@ -23,7 +23,6 @@ from zerostd.parameters.state_shard import MASTER
 from zerostd.policy import Route
 from zerostd.sharding import Piece
 from zerostd.sharding.boxes import Stretch
-from zerostd.tiers import TierTensor
 
 States = dict[str, Any]
 Places = list[tuple[UpdateSpan, Piece]]
@@ -274,8 +273,7 @@ def gradient_records(
     if any(torch.promote_types(dtype, gradient.rest_dtype) != gradient.rest_dtype for dtype in dtypes):
         gradient.use_sum()
     gradient.take_memory()
-    rest = gradient.wait_landed()
-    tensor = TierTensor(rest.numel(), rest.dtype, gradient.tier, rest)
+    tensor = gradient.tier_tensor()
     intervals = flat.layout.intervals
     empty = [Piece(index, 0, 0, 0) for index, interval in enumerate(intervals) if not (mine.start or interval.numel)]
     for part in (*empty, *pieces_in(mine, flat)):

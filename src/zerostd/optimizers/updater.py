@@ -27,7 +27,7 @@ from zerostd.optimizers.streamed_updater import StreamedUpdater, update_coded
 from zerostd.parameters import Flat, Group
 from zerostd.parameters.prepared import GRAD
 from zerostd.parameters.state_shard import memory_of
-from zerostd.policy import Kind
+from zerostd.policy import Kind, Tier
 
 Scope = Literal["all", "speculative", "rest"]
 
@@ -131,11 +131,12 @@ class Updater:
         is_coded: bool = False,
     ) -> int:
         """Return the bytes of the scratch, from the resident elements of each group, for each gradient its dtype and
-        whether it comes up from the host, and the resident elements of each group with split masters. The kernel for
+        whether it comes up, and the resident elements of each group with split masters. The kernel for
         coded states reads gradients of any dtype, and masters that are split."""
-        needs_scratch = any((dtype.itemsize < 4 and not is_coded) or comes_up for dtype, comes_up in gradients)
+        copied = [dtype for dtype, comes_up in gradients if (dtype.itemsize < 4 and not is_coded) or comes_up]
         joined = 0 if is_coded else 4 * max(split, default=0)
-        return (4 * max(resident, default=0) if needs_scratch else 0) + joined
+        width = max((max(4, dtype.itemsize) for dtype in copied), default=0)
+        return width * max(resident, default=0) + joined
 
     def step_options(self, factor: torch.Tensor | None) -> StepOptions:
         """Return what a step that begins now says to its updates; `factor` is on its gradients, None for one."""
@@ -175,10 +176,12 @@ class Updater:
                 if span.shard.is_resident:
                     at_once.append(partial(self._update_coded, flat, span, options))
                     continue
-                assert self.offload is not None
+                assert self.offload is not None and flat.gradient is not None
                 step = self.ledger.events.step
                 task = UpdateTask.make(group, flat, span, options, step=step, is_speculative=is_speculative)
-                group.add_update(self.offload.launch(task))
+                transfer = self.offload.launch(task)
+                flat.gradient.hold(transfer)
+                group.add_update(transfer)
             if flat.gradient is not None and flat.gradient.host_copy is not None:
                 flat.gradient.host_copy.drop_overwritten()
             flat.mark_updated()
@@ -246,7 +249,7 @@ class Updater:
         """Update a resident span whose states are kept as codes, in place."""
         assert flat.gradient is not None
         gradient = flat.gradient.current[span.region]
-        if gradient.device != self.scratch.device:
+        if gradient.device != self.scratch.device or flat.gradient.tier is Tier.DISK:
             self._take_scratch()
             gradient = self.scratch[: span.numel]
             flat.gradient.copy_to(gradient, span.region)
@@ -259,11 +262,13 @@ class Updater:
         """Set a resident span's gradient, in the master's dtype and with the factor; returns the scratch used."""
         assert flat.gradient is not None and span.tensor is not None
         gradient = flat.gradient.current[span.region]
-        if gradient.dtype != span.tensor.dtype or gradient.device != span.tensor.device:
+        is_as_read = gradient.dtype == span.tensor.dtype and gradient.device == span.tensor.device
+        if not is_as_read or flat.gradient.tier is Tier.DISK:  # the next one from disk may come to the same place
             self._take_scratch()
-            gradient = self.scratch[used : used + span.numel]
+            end = used + span.numel * span.tensor.dtype.itemsize // 4
+            gradient = self.scratch[used:end].view(span.tensor.dtype)
             flat.gradient.copy_to(gradient, span.region)
-            used += span.numel
+            used = end
         if factor is not None:
             gradient.mul_(factor)
         span.tensor.grad = gradient

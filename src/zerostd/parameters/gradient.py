@@ -4,7 +4,8 @@ With one backward pass a step it rests in the reduce dtype (2 bytes in bf16 runs
 `region` is the slice of the flat buffer this rank updates. A rank that keeps gradients whole (stages 0 and 1) has a
 buffer for all of it and reduces in place; one that shards them fills a passing buffer and keeps its region only. The
 reducer calls the verbs of landing, the optimizer those of reading. A gradient that rests on the device may have a copy
-of parts on the host, for the CPU to read; one that rests on the host is a `HostGradient` (host_gradient.py).
+of parts on the host, for the CPU to read; one that rests on the host is a `HostGradient` (host_gradient.py), and one on
+disk a `DiskGradient` (disk_gradient.py).
 
 [Note: memory of gradients] After zero_grad() nothing rests. The next forward gives the memory back until a gradient
 lands, and has it for activations. Tensors keep their storage and only its memory goes, so views stay valid.
@@ -20,7 +21,7 @@ import torch
 from zerostd.compat import foreach_add_, foreach_copy_, foreach_norm, storage_of
 from zerostd.policy import Kind, Tier
 from zerostd.sharding import Layout
-from zerostd.tiers import Done, Streams, TierAllocator, Transfer, record_event
+from zerostd.tiers import Done, Streams, TierAllocator, TierTensor, Transfer, record_event
 from zerostd.tiers.host import Host
 
 DOWN = (Tier.DEVICE.value, Tier.HOST.value)
@@ -33,7 +34,7 @@ class Gradient:
     """One flat gradient, which rests on the device."""
 
     tier = Tier.DEVICE
-    comes_up = False  # whether it rests on the host and the device has memory of its own
+    comes_up = False  # whether an update on the device reads a copy of it: it rests in other memory, or on disk
     layout: Layout
     region: slice  # of the flat buffer, in elements
     dtype: torch.dtype  # of the reduce
@@ -111,6 +112,10 @@ class Gradient:
     @property
     def current(self) -> torch.Tensor:
         """The reduced gradient of the region, in the form it rests in."""
+        return self._kept()
+
+    def _kept(self) -> torch.Tensor:
+        """Return what it rests in; the first call allocates that."""
         if self._sum is not None:
             return self._sum
         if self._rest is None:
@@ -118,7 +123,7 @@ class Gradient:
         self._note_form()
         return self._rest
 
-    def use_sum(self) -> torch.Tensor:
+    def use_sum(self) -> None:
         """Rest as an fp32 sum from now on, and carry over what rests already."""
         if self._sum is None:
             self._sum = self._allocate_rest(torch.promote_types(self.dtype, torch.float32))
@@ -130,7 +135,6 @@ class Gradient:
                 self._rest = None
                 self._views.clear()  # they would keep the old memory
             self._note_form()
-        return self._sum
 
     def _note_form(self) -> None:
         """Enter in the ledger in which form gradients rest."""
@@ -191,12 +195,12 @@ class Gradient:
         if not any(keep):
             self._note_form()
             return False
-        total = self.use_sum()
+        self.use_sum()
         if not all(keep):
-            self.arrived.synchronize()
-        for piece in self.layout.pieces(self.region):
-            if not keep[piece.index]:
-                total[piece.offset : piece.offset + piece.numel].zero_()
+            total = self.wait_landed()
+            for piece in self.layout.pieces(self.region):
+                if not keep[piece.index]:
+                    total[piece.place].zero_()
         return True
 
     def open_landing(self, *, accumulate: bool) -> torch.Tensor:
@@ -210,10 +214,12 @@ class Gradient:
     def fold(self, *, accumulate: bool) -> None:
         """Take what was reduced in place into the fp32 sum."""
         assert self._sum is not None and self.whole is not None
+        total = self.open_landing(accumulate=accumulate)
         if accumulate:
-            self._sum.add_(self.whole)
+            total.add_(self.whole)
         else:
-            self._sum.copy_(self.whole)
+            total.copy_(self.whole)
+        self.close_landing(total)
 
     def land_here(self, arrived: Arrived, *, accumulate: bool) -> None:
         """Land without a reduce, in a world of one: straight to rest, no buffer between."""
@@ -272,6 +278,15 @@ class Gradient:
         """Return the gradient when it is where it rests. Holds the host if that is the host."""
         self.arrived.synchronize()
         return self.current
+
+    def tier_tensor(self) -> TierTensor:
+        """Return the gradient as a tier tensor, when it is where it rests."""
+        rest = self.wait_landed()
+        is_on_host = self.tier is not Tier.DEVICE and rest.device.type == "cpu"
+        return TierTensor(rest.numel(), rest.dtype, Tier.HOST if is_on_host else Tier.DEVICE, rest)
+
+    def hold(self, until: Transfer) -> None:
+        """Keep what `current` returned until a transfer is over, where another gradient could take that memory."""
 
     def norm(self, order: float, part: slice | None = None) -> torch.Tensor:
         """Return the norm of the region, or of a part of it: fp32, on the device."""

@@ -103,7 +103,7 @@ class HostGradient(Gradient):
 
     def reserve(self) -> None:
         """Take host memory and staging now: pinning memory in the middle of a step would hold it up."""
-        num_bytes = self.current.nbytes
+        num_bytes = self._kept().nbytes
         if self.staging is not None:
             self.staging.reserve([num_bytes] * NUM_STAGING, self.allocator.device, self.allocator.ledger)
 

@@ -98,7 +98,7 @@ def shares_of(homes: Homes, way: str | None = None) -> GroupShares:
         **states,
         parameters_host=float(homes.parameters is Tier.HOST),
         parameters_disk=float(homes.parameters is Tier.DISK),
-        gradients_host=float(homes.gradients is Tier.HOST),
+        gradients_host=float(homes.gradients is not Tier.DEVICE),  # on disk: as if they were on the host
         activations_recomputed=float(way in RECOMPUTED),
         activations_host=float(way == "host"),
     )

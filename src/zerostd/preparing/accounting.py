@@ -27,7 +27,8 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, dic
     need[Tier.DEVICE, Kind.BUFFERS] += _slots(plans)[Tier.DEVICE] + _wires(trained, rules)
     in_backward = _gathered(plans, rules) + _passing(trained, rules) + _staging(trained, rules)
     resident = [sum(map(_resident, group)) for group in plans]
-    comes_up = [(plan.gradient_dtype, rules.has_own_memory and plan.gradients is Tier.HOST) for plan in trained]
+    off = (Tier.HOST, Tier.DISK) if rules.has_own_memory else (Tier.DISK,)
+    comes_up = [(plan.gradient_dtype, plan.gradients in off) for plan in trained]
     split = [sum(_resident(plan) for plan in group if plan.is_split) for group in plans]
     in_step = Updater.buffer_bytes(resident, comes_up, split, is_coded=rules.codes_states)
     need[Tier.DEVICE, Kind.BUFFERS] += max(in_backward, in_step)  # each is given back before the other is taken
@@ -54,7 +55,8 @@ def host_buffers(plans: Sequence[Sequence[FlatPlan]]) -> int:
         if tier is Tier.DISK and num_bytes
     ]
     checksums = sum(map(Extent.checksum_bytes, extents))
-    return slots + Uploader.buffer_bytes(largest_on_disk(plans)) + checksums
+    gradients = (plan.demand()[Tier.DISK, Kind.GRADIENTS] for group in plans for plan in group)
+    return slots + Uploader.buffer_bytes(largest_on_disk(plans)) + sum(Staging.sizes(gradients)) + checksums
 
 
 def largest_on_disk(plans: Sequence[Sequence[FlatPlan]]) -> int:
@@ -111,9 +113,9 @@ def _passing(trained: Sequence[FlatPlan], rules: Rules) -> int:
 
 
 def _staging(trained: Sequence[FlatPlan], rules: Rules) -> int:
-    """Return the bytes of the device that gradients pass through on their way to the host."""
+    """Return the bytes of the device that gradients pass through on their way to host or disk."""
     if not rules.has_own_memory:
         return 0
-    on_host = [plan for plan in trained if plan.gradients is Tier.HOST]
-    largest = max((plan.numel * plan.gradient_dtype.itemsize for plan in on_host), default=0)
+    off = [plan for plan in trained if plan.gradients is not Tier.DEVICE]
+    largest = max((plan.numel * plan.gradient_dtype.itemsize for plan in off), default=0)
     return NUM_STAGING * largest * (2 if rules.sums_gradients else 1)

@@ -33,6 +33,7 @@ from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Group
 from zerostd.parameters.blueprints import ROOT, Member, describe, find_blueprints
 from zerostd.parameters.deferred import draw_seeds, make_real
+from zerostd.parameters.disk_gradient import Windows
 from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.prepared import separate_counters
 from zerostd.parameters.replaying import is_deferred
@@ -100,7 +101,8 @@ def build(
         on_failure.pop_all()
     streams = Streams(device)
     uploader = Uploader(allocator, streams, largest_on_disk=largest_on_disk(plans))
-    resources = Resources(allocator, streams, uploader, Staging(), Aside(allocator, streams), num_threads(world))
+    aside = Aside(allocator, streams)
+    resources = Resources(allocator, streams, uploader, Staging(), Windows(allocator), aside, num_threads(world))
     sums = settings.reduce == "sum"
     wires = WorkerWires(world, ledger) if world.is_worker else make_wires(settings.decided[1], world, ledger, sums=sums)
     original_dtypes = {parameter: parameter.dtype for parameter in model.parameters()}

@@ -14,6 +14,7 @@ import torch
 from zerostd.engine.runtime import Resources
 from zerostd.kernels import Moment
 from zerostd.parameters.blueprints import Member
+from zerostd.parameters.disk_gradient import DiskGradient
 from zerostd.parameters.flat import Flat
 from zerostd.parameters.gradient import Gradient, HostGradientCopy
 from zerostd.parameters.host_gradient import HostGradient
@@ -124,11 +125,20 @@ def _make_gradient(plan: FlatPlan, resources: Resources) -> Gradient:
     basis = (plan.layout, plan.region, plan.gradient_dtype, resources.allocator)
     keep_whole = plan.rules.keeps_whole_gradients
     gradient: Gradient
-    if plan.gradients is Tier.HOST:
-        staging = resources.staging if plan.rules.has_own_memory else None
+    staging = resources.staging if plan.rules.has_own_memory else None
+    if plan.gradients is Tier.DEVICE:
+        gradient = Gradient(*basis, keep_whole=keep_whole, host_copy=_make_host_copy(plan, resources))
+    elif plan.gradients is Tier.HOST:
         gradient = HostGradient(*basis, keep_whole=keep_whole, streams=resources.streams, staging=staging)
     else:
-        gradient = Gradient(*basis, keep_whole=keep_whole, host_copy=_make_host_copy(plan, resources))
+        gradient = DiskGradient(
+            *basis,
+            keep_whole=keep_whole,
+            streams=resources.streams,
+            staging=staging,
+            owner=plan.owner,
+            windows=resources.windows,
+        )
     if plan.rules.sums_gradients:
         gradient.use_sum()
     if isinstance(gradient, HostGradient):
@@ -140,7 +150,7 @@ def _make_gradient(plan: FlatPlan, resources: Resources) -> Gradient:
 def _make_host_copy(plan: FlatPlan, resources: Resources) -> HostGradientCopy | None:
     """Return the host's copy of what the CPU reads, where the gradient rests on a device with memory of its own."""
     parts = [slice(portion.start, portion.stop) for portion in plan.portions if portion.route is Route.CPU]
-    if not plan.rules.has_own_memory or plan.gradients is Tier.HOST or not parts:
+    if not plan.rules.has_own_memory or plan.gradients is not Tier.DEVICE or not parts:
         return None
     dtype = plan.gradient_dtype
     rests_in = torch.promote_types(dtype, torch.float32) if plan.rules.sums_gradients else dtype

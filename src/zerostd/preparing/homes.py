@@ -173,7 +173,9 @@ class FlatPlan:
         rules = self.rules
         need = Demand()
         need[self.parameters, Kind.PARAMETERS] += _taken(self.parameters, self.rest_numel * self.dtype.itemsize)
-        if not self.is_trained or not (self.rules.has_optimizer or self.has_masters or self.gradients is Tier.HOST):
+        if not self.is_trained or not (
+            self.rules.has_optimizer or self.has_masters or self.gradients is not Tier.DEVICE
+        ):
             return need
         dtype = self.gradient_dtype
         itemsize = max(4, dtype.itemsize) if rules.sums_gradients else dtype.itemsize

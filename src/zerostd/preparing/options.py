@@ -113,11 +113,6 @@ def for_role(settings: Settings, world: World) -> Settings:
 
 def check_placement(settings: Settings, placement: Placement) -> None:
     """Refuse what cannot be honoured, before anything is looked at."""
-    if Tier.DISK in placement.shares(Kind.GRADIENTS):
-        raise NotSupportedError(
-            f"Placement(gradients={placement.gradients!r}): gradients are written and read once a step, and rest on "
-            "the device or the host; use 'host'"
-        )
     if not settings.has_optimizer and set(placement.shares(Kind.OPTIMIZER_STATES)) != {Tier.DEVICE}:
         raise PrepareError(
             f"Placement(optimizer_states={placement.optimizer_states!r}) needs the optimizer, to know what it keeps: "

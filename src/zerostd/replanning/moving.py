@@ -156,9 +156,10 @@ class HomeMove:
             self._ways = ways_for(settings, names)
             between = {name: max(before[name], way, key=_spared) for name, way in self._ways.items()}
             runtime.backward.activations.change(between)
-        goes_to_disk = any(part.tier is Tier.DISK for change in self._left for part in change.wanted.portions)
+        wanted = [change.wanted for change in self._left]
+        tiers = {part.tier for plan in wanted for part in plan.portions} | {plan.gradients for plan in wanted}
         allocator = runtime.resources.allocator
-        if goes_to_disk:
+        if Tier.DISK in tiers:
             allocator.open_disk(settings.budget, runtime.world.local_size)
         self._renew()
 

@@ -64,8 +64,8 @@ def name_of(plan: Plan) -> str:
     by_cpu = sum(part for home in homes for _, route, part in home.states if route is Route.CPU)
     if off:
         words.append(f"{by_cpu / off:.0%} of those off it by the CPU")
-    if any(home.gradients is Tier.HOST for home in homes):
-        words.append("gradients on the host")
+    tiers = sorted({home.gradients for home in homes} - {Tier.DEVICE}, reverse=True)
+    words += [f"gradients on the {tier.value}" for tier in tiers]
     ways = sorted({way for way in plan.activations.values() if way != "keep"})
     words += [f"activations: {' and '.join(ways)}"] if ways else []
     words += ["speculating"] if plan.speculate else []

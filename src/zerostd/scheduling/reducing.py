@@ -20,7 +20,7 @@ from zerostd.monitoring.events import Span
 from zerostd.parameters import Flat, Gradient, GradientHandle, Group
 from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.prepared import GRAD
-from zerostd.policy import Kind
+from zerostd.policy import Kind, Tier
 from zerostd.tiers import Transfer
 
 
@@ -164,6 +164,8 @@ class Reducer:
             if number is not None:
                 self._staging.occupy(number, until=reduce)
         self._in_flight.append((group, reduce, finish, span))
+        if gradient.tier is Tier.DISK:
+            self._wait_for(None)  # updates of other groups may take the window that it lands in
 
     def wait(self) -> None:
         """Wait until every gradient sent has landed, and give the memory they passed through back."""
