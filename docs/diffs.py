@@ -8,7 +8,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PORTS = ROOT / "examples" / "ports"
-PAGES = {name: ROOT / "docs" / "how-to" / f"from-{name}.md" for name in ("deepspeed", "fsdp2")}
+PAGES = {  # and whose diff they show
+    ROOT / "docs" / folder / f"from-{name}.md": name
+    for folder in ("how-to", "zh/how-to")
+    for name in ("deepspeed", "fsdp2")
+}
 PLACE = re.compile(r"(<!-- diff -->\n).*?(<!-- end of diff -->)", flags=re.DOTALL)
 
 
@@ -21,11 +25,11 @@ def diff(name: str) -> str:
     return f"```diff\n{text}\n```\n"
 
 
-def page(name: str) -> str:
+def page(path: Path) -> str:
     """A page with its diff as it is now."""
-    return PLACE.sub(lambda match: match[1] + diff(name) + match[2], PAGES[name].read_text())
+    return PLACE.sub(lambda match: match[1] + diff(PAGES[path]) + match[2], path.read_text())
 
 
 if __name__ == "__main__":
-    for name, path in PAGES.items():
-        path.write_text(page(name))
+    for path in PAGES:
+        path.write_text(page(path))

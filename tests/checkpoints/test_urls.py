@@ -191,7 +191,7 @@ def test_what_lies_there_is_not_overwritten(run: Run, server: ObjectServer) -> N
     server.objects["bucket/mine/notes.txt"] = b"of the user"
     before = dict(server.objects)
     for name in ("step-1", "mine"):
-        with pytest.raises(CheckpointError, match=f"{name} is there already, and is not overwritten"):
+        with pytest.raises(CheckpointError, match=f"{name} already exists and is not overwritten"):
             run.save(f"{server.url}/{name}")
     assert server.objects == before
 

@@ -232,9 +232,12 @@ def test_page_of_a_plan_has_its_numbers_and_other_budgets(plan: Plan_, tmp_path:
     assert (
         f"device: {short_size(found.predicted.total(Tier.DEVICE))} of {short_size(found.limits[Tier.DEVICE])}" in page
     )
-    others = json.loads(re.search(r'id="report">(.*?)</script>', page)[1])
-    assert len(others) > 3 and {"limit", "step", "device"} <= others[0].keys()
-    assert "http" not in page.replace("http-equiv", "")
+    data = json.loads(re.search(r'id="report">(.*?)</script>', page)[1])
+    assert len(data["others"]) > 3 and {"limit", "step", "device"} <= data["others"][0].keys()
+    (simulated,) = data["runs"][0]["timeline"]["steps"]
+    assert simulated["to_s"] == pytest.approx(found.predicted.step_s)
+    assert {"loop", "compute", "cpu"} <= {row["lane"] for row in simulated["rows"]}
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
 
 
 def test_a_budget_beyond_the_machine_is_told_of(plan: Plan_) -> None:

@@ -106,9 +106,9 @@ def test_reference_is_what_the_docstrings_say() -> None:
 
 def test_diffs_are_those_of_the_scripts() -> None:
     diffs = runpy.run_path(str(ROOT / "docs" / "diffs.py"))
-    for port, path in diffs["PAGES"].items():
+    for path, port in diffs["PAGES"].items():
         text = path.read_text()
-        assert text == diffs["page"](port), "run: python docs/diffs.py"
+        assert text == diffs["page"](path), "run: python docs/diffs.py"
         assert (
             f"--- {port}_before.py\n+++ {port}_after.py\n" in text
             and "+    model, optimizer = zerostd.prepare(" in text

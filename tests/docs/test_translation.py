@@ -84,3 +84,12 @@ def test_translated_page_has_the_code_of_the_english_one(page: Path) -> None:
     for language in ("python", "py", "sh"):
         ours, theirs = ([without_comments(block) for block in blocks(one, language)] for one in (original, page))
         assert ours == theirs, language
+
+
+def test_tutorial_concepts_and_how_to_are_there_in_chinese() -> None:
+    docs = ROOT / "docs"
+    folders = [*(docs / "how-to").glob("*.md"), *(docs / "concepts").glob("*.md")]
+    pages = [docs / "tutorial.md", docs / "how-to.md", *folders]
+    assert len(pages) > 20
+    missing = [name(page) for page in pages if not (docs / "zh" / page.relative_to(docs)).exists()]
+    assert not missing

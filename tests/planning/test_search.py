@@ -128,7 +128,7 @@ def test_a_batch_is_divided_as_is_fastest() -> None:
             assert any(f"{size} x {count}" in line and "missing" in line for line in lines)
     assert plan.predicted.step_s == pytest.approx(steps[samples])
     assert steps[samples] <= min(steps.values()) * 1.011
-    assert not any("prepare is not told" in note for note in plan.notes)
+    assert not any("accumulate= does not say" in note for note in plan.notes)
 
 
 def test_more_to_do_with_activations_lets_more_samples_into_a_pass() -> None:

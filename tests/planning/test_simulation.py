@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -54,6 +55,35 @@ def test_a_processor_that_is_the_device_does_one_thing_after_the_other(
     own_s = model.trained * (1.0 - part) * machine.resident_ns * 1e-9
     assert timeline.step_s == pytest.approx(compute_s + own_s + by_cpu_s, rel=1e-6)
     assert timeline.compute_s == pytest.approx(compute_s + own_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("share", [RESIDENT, HALVES, replace(HALVES, parameters_host=1.0, gradients_host=1.0)])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_spans_are_what_keeps_workers_busy(share: GroupShares, passes: int) -> None:
+    request = request_of(gpt(1024, 6, 0.1), waits_for_norm=True, accumulate=passes)
+    timeline = simulate(request, [share] * len(request.costs))
+    covered: dict[str, list[tuple[float, float]]] = {}
+    for worker, _, _, start, end in sorted(timeline.spans, key=lambda span: span[3]):
+        covered.setdefault(worker, []).append((start, end))
+    waited = covered.pop("wait", [])
+    for worker, spans in covered.items():
+        assert sum(end - start for start, end in spans) == pytest.approx(timeline.busy[worker], rel=1e-6), worker
+        assert all(start >= before[1] - 1e-9 for before, (start, _) in pairwise(spans)), worker
+        assert spans[0][0] >= 0.0 and spans[-1][1] <= timeline.step_s + 1e-9
+    assert set(covered) == {worker for worker, seconds in timeline.busy.items() if seconds > 1e-9}
+    loop = sum(end - start for start, end in [*waited, *covered["compute"], *covered.get("update", [])])
+    assert loop == pytest.approx(timeline.step_s, rel=1e-6)
+    groups = len(request.costs)
+    names = [name for worker, name, _, _, _ in timeline.spans if worker == "compute"]
+    assert names.count("forward") == names.count("backward") == passes * groups
+
+
+def test_passes_that_are_not_simulated_are_one_span() -> None:
+    request = request_of(gpt(1024, 2, 0.1), accumulate=10)
+    timeline = simulate(request, [RESIDENT] * len(request.costs))
+    (several,) = [span for span in timeline.spans if span[1] == "several"]
+    one_s = sum(cost.forward_s + cost.backward_s for cost in request.costs)
+    assert several[4] - several[3] == pytest.approx(6 * one_s)
 
 
 def test_one_group_by_hand() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,12 @@ import pytest
 
 from reporting.browser import Document, find_browser, rendered
 from reporting.runs import end, event, held, plan_data, real_run, seconds, step, write_run
-from zerostd.reporting import page_of, read_run, report_of
+from zerostd.cli.machines import find_machine
+from zerostd.monitoring.texts import seconds_text
+from zerostd.planning.cluster import TrainingOptions, plan_on
+from zerostd.planning.described import from_numbers
+from zerostd.policy import Budget
+from zerostd.reporting import page_of, plan_page, read_run, report_of
 
 BROWSER = find_browser()
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome here")
@@ -132,9 +138,9 @@ def test_hostile_text_is_text(tmp_path: Path) -> None:
 # -- in a browser --
 
 
-def opened(report: dict[str, Any], folder: Path, width: int = 1280, script: str = "") -> Document:
-    """The page as the browser has it, with no error and nothing in the console; `script` runs after its own."""
-    page = page_of(report)
+def opened(report: dict[str, Any] | str, folder: Path, width: int = 1280, script: str = "") -> Document:
+    """A page as the browser has it, with no error and nothing in the console; `script` runs after its own."""
+    page = report if isinstance(report, str) else page_of(report)
     if script:
         page = re.sub(r"<meta http-equiv=\"Content-Security-Policy\"[^>]*>", "", page)
         page = page.replace("</body>", f"<script>{script}</script></body>")
@@ -173,6 +179,26 @@ def test_browser_draws_every_number(two: dict[str, Any], tmp_path: Path, width: 
     first = two["runs"][0]["losses"]
     last = float(f"{first['last']:.4g}")
     assert f"first: {last:g} at step {first['last_step']}" in labels[1]
+
+
+@needs_browser
+def test_browser_draws_the_simulated_step_of_a_plan(tmp_path: Path) -> None:
+    machine, _ = find_machine("1xt4-16", None)
+    assert machine is not None
+    options = TrainingOptions(clips=True)
+    plans = [
+        plan_on(from_numbers("350M", samples=1, sequence=256), machine, replace(options, budget=Budget(device=size)))
+        for size in ("4GiB", "6GiB")
+    ]
+    slide = "slider.value = 1; slider.dispatchEvent(new Event('input'));"
+    document = opened(plan_page(EVIL, plans[0], plans), tmp_path, 390, script=slide)
+    assert len(document.all("rect", data_bar=None)) == len(plans[0].spans) > 20
+    (label,) = [one.attributes["aria-label"] for one in document.all("svg", role="img")]
+    assert label.startswith("Timeline of a simulated step") and "CPU busy" in label
+    (answer,) = document.all("p", id="answer")
+    assert seconds_text(plans[1].predicted.step_s) in answer.text
+    (root,) = document.all("html")
+    assert "data-ran" not in root.attributes
 
 
 @needs_browser

@@ -121,7 +121,7 @@ BAD_LINES = [  # and what is said of them, as a regular expression
     ('{"kind": "step", "step": 1}', "the field 'start' is missing"),
     ('{"kind": "step", "step": -1, "start": 0, "end": 1}', "step is -1.*`int` >= 0"),
     ('{"kind": "step", "step": 1.5, "start": 0, "end": 1}', "step is 1.5"),
-    ('{"kind": "step", "step": 1, "start": 2, "end": 1}', "ends at 1.0 and starts at 2.0"),
+    ('{"kind": "step", "step": 1, "start": 2, "end": 1}', "ends at 1.0, before it starts at 2.0"),
     ('{"kind": "step", "step": 1, "start": NaN, "end": 1}', "start.*`float` >= -1000000000000000"),
     ('{"kind": "step", "step": 1, "start": 0, "end": 1e300}', "end.*`float` <= 1000000000000000"),
     ('{"kind": "step", "step": 1, "start": 0, "end": 1, "loss": "low"}', "loss is 'low'"),

@@ -309,7 +309,7 @@ def test_misuse_is_refused_at_the_call(disk, host, tmp_path, ledger):
     for offset, part, words in (
         (1, memory[:100], "offset 1 is not a multiple"),
         (-4096, memory[:100], "offset -4096"),
-        (0, memory[1:100], "starts on no multiple"),
+        (0, memory[1:100], "is not aligned to"),
         (0, memory, "beyond the end"),
         (4096, memory[: 2 * 4096 + 1], "beyond the end"),
         (0, memory[: 4 * 4096].view(torch.uint8)[:4096].view(64, 64).t(), "contiguous CPU tensor"),

@@ -87,7 +87,7 @@ def save_dcp(runtime: Runtime, optimizer: ZeroOptimizer | None, path: str, extra
     if runtime.backward.passes.num_done:
         raise MisuseError(
             f"zerostd.save_dcp after {runtime.backward.passes.num_done} backward pass(es) of a step that is not "
-            "complete, which the format has no place for: call it after optimizer.step(), or use zerostd.save"
+            "complete: this format cannot hold gradients. Call it after optimizer.step(), or use zerostd.save"
         )
     for earlier in finish_saves(runtime):  # one at a time: they share a process group
         earlier.forget_exit()

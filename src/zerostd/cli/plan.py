@@ -39,7 +39,7 @@ WAYS = "Ways to treat activations, of which the best is chosen: keep,recompute,r
 EXACT = "--no-exact lets the plan keep Adam's moments in 8 bits, as prepare(exact=False) does."
 WORLDS = "Compare numbers of ranks, such as 64,256,1024. Without --samples, the size of a pass is searched for each."
 STEP_SAMPLES = "With --scaling: samples of a step, all ranks together."
-HTML = "Write the plan as a page, with plans for other budgets of the device."
+HTML = "Write the plan as a page, with the simulated step and plans for other budgets of the device."
 PARTS = (0.25, 0.5, 0.75, 1.25, 1.5, 2.0)  # of the device's limit, planned for too
 PAPER = "Model state by stage and number of devices, as in Table 1 of the ZeRO paper."
 

@@ -45,7 +45,7 @@ def title_of(name: str, numel: int, machine: str) -> str:
 
 
 OPTIONS = {  # what plans and errors call things in Python, and options of the command line
-    "prepare is not told with accumulate= how": "--accumulate does not say how",
+    "accumulate= does not say how": "--accumulate does not say how",
     "leave accumulate= out of prepare": "leave --accumulate out",
     "Budget(disk=..., disk_path=...)": "--budget disk=... with --disk-path",
     "Budget(disk_path=...)": "--disk-path",

@@ -89,7 +89,7 @@ class Spec:
             return values[self.box.slices]
         dtensor: Any = values
         if dtensor.device_mesh != self.mesh:
-            raise MisuseError(f"a DTensor over {dtensor.device_mesh} for one over {self.mesh}: they must be the same")
+            raise MisuseError(f"a DTensor over {dtensor.device_mesh} cannot replace one over {self.mesh}: use one mesh")
         with torch.no_grad():
             if tuple(dtensor.placements) != self.placements:
                 dtensor = dtensor.redistribute(placements=self.placements)

@@ -247,7 +247,7 @@ def _notes(request: PlanRequest, use: TrainingOptions) -> Iterator[str]:
     if request.world_size > 1 and not request.machine.wires:
         yield NO_WIRES
     if use.accumulate is None and not (use.clips or use.scales_loss):
-        yield "Updates wait for the end of backward: prepare is not told with accumulate= how many passes make a step."
+        yield "Updates start after backward, because accumulate= does not say how many passes make a step."
 
 
 # -- machines --

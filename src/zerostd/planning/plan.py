@@ -41,6 +41,7 @@ DOES = {
     "keep": "keep them in",
 }
 MOST_NAMED = 4  # stretches of groups
+Span = tuple[str, str, str, float, float]  # worker, what it does, group, start, end
 MOST_COLUMNS = 80  # of the table
 WORDS = {
     "up": "the link to the device",
@@ -110,6 +111,7 @@ class Plan:
     notes: tuple[str, ...] = ()  # why it is as it is, and what was refused
     activations: Mapping[str, str] = field(default_factory=dict)  # of WAYS; empty: as the model does
     trials: tuple[Trial, ...] = ()  # candidates that training measured, this one first
+    spans: tuple[Span, ...] = field(default=(), repr=False, compare=False)  # of a simulated step; not in its JSON
 
     def __post_init__(self) -> None:
         for name, way in self.activations.items():

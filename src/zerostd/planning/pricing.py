@@ -29,6 +29,7 @@ def plan_from(solution: Solution, homes: Mapping[str, Homes], counted: Bytes, no
     if solution.request.model.knows_time:
         about = _about_activations if solution.request.chooses else _if_recomputed
         notes = [_twice_the_samples(solution), *about(solution), *notes]
+        plan = replace(plan, spans=solution.timeline.spans)
     return replace(plan, notes=tuple(notes), predicted=replace(plan.predicted, prices=_prices(solution)))
 
 

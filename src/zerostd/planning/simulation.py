@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerostd.planning.demands import NUM_BUFFERS, GroupShares, again_seconds, way_of
+from zerostd.planning.plan import Span
 from zerostd.planning.request import PlanRequest
 
 NUM_STEPS = 2  # the last one is taken: what a step leaves to the next is the same from the first one on
@@ -35,6 +36,8 @@ class _Job:
     most: float = 1e15  # per second, with nothing beside it
     updates: bool = False  # the group, when this job is done
     behind: float = 0.0  # of parameters to be brought: those of tiles that are in the stream before them
+    name: str = ""  # of what is computed: forward, backward
+    begun: float = math.inf
 
     def __post_init__(self) -> None:
         self.kind = tuple(self.takes.items())  # the same for jobs that take the same
@@ -47,6 +50,7 @@ class Timeline:
     step_s: float = 0.0
     compute_s: float = 0.0  # of it the device computes
     busy: dict[str, float] = field(default_factory=dict)  # seconds that each worker has something to do
+    spans: tuple[Span, ...] = ()  # of the step, in the order in which they end
 
 
 class StepSimulation:
@@ -58,6 +62,7 @@ class StepSimulation:
         self.shares = shares
         self.now = 0.0
         self.busy: dict[str, float] = {}  # seconds that each worker had something to do
+        self.spans: list[Span] = []  # since the step began
         self.rates = _rates(request)
         self.waiting = {worker: list[_Job]() for worker in ("cpu", "streamed", "disk", "land", "resident")}
         self.running: dict[str, _Job] = {}
@@ -185,10 +190,10 @@ class StepSimulation:
             left -= shared[worker] * takes[worker]
         return shared
 
-    def run(self, seconds: float, what: str = "compute") -> None:
+    def run(self, seconds: float, what: str = "compute", name: str = "", group: int = -1) -> None:
         """Let the device do something. Where it is the CPU, that takes longer while updates are made there."""
         takes = {"cpu": 1.0} if self.request.machine.link is None else dict[str, float]()
-        self.running[what] = _Job(seconds, takes, most=1.0)
+        self.running[what] = _Job(seconds, takes, group, most=1.0, name=name)
         while what in self.running:
             self._advance()
 
@@ -204,8 +209,16 @@ class StepSimulation:
         self.wait_until(lambda group: self.present[group] and not self.unfinished[group], group)
 
     def wait_until(self, is_ready: Callable[[int], bool], group: int) -> None:
+        begun = self.now
         while not is_ready(group):
             self._advance()
+        self.note("wait", group, begun)
+
+    def note(self, worker: str, group: int, begun: float, name: str = "") -> None:
+        """Keep what has just ended for the timeline."""
+        if self.now > begun + EPSILON:
+            group_name = self.costs[group].name if 0 <= group < len(self.costs) else ""
+            self.spans.append((worker, name, group_name, begun, self.now))
 
     def _advance(self) -> None:
         """Let time pass until the next job is done."""
@@ -221,9 +234,11 @@ class StepSimulation:
             bring.behind = 0.0 if ends["behind"] <= step * (1 + 1e-12) else bring.behind - speeds["streamed"] * step
         for worker, job in list(self.running.items()):
             job.left -= speeds[worker] * step
+            job.begun = min(job.begun, self.now - step)
             self.busy[worker] = self.busy.get(worker, 0.0) + step
             if ends[worker] <= step * (1 + 1e-12) + EPSILON:
                 del self.running[worker]
+                self.note(worker, job.group, job.begun, job.name)
                 self._finish(worker, job)
 
     def _finish(self, worker: str, job: _Job) -> None:
@@ -246,7 +261,11 @@ class StepSimulation:
             self._backward(last=number == num_run - 1, adds=number > 0)
             if number == num_run - 2 and count > num_run:
                 more = count - num_run
-                self.now += more * (self.now - begun)
+                more_s = more * (self.now - begun)
+                self.now += more_s
+                self.note("compute", -1, self.now - more_s, "several")
+                for job in self.running.values():
+                    job.begun += more_s
                 for worker, seconds in self.busy.items():
                     self.busy[worker] = seconds + more * (seconds - before.get(worker, 0.0))
 
@@ -258,7 +277,7 @@ class StepSimulation:
                 self.want(ahead, len(self.wanted))
             self.wait_for(group)
             self.wait_until(self.traffic.has_room, group)
-            self.run(cost.forward_s)
+            self.run(cost.forward_s, name="forward", group=group)
             self.traffic.leave(group)
             if group < num_groups - 1:  # the last one stays for backward
                 self.present[group] = not self.shares[group].parameters_off
@@ -272,8 +291,8 @@ class StepSimulation:
             self.traffic.want(group)
             self.wait_for(group)
             self.wait_until(lambda group: not self.traffic.gone[group], group)
-            recomputes = way_of(self.shares[group]) == "recompute"
-            self.run(cost.backward_s + (cost.activations.longer_s if recomputes else 0.0))
+            again_s = cost.activations.longer_s if way_of(self.shares[group]) == "recompute" else 0.0
+            self.run(cost.backward_s + again_s, "compute", "backward", group)
             self.present[group] = not self.shares[group].parameters_off
             self.land(group, last=last, adds=adds)
 
@@ -288,13 +307,17 @@ def simulate(request: PlanRequest, shares: Sequence[GroupShares]) -> Timeline:
     for _ in range(NUM_STEPS):
         begun = steps.now
         steps.busy = {}
+        steps.spans = []
         steps.passes(request.accumulate)
         steps.run(resident_s, "update")
         if not request.is_early:
             for group in range(len(shares)):
                 steps.update_when_landed(group)
     step_s = max(steps.now - begun, compute_s + resident_s)  # but for rounding it never is less
-    return Timeline(step_s, compute_s + resident_s, steps.busy)
+    for worker, job in steps.running.items():  # it goes on in the next step
+        steps.note(worker, job.group, job.begun, job.name)
+    spans = tuple((*span[:3], max(0.0, span[3] - begun), span[4] - begun) for span in steps.spans)
+    return Timeline(step_s, compute_s + resident_s, steps.busy, spans)
 
 
 def _rates(request: PlanRequest) -> dict[str, float]:

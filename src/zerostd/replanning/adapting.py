@@ -303,7 +303,7 @@ class Adapter(StepObserver):
         self._trials = None
         winner = trials.winner()
         text = "; ".join(f"{trial.name}: {trial.measured_s:.3g} s" for trial in winner.trials)
-        log.info("tried after step %d (%s), the first stays: %s", self._pace.step, trials.why, text)
+        log.info("plans tried after step %d (%s), the first is kept: %s", self._pace.step, trials.why, text)
         self._pace.replaced = None if is_same(winner, trials.present) else (trials.present, trials.present_s)
         self._choose(winner, trials.present, trials.why)
 
@@ -314,7 +314,7 @@ class Adapter(StepObserver):
         self._pace.replaced = None
         if all(self.runtime.gatherer.control.collect(self._room.holds(plan))):
             reason = f"steps take {self._pace.median_s:.3g} s and took {seconds:.3g} s under the plan before"
-            log.info("the plan is undone after step %d: %s", self._pace.step, reason)
+            log.info("the previous plan is restored after step %d: %s", self._pace.step, reason)
             self._choose(plan, self.plan, reason)
 
     def _choose(self, plan: Plan, before: Plan, reason: str) -> None:
@@ -380,7 +380,7 @@ class Adapter(StepObserver):
             return True
         step = self._pace.step
         plan = replace(candidates[0], notes=(*candidates[0].notes, f"Revised after step {step}: {reason}."))
-        log.info("the plan is revised after step %d (%s): it no longer fits\n%s", step, reason, plan.explain())
+        log.info("the plan no longer fits and is revised after step %d (%s)\n%s", step, reason, plan.explain())
         self.meter.give_cache_back()  # so that what moves does not lie in the blocks of activations
         move = HomeMove(self.runtime, plan)
         move.advance()

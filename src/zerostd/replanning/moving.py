@@ -166,11 +166,11 @@ class HomeMove:
     def _check(self) -> None:
         runtime = self._runtime
         if runtime.optimizer is None:
-            raise MisuseError("moving to another plan needs the optimizer: pass it to prepare")
+            raise MisuseError("the plan cannot change without the optimizer: pass it to prepare")
         has_gradients = any(trained.parameter.grad is not None for trained in runtime.backward.trained)
         has_begun = runtime.gradients.locked is not None  # updates, inside backward
         if runtime.backward.is_running or (has_gradients and (self._moves_gradients or has_begun)):
-            raise MisuseError("moving to another plan while there are gradients: do it after optimizer.zero_grad()")
+            raise MisuseError("the plan cannot change while there are gradients: call optimizer.zero_grad() first")
 
     @property
     def is_done(self) -> bool:

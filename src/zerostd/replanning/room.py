@@ -72,7 +72,7 @@ class PassRoom:
         if is_held:
             return True
         self.why_grown = f"a batch is {times:.3g} times as large as any before"
-        log.info("%s, and the plan has no room for it: all groups are recomputed until it has", self.why_grown)
+        log.info("%s, and the plan has no room for it: groups are recomputed until the plan changes", self.why_grown)
         self.recompute()
         return self.holds(self._recomputing(plan))
 

@@ -1,7 +1,7 @@
-"""A plan as a page: the verdict, bytes by tier, what is busy, and the step time for other budgets of the device.
+"""A plan as a page: the verdict, bytes by tier, what is busy, the simulated step, and other budgets of the device.
 
 In: a plan, and plans for other budgets, as `zerostd plan --html` makes them. Out: one HTML file, with the style of the
-report and a script of its own.
+report, the script of its timeline and one of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,23 @@ from typing import Any
 from zerostd.monitoring.texts import seconds_text, short_size
 from zerostd.planning.plan import WORDS, Plan
 from zerostd.policy import Kind, Tier
-from zerostd.reporting.page import rendered
+from zerostd.reporting.page import SCRIPTS, rendered
+from zerostd.reporting.records import EventLine
+from zerostd.reporting.timeline import drawn_step
+
+LANES = {  # of the workers of a simulated step: their lanes in recorded ones, and what they do unless a span says it
+    "wait": ("loop", "wait"),
+    "compute": ("compute", ""),
+    "update": ("compute", "update"),
+    "resident": ("update", "transfer"),
+    "streamed": ("update", "update"),
+    "cpu": ("cpu", "update"),
+    "disk": ("disk", "update"),
+    "land": ("gradients", "transfer"),
+    "bring": ("up", "transfer"),
+    "return": ("up", "transfer"),
+    "send": ("down", "transfer"),
+}
 
 
 def plan_page(title: str, plan: Plan, others: Sequence[Plan]) -> str:
@@ -33,8 +49,19 @@ def plan_page(title: str, plan: Plan, others: Sequence[Plan]) -> str:
         "others": [
             dict(_cost(other)) | {"limit": short_size(other.limits[Tier.DEVICE])} for other in _by_limit(others)
         ],
+        "timeline": _simulated(plan),
     }
-    return rendered("plan.html", report, json.dumps(report["others"]), ("plan.js",))
+    data = {"others": report["others"], "runs": [{"timeline": {"steps": report["timeline"]}}]}
+    return rendered("plan.html", report, json.dumps(data), (*SCRIPTS, "plan.js"))
+
+
+def _simulated(plan: Plan) -> list[dict[str, Any]]:
+    """Return the simulated step as a report has a recorded one; nothing where no time is known."""
+    events = []
+    for worker, what, group, start, end in plan.spans:
+        lane, usual = LANES[worker]
+        events.append(EventLine(0, what or usual, lane, start, end, group))
+    return [drawn_step({0: events}, {})] if events else []
 
 
 def _by_limit(plans: Sequence[Plan]) -> list[Plan]:

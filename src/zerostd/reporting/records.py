@@ -309,7 +309,7 @@ def parse_line(text: bytes, what: str) -> Line | str:
         return kind
     line = convert(fields, KINDS[kind], what=what, error=StorageError)
     if isinstance(line, StepLine | EventLine) and line.end < line.start:
-        raise StorageError(f"{what}: it ends at {line.end} and starts at {line.start}")
+        raise StorageError(f"{what}: it ends at {line.end}, before it starts at {line.start}")
     return line
 
 

@@ -37,7 +37,7 @@ def timelines(run: Run, steps: Steps) -> dict[str, Any]:
         "events": sum(len(lines) for ranks in events.values() for lines in ranks.values()),
         "steps_with_events": len(events),
         "steps": [
-            {"step": step, "why": why, **_drawn(events[step], steps.get(step, {}))} for step, why in chosen.items()
+            {"step": step, "why": why, **drawn_step(events[step], steps.get(step, {}))} for step, why in chosen.items()
         ],
     }
 
@@ -60,7 +60,8 @@ def _seconds(ranks: Events, step: Mapping[int, StepLine] | None) -> float:
     return max(event.end for event in events) - min(event.start for event in events)
 
 
-def _drawn(ranks: Events, steps: Mapping[int, StepLine]) -> dict[str, Any]:
+def drawn_step(ranks: Events, steps: Mapping[int, StepLine]) -> dict[str, Any]:
+    """Return the rows of one step and the bars in them; without the lines of its ranks, it ends with its last bar."""
     shown = sorted(ranks)[:MOST_DRAWN]
     lines = [steps[rank] for rank in shown if rank in steps]
     begin = min([line.start for line in lines] or [event.start for rank in shown for event in ranks[rank]])

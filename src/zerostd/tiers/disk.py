@@ -151,7 +151,7 @@ class Disk:
         if memory.device.type != "cpu" or not memory.is_contiguous():
             raise StorageError(f"a {memory.device} tensor with strides {memory.stride()}: pass a contiguous CPU tensor")
         if memory.nbytes and memory.data_ptr() % PAGE:
-            raise StorageError(f"memory at {memory.data_ptr():#x} starts on no multiple of {PAGE}; use Host.allocate")
+            raise StorageError(f"memory at {memory.data_ptr():#x} is not aligned to {PAGE} bytes; use Host.allocate")
         if offset < 0 or offset % PAGE:
             raise StorageError(f"offset {offset} is not a multiple of {PAGE}; lay out extents in whole pages")
         end = offset + memory.nbytes

@@ -103,7 +103,7 @@ class PendingObjects:
         with system_errors(f"{target} cannot be written"):
             present = list(target.iterdir())
             if any(path.name != MARKER and not LEFTOVER.fullmatch(path.name) for path in present):
-                raise CheckpointError(f"{target} is there already, and is not overwritten: {REMEDY}")
+                raise CheckpointError(f"{target} already exists and is not overwritten: {REMEDY}")
             for path in present:
                 path.unlink()
             (target / MARKER).write_bytes(b"")  # what must not be written is refused now
@@ -143,7 +143,9 @@ def local_file(folder: AnyPath, name: str, retries: Retries) -> Iterator[Path]:
         try:
             yield spool.folder / name
         except CheckpointError as error:
-            raise CheckpointError(f"{error}. It goes to {folder} from there: set TMPDIR to a disk with room") from error
+            raise CheckpointError(
+                f"{error}. {folder} is written there first: set TMPDIR to a disk with room"
+            ) from error
         with system_errors(f"{folder / name} cannot be written"):
             retries.attempt("uploading", str(folder / name), (folder / name).upload, spool.folder / name)
     finally:

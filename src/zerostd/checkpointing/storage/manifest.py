@@ -227,7 +227,7 @@ def _check_seal(text: bytes) -> None:
     actual = zlib.crc32(text[:begin])
     if actual != int(match[1], 16):
         raise ValueError(
-            f"its checksum is {match[1].decode()}, and what it says has {actual:08x}: it was changed after it was saved"
+            f"its checksum is {match[1].decode()}, but its content has {actual:08x}: it was changed after it was saved"
         )
 
 

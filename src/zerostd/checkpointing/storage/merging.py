@@ -67,7 +67,7 @@ def merge(
     target = path_of(out, "out", CheckpointError)
     most_bytes = parse_bytes(max_shard_size)
     if most_bytes < 1:
-        raise CheckpointError(f"files of at most {most_bytes} bytes hold nothing; use a size such as '5GB'")
+        raise CheckpointError(f"max_shard_size={most_bytes} bytes hold nothing; use a size such as '5GB'")
     chosen = None if dtype is None else DTYPES.get(SHORT_NAMES.get(str(dtype), str(dtype)))
     if dtype is not None and (chosen is None or not chosen.is_floating_point):
         raise CheckpointError(f"dtype={dtype!r} is not a floating-point dtype; use 'fp32', 'bf16' or 'fp16'")

@@ -21,7 +21,7 @@ function drawTimeline(parent, run, step) {
   const height = y + 26, right = width - 1;
   const x = (value) => gutter + ((value - span[0]) / (span[1] - span[0] || 1)) * (right - gutter);
   const total = shown.rows.map((row) => `${hasRanks ? `rank ${row.rank} ` : ""}${LANES[row.lane] || row.lane} busy ${secondsText(row.busy_s)}`);
-  const svg = draw(parent, "svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", tabindex: 0, "aria-label": `Timeline of step ${shown.step}, ${secondsText(shown.seconds)}: ${total.join(", ")}` });
+  const svg = draw(parent, "svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", tabindex: 0, "aria-label": `Timeline of ${shown.step === undefined ? "a simulated step" : `step ${shown.step}`}, ${secondsText(shown.seconds)}: ${total.join(", ")}` });
   for (const value of ticks(span[0], span[1], clamp(width / 110, 2, 9))) {
     draw(svg, "line", { class: "grid", x1: x(value), x2: x(value), y1: 4, y2: height - 24 });
     draw(svg, "text", { x: x(value), y: height - 8, "text-anchor": x(value) < gutter + 20 ? "start" : x(value) > width - 30 ? "end" : "middle" }, secondsText(value));
