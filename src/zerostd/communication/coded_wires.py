@@ -16,6 +16,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+from zerostd.communication.shared_wires import SharedWires
 from zerostd.communication.wires import Collective, Wires, WriteMean
 from zerostd.communication.world import World
 from zerostd.kernels import coded_bytes, decode_blocks, encode_blocks
@@ -190,13 +191,13 @@ class CodedWires(Wires):
 
 def wires_class(placement: Placement) -> type[Wires]:
     """Return the kind of wires that a placement asks for."""
-    return CodedWires if CODECS.keys() & placement.codec.keys() else Wires
+    return CodedWires if CODECS.keys() & placement.codec.keys() else SharedWires
 
 
 def make_wires(placement: Placement, world: World, ledger: Ledger, *, sums: bool) -> Wires:
     """Return the wires that a placement asks for. Coded gradients are averaged, never added up."""
-    if wires_class(placement) is Wires:
-        return Wires(world, ledger, sums=sums)
+    if wires_class(placement) is SharedWires:
+        return SharedWires(world, ledger, sums=sums)
     return CodedWires(world, ledger, gather_bits=placement.bits("gather"), reduce_bits=placement.bits("reduce"))
 
 

@@ -37,7 +37,7 @@ from typing import Any
 
 from zerostd.communication.pending import Pending, QueuedCollective, abort
 from zerostd.communication.places import Place
-from zerostd.communication.sockets import is_loopback, listen, map_at_once, receive, store_host
+from zerostd.communication.sockets import host_name, is_loopback, listen, map_at_once, receive, store_host
 from zerostd.errors import CommunicationError
 from zerostd.tiers import Transfer
 
@@ -91,7 +91,7 @@ class Peers:
 
     def _meet(self, store: Any, host: str, size: int) -> list[tuple[str, int]]:
         address: Sequence[Any] = self._socket.getsockname()[:2]
-        store.set(f"{self._key}/{self.place.rank}", json.dumps(address))
+        store.set(f"{self._key}/{self.place.rank}", json.dumps([*address, host_name()]))
         keys = [f"{self._key}/{rank}" for rank in range(size)]
         try:
             store.wait(keys, timedelta(seconds=self.timeout_s))
@@ -104,9 +104,10 @@ class Peers:
             ) from error
         if self.place.rank == 0:
             store.delete_key(f"{self._key}/missing")
-        addresses = [tuple(json.loads(text)) for text in texts]
+        addresses = [json.loads(text) for text in texts]
+        self.hosts = {rank: name for rank, (_, _, name) in zip(self.ranks, addresses, strict=True)}
         here = is_loopback(address[0])
-        return [(host if is_loopback(name) and not here else name, port) for name, port in addresses]
+        return [(host if is_loopback(name) and not here else name, port) for name, port, _ in addresses]
 
     def _missing(self, store: Any, keys: list[str]) -> str:
         """Return who did not come, in words. The first rank that gives up says so to all: others see it missing too."""

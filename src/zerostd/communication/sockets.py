@@ -7,8 +7,10 @@ import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
+SHARED_VARIABLE = "ZEROSTD_SHARED_MEMORY"
 MOST_BYTES = 1 << 16  # in one message
 MOST_ASKED = 32  # ranks, at the same time
 T = TypeVar("T")
@@ -43,6 +45,18 @@ def store_host(store: Any) -> str:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or "localhost")
+
+
+def host_name() -> str:
+    """Return a name that only ranks have which can share memory: same kernel, same processes, same network. Empty where
+    they shall not, or cannot."""
+    if os.environ.get(SHARED_VARIABLE) == "0" or not hasattr(os, "memfd_create"):
+        return ""
+    try:
+        spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net")]
+        return "/".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces])
+    except OSError:
+        return ""
 
 
 def is_loopback(address: str) -> bool:

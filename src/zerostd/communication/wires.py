@@ -1,8 +1,8 @@
 """The bulk collectives: gather a flat buffer from its slices, reduce one to the mean, or the sum, of its slices.
 
 In come flat buffers as long as the layout says and this rank's slice of them; out comes a `Transfer`. Nothing is
-copied in or out. Two wirings of the same verbs: gloo for the CPU, nccl for devices with streams. Every byte this rank
-sends is entered in the ledger.
+copied in or out. Two wirings of the same verbs: gloo for the CPU, nccl for devices with streams; between CPU
+ranks of one host, shared_wires.py. Every byte this rank sends is entered in the ledger.
 
 [Note: gloo] gloo's own all-gather passes slices around a ring and its reduce-scatter is an all-reduce; a broadcast per
 slice and an all-to-all with a sum in rank order move the same bytes in a third of the time, and the sum has one
@@ -18,7 +18,7 @@ one replica, and each slice is then averaged over replicas. Only slices cross fr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,8 @@ from zerostd.policy import Kind
 from zerostd.tiers import Done, StreamEvent, Transfer, record_event
 
 Start = Callable[[], Transfer]  # of a collective
+WriteMean = Callable[..., None]  # (out, *, accumulate): writes the mean of received slices to `out`, or adds it
 REPLICAS = "replicas"  # the ledger's entry for bytes from replica to replica
-
-
-class WriteMean(Protocol):
-    """Writes the mean of received slices to `out`, or adds it."""
-
-    def __call__(self, out: torch.Tensor, *, accumulate: bool) -> None: ...
 
 
 class Collective(Transfer):
@@ -144,7 +139,11 @@ class Wires:
             return
         if self._across is not None:
             self._across.reserve(mine)
-        self._reserve(self._exchanged_bytes(largest) + (mine if self._across is not None else 0))
+        self._reserve(self._reserve_received(largest) + (mine if self._across is not None else 0))
+
+    def _reserve_received(self, largest: int) -> int:
+        """Return the bytes of the receive buffer for what comes in over gloo."""
+        return self._exchanged_bytes(largest)
 
     def _reserve(self, num_bytes: int) -> None:
         """Make the receive buffer at least this large."""
@@ -234,7 +233,7 @@ class Wires:
             if self._across is None:
                 write_mean(land, accumulate=accumulate)
                 return None if then is None else then()
-            mine = self._receive[self._exchanged_bytes(full.nbytes) :][: full.nbytes // size].view(full.dtype)
+            mine = self._receive[self._receive.nbytes - full.nbytes // size :].view(full.dtype)
             write_mean(mine, accumulate=False)
             averaged = self._across.reduce_everywhere(mine)
 
@@ -255,18 +254,26 @@ class Wires:
         """Send each rank its slice of `full`, by gloo; return that, and what writes the mean of what has come in."""
         size = self.world.num_shards
         self.ledger.sent[self._entry] += full.nbytes // size * (size - 1)
-        received = self._receive[: full.nbytes].view(full.dtype)
-        sent = full.view(torch.uint8)  # gloo has no all-to-all for every dtype
-        group = self._channels.reduce
-        with self.world.waiting():
-            work = dist.all_to_all_single(received.view(torch.uint8), sent, group=group, async_op=True)
-
+        incoming = self._received(full.nbytes)
+        received = incoming.view(full.dtype)
+        work = self._send(full, incoming)
         factor = 1.0 if self.sums else 1.0 / size
 
         def write_mean(out: torch.Tensor, *, accumulate: bool) -> None:
             sum_slices(received, size, factor, out, accumulate=accumulate, num_threads=self._num_threads)
 
         return work, write_mean
+
+    def _received(self, num_bytes: int) -> torch.Tensor:
+        """Return the bytes that the next exchange writes to."""
+        return self._receive[:num_bytes]
+
+    def _send(self, full: torch.Tensor, received: torch.Tensor) -> dist.Work:
+        """Start sending each rank its slice of `full`, and receiving."""
+        sent = full.view(torch.uint8)  # gloo has no all-to-all for every dtype
+        with self.world.waiting():
+            work: dist.Work = dist.all_to_all_single(received, sent, group=self._channels.reduce, async_op=True)
+        return work
 
     def _spread(self, full: torch.Tensor, shard: torch.Tensor, verb: str) -> Transfer:
         """Send everyone's slice to everyone, by gloo; see [Note: gloo]."""

@@ -22,7 +22,7 @@ from typing import TypeVar
 import numpy
 import torch
 
-from zerostd.communication import Wires, World
+from zerostd.communication import SharedWires, Wires, World
 from zerostd.kernels import Adam, Moment, update
 from zerostd.monitoring.events import Timestamp
 from zerostd.monitoring.ledger import Ledger
@@ -315,7 +315,7 @@ def wire_rates(world: World, sizes: TrialSizes) -> tuple[Wire, ...]:
     num_ranks = world.num_shards
     if num_ranks == 1:
         return ()
-    wires = Wires(world, Ledger())
+    wires = SharedWires(world, Ledger())
     least = ALIGNMENT * world.size
     full = torch.ones(max(least, sizes.wire // 2 // least * least), dtype=torch.bfloat16, device=world.device)
     land = torch.empty(full.numel() // num_ranks, dtype=full.dtype, device=world.device)
