@@ -78,12 +78,12 @@ def find_blueprints(
     use belongs to the root. Without an optimizer, all parameters that train are taken for its first param_group."""
     param_groups = [{"params": model.parameters()}] if optimizer is None else optimizer.param_groups
     options = {p: index for index, group in enumerate(param_groups) for p in group["params"] if p.requires_grad}
-    named = dict(model.named_modules())
+    named = dict(model.named_modules(remove_duplicate=False))
     root = _describe("", model, set())
     tops = find_groups(root, globs=globs, smallest=smallest_of(root.num_bytes, num_ranks))
     homes = {name: index for index, top in enumerate(tops) for name in top}  # of each module: -1 is the root
     uses: dict[nn.Parameter, list[tuple[int, str, torch.dtype]]] = {}  # group, name and dtype, module by module
-    for module_name, module in model.named_modules(remove_duplicate=False):
+    for module_name, module in named.items():
         parent, _, _ = module_name.rpartition(".")
         home = homes.setdefault(module_name, homes.get(parent, -1))  # parents come first
         for short, parameter in module._parameters.items():
@@ -133,8 +133,8 @@ def _compute_dtype(module: nn.Module, parameter: nn.Parameter, precision: Precis
 def check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise PrepareError(f"prepare needs a torch.nn.Module, got {type(model).__name__}")
-    _check_wrapper(model)
     for name, module in model.named_modules():
+        _check_wrapper(name, module)
         if MARK in module.__dict__ or GUARD in module.__dict__:
             where = f"its submodule {name!r}" if name else "it"
             raise PrepareError(f"the model cannot be prepared: {where} is prepared already; zerostd.release it first")
@@ -156,17 +156,16 @@ def check_model(model: nn.Module) -> None:
     _check_shared_storage(parameters)
 
 
-def _check_wrapper(model: nn.Module) -> None:
-    """Refuse models inside a wrapper that reduces gradients or shards parameters itself."""
-    for name, module in model.named_modules():
-        wrapper = next((base.__name__ for base in type(module).__mro__ if base.__name__ in WRAPPERS), None)
-        if wrapper is not None:
-            where = f"submodule {name!r} of the model" if name else "the model"
-            raise PrepareError(
-                f"{where} is wrapped in {wrapper}, which {WRAPPERS[wrapper]} as zerostd does: delete the line that "
-                f"wraps it and pass the plain module, and write model for model.module. zerostd.prepare replaces "
-                f"{wrapper}"
-            )
+def _check_wrapper(name: str, module: nn.Module) -> None:
+    """Refuse a module that is a wrapper which reduces gradients or shards parameters itself."""
+    wrappers = [base.__name__ for base in type(module).__mro__ if base.__name__ in WRAPPERS]
+    if wrappers:
+        where = f"submodule {name!r} of the model" if name else "the model"
+        raise PrepareError(
+            f"{where} is wrapped in {wrappers[0]}, which {WRAPPERS[wrappers[0]]} as zerostd does: delete the line that "
+            f"wraps it and pass the plain module, and write model for model.module. zerostd.prepare replaces "
+            f"{wrappers[0]}"
+        )
 
 
 def _shares_elements(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -112,7 +112,6 @@ class Flat:
 
     # Filling, when the model is prepared or moved
 
-    @torch.no_grad()
     def adopt(self, index: int, value: torch.Tensor | None) -> None:
         """Take a parameter's values, before rounding, if they are known, and let the parameter's own memory go."""
         if value is not None:
@@ -141,13 +140,14 @@ class Flat:
             piece = self._kept_piece(index)
             if piece is not None:
                 self.rest.write(piece.place, view.reshape(-1)[piece.start : piece.stop])
-        owned = self.layout.piece_of(index, self.region)
-        for shard in self.state_shards:
+        shards = [shard for shard in self.state_shards if shard.is_split or not shard.holds_parameters]
+        owned = self.layout.piece_of(index, self.region) if shards else None
+        for shard in shards:
             for part, here in shard.parts([] if owned is None else [owned]):
                 exact = value.reshape(-1)[part.start : part.stop]
                 if not shard.holds_parameters:
                     shard.master.write(here, exact)
-                elif shard.is_split:
+                else:
                     shard.tensors[LOW].write(here, kernels.split(exact.to(torch.float32)).low)
 
     def _kept_piece(self, index: int) -> Piece | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -71,10 +71,11 @@ def build(
 ) -> Runtime:
     """Build everything but the optimizer, which `attach_optimizer` adds. Without values they are loaded afterwards."""
     device = settings.device or device_of(model)
-    for name, parameter in model.named_parameters() if has_values else ():
+    named = dict(model.named_parameters())
+    for name, parameter in named.items() if has_values else ():
         if parameter.device.type == "meta" and not is_deferred(parameter):
             make_real(name, parameter, seed=0, device=device)  # raises: nobody knows its values
-    world = World.discover(device, settings.mesh, mesh_of(model.parameters()), settings.servers or 0)
+    world = World.discover(device, settings.mesh, mesh_of(named.values()), settings.servers or 0)
     control = Control(world)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(world.close)
@@ -105,10 +106,10 @@ def build(
     resources = Resources(allocator, streams, uploader, Staging(), Windows(allocator), aside, num_threads(world))
     sums = settings.reduce == "sum"
     wires = WorkerWires(world, ledger) if world.is_worker else make_wires(settings.decided[1], world, ledger, sums=sums)
-    original_dtypes = {parameter: parameter.dtype for parameter in model.parameters()}
+    original_dtypes = {parameter: parameter.dtype for parameter in named.values()}
     seed = (control if world.link is None else world.link).collect(torch.initial_seed())[0]
-    separate_counters(list(model.parameters()))
-    value_of = _first_values(model, wires, seed) if has_values else _no_values
+    separate_counters(list(named.values()))
+    value_of = _first_values(named, wires, seed) if has_values else _no_values
     groups = []
     for index, (blueprint, flat_plans) in enumerate(zip(blueprints, plans, strict=True)):
         flats = [make_flat(plan, resources, value_of) for plan in flat_plans]
@@ -177,10 +178,10 @@ def _parts(need: Demand, tier: Tier) -> str:
     return ", ".join(f"{kind.value} {size / 2**30:.3f} GiB" for kind, size in kinds.items())
 
 
-def _first_values(model: nn.Module, wires: Wires, seed: int) -> ValueOf:
+def _first_values(named: Mapping[str, nn.Parameter], wires: Wires, seed: int) -> ValueOf:
     """Return what gives parameters their first values: those of rank 0, or made from a seed that all ranks share."""
     device = wires.world.device
-    seeds = draw_seeds(model.named_parameters(), seed=seed)
+    seeds = draw_seeds(((name, p) for name, p in named.items() if p.device.type == "meta"), seed=seed)
 
     def value_of(member: Member) -> torch.Tensor:
         if member.parameter.device.type == "meta":

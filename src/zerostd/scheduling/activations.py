@@ -58,11 +58,8 @@ class Activations:
         self.offloader = offloader
         self._ways = {group: ways.get(group.name, Way.DEVICE) for group in gatherer.groups}
         self._sends = offloader.peers is None and any(way.tier is not Tier.DEVICE for way in self._ways.values())
-        # By module: a key that is the same for modules that do the same, as far as one can see.
-        modules = [module for group in gatherer.groups for module in group.blueprint.modules]
-        self._kinds = weakref.WeakKeyDictionary(
-            {module: (type(module), *(p.shape for p in module.parameters())) for module in modules}
-        )
+        # By module that has run: a key that is the same for modules that do the same, as far as one can see.
+        self._kinds: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self._left: dict[tuple[Any, int], int] = {}  # bytes, by kind of a module that sent them and bytes of its output
         self._running: tuple[nn.Module, GroupActivations, torch.autograd.graph.saved_tensors_hooks] | None = None
         self._undo = contextlib.ExitStack()  # puts back forwards that are recomputed
@@ -198,6 +195,8 @@ class Activations:
 
     def _like(self, module: nn.Module, output: Any) -> tuple[Any, int]:
         """Return a key that is the same for forwards that leave as much."""
+        if module not in self._kinds:
+            self._kinds[module] = (type(module), *(p.shape for p in module.parameters()))
         return self._kinds[module], sum(tensor.nbytes for tensor in tensors_in(output))
 
     def _send(self, group: Group, activations: GroupActivations, like: tuple[Any, int]) -> None:

@@ -194,7 +194,8 @@ class Backward:
         adds = isinstance(grad, GradientHandle)
         if adds:
             grad = grad.take_incoming()
-        grad = trained.flat.local(trained.index, grad)
+        if trained.handle.spec is not None:
+            grad = trained.flat.local(trained.index, grad)
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         if grad.requires_grad:

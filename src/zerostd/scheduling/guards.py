@@ -10,7 +10,6 @@ Every guard is an attribute or a hook of the module itself, and `remove` takes i
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zerostd.errors import MisuseError
 from zerostd.parameters import Flat, Group
@@ -35,8 +35,9 @@ class Guards:
         self.is_open = False  # state_dict is being called by zerostd itself
         self._finish_updates = finish_updates  # masters must be home before they are changed
         self._places = access.places
-        self._frozen = [(name, p) for name, p in root.named_parameters() if not p.requires_grad]
-        self._hooks = contextlib.ExitStack()  # takes them off again
+        members = [member for group in self.gatherer.groups for member in group.blueprint.members]
+        self._frozen = [(m.name, m.parameter) for m in members if not m.parameter.requires_grad]
+        self._hooks: list[RemovableHandle] = []
         self._loading: dict[Group, None] = {}  # stay gathered while their values are loaded,
         self._loaded: dict[Group, None] = {}  # and rest on the device, so that they wait for the end
         self._values: dict[Flat, dict[int, torch.Tensor]] = {}  # that are loaded, before rounding, by index
@@ -47,9 +48,11 @@ class Guards:
         for module in self._modules():
             module.__dict__["_apply"] = functools.partial(self._apply, weakref.ref(module))
             module.__dict__[GUARD] = self._refuse_copy
-            self._hooks.enter_context(module.register_state_dict_pre_hook(self._before_state_dict))
-            self._hooks.enter_context(module.register_load_state_dict_pre_hook(self._before_load))
-            self._hooks.enter_context(module.register_load_state_dict_post_hook(self._after_load))
+            self._hooks += (
+                module.register_state_dict_pre_hook(self._before_state_dict),
+                module.register_load_state_dict_pre_hook(self._before_load),
+                module.register_load_state_dict_post_hook(self._after_load),
+            )
 
     def _modules(self) -> Iterator[nn.Module]:
         root = self._root()
@@ -60,7 +63,8 @@ class Guards:
         for module in self._modules():
             for name in ("_apply", GUARD):
                 module.__dict__.pop(name, None)
-        self._hooks.close()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def check_frozen(self) -> None:
         """Raise if a parameter that was frozen trains now."""

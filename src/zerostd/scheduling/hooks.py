@@ -7,7 +7,6 @@ module.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zerostd.compat import calls_of, in_transform, no_dynamo
 from zerostd.monitoring.events import LoopPhase
@@ -53,7 +53,7 @@ class Hooks:
         self._before_forward = before_forward
         self._on_input = on_input
         self._on_output = on_output
-        self._hooks = contextlib.ExitStack()  # takes them off again
+        self._hooks: list[RemovableHandle] = []
         self._knows_groups = False  # whether groups have hooks
         self._of_root = [group for group in self.gatherer.groups if root in group.blueprint.modules]
         self._active = access.active
@@ -78,14 +78,14 @@ class Hooks:
             hook = functools.partial(_arrived, weakref.ref(self.backward), index)
             handle = trained.parameter.register_post_accumulate_grad_hook(hook)
             trained.parameter.__dict__[LAST_HOOK] = handle
-            self._hooks.enter_context(handle)
+            self._hooks.append(handle)
 
     def _add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         """Call functions before and after a module's forward, the latter also where it failed."""
-        before_hook = module.register_forward_pre_hook(no_dynamo(before), prepend=True, with_kwargs=True)
-        self._hooks.enter_context(before_hook)
-        after_hook = module.register_forward_hook(no_dynamo(after), with_kwargs=True, always_call=True)
-        self._hooks.enter_context(after_hook)
+        self._hooks += (
+            module.register_forward_pre_hook(no_dynamo(before), prepend=True, with_kwargs=True),
+            module.register_forward_hook(no_dynamo(after), with_kwargs=True, always_call=True),
+        )
 
     def renew(self) -> None:
         """Give hooks to groups, if they have none and something moves now. May be called inside the root's own hook,
@@ -104,7 +104,8 @@ class Hooks:
     def remove(self) -> None:
         """Leave the modules as they were."""
         self.activations.remove()
-        self._hooks.close()
+        while self._hooks:
+            self._hooks.pop().remove()
         self._knows_groups = False
 
     def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

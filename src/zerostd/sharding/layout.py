@@ -7,7 +7,7 @@ interval arithmetic.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
@@ -66,7 +66,7 @@ class Piece:
         if low >= high:
             return None
         first = self.start + low - self.offset
-        return replace(self, start=first, stop=first + high - low, offset=low)
+        return type(self)(self.index, first, first + high - low, low)
 
 
 @dataclass(frozen=True)
