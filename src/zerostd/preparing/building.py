@@ -100,10 +100,7 @@ def build(
         on_failure.callback(allocator.close)
         _reserve(allocator, plans, need, settings.budget, world)
         on_failure.pop_all()
-    streams = Streams(device)
-    uploader = Uploader(allocator, streams, largest_on_disk=largest_on_disk(plans))
-    aside = Aside(allocator, streams)
-    resources = Resources(allocator, streams, uploader, Staging(), Windows(allocator), aside, num_threads(world))
+    resources = _make_resources(allocator, world, largest_on_disk(plans))
     sums = settings.reduce == "sum"
     wires = WorkerWires(world, ledger) if world.is_worker else make_wires(settings.decided[1], world, ledger, sums=sums)
     original_dtypes = {parameter: parameter.dtype for parameter in named.values()}
@@ -113,20 +110,28 @@ def build(
     groups = []
     for index, (blueprint, flat_plans) in enumerate(zip(blueprints, plans, strict=True)):
         flats = [make_flat(plan, resources, value_of) for plan in flat_plans]
-        groups.append(Group(blueprint, index, flats, wires, uploader))
+        groups.append(Group(blueprint, index, flats, wires, resources.uploader))
     _place_buffers(model, device, seed)
     if isinstance(wires, WorkerWires):
         flats = [flat for group in groups for flat in group.trainable]
         wires.register([(flat.full, flat.gradient.whole) for flat in flats if flat.gradient is not None])
     gatherer = Gatherer(tuple(groups), wires, control)
     left = {Tier.HOST: _left_on_host(need, settings.budget, world), Tier.DISK: None}  # a disk knows its own limit
-    copies = ActivationCopies(allocator, streams, left)
+    copies = ActivationCopies(allocator, resources.streams, left)
     is_planned = settings.plan is not None and bool(settings.plan.limits)
     activations = Activations(model, gatherer, ways, ActivationOffloader(copies, peers, may_stay=is_planned))
     activations.counter.is_on = settings.plan is not None and settings.plan.is_untried
     runtime = Runtime(model, gatherer, activations, resources, settings=settings, original_dtypes=original_dtypes)
     runtime.install()
     return runtime
+
+
+def _make_resources(allocator: TierAllocator, world: World, largest: int) -> Resources:
+    """Return what groups share. `largest` is the bytes of parameters on disk that come up at once."""
+    streams = Streams(world.device)
+    uploader = Uploader(allocator, streams, largest_on_disk=largest)
+    aside = Aside(allocator, streams)
+    return Resources(allocator, streams, uploader, Staging(), Windows(allocator), aside, num_threads(world))
 
 
 def _make_allocator(need: Demand, budget: Budget, world: World, ledger: Ledger, *, needs_disk: bool) -> TierAllocator:
