@@ -32,6 +32,7 @@ class Form:
 
 
 HOST = Placement(optimizer_states="host")
+DISK = Placement(gradients="disk", optimizer_states="disk")
 ALL_HOST = Placement(parameters="host", gradients="host", optimizer_states="host")
 
 PLAIN = Form("plain", "plain torch", is_plain=True)
@@ -40,7 +41,7 @@ FORMS = [
     Form("host", "optimizer states on the host", {"placement": HOST}),
     Form("early", "optimizer states on the host, updated inside backward", {"placement": HOST, "accumulate": 1}),
     Form("all_host", "parameters, gradients and optimizer states on the host", {"placement": ALL_HOST}),
-    Form("disk", "optimizer states on disk", {"placement": Placement(optimizer_states="disk")}, on_disk=True),
+    Form("disk", "gradients and optimizer states on disk", {"placement": DISK}, on_disk=True),
     Form("recompute", "activations recomputed", {"placement": Placement(activations="recompute")}),
     Form("bf16", "bf16 with fp32 masters", {"placement": Placement(), "precision": "bf16"}, tolerance=ROUNDED),
     Form("stage0", "two ranks, stage 0", {"placement": Placement(), "stage": 0}, num_ranks=2, tolerance=RANKS),
