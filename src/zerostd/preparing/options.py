@@ -34,6 +34,8 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
         raise PrepareError(f"accumulate={accumulate!r} must be a whole number of backward passes, 1 or more")
     if settings.reduce not in ("mean", "sum"):
         raise PrepareError(f"reduce={settings.reduce!r} must be 'mean' or 'sum' of the gradients of all ranks")
+    if not isinstance(settings.exact, bool):
+        raise PrepareError(f"exact={settings.exact!r} must be True, or False to allow what changes results")
     norm = settings.max_grad_norm
     if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0):
         raise PrepareError(f"max_grad_norm={norm!r} must be a positive number; leave it out for no clipping")
