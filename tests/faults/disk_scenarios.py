@@ -15,8 +15,11 @@ from torch import nn
 
 import zerostd
 from faults.io_shim import EIO, ENOSPC, fault
-from zerostd.policy import Tier
-from zerostd.tiers.extents import Extent
+from zerostd.monitoring.ledger import Ledger
+from zerostd.policy import Kind, Tier
+from zerostd.tiers.disk import Disk
+from zerostd.tiers.extents import Extent, Fallback
+from zerostd.tiers.host import Host
 
 FOLDER = sys.argv[1]
 HOST_BYTES = 240_736  # of host memory that the model takes when all is well
@@ -83,6 +86,28 @@ def run(damage: Callable[[nn.Module], Any], **budget: Any) -> dict[str, Any]:
     return result
 
 
+def unreadable_page() -> dict[str, Any]:
+    """Write the first half of a page that cannot be read, with room for it in host memory; then on a healthy drive."""
+    ledger = Ledger()
+    host = Host(torch.device("cpu"), ledger, num_threads=1)
+    disk = Disk(FOLDER, ledger, fallback=Fallback(host, ledger))
+    extent = disk.allocate(2 * 4096, Kind.OPTIMIZER_STATES, "weight")
+    page = host.allocate(4096, Kind.BUFFERS)
+    disk.write(extent, 0, page.fill_(1)).wait()
+    result: dict[str, Any] = {"error": None}
+    with fault(FOLDER, "read", "fail", EIO):
+        try:
+            disk.write(extent, 0, page[:2048].fill_(2)).wait()
+        except zerostd.StorageError as error:
+            result["error"] = str(error)
+    result["is_on_disk"] = extent.memory is None
+    disk.write(extent, 0, page[:2048]).wait()
+    disk.read(extent, 0, page).wait()
+    result["bytes"] = [int(page[:2048].unique()), int(page[2048:].unique())]
+    disk.close()
+    return result
+
+
 def damage_first(kind: str, offset: int) -> Callable[[nn.Module], None]:
     def damage(model: nn.Module) -> None:
         flip(next(extent for extent in extents(model) if extent.kind.value == kind), offset)
@@ -111,6 +136,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "short writes": lambda: run(lambda model: fault(FOLDER, "write", "short")),
     "flipped once, reading": lambda: run(lambda model: fault(FOLDER, "read", "flip", first=4, count=1)),
     "flipped, writing": lambda: run(lambda model: fault(FOLDER, "write", "flip", first=4, count=1)),
+    "page of a write cannot be read": unreadable_page,
     "slow": lambda: run(lambda model: fault(FOLDER, "read", "delay", 20)),
 }
 

@@ -85,6 +85,12 @@ def test_a_drive_that_cannot_be_read_ends_the_run_with_its_reason(results: Resul
     assert result["retries"]["reading: EIO"] >= 3
 
 
+def test_a_write_into_a_page_that_cannot_be_read_loses_nothing(results: Results) -> None:
+    result = results["page of a write cannot be read"]
+    assert re.search(r"reading 4096 bytes at offset 0 of .* failed, .* 'weight': EIO: ", result["error"])
+    assert result["is_on_disk"] and result["bytes"] == [2, 1]
+
+
 @pytest.mark.parametrize("scenario", ["EIO for ever, writing", "ENOSPC for ever"])
 def test_groups_of_a_drive_that_cannot_be_written_move_to_the_host(results: Results, scenario: str) -> None:
     result = results[scenario]

@@ -20,7 +20,7 @@ import torch
 from zerostd.errors import PrepareError, StorageError
 from zerostd.monitoring.ledger import Ledger
 from zerostd.policy import Kind
-from zerostd.tiers.extents import BLOCK_BYTES, REMEDY, Extent, Fallback, Scratch
+from zerostd.tiers.extents import BLOCK_BYTES, Extent, Fallback, Scratch
 from zerostd.tiers.host import PAGE, padded
 from zerostd.tiers.limits import check_disk
 from zerostd.tiers.scratch_files import MOST_FILES, ScratchFile, reason, supports_direct
@@ -209,12 +209,7 @@ def _carry_out(block: Block, scratch: Scratch) -> BaseException | None:
     try:
         (extent.write if is_write else extent.read)(offset, memory, scratch)
     except OSError as error:
-        verb = "writing" if is_write else "reading"
-        notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-        failure = StorageError(
-            f"{verb} {len(memory)} bytes at offset {extent.start + offset} of {extent.file} failed, {extent.label}: "
-            f"{reason(error)}{notes}; check the drive and its free space. {REMEDY.capitalize()}"
-        )
+        failure = extent.failure("writing" if is_write else "reading", len(memory), offset, error)
         failure.__cause__ = error.with_traceback(None)
         return failure
     except BaseException as error:  # whatever it is, somebody waits for it

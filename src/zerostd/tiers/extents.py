@@ -119,6 +119,14 @@ class Extent:
             self.fallback.host.free(self.memory)
         self.scratch_file.give(self.start, max(PAGE, padded(self.num_bytes)))
 
+    def failure(self, verb: str, num_bytes: int, offset: int, error: OSError) -> StorageError:
+        """Return the error that says where reading or writing has failed, and why."""
+        notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+        return StorageError(
+            f"{verb} {num_bytes} bytes at offset {self.start + offset} of {self.file} failed, {self.label}: "
+            f"{reason(error)}{notes}; check the drive and its free space. {REMEDY.capitalize()}"
+        )
+
     # In the threads of a Disk
 
     def read(self, offset: int, block: torch.Tensor, scratch: Scratch) -> None:
@@ -128,6 +136,7 @@ class Extent:
 
     def write(self, offset: int, block: torch.Tensor, scratch: Scratch) -> None:
         """Write a block to `offset`. Raises OSError if neither the file nor host memory can take it."""
+        self._read_last_page(offset, block, scratch)
         try:
             with self._moving():
                 self._write(offset, block, scratch)
@@ -173,11 +182,25 @@ class Extent:
             return None
         page = int((actual != expected).nonzero()[0])
         numbers = [f"{int(checksum) & 0xFFFFFFFF:#010x}" for checksum in (expected[page], actual[page])]
+        cause = "The drive, or another program, has changed them"
+        if self.memory is not None:
+            cause = "They could not be read from the drive when it failed and the group moved to host memory"
         return StorageError(
             f"the {PAGE} bytes at offset {self.start + offset + page * PAGE} of {self.file} are not those that were "
-            f"written: {self.label}, checksum {numbers[0]} expected and {numbers[1]} read. The drive, or another "
-            f"program, has changed them: {REMEDY}, and check the drive"
+            f"written: {self.label}, checksum {numbers[0]} expected and {numbers[1]} read. {cause}: {REMEDY}, and "
+            "check the drive"
         )
+
+    def _read_last_page(self, offset: int, block: torch.Tensor, scratch: Scratch) -> None:
+        """Read the page that a block ends inside of, whose other bytes must be kept. A drive that cannot be read is no
+        reason for [Note: fail-over]: the page would be lost by it."""
+        body = len(block) // PAGE * PAGE
+        if body == len(block) or offset + len(block) >= self.num_bytes:
+            return
+        try:
+            self.read(offset + body, scratch.page, scratch)
+        except OSError as error:
+            raise self.failure("reading", PAGE, offset + body, error) from error.with_traceback(None)
 
     def _write(self, offset: int, block: torch.Tensor, scratch: Scratch) -> None:
         body = len(block) // PAGE * PAGE
@@ -187,8 +210,6 @@ class Extent:
         checksums[: body // PAGE] = scratch.checksums[: body // PAGE]
         if body == len(block):
             return
-        if offset + len(block) < self.num_bytes:  # the file has more in the last page, which must be kept
-            self._read_again_if_damaged(offset + body, scratch.page, scratch)
         scratch.page[: len(block) - body] = block[body:]
         self._move(os.pwritev, scratch.page, offset + body)
         crc32_pages(scratch.page, PAGE, checksums[body // PAGE : body // PAGE + 1])
