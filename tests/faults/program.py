@@ -27,6 +27,7 @@ from torch import nn
 
 import zerostd
 from faults.drawing import STEPS, Fault, Job
+from zerostd.communication import shared_wires
 
 LIMIT = "FAULTS_LIMIT_S"  # environment variable: another limit of a collective, for a busy machine
 # Of a collective; communicators of nccl take seconds to be made.
@@ -144,6 +145,8 @@ def live(rank: int, fault: Fault | None, job: Job, folder: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with whoever has started this
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if fault is not None and fault.seed % 2:  # else no flat of so small a model would pass through shared memory
+        shared_wires.SMALLEST_BYTES = 1
     limit_s = LIMITS_S[job.device]
     os.environ |= {"ZEROSTD_TIMEOUT_S": str(limit_s), "LOCAL_WORLD_SIZE": str(job.world_size), "LOCAL_RANK": "0"}
     os.environ |= {"NCCL_HOSTID": f"pretended-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
