@@ -19,6 +19,7 @@ import torch
 from zerostd.errors import PrepareError
 
 MOST_RANKS = 10**7  # also passes of a step, and samples
+LOSSLESS = "lossless"  # the codec that changes no result
 
 
 class Stage(enum.IntEnum):

@@ -71,7 +71,7 @@ def only(model: nn.Module, num_bytes: int) -> Iterator[None]:
 
     def take(self: Ledger, kind: Kind, size: int, tier: Tier = Tier.DEVICE) -> None:
         enter(self, kind, size, tier)
-        taken = self.held[Tier.DEVICE] + sum(runtime.backward.activations.counted())
+        taken = self.held[Tier.DEVICE] + runtime.backward.activations.counted().total
         if self is runtime.ledger and taken > num_bytes:
             raise torch.OutOfMemoryError(f"{taken} bytes of {num_bytes}: {self.memory()}")
 
@@ -276,7 +276,7 @@ def test_states_of_a_late_optimizer_are_placed_before_its_first_step() -> None:
         model(torch.randn(ROWS, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        peaks.append(runtime.ledger.most[Tier.DEVICE] + sum(runtime.backward.activations.counted()))
+        peaks.append(runtime.ledger.most[Tier.DEVICE] + runtime.backward.activations.counted().total)
         assert zerostd.memory(model).now["host"]["optimizer_states"] > 0
     assert max(peaks) <= budget
     assert_bitwise(zerostd.full_state_dict(model), expected)

@@ -9,7 +9,9 @@ import pytest
 
 from planning.machines import H200, LAPTOP, gpt, request_of
 from zerostd.planning import MachineProfile, PlanRequest
+from zerostd.planning.demands import activation_bytes
 from zerostd.planning.planner import solve
+from zerostd.planning.profiles import WAYS
 from zerostd.planning.solution import ObservedStep, evaluate, refit
 from zerostd.policy import Homes, Route, Tier
 
@@ -101,3 +103,25 @@ def test_nothing_seen_changes_nothing_but_compute() -> None:
 
 def _all(homes: Homes) -> dict[str, Homes]:
     return dict.fromkeys([group.name for group in MODEL.groups], homes)
+
+
+@pytest.mark.parametrize("way", ["keep", "recompute", "recompute+host"])
+@pytest.mark.parametrize("more", [0.0, 3e9])
+def test_the_plan_that_was_observed_takes_what_was_observed(way: str, more: float) -> None:
+    """Whatever the device held beyond the groups' own bytes, and nothing twice."""
+    sizes = {"kept_bytes": 3e8, "boundary_bytes": 1e8, "peak_bytes": 2e8}
+    groups = tuple(replace(group, **sizes) for group in MODEL.groups)
+    model = replace(MODEL, groups=groups, samples=1)
+    request = request_of(model, activations=frozenset(WAYS), sends_inputs=way == "recompute+host")
+    homes = dict.fromkeys([group.name for group in groups], ON_HOST)
+
+    def bytes_of(known: PlanRequest, sends: bool) -> float:
+        known = replace(known, sends_inputs=sends)
+        return activation_bytes(known, evaluate(known, homes, lambda _: way).shares)[0]
+
+    predicted = bytes_of(request, request.sends_inputs)
+    seen = replace(seen_on(request, ON_HOST), activation_bytes=int(predicted + more))
+    refitted = refit(request, homes, seen, lambda _: way)
+    assert bytes_of(refitted, request.sends_inputs) == pytest.approx(predicted + more, rel=1e-6)
+    if way == "recompute+host":  # on the device they are there at once, and what was on its way may not have been
+        assert bytes_of(refitted, False) == pytest.approx(predicted + more + len(groups) * 1e8, rel=1e-6)

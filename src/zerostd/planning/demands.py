@@ -286,6 +286,7 @@ class ActivationChoice:
     sent: Array
     must: bool = False  # no group may keep them
     beside: float = 0.0
+    passing: float = 0.0  # of these: on their way to the host, or from there
 
     @property
     def changes(self) -> bool:
@@ -339,7 +340,8 @@ def _choice(request: PlanRequest, recomputed: Array, sent: Array, *, must: bool 
     leaving = max(cost.largest * goes for cost, goes in zip(activations, sent, strict=True))
     inputs = [cost.activations.inputs / len(cost.members) for cost in request.costs]
     leaving = max(leaving, *(size * again for size, again in zip(inputs, recomputed, strict=True)))
-    return ActivationChoice(recomputed, sent, must, inside + NUM_BUFFERS * leaving + staying(request))
+    passing = NUM_BUFFERS * leaving
+    return ActivationChoice(recomputed, sent, must, inside + passing + staying(request), passing)
 
 
 def _up_to_sizes(request: PlanRequest) -> Iterator[Array]:

@@ -158,6 +158,7 @@ class GroupProfile:
     boundary_bytes: float = 0.0  # of them when the group is recomputed: its inputs
     peak_bytes: float = 0.0  # most that one sample needs beside what is kept, while the group runs
     inside_bytes: float | None = None  # the same while it is recomputed, if measured; None: all it keeps, and the peak
+    passing_bytes: float = 0.0  # of the latter: inputs of groups on their way to the host, where those are sent
     stays: bool = False  # its activations are kept, whatever others do with theirs
     again_flops: float | None = None  # when it is recomputed, up to the last tensor that is saved; None: all
     forward_part: float | None = None  # of the model's `forward_s`, as it was timed; None: by its operations

@@ -290,11 +290,14 @@ def _activation_cost(
     again_s = forward_s
     if group.again_flops is not None and group.forward_flops:
         again_s = group.again_flops / group.forward_flops * forward_s
+    inside = kept + peak if group.inside_bytes is None else samples * group.inside_bytes
+    if request.sends_inputs:
+        inside -= samples * group.passing_bytes  # they are counted apart
     return ActivationCost(
         kept=kept,
         boundary=0.0 if request.sends_inputs else boundary,
         peak=peak,
-        inside=kept + peak if group.inside_bytes is None else samples * group.inside_bytes,
+        inside=inside,
         largest=kept,
         longer_s=max(again_s + backward_s, wire_backward_s) - max(backward_s, wire_backward_s),
         again_s=again_s,

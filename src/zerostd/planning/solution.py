@@ -205,13 +205,16 @@ def _as_observed(
     held, _ = activation_bytes(now.request, now.shares)
     choice = choice_of(now.request, now.shares)
     left = held - choice.beside + staying(now.request)  # by groups that have run
-    most = max(0.0, observed.activation_bytes - left) / (model.samples or 1)
+    samples = model.samples or 1
+    most = max(0.0, observed.activation_bytes - left) / samples
+    passing = min(most, choice.passing / samples) if now.request.sends_inputs else 0.0
     ways = now.by_group(way_of)
     groups = (
         replace(
             group,
             peak_bytes=max(group.peak_bytes, most),
             inside_bytes=most if ways[group.name] == "recompute" else group.inside_bytes,
+            passing_bytes=passing if ways[group.name] == "recompute" else 0.0,
         )
         for group in model.groups
     )

@@ -17,14 +17,13 @@ from zerostd.optimizers.elementwise import check_elementwise, find_states
 from zerostd.parameters.blueprints import Blueprint, check_model, check_optimizer
 from zerostd.planning import Plan
 from zerostd.planning.request import NUM_BUSY_THREADS
-from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, Way, parse_bytes
+from zerostd.policy import LOSSLESS, Budget, Homes, Kind, Placement, Stage, Tier, Way, parse_bytes
 from zerostd.preparing.homes import PACKED, FlatPlan, Rules
 from zerostd.sharding.portions import default_cpu_share
 from zerostd.tiers.limits import check_disk, check_host
 from zerostd.tiers.packing import coder
 
-LOSSLESS = "parameters"  # what is coded without loss
-CODECS = coded_wires.CODECS | {"optimizer_states": ("int8",), LOSSLESS: ("lossless",)}  # by what is coded
+CODECS = coded_wires.CODECS | {"optimizer_states": ("int8",), "parameters": (LOSSLESS,)}  # by what is coded
 
 
 def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Settings:
@@ -143,9 +142,9 @@ def _check_codec(settings: Settings, placement: Placement) -> None:
             raise PrepareError(
                 f"Placement(codec={placement.codec!r}): no codec {codec!r} for {name!r}; there are {CODECS}"
             )
-    if LOSSLESS in placement.codec:
+    if LOSSLESS in placement.codec.values():
         coder()
-    if placement.codec.keys() - {LOSSLESS} and settings.exact:
+    if settings.exact and set(placement.codec.values()) - {LOSSLESS}:
         raise PrepareError(
             f"Placement(codec={dict(placement.codec)!r}) changes results: pass exact=False to prepare to allow it, or "
             "leave the codec out"
@@ -203,7 +202,8 @@ def _check_coded_states(settings: Settings, model: nn.Module, optimizer: torch.o
 def check_packing(settings: Settings, plans: Sequence[Sequence[FlatPlan]]) -> None:
     """Refuse a placement that packs parameters and has none to pack. A plan may find that all of them fit elsewhere."""
     codec = settings.decided[1].codec
-    if LOSSLESS in codec and settings.plan is None and not any(plan.packed_bytes for group in plans for plan in group):
+    is_packed = any(plan.packed_bytes for group in plans for plan in group)
+    if LOSSLESS in codec.values() and settings.plan is None and not is_packed:
         raise PrepareError(
             f"Placement(codec={dict(codec)!r}) packs frozen parameters on disk, of {PACKED} bytes a number, and there "
             "are none: place parameters with parameters='disk', or leave 'parameters' out of the codec"

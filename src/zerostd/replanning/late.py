@@ -53,7 +53,7 @@ def _plan_states(runtime: Runtime, inner: torch.optim.Optimizer) -> Plan | None:
     here = find_limits(settings.budget, world, runtime.ledger.held[Tier.DEVICE])
     by_rank: list[dict[Tier, int]] = control.collect(here)
     limits = {tier: min(limits[tier] for limits in by_rank) for tier in here}
-    activations: int = max(control.collect(sum(runtime.backward.activations.counted())))  # of the passes to come
+    activations: int = max(control.collect(runtime.backward.activations.counted().total))  # of the passes to come
     beside: dict[Tier, int] = {**limits, Tier.DEVICE: limits[Tier.DEVICE] - activations}
     search = PlanSearch(settings, runtime.blueprints, world)
     if search.fits(settings.plan, beside):

@@ -46,7 +46,7 @@ class DeviceMeter:
         """Return the most that were allocated at once since `reset`."""
         if self.has_allocator:
             return torch.accelerator.max_memory_allocated(self._device)
-        return self._ledger.most[Tier.DEVICE] + sum(self._activations.counted())
+        return self._ledger.most[Tier.DEVICE] + self._activations.counted().total
 
     def reset(self) -> None:
         """Take the peak from here on."""
@@ -156,5 +156,7 @@ class DeviceMeter:
             else:
                 leaving = max(leaving, size)
             inside = max(inside, group.kept_bytes if is_recomputed else 0.0)
-        beside = (self.activation_bytes() or 0) - self._activations.counted()[0]  # in the passes that were seen
+        seen = self._activations.counted()
+        beside: float = (self.activation_bytes() or 0) - seen.left  # in the passes that were seen,
+        beside -= NUM_BUFFERS * min(leaving, seen.leaving)  # with what was on its way to the host
         return int(left + NUM_BUFFERS * leaving + max(inside, beside))

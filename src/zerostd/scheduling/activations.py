@@ -27,7 +27,7 @@ from zerostd.errors import MisuseError, PrepareError
 from zerostd.monitoring.events import LoopPhase
 from zerostd.parameters import Group
 from zerostd.policy import Tier, Way
-from zerostd.scheduling.counting import ActivationCounter
+from zerostd.scheduling.counting import ActivationCounter, CountedBytes
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.offloading import ActivationOffloader
 from zerostd.scheduling.saved_storage import GroupActivations, SavedStorage, TensorLayout
@@ -102,18 +102,20 @@ class Activations:
                     self._undo.callback(_recompute(module, device, keep, counting))
                     self.counter.recomputed.add(module)
 
-    def counted(self) -> tuple[int, int]:
-        """Return the bytes of the device that groups left in the last pass that was counted, and those that a
-        recomputed one needs beside them while it runs."""
+    def counted(self) -> CountedBytes:
+        """Return what groups left in the last pass that was counted."""
         left = 0
         inside = 0
+        leaving = 0
         for group, way in self._ways.items():
             size = self.counter.groups.get(group.name)
             if size is not None:
                 is_recomputed = not self.counter.recomputed.isdisjoint(group.blueprint.modules)
-                left += (size.boundary if is_recomputed else size.kept) if way.tier is Tier.DEVICE else 0
+                size_left = size.boundary if is_recomputed else size.kept
+                left += size_left if way.tier is Tier.DEVICE else 0
+                leaving = max(leaving, 0 if way.tier is Tier.DEVICE else size_left)
                 inside = max(inside, size.kept if is_recomputed else 0)
-        return left, inside
+        return CountedBytes(left, inside, leaving)
 
     def remove(self) -> None:
         """Leave the modules as they were."""

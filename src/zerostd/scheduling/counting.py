@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +27,19 @@ class GroupBytes:
 
     kept: int = 0  # saved in its forward
     boundary: int = 0  # of its inputs: what stays if it is recomputed
+
+
+class CountedBytes(NamedTuple):
+    """Bytes of all groups' activations in one pass."""
+
+    left: int  # on the device, for backward
+    inside: int  # beside them, while a group is recomputed
+    leaving: int  # of the group that has most on its way to the host
+
+    @property
+    def total(self) -> int:
+        """On the device at most, but for what is on its way to the host."""
+        return self.left + self.inside
 
 
 class ActivationCounter:
