@@ -28,13 +28,15 @@ class Adapted(nn.Module):
         return torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
-def make_model() -> nn.Module:
+def make_model(device: str = "cpu") -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Adapted() for _ in range(3)))
+    return nn.Sequential(*(Adapted() for _ in range(3))).to(device)
 
 
-def train(folder: str, codec: dict[str, str], **options: Any) -> tuple[list[float], zerostd.Memory, dict[str, Any]]:
-    model = make_model()
+def train(
+    folder: str, codec: dict[str, str], device: str = "cpu", **options: Any
+) -> tuple[list[float], zerostd.Memory, dict[str, Any]]:
+    model = make_model(device)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     model, prepared = zerostd.prepare(
         model,
@@ -47,7 +49,7 @@ def train(folder: str, codec: dict[str, str], **options: Any) -> tuple[list[floa
     losses = []
     for step in range(3):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
-        loss = model(x).square().mean()
+        loss = model(x.to(device)).square().mean()
         loss.backward()
         prepared.step()
         prepared.zero_grad()
