@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define ZS_ABI_VERSION 8
+#define ZS_ABI_VERSION 9
 
 #if defined(__GNUC__)
 #define ZS_EXPORT __attribute__((visibility("default")))
@@ -45,6 +45,11 @@ ZS_EXPORT int32_t zs_encode_blocks(const void* values, int32_t dtype, int64_t co
 // The sum of num_slices coded slices of slice_len numbers each, as zs_sum_slices does it.
 ZS_EXPORT int32_t zs_decode_blocks(const void* coded, int64_t num_slices, int64_t slice_len, int32_t bits, float factor,
                                    void* out, int32_t out_dtype, int32_t accumulate, int32_t num_threads);
+
+// The bytes of count numbers of item_bytes (2 or 4) each, turned left by one bit, plane by plane: the highest byte of all
+// of them, then the next one. planes has item_bytes pointers to count bytes each; values is aligned to item_bytes.
+ZS_EXPORT int32_t zs_split_planes(const void* values, int64_t count, int32_t item_bytes, void* const* planes);
+ZS_EXPORT int32_t zs_join_planes(const void* const* planes, int64_t count, int32_t item_bytes, void* values);
 
 // One optimizer step over count elements: every array is read once and written once. The operations, and where two of
 // them round as one (FMA), are those of torch.optim's CPU implementation without foreach and fused, so the bits are its

@@ -245,7 +245,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 def memory(model: nn.Module) -> Memory:
     """Return the bytes of this rank by tier and kind, now and at peak."""
-    return runtime_of(model, "memory").ledger.memory()
+    return runtime_of(model, "memory").memory()
 
 
 @torch.no_grad()

@@ -155,9 +155,28 @@ void checksums(int64_t count) {
   }
 }
 
+void planes(int64_t count) {
+  for (int32_t item : {2, 4}) {
+    const Bytes values = random_bytes(count * item, 4);
+    Bytes bytes[4];
+    void* pointers[4];
+    for (int32_t plane = 0; plane < item; ++plane) {
+      bytes[plane].resize(static_cast<size_t>(count));
+      pointers[plane] = bytes[plane].data();
+    }
+    Bytes joined(values.size());
+    expect(zs_split_planes(values.data(), count, item, pointers) == ZS_OK, "zs_split_planes");
+    expect(zs_join_planes(pointers, count, item, joined.data()) == ZS_OK, "zs_join_planes");
+    expect(values == joined, "zs_join_planes does not give back what zs_split_planes took");
+    expect(zs_split_planes(values.data(), count, item + 1, pointers) == ZS_BAD_ARGUMENT, "an item of odd size");
+    expect(zs_join_planes(pointers, -1, item, joined.data()) == ZS_BAD_ARGUMENT, "a negative count");
+  }
+}
+
 void all_operations(int64_t count) {
   sums(count);
   checksums(count);
+  planes(count);
   for (int32_t rule = ZS_ADAM; rule <= ZS_ADAGRAD; ++rule) {
     for (int32_t gradient = 0; gradient < 3; ++gradient) {
       for (int32_t weight = 0; weight < 3; ++weight) update(count, rule, gradient, weight, false);

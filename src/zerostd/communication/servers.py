@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zerostd.communication.link import PARAMETERS, TILE_BYTES, Message, ServerLink
-from zerostd.communication.wires import Collective, Wires
+from zerostd.communication.wires import Collective, Wires, as_real
 from zerostd.communication.world import World
 from zerostd.compat import storage_of
 from zerostd.errors import MisuseError
@@ -105,7 +105,8 @@ class GradientSums:
             received, works, part = pending.pop()
             pending += [self._receive(index, following, dtype) for index, following in _first(rounds)]
             self.link.wait(works, f"the gradient of {name!r}")
-            sum_slices(received, self.link.num_workers, self._factor, part, num_threads=self._num_threads)
+            slices = as_real(received)
+            sum_slices(slices, self.link.num_workers, self._factor, as_real(part), num_threads=self._num_threads)
 
     def _receive(
         self, index: int, part: torch.Tensor, dtype: torch.dtype

@@ -74,6 +74,11 @@ class Collective(Transfer):
             self._next.land()
 
 
+def as_real(flat: torch.Tensor) -> torch.Tensor:
+    """Return complex numbers as twice as many real ones, in the same memory: not every backend sums others."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
 class Wires:
     """The collectives of one prepared model. In a world of one they return at once."""
 
@@ -156,8 +161,8 @@ class Wires:
         """Start filling `full` with the slices of all shards; `shard` is mine, by default my slice of `full`."""
         if self.world.num_shards == 1:
             return Done()
-        if shard is None:
-            shard = self._mine(full)
+        full = as_real(full)
+        shard = self._mine(full) if shard is None else as_real(shard)
         if self._gathers is not None:
             self.ledger.sent["gather"] += shard.nbytes * (self.world.num_shards - 1)
             group = self._gathering
@@ -173,6 +178,8 @@ class Wires:
     ) -> Transfer:
         """Start writing the mean over ranks of my slice of `full` to `land`, or adding it. `full` must stay untouched
         until the wait; one reduce is in flight at a time, the next waits for it. `lost` is for wires that feed back."""
+        full = as_real(full)
+        land = as_real(land)
         if self._reduces is None:
             return self._collect(full, land, accumulate=accumulate)
         received = land
@@ -193,6 +200,7 @@ class Wires:
 
     def reduce_everywhere(self, full: torch.Tensor, *, lost: torch.Tensor | None = None) -> Transfer:
         """Start replacing `full` by its mean over ranks: reduce my slice, then send everyone's slices to everyone."""
+        full = as_real(full)
         mine = self._mine(full)
         if self._reduces is None:
             return self._collect(full, mine, then=lambda: self._spread(full, mine, self._entry))

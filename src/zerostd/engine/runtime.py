@@ -18,7 +18,7 @@ from zerostd.compat import no_torch_function, runs_in_ddp
 from zerostd.engine.agreeing import StepAgreement
 from zerostd.engine.settings import Settings
 from zerostd.errors import MisuseError
-from zerostd.monitoring import Ledger
+from zerostd.monitoring import Ledger, Memory
 from zerostd.monitoring.events import LoopPhase
 from zerostd.optimizers.gradients import Gradients, LossScale, scale_gradient
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
@@ -140,6 +140,15 @@ class Runtime:
     @property
     def ledger(self) -> Ledger:
         return self.wires.ledger
+
+    def memory(self) -> Memory:
+        """Return what the ledger has, and what is kept as codes."""
+        coded: dict[str, tuple[int, int]] = {}
+        for flat in (flat for group in self.groups for flat in group.flats):
+            for kind, size, held in flat.coded_bytes():
+                before = coded.get(kind.value, (0, 0))
+                coded[kind.value] = (before[0] + size, before[1] + held)
+        return self.ledger.memory(coded)
 
     def _trained(self) -> list[TrainedParameter]:
         trained = []

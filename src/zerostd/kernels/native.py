@@ -7,6 +7,7 @@ of `src/native/zerostd_native.h`.
 import ctypes
 import functools
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, UpdateArguments
 
 LIBRARY = Path(__file__).with_name("libzerostd_native.so")
-ABI_VERSION = 8
+ABI_VERSION = 9
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ADAM, SGD, ADAGRAD = range(3)
 NO_DECAY, COUPLED, DECOUPLED = range(3)
@@ -60,6 +61,8 @@ SIGNATURES = {
         *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32),  # out: data, dtype, accumulate
         ctypes.c_int32,  # num_threads
     ),
+    "zs_split_planes": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p),
+    "zs_join_planes": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p),
     "zs_update": (ctypes.POINTER(StepArgument),),
     "zs_limit_instructions": (ctypes.c_int32,),
     "zs_crc32": (
@@ -140,6 +143,20 @@ def decode_blocks(
         num_threads,
     )
     torch.autograd.graph.increment_version(out)
+
+
+def split_planes(values: Tensor, planes: Sequence[Tensor]) -> None:
+    """See `zerostd.kernels.split_planes`."""
+    _call("zs_split_planes", values.data_ptr(), len(planes[0]), len(planes), _pointers(planes))
+
+
+def join_planes(planes: Sequence[Tensor], values: Tensor) -> None:
+    """See `zerostd.kernels.join_planes`."""
+    _call("zs_join_planes", _pointers(planes), len(planes[0]), len(planes), values.data_ptr())
+
+
+def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
 def update(step: UpdateArguments, num_threads: int) -> None:

@@ -42,6 +42,8 @@ class Memory:
     sent: dict[str, int]
     gradients: str
     retries: dict[str, int] = field(default_factory=dict)  # reads and writes of files that were made again
+    coded: dict[str, tuple[int, int]] = field(default_factory=dict)  # by kind: bytes of the numbers, and of their codes
+    unpacking_s: float = 0.0  # of processor time, in which packed numbers were unpacked
 
     def total(self, tier: str = "device") -> int:
         """Return the model-state bytes now in a tier: parameters, gradients and optimizer states, without buffers."""
@@ -54,6 +56,11 @@ class Memory:
                 now = self.now.get(tier, {}).get(kind, 0)
                 rows.append(f"{tier:<8}{kind:<18}{now / 2**20:>8.1f} MiB{peak / 2**20:>8.1f} MiB")
         rows.append(f"gradients rest as {self.gradients}")
+        for kind, (size, held) in self.coded.items():
+            sizes = f"{size / 2**20:.1f} MiB are coded in {held / 2**20:.1f} MiB"
+            rows.append(f"{kind} of {sizes} ({size / max(1, held):.2f} to 1)")
+        if self.unpacking_s:
+            rows.append(f"unpacking took {self.unpacking_s:.3g} s of processor time")
         rows += [f"tried again {count} times: {what}" for what, count in self.retries.items()]
         return "\n".join(rows)
 
@@ -169,6 +176,7 @@ class Ledger:
     most: Counter[Tier] = field(default_factory=Counter)  # and at most, since somebody set it back
     sent: Counter[str] = field(default_factory=Counter)  # bytes this rank put on the wire, by verb
     gradient_form: str = "none yet"
+    unpacking_s: float = 0.0  # of processor time, in which packed tiles became numbers
     events: Events = field(default_factory=Events)
     leaks: Leaks = field(default_factory=Leaks)
     retries: Retries = field(default_factory=Retries)
@@ -193,11 +201,18 @@ class Ledger:
             self.held[tier] -= num_bytes
         self.leaks.leave(tier, kind, num_bytes, self._group)
 
-    def memory(self) -> Memory:
+    def note_unpacking(self, seconds: float) -> None:
+        """Note what unpacking took, in any thread."""
+        with self._lock:
+            self.unpacking_s += seconds
+
+    def memory(self, coded: dict[str, tuple[int, int]] | None = None) -> Memory:
+        """Return what users see; `coded` is known to who has the codes."""
         with self._lock:
             now = _nested(self.now)
             peak = _nested(self.peak)
-        return Memory(now, peak, dict(self.sent), self.gradient_form, self.retries.counts)
+        counts = self.retries.counts
+        return Memory(now, peak, dict(self.sent), self.gradient_form, counts, coded or {}, self.unpacking_s)
 
 
 @contextlib.contextmanager

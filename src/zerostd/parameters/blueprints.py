@@ -144,8 +144,6 @@ def check_model(model: nn.Module) -> None:
     for name, parameter in parameters:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise PrepareError(f"parameter {name!r} is lazy and has no shape yet: run one forward before prepare")
-        if parameter.requires_grad and parameter.is_complex():
-            raise PrepareError(f"parameter {name!r} is {parameter.dtype}: complex parameters cannot be sharded yet")
     check_dtensors(parameters)
     places = {str(p.device): name for name, p in parameters if p.device.type != "meta"}
     if len(places) > 1:

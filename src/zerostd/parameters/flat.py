@@ -10,7 +10,7 @@ its own, so autograd does not take them for the user's.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +23,12 @@ from zerostd.compat import no_torch_function, set_local, version_of, versions_of
 from zerostd.parameters.gradient import Gradient
 from zerostd.parameters.lending import DATA, set_data
 from zerostd.parameters.prepared import classes_for
-from zerostd.parameters.state_shard import HIGH, LOW, MASTER, Edits, StateShard, clear_low
+from zerostd.parameters.state_shard import HIGH, LOW, MASTER, CodedTensor, Edits, StateShard, clear_low
 from zerostd.policy import Kind, Tier
 from zerostd.sharding import Layout, Piece
 from zerostd.tiers import TierAllocator, TierTensor, Transfer
 from zerostd.tiers.debug import poison
+from zerostd.tiers.packed_extents import PackedExtent
 
 
 @dataclass(eq=False, repr=False)
@@ -374,6 +375,14 @@ class Flat:
         torch.autograd.graph.increment_version(self.parameters)
         self._edits.versions = self._read_versions()
         self._edits.forget(*self._edits.brief)
+
+    def coded_bytes(self) -> Iterator[tuple[Kind, int, int]]:
+        """Yield what is kept as codes: its kind, the bytes of its numbers, and those of the codes."""
+        if isinstance(self.rest.extent, PackedExtent):
+            yield Kind.PARAMETERS, self.rest.extent.num_bytes, self.rest.extent.held_bytes
+        for tensor in (tensor for shard in self.state_shards for tensor in shard.tensors.values()):
+            if isinstance(tensor, CodedTensor):
+                yield Kind.OPTIMIZER_STATES, tensor.numel * tensor.dtype.itemsize, tensor.codes.numel
 
     def exact_values(self) -> torch.Tensor:
         """Return this rank's region, or shard if it is frozen, at the precision it is kept in, on the device."""

@@ -16,7 +16,7 @@ from zerostd.errors import PrepareError
 from zerostd.monitoring.decoding import convert, decode, read_document
 from zerostd.monitoring.texts import rate_text, short_size
 from zerostd.planning.profiles import RECOMPUTED, WAYS
-from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, Way
+from zerostd.policy import LOSSLESS, Homes, Kind, Placement, Route, Stage, Tier, Way
 
 VERSION = 1
 GIB = 2**30
@@ -105,7 +105,7 @@ class Plan:
     world_size: int = 1
     speculate: bool = False
     adaptive: bool = True  # may be revised while training, as it is found wrong
-    codec: Mapping[str, str] = field(default_factory=dict)  # as of a Placement; changes results
+    codec: Mapping[str, str] = field(default_factory=dict)  # as of a Placement
     predicted: Prediction = field(default_factory=Prediction)
     limits: Mapping[Tier, int] = field(default_factory=dict)  # bytes it was made for
     notes: tuple[str, ...] = ()  # why it is as it is, and what was refused
@@ -234,7 +234,8 @@ def _sentences(plan: Plan) -> list[str]:
     lines = [f"Stage {plan.stage.value} on {ranks}" + (", speculating." if plan.speculate else ".")]
     if plan.codec:
         coded = ", ".join(f"{what.replace('_', ' ')} as {codec}" for what, codec in plan.codec.items())
-        lines.append(f"Coded: {coded}. Results are not those of exact=True.")
+        is_exact = set(plan.codec.values()) == {LOSSLESS}
+        lines.append(f"Coded: {coded}." + ("" if is_exact else " Results are not those of exact=True."))
     if plan.activations:
         lines.append(f"Activations: {'; '.join(_activations_in_words(plan.activations))}.")
     if predicted.step_s is not None and predicted.step_s > 0:

@@ -16,6 +16,7 @@ from zerostd.policy import Kind, Tier
 from zerostd.preparing.homes import FlatPlan, Rules, demand
 from zerostd.scheduling.gathering import PREFETCH_DEPTH, STREAM_DEPTH
 from zerostd.tiers import Uploader
+from zerostd.tiers.disk import Disk
 from zerostd.tiers.extents import Extent
 
 
@@ -45,7 +46,8 @@ def _resident(plan: FlatPlan) -> int:
 
 
 def host_buffers(plans: Sequence[Sequence[FlatPlan]]) -> int:
-    """Return the bytes of host memory that what rests on disk passes through, and those of its checksums."""
+    """Return the bytes of host memory that what rests on disk passes through and is unpacked in, and those of its
+    checksums."""
     slots = _slots(plans)[Tier.HOST]
     extents = [
         num_bytes
@@ -55,8 +57,9 @@ def host_buffers(plans: Sequence[Sequence[FlatPlan]]) -> int:
         if tier is Tier.DISK and num_bytes
     ]
     checksums = sum(map(Extent.checksum_bytes, extents))
+    packers = Disk.packer_bytes() if any(plan.packed_bytes for group in plans for plan in group) else 0
     gradients = (plan.demand()[Tier.DISK, Kind.GRADIENTS] for group in plans for plan in group)
-    return slots + Uploader.buffer_bytes(largest_on_disk(plans)) + sum(Staging.sizes(gradients)) + checksums
+    return slots + Uploader.buffer_bytes(largest_on_disk(plans)) + sum(Staging.sizes(gradients)) + checksums + packers
 
 
 def largest_on_disk(plans: Sequence[Sequence[FlatPlan]]) -> int:

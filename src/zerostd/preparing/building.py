@@ -42,7 +42,7 @@ from zerostd.policy import Budget, Kind, Tier, limit_of, parse_bytes
 from zerostd.preparing.accounting import host_buffers, largest_on_disk
 from zerostd.preparing.groups import ValueOf, make_flat, make_masters
 from zerostd.preparing.homes import Demand, FlatPlan, demand, plan_flats
-from zerostd.preparing.options import check_world, for_role, num_threads, rules_for, ways_for
+from zerostd.preparing.options import check_packing, check_world, for_role, num_threads, rules_for, ways_for
 from zerostd.preparing.proposing import decide, sizes_of
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.gathering import Gatherer
@@ -90,6 +90,7 @@ def build(
         check_world(settings, world)
         rules = rules_for(settings, world, blueprints)
         plans = plan_flats(blueprints, rules)
+        check_packing(settings, plans)
         ways = ways_for(settings, [blueprint.name for blueprint in blueprints if blueprint.name != ROOT])
         need = demand(plans)
         need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans)
@@ -165,7 +166,8 @@ def _reserve(allocator: TierAllocator, plans: list[list[FlatPlan]], need: Demand
     for plan in (plan for group in plans for plan in group):
         for (tier, kind), num_bytes in plan.demand().items():
             if kind in (Kind.OPTIMIZER_STATES, Kind.PARAMETERS):
-                allocator.reserve(plan.owner, tier, kind, num_bytes)
+                item_bytes = plan.packed_bytes if kind is Kind.PARAMETERS else 0
+                allocator.reserve(plan.owner, tier, kind, num_bytes, item_bytes=item_bytes)
 
 
 def _left_on_host(need: Demand, budget: Budget, world: World) -> int | None:

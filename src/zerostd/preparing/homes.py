@@ -29,6 +29,7 @@ CLOSE = 0.05  # of a kind: whole flats this far from the shares that were asked 
 FEWEST = 1 << 15  # elements: of smaller models whole flats are kept, since any transfer is all latency
 FAR = 0.1  # of a kind: shares that whole parameters miss by more are refused
 Columns = dict[str, torch.dtype | Moment]  # by name, each as long as its portion
+PACKED = (2, 4)  # bytes of a number: others are kept as they are
 CODED_STATES = {
     "exp_avg": Moment.AVERAGE,
     "exp_avg_sq": Moment.SQUARES,
@@ -58,6 +59,11 @@ class Rules:
     def codes_states(self) -> bool:
         """Whether optimizer states are kept as codes."""
         return "optimizer_states" in self.placement.codec
+
+    @property
+    def packs_parameters(self) -> bool:
+        """Whether frozen parameters are packed on disk."""
+        return "parameters" in self.placement.codec
 
     @property
     def keeps_whole_gradients(self) -> bool:
@@ -122,6 +128,12 @@ class FlatPlan:
     def gives_back(self) -> bool:
         """Whether releasing the group gives memory back."""
         return self.rules.shards(Kind.PARAMETERS) or self.parameters is not Tier.DEVICE
+
+    @property
+    def packed_bytes(self) -> int:
+        """The bytes of a number as which parameters are packed; 0 if they are kept as they are."""
+        is_packed = self.rules.packs_parameters and not self.is_trained and self.parameters is Tier.DISK
+        return self.dtype.itemsize if is_packed and self.dtype.itemsize in PACKED else 0
 
     @property
     def is_split(self) -> bool:

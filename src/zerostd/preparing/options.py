@@ -17,12 +17,13 @@ from zerostd.optimizers.elementwise import check_elementwise, find_states
 from zerostd.parameters.blueprints import Blueprint, check_model, check_optimizer
 from zerostd.planning import Plan
 from zerostd.planning.request import NUM_BUSY_THREADS
-from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, Way, parse_bytes
-from zerostd.preparing.homes import Rules
+from zerostd.policy import LOSSLESS, Budget, Homes, Kind, Placement, Stage, Tier, Way, parse_bytes
+from zerostd.preparing.homes import PACKED, FlatPlan, Rules
 from zerostd.sharding.portions import default_cpu_share
 from zerostd.tiers.limits import check_disk, check_host
+from zerostd.tiers.packing import coder
 
-CODECS = coded_wires.CODECS | {"optimizer_states": ("int8",)}  # by what is coded
+CODECS = coded_wires.CODECS | {"optimizer_states": ("int8",), "parameters": (LOSSLESS,)}  # by what is coded
 
 
 def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Settings:
@@ -141,7 +142,9 @@ def _check_codec(settings: Settings, placement: Placement) -> None:
             raise PrepareError(
                 f"Placement(codec={placement.codec!r}): no codec {codec!r} for {name!r}; there are {CODECS}"
             )
-    if placement.codec and settings.exact:
+    if LOSSLESS in placement.codec.values():
+        coder()
+    if settings.exact and set(placement.codec.values()) - {LOSSLESS}:
         raise PrepareError(
             f"Placement(codec={dict(placement.codec)!r}) changes results: pass exact=False to prepare to allow it, or "
             "leave the codec out"
@@ -194,6 +197,17 @@ def _check_coded_states(settings: Settings, model: nn.Module, optimizer: torch.o
                 f"{given}: parameter {name!r} is {dtype}, and codes have the digits of fp32 at most. Use precision="
                 "'fp32' or 'bf16', or leave 'optimizer_states' out of the codec"
             )
+
+
+def check_packing(settings: Settings, plans: Sequence[Sequence[FlatPlan]]) -> None:
+    """Refuse a placement that packs parameters and has none to pack. A plan may find that all of them fit elsewhere."""
+    codec = settings.decided[1].codec
+    is_packed = any(plan.packed_bytes for group in plans for plan in group)
+    if LOSSLESS in codec.values() and settings.plan is None and not is_packed:
+        raise PrepareError(
+            f"Placement(codec={dict(codec)!r}) packs frozen parameters on disk, of {PACKED} bytes a number, and there "
+            "are none: place parameters with parameters='disk', or leave 'parameters' out of the codec"
+        )
 
 
 def check_budget(budget: Budget) -> None:

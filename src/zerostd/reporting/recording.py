@@ -252,9 +252,11 @@ class Recording(StepObserver):
         self._write_line(records.SecondsLine("busy", step.number, covered))
 
     def _write_memory(self, step: int) -> None:
-        memory = self._runtime.ledger.memory()
+        memory = self._runtime.memory()
         line = records.MemoryLine(step, self._moment(Timestamp(HOST)), memory.now, memory.peak)
         line.retries = memory.retries
+        line.coded = memory.coded
+        line.unpacking = memory.unpacking_s
         if self._device.type != "cpu":
             line.allocated = torch.accelerator.memory_allocated(self._device)
             line.most_allocated = torch.accelerator.max_memory_allocated(self._device)

@@ -66,6 +66,8 @@ class MemoryLine(Struct, tag_field="kind", tag="memory"):
     most_allocated: Count | None = None  # until then
     reserved: Count | None = None
     retries: dict[str, Count] = {}  # reads and writes of files that were made again so far, by verb and reason
+    coded: dict[str, tuple[Count, Count]] = {}  # by kind of state: bytes of the numbers, and of their codes
+    unpacking: Amount = 0.0  # seconds of processor time until then
 
 
 class EventLine(Struct, tag_field="kind", tag="event"):

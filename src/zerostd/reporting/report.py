@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from zerostd.monitoring.texts import size_text
 from zerostd.reporting import numbers
 from zerostd.reporting.plans import plans
 from zerostd.reporting.records import MemoryLine, QualityLine, Run, tidy_text
@@ -72,7 +73,7 @@ def _run(run: Run) -> dict[str, Any]:
         "leaks": leaks[:MOST_LEAKS],
     }
     report["verdict"] = verdict(report)
-    report["notices"] = [*run.notices, *plan_notices, *_retried(run), *_thinned(run, report, len(leaks))]
+    report["notices"] = [*run.notices, *plan_notices, *_retried(run), *_coded(run), *_thinned(run, report, len(leaks))]
     return report
 
 
@@ -92,6 +93,18 @@ def _retried(run: Run) -> Iterator[str]:
     if counts:
         kinds = ", ".join(f"{tidy_text(kind)} {count:,}" for kind, count in sorted(counts.items())[:8])
         yield f"Files were read or written again after errors: {kinds}. Check the drives."
+
+
+def _coded(run: Run) -> Iterator[str]:
+    """Yield a notice for each kind of state that is kept as codes."""
+    lines = [line for log in run.ranks for line in log.of(MemoryLine)[-1:]]
+    for kind in sorted({kind for line in lines for kind in line.coded}):
+        size, held = (sum(line.coded.get(kind, (0, 0))[index] for line in lines) for index in (0, 1))
+        what = tidy_text(kind).replace("_", " ").capitalize()
+        ratio = f" ({size / held:.2f} to 1)" if held else ""
+        yield f"{what} of {size_text(size)} are kept as codes in {size_text(held)}{ratio}."
+    if unpacking_s := sum(line.unpacking for line in lines):
+        yield f"Unpacking parameters took {unpacking_s:.3g} s of processor time."
 
 
 def _thinned(run: Run, report: dict[str, Any], num_leaks: int) -> Iterator[str]:

@@ -5,7 +5,9 @@ worker.py       a thread that does jobs, the most needed first
 limits.py       what is free, and the refusal of what does not fit
 host.py         pinned memory of exact size, and pages
 scratch_files.py  files without a name, and what is taken of them
+packing.py      lossless compression of numbers, in tiles
 extents.py      space in scratch files, in pages that have checksums
+packed_extents.py  the same for numbers that are packed
 disk.py         threads that move bytes between extents and host memory
 allocator.py    tier tensors: their allocator, and the way to the device
 pool.py         blocks that come and go

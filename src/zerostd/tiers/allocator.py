@@ -134,10 +134,12 @@ class TierAllocator:
             fallback = Fallback(self.host, self.ledger, None if limit is None else limit // local_size)
             self.disk = Disk(budget.disk_path, self.ledger, limit=limit_of(budget.disk), fallback=fallback)
 
-    def reserve(self, owner: str, tier: Tier, kind: Kind, num_bytes: int) -> None:
-        """Allocate the arena that an owner's tensors of one kind will be cut from; the device needs none."""
+    def reserve(self, owner: str, tier: Tier, kind: Kind, num_bytes: int, *, item_bytes: int = 0) -> None:
+        """Allocate the arena that an owner's tensors of one kind will be cut from; the device needs none. On disk it is
+        packed as numbers of `item_bytes`, unless that is 0."""
         if num_bytes > 0 and tier is not Tier.DEVICE:
-            self._arenas[owner, tier, kind] = self.allocate_bytes(tier, kind, num_bytes, owner)
+            arena = self.allocate_bytes(tier, kind, num_bytes, owner, item_bytes=item_bytes)
+            self._arenas[owner, tier, kind] = arena
 
     def allocate(self, owner: str, tier: Tier, kind: Kind, numel: int, dtype: torch.dtype) -> TierTensor:
         """Return zeros in a tier. On host and disk they come from the arena reserved for owner and kind."""
@@ -180,11 +182,13 @@ class TierAllocator:
         """Return what owners have on the device."""
         return [(kind, tensor) for (_, kind), tensors in self._on_device.items() for tensor in tensors]
 
-    def allocate_bytes(self, tier: Tier, kind: Kind, num_bytes: int, owner: str = "") -> torch.Tensor | Extent:
+    def allocate_bytes(
+        self, tier: Tier, kind: Kind, num_bytes: int, owner: str = "", *, item_bytes: int = 0
+    ) -> torch.Tensor | Extent:
         if tier is Tier.HOST:
             return self.host.allocate(num_bytes, kind)
         assert self.disk is not None
-        return self.disk.allocate(num_bytes, kind, owner)
+        return self.disk.allocate(num_bytes, kind, owner, item_bytes=item_bytes)
 
     def free_bytes(self, memory: torch.Tensor | Extent) -> None:
         if isinstance(memory, Extent):

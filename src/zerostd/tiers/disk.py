@@ -19,13 +19,17 @@ import torch
 
 from zerostd.errors import PrepareError, StorageError
 from zerostd.monitoring.ledger import Ledger
-from zerostd.policy import Kind
+from zerostd.policy import Kind, Tier
 from zerostd.tiers.extents import BLOCK_BYTES, Extent, Fallback, Scratch
 from zerostd.tiers.host import PAGE, padded
 from zerostd.tiers.limits import check_disk
+from zerostd.tiers.packed_extents import PackedExtent
+from zerostd.tiers.packing import Packer
 from zerostd.tiers.scratch_files import MOST_FILES, ScratchFile, reason, supports_direct
 from zerostd.tiers.transfer import Done, Transfer
 from zerostd.tiers.worker import Work
+
+NUM_THREADS = 4  # that read and write
 
 Block = tuple[Extent, int, torch.Tensor, bool, Work]  # offset, memory, whether it is written
 
@@ -43,7 +47,7 @@ class Disk:
         path: str | None,
         ledger: Ledger,
         *,
-        num_threads: int = 4,
+        num_threads: int = NUM_THREADS,
         limit: int | None = None,
         fallback: Fallback | None = None,
     ) -> None:
@@ -57,7 +61,9 @@ class Disk:
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._blocks: queue.SimpleQueue[Block | None] = queue.SimpleQueue()
-        names = [f"zerostd-disk-{number}" for number in range(max(1, num_threads))]
+        self._num_threads = max(1, num_threads)
+        self._packers_held = 0  # bytes of host memory
+        names = [f"zerostd-disk-{number}" for number in range(self._num_threads)]
         threads = [threading.Thread(target=_serve, args=(self._blocks,), name=name, daemon=True) for name in names]
         for thread in threads:
             thread.start()
@@ -70,14 +76,14 @@ class Disk:
                 stacklevel=2,
             )
 
-    def allocate(self, num_bytes: int, kind: Kind, owner: str = "") -> Extent:
+    def allocate(self, num_bytes: int, kind: Kind, owner: str = "", *, item_bytes: int = 0) -> Extent:
         """Return an extent of `num_bytes` zeros whose space is reserved; raise PrepareError if there is none. Errors
-        name its `owner`."""
+        name its `owner`. What is written is packed as numbers of `item_bytes`, unless that is 0."""
         self._check_open()
         if num_bytes < 0:
             raise StorageError(f"cannot allocate {num_bytes} bytes on disk; ask for 0 or more")
         size = max(PAGE, padded(num_bytes))
-        used = sum(padded(extent.num_bytes) for extent in self._extents)
+        used = sum(padded(extent.held_bytes) for extent in self._extents)
         check_disk(size, self.path, None if self._limit is None else max(0, self._limit - used))
         file = self._file()
         try:
@@ -87,9 +93,25 @@ class Disk:
                 f"could not reserve {size} bytes for {kind.value} in {self.path} ({reason(error)}); make room, raise "
                 "the quota or the file size limit (ulimit -f), or name another directory with Budget(disk_path=...)"
             ) from error
-        extent = Extent(file, start, num_bytes, kind, owner, self._ledger, self._fallback)
+        extent: Extent
+        if item_bytes:
+            self._take_packers()
+            extent = PackedExtent(file, start, num_bytes, kind, owner, self._ledger, None, item_bytes=item_bytes)
+        else:
+            extent = Extent(file, start, num_bytes, kind, owner, self._ledger, self._fallback)
         self._extents.add(extent)
         return extent
+
+    @staticmethod
+    def packer_bytes(num_threads: int = NUM_THREADS) -> int:
+        """Return the bytes of host memory in which threads pack and unpack."""
+        return num_threads * Packer.NUM_BYTES
+
+    def _take_packers(self) -> None:
+        """Enter that memory, once."""
+        if not self._packers_held:
+            self._packers_held = self.packer_bytes(self._num_threads)
+            self._ledger.enter(Kind.BUFFERS, self._packers_held, Tier.HOST)
 
     def _file(self) -> ScratchFile:
         """Return a new file while there are few, and then the one with the fewest bytes."""
@@ -124,6 +146,7 @@ class Disk:
         if self._finalizer.alive:
             for extent in list(self._extents):
                 self.free(extent)
+            self._ledger.leave(Kind.BUFFERS, self._packers_held, Tier.HOST)
             self._finalizer()
 
     def _start(self, extent: Extent, offset: int, memory: torch.Tensor, *, is_write: bool) -> Transfer:
@@ -174,7 +197,7 @@ class Disk:
 
 def _serve(blocks: queue.SimpleQueue[Block | None]) -> None:
     """Move blocks until None comes. A thread does not keep its Disk alive."""
-    scratch = Scratch.make()
+    scratch = Scratch()
     while True:
         block = blocks.get()
         if block is None:

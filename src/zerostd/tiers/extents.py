@@ -12,12 +12,13 @@ not have their checksum: reading them raises, unless they are written first.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from zerostd.monitoring.ledger import Ledger
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.host import PAGE, Host, aligned, padded
 from zerostd.tiers.limits import check_host
+from zerostd.tiers.packing import Packer
 from zerostd.tiers.scratch_files import ScratchFile, reason
 from zerostd.tiers.worker import Work
 
@@ -38,15 +40,17 @@ Move = Callable[[int, Sequence[Any], int], int]  # os.preadv or os.pwritev
 log = logging.getLogger("zerostd")
 
 
-class Scratch(NamedTuple):
+class Scratch:
     """Memory of one thread that moves blocks."""
 
-    page: torch.Tensor  # for the end of a block that does not fill one
-    checksums: torch.Tensor  # of the pages of a block
+    def __init__(self) -> None:
+        self.page = aligned(PAGE)  # for the end of a block that does not fill one
+        self.checksums = torch.empty(BLOCK_BYTES // PAGE, dtype=torch.int32)  # of the pages of a block
 
-    @classmethod
-    def make(cls) -> Scratch:
-        return cls(aligned(PAGE), torch.empty(BLOCK_BYTES // PAGE, dtype=torch.int32))
+    @functools.cached_property
+    def packer(self) -> Packer:
+        """For extents that are packed."""
+        return Packer()
 
 
 @dataclass
@@ -101,6 +105,11 @@ class Extent:
         return self.scratch_file.name
 
     @property
+    def held_bytes(self) -> int:
+        """The bytes that it takes on disk."""
+        return self.num_bytes
+
+    @property
     def is_cut(self) -> bool:
         """Whether somebody has made its file shorter."""
         return self.memory is None and os.fstat(self.scratch_file.fd).st_size < self.start + self.num_bytes
@@ -114,7 +123,7 @@ class Extent:
         """Give the space back. Nothing may be under way."""
         self.ledger.leave(Kind.BUFFERS, self._checksums.nbytes, Tier.HOST)
         if self.memory is None:
-            self.ledger.leave(self.kind, self.num_bytes, Tier.DISK)
+            self.ledger.leave(self.kind, self.held_bytes, Tier.DISK)
         elif self.fallback is not None:
             self.fallback.host.free(self.memory)
         self.scratch_file.give(self.start, max(PAGE, padded(self.num_bytes)))
@@ -198,7 +207,8 @@ class Extent:
         if body == len(block) or offset + len(block) >= self.num_bytes:
             return
         try:
-            self.read(offset + body, scratch.page, scratch)
+            with self._moving():
+                self._read_again_if_damaged(offset + body, scratch.page, scratch)
         except OSError as error:
             raise self.failure("reading", PAGE, offset + body, error) from error.with_traceback(None)
 
