@@ -122,9 +122,9 @@ def assumptions(model: ModelProfile, machine: MachineProfile) -> list[str]:
             "The devices are data parallel and nothing else: no tensor, pipeline or sequence parallelism.",
         ),
         *told(
-            "The prediction leaves out congestion, stragglers and failures, latency that grows with the number of ranks,",
-                        "data loading and checkpoints. The collectives of a group run beside its own arithmetic, and the longer of",
-            "the two counts.",
+            "The prediction leaves out congestion, stragglers and failures, latency that grows with the number of",
+            "ranks, data loading and checkpoints. The collectives of a group run beside its own arithmetic, and the",
+            "longer of the two counts.",
         ),
     ]
 
@@ -160,7 +160,7 @@ def curves(
     return [
         *lines,
         *told(
-                        "**Each rank by itself.** A rank gathers everything through its own adapter, at",
+            "**Each rank by itself.** A rank gathers everything through its own adapter, at",
             f"{giga(network.bandwidth)}/s. This is the cautious reading of the file:",
         ),
         *curve(flat),
@@ -173,7 +173,7 @@ def curves(
         *curve(shared),
         "",
         *told(
-                        "Compute is the part of a step that the device's arithmetic takes. Efficiency is samples per second and",
+            "Compute is the part of a step that the device's arithmetic takes. Efficiency is samples per second and",
             "device, relative to the smallest world that fits. It hardly falls, because a rank's bytes hardly grow.",
             "With each rank by itself, the wires are the limit. They would be hidden from about",
             f"{tokens:,.0f} tokens a pass on, but the device has no room for that many while it holds the inputs of",
@@ -216,9 +216,9 @@ def paper() -> list[str]:
         "## Table 1 of the ZeRO paper",
         "",
         *told(
-                        "The table shows GB of model state on one device by the planner's closed form, with the digits of the paper.",
-            "Stage 0 takes the first line on any number of devices. `zerostd plan --table --params 7.5B` prints it for",
-            "any size.",
+            "The table shows GB of model state on one device by the planner's closed form, with the digits of the",
+            "paper. Stage 0 takes the first line on any number of devices. `zerostd plan --table --params 7.5B` prints",
+            "it for any size.",
         ),
         "| devices |" + "".join(f" {size}, stage {stage} |" for size in PAPER for stage in (1, 2, 3)),
         "|--:|" + "--:|" * 9,

@@ -64,7 +64,8 @@ def test_what_was_kept_is_used_unless_asked_again(tmp_path: Path) -> None:
     (kept,) = (tmp_path / "cache").iterdir()
     kept.write_text(json.dumps({**first, "resident_ns": 12345.0}))
     assert json.loads(measure("--json").stdout)["resident_ns"] == 12345.0
-    assert "and kept. Measure again with `zerostd measure --again`." in measure().stdout
+    shown = measure().stdout
+    assert "Saved profile, measured on" in shown and "To measure again: `zerostd measure --again`." in shown
     assert json.loads(measure("--json", "--again").stdout)["resident_ns"] != 12345.0
 
 

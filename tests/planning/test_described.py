@@ -216,7 +216,7 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
 
 def test_an_unknown_architecture_is_refused_with_what_to_use(tmp_path: Path) -> None:
     file = written(tmp_path, {"model_type": "mamba", "hidden_size": 768})
-    with pytest.raises(PrepareError, match=r"model_type 'mamba' is not known here .*module:function"):
+    with pytest.raises(PrepareError, match=r"model_type 'mamba' is not a known transformer.*module:function"):
         from_config(file)
 
 

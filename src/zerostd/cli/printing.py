@@ -105,7 +105,7 @@ def show_scaling(title: str, rows: Sequence[ScalingRow], sequence: int | None, *
             f"{row.efficiency:.1%}",
         )
     show(title, table)
-    typer.echo("Of one rank: model state, bytes sent in a step, samples in a pass.")
+    typer.echo("Model state, bytes sent in a step and samples in a pass are per rank.")
     for row in rows:
         if row.refused:
             typer.echo(f"{row.world_size:,} ranks: {row.refused}")

@@ -74,7 +74,7 @@ class AverageOptions:
 
 
 class Average(StepObserver):
-    """A running average of a model's trained parameters. `zerostd.averaged` makes one; `optimizer.step()` updates it.
+    """Holds a running average of a model's parameters. `zerostd.averaged` makes one; `optimizer.step()` updates it.
 
     `num_steps` and `num_averaged` count the steps since it was made, and those of them that are averaged.
     """

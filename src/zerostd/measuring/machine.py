@@ -72,13 +72,13 @@ def measure_machine(
     on_progress: Progress | None = None,
     sizes: TrialSizes = FULL,
 ) -> MachineProfile:
-    """Measure what this machine can do, and return its profile. If there are several ranks, all call it together.
+    """Measure this machine and return its profile. With several ranks, all of them must call it.
 
     Args:
         device: The device to train on; None: the accelerator, or the CPU if there is none.
         disk_path: The directory that a disk tier would use; None: no disk is measured.
-        on_progress: Told before each part what is measured next, in plain words, and the fraction that is done.
-        sizes: How much is tried.
+        on_progress: Called before each part with a description of what is measured next and the fraction done.
+        sizes: Sizes and numbers of the trials.
 
     Raises:
         PrepareError: `disk_path` cannot be used, or too little memory is free; says which.

@@ -35,7 +35,7 @@ log = logging.getLogger("zerostd")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank by tier, then kind: now and at peak; bytes sent; and how gradients are kept."""
+    """Holds the bytes of one rank by tier and kind, now and at peak; the bytes sent; and how gradients are kept."""
 
     now: dict[str, dict[str, int]]
     peak: dict[str, dict[str, int]]
@@ -44,7 +44,7 @@ class Memory:
     retries: dict[str, int] = field(default_factory=dict)  # reads and writes of files that were made again
 
     def total(self, tier: str = "device") -> int:
-        """Return the model-state bytes now in a tier: parameters, gradients and optimizer states, without buffers."""
+        """Return the bytes of model state in a tier: parameters, gradients and optimizer states, without buffers."""
         return sum(size for kind, size in self.now.get(tier, {}).items() if kind != Kind.BUFFERS)
 
     def __str__(self) -> str:

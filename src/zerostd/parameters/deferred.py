@@ -51,12 +51,12 @@ READERS = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__}  # o
 
 
 def empty_init() -> EmptyInit:
-    """Context in which models take no memory: `with zerostd.empty_init(): model = Model()`, whatever its size.
+    """Build models of any size without memory: `with zerostd.empty_init(): model = Model()`.
 
-    Parameters come out on the meta device and get their values when the model is prepared, each on its owner, from the
-    initialisation that ran in the context. Code that looks at values (masks, tables, `.item()`) works: small tensors
-    are real, and what is asked for is computed. Run all initialisation, and casts such as `model.to(torch.bfloat16)`,
-    inside: afterwards there is nothing they could write to.
+    Parameters are on the meta device until `prepare` gives them the values of the initialisation that ran in the
+    context, each on the rank that keeps it. Code that reads values (masks, tables, `.item()`) works: small tensors are
+    real, and other values are computed on demand. Run all initialisation, and casts such as `model.to(torch.bfloat16)`,
+    inside the context: afterwards there are no values to change.
     """
     return EmptyInit()  # type: ignore[no-untyped-call]
 

@@ -45,21 +45,21 @@ def merge(
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
 ) -> list[str]:
-    """Write the model of a checkpoint as ordinary safetensors files, which torch, transformers and the hub read.
+    """Write the model of a checkpoint as ordinary safetensors files, which torch, transformers and the Hub read.
 
-    For one process, without a GPU or the model; no tensor is ever whole in memory. Parameters and persistent buffers
-    are what `full_state_dict` gave when it was saved, bit for bit. One with several names is there once, under its
-    first. What modules gave in `get_extra_state` has no place in such files, and the log says so.
+    Call it in one process. It needs neither a GPU nor the model, and never holds a whole tensor. Parameters and
+    persistent buffers equal what `full_state_dict` returned at the time of saving, bit for bit. A tensor with several
+    names is stored under its first name. `get_extra_state` of modules is not written, and the log says so.
 
     Args:
-        checkpoint: A directory that `zerostd.save` wrote, or a URL.
-        out: A directory that is not there yet; it appears whole or not at all.
-        dtype: Of all floating-point tensors: 'fp32', 'bf16' or 'fp16', rounded once from what training kept. None: the
-            one that each had before prepare.
-        max_shard_size: Most bytes of a file; a larger tensor has one of its own. Several files get an index.
+        checkpoint: A directory or URL that `zerostd.save` wrote to.
+        out: A directory that does not exist yet. It is either complete or absent.
+        dtype: The dtype of all floating-point tensors: 'fp32', 'bf16' or 'fp16', rounded once from the masters. None:
+            the dtype that each had before prepare.
+        max_shard_size: The largest size of a file; a larger tensor gets its own file. Several files get an index.
 
     Returns:
-        The paths of the files, that of an index last.
+        The paths of the files; the path of an index is the last.
 
     Raises:
         CheckpointError: It is damaged, or `out` already exists; nothing is left of what was written.
