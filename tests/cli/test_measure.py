@@ -73,7 +73,7 @@ def test_plan_uses_what_was_measured(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", "--params", "1M", "--world", "2", "--samples", "1", "--sequence", "16"])
     assert result.exit_code == 0, result.output
     assert list((tmp_path / "cache").iterdir())
-    assert "no wires, so time of collectives is not in the plan" in result.stdout
+    assert "no wires, so the plan leaves out the time of collectives" in result.stdout
 
 
 def test_bar_on_a_terminal_says_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,14 +202,14 @@ def test_bad_input_is_refused_before_anything_changes(saved, tmp_path: Path) -> 
     with pytest.raises(zerostd.CheckpointError, match="is not a model"):
         zerostd.dispatch(model, tmp_path / "nothing")
     torch.save({"lm_head.weight": torch.zeros(2)}, tmp_path / "other.pt")
-    with pytest.raises(zerostd.CheckpointError, match="do not fit the model"):
+    with pytest.raises(zerostd.CheckpointError, match="do not match the model"):
         zerostd.dispatch(model, tmp_path / "other.pt")
     with torch.device("meta"):
         bare = type(model)(model.config)
     with pytest.raises(zerostd.PrepareError, match=r"inv_freq.*empty_init"):
         zerostd.dispatch(bare, folder)
     zerostd.dispatch(model, folder)
-    with pytest.raises(zerostd.PrepareError, match="prepared already"):
+    with pytest.raises(zerostd.PrepareError, match="already prepared"):
         zerostd.dispatch(model, folder)
     with pytest.raises(zerostd.MisuseError, match="was frozen when the model was prepared"):
         model.lm_head.weight.requires_grad_(True)

@@ -130,9 +130,9 @@ def test_a_group_that_no_home_fits_is_named_with_a_remedy() -> None:
     ("text", "says"),
     [
         ("{", "plan is not JSON"),
-        ("[]", "plan: it is [], and must be an object"),
+        ("[]", "plan: it is [], but must be an object"),
         ("{}", "homes"),
-        ('{"homes": []}', "plan: homes is [], and must be an object"),
+        ('{"homes": []}', "plan: homes is [], but must be an object"),
         ('{"version": 7, "homes": {}}', "version 7, but this zerostd reads 1"),
         ('{"homes": {"*": {"weights": "host"}}}', "'weights'"),
         ('{"homes": {"*": {"parameters": "attic"}}}', "'attic'"),
@@ -155,7 +155,7 @@ def test_a_group_that_no_home_fits_is_named_with_a_remedy() -> None:
             "activations of '*' are 'forget'; use one of keep, recompute",
         ),
         ('{"homes": {"*": {}}, "activations": {"head": "disk"}}', "activations of 'head' are 'disk'"),
-        ('{"homes": {"*": {}}, "activations": ["keep"]}', "plan: activations is ['keep'], and must be an object"),
+        ('{"homes": {"*": {}}, "activations": ["keep"]}', "plan: activations is ['keep'], but must be an object"),
     ],
 )
 def test_a_plan_that_cannot_be_read_says_why(text: str, says: str) -> None:

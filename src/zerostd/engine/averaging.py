@@ -32,7 +32,7 @@ from zerostd.tiers.host import PAGE, padded
 from zerostd.tiers.limits import check_host
 
 TILE_NUMEL = 1 << 20  # elements that are read at once from another tier
-READ_ONLY = "average.applied(), where parameters are not kept: change them outside"
+READ_ONLY = "average.applied(), where changes of parameters would be lost: make them outside the context"
 COUNTS = ("num_steps", "num_averaged")  # what checkpoints keep of an average beside its tensors
 
 Decay = float | Callable[[int], float] | None
@@ -111,7 +111,7 @@ class Average(StepObserver):
         runtime = self._runtime
         allocator = runtime.resources.allocator
         if not self._flats:
-            raise PrepareError("nothing trains in this model, so there is nothing to average")
+            raise PrepareError("the model has no trained parameters, so there is nothing to average")
         homes = {flat: self.options.tier or _tier_of_masters(flat) for flat in self._flats}
         need: Counter[Tier] = Counter()
         for flat, tier in homes.items():
@@ -235,7 +235,7 @@ class Average(StepObserver):
         if self not in runtime.observers:
             raise MisuseError("average.applied() after average.close(): make another one with zerostd.averaged")
         if any(group.num_pins for group in runtime.groups):
-            raise MisuseError("average.applied() inside average.applied() or zerostd.gathered(): leave that first")
+            raise MisuseError("average.applied() inside average.applied() or zerostd.gathered(): leave it first")
         if runtime.optimizer is not None:
             runtime.optimizer.check_consistent("average.applied()")
         runtime.finish_updates()
@@ -360,8 +360,8 @@ def _check_limits(runtime: Runtime, need: Counter[Tier]) -> None:
     limit = limit_of(budget.device)
     if limit is not None and need[Tier.DEVICE] and taken[Tier.DEVICE] + need[Tier.DEVICE] > limit:
         raise PrepareError(
-            f"the average needs {need[Tier.DEVICE]} bytes on the device, {taken[Tier.DEVICE]} are taken, and "
-            f"Budget(device={budget.device!r}) allows {limit}: keep it elsewhere with averaged(tier='host')"
+            f"the average needs {need[Tier.DEVICE]} bytes on the device, {taken[Tier.DEVICE]} bytes are used, and "
+            f"Budget(device={budget.device!r}) allows {limit}: keep it on the host with averaged(tier='host')"
         )
     if need[Tier.HOST]:
         local_size = runtime.world.local_size

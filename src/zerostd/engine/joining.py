@@ -47,8 +47,8 @@ def join(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
             if HAD_NONE in states:
                 ranks = [control.world.name(rank) for rank, its_state in enumerate(states) if its_state == HAD_NONE]
                 raise MisuseError(
-                    f"zerostd.join needs a batch on every rank, and {', '.join(ranks)} had none: give each rank at "
-                    "least one, for instance by a DistributedSampler"
+                    f"zerostd.join needs a batch on every rank, but {', '.join(ranks)} had none: give each rank at "
+                    "least one, for instance with a DistributedSampler"
                 )
             num_present = states.count(HAS_BATCH)
             if num_present == 0:

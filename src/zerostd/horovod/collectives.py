@@ -69,7 +69,7 @@ def allreduce(
     """Return the mean over all ranks, or what `op` says; `average` is the older way to say it."""
     _check_detached(tensor, "allreduce", "all_reduce")
     if op is not None and average is not None:
-        raise MisuseError(f"op={op!r} and average={average!r} say the same thing: leave average out")
+        raise MisuseError(f"op={op!r} and average={average!r} set the same option: leave average out")
     if op is None:
         op = Sum if average is False else Average
     if op not in (Average, Sum, Min, Max, Product):

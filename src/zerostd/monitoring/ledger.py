@@ -153,9 +153,9 @@ class KeptGraphs:
         if groups:
             self._next = math.inf
             log.warning(
-                f"a graph of autograd up to group {groups[-1]!r}, made {NUM_KEPT} steps ago or before, is still alive "
-                f"in step {step + 1} and holds memory: your code keeps a tensor of it, such as a loss in a list or a "
-                "sum. Keep loss.item() or loss.detach() instead. Reported once for each model"
+                f"an autograd graph up to group {groups[-1]!r}, made at least {NUM_KEPT} steps ago, is still alive in "
+                f"step {step + 1} and holds memory: your code keeps one of its tensors, such as a loss in a list or a "
+                "sum. Keep loss.item() or loss.detach() instead. This is reported once per model"
             )
 
 
@@ -207,8 +207,8 @@ def explain_out_of_memory(ledger: Ledger) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise torch.OutOfMemoryError(
-            f"{error}\nzerostd held at that moment:\n{ledger.memory()}\nMake room with a larger host or disk share in "
-            "Placement, a smaller batch, or recomputed activations"
+            f"{error}\nzerostd held at that moment:\n{ledger.memory()}\nMake room: keep more on the host or disk in "
+            "Placement, use a smaller batch, or recompute activations"
         ) from error
 
 

@@ -107,13 +107,13 @@ class MachineProfile:
     def __post_init__(self) -> None:
         for name, table in (("matrix", self.matrix), ("processor.update_ns", self.processor.update_ns)):
             if not table:
-                raise PrepareError(f"machine profile: {name} is {table!r}, and must have fields")
+                raise PrepareError(f"machine profile: {name} is {table!r}, but must have fields")
         for name, value in _leaves("", asdict(self)):
             is_number = isinstance(value, int | float)
             if is_number and not (math.isfinite(value) and value >= 0):
                 raise PrepareError(f"machine profile: {name} is {value!r}; rates, times and bytes are numbers >= 0")
             if DIVISORS.fullmatch(name) and not (is_number and value):
-                raise PrepareError(f"machine profile: {name} is {value!r}, and must be a number above 0")
+                raise PrepareError(f"machine profile: {name} is {value!r}, but must be a number above 0")
 
     def to_json(self) -> str:
         """Return it as text that from_json takes."""

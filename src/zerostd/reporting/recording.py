@@ -54,13 +54,13 @@ def record(model: nn.Module, path: str | os.PathLike[str], *, every: int = EVERY
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise MisuseError(f"every={every!r} must be a whole number of steps, 1 or more")
     if any(isinstance(observer, Recording) for observer in runtime.observers):
-        raise MisuseError("this model is being recorded already: close that recording first")
+        raise MisuseError("this model is already being recorded: close that recording first")
     folder = path_of(path, "path", MisuseError)
     names = sorted(file.name for file in folder.glob("*"))
     ours = [name for name in names if name == "run.json" or RANK_FILE.fullmatch(name)]
     taken = runtime.gatherer.control.collect(ours)
     if any(taken):
-        raise MisuseError(f"{folder} holds another run already ({taken[0] or taken[-1]}): name a new directory")
+        raise MisuseError(f"{folder} already holds another run ({taken[0] or taken[-1]}): name a new directory")
     return Recording(runtime, folder, every=every)
 
 
@@ -73,7 +73,7 @@ class PendingNumber:
         if not isinstance(value, torch.Tensor):
             return
         if value.numel() != 1:
-            raise MisuseError(f"a number to record has the shape {tuple(value.shape)}: give one value a step")
+            raise MisuseError(f"a number to record has shape {tuple(value.shape)}: log one value per step")
         value = value.detach().reshape(())
         if value.device.type == "cpu":
             self._value = value.clone()
@@ -152,9 +152,9 @@ class Recording(StepObserver):
         """Record numbers of the last step: `loss`, `samples`, `tokens`, `lr`, and any other name as a quality. Tensors
         may be on the device."""
         if self._file.closed:
-            raise MisuseError("log() on a recording that was closed")
+            raise MisuseError("log() on a closed recording: start a new one with zerostd.record")
         if not self._steps:
-            raise MisuseError("log() before the first optimizer.step(): the numbers belong to a step that was taken")
+            raise MisuseError("log() before the first optimizer.step(): log numbers after a step")
         self._steps[-1].numbers |= {name: PendingNumber(value) for name, value in numbers.items() if value is not None}
 
     def close(self) -> None:

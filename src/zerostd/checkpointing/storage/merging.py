@@ -67,7 +67,7 @@ def merge(
     target = path_of(out, "out", CheckpointError)
     most_bytes = parse_bytes(max_shard_size)
     if most_bytes < 1:
-        raise CheckpointError(f"max_shard_size={most_bytes} bytes hold nothing; use a size such as '5GB'")
+        raise CheckpointError(f"max_shard_size={most_bytes} bytes is too small; use a size such as '5GB'")
     chosen = None if dtype is None else DTYPES.get(SHORT_NAMES.get(str(dtype), str(dtype)))
     if dtype is not None and (chosen is None or not chosen.is_floating_point):
         raise CheckpointError(f"dtype={dtype!r} is not a floating-point dtype; use 'fp32', 'bf16' or 'fp16'")
@@ -76,7 +76,7 @@ def merge(
         if manifest.modules:
             log.warning("the extra state of %s is left out of %s", ", ".join(map(repr, manifest.modules)), target)
         if not manifest.frozen:
-            text = "%s was saved without parameters that did not train; %s is not a whole model"
+            text = "%s was saved without frozen parameters, so %s is not a whole model"
             log.warning(text, checkpoint, target)
         entries = _model_entries(manifest)
         files = _split([_output_tensor(opened, entry, chosen) for entry in entries], most_bytes)
@@ -95,7 +95,7 @@ def _model_entries(manifest: Manifest) -> list[TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for entry in (*manifest.of_kind("parameter"), *manifest.of_kind("buffer")):
         if entry.of in entries or entry.of == "__metadata__":
-            raise CheckpointError(f"{entry.label} cannot have this name in a safetensors file, or two tensors have it")
+            raise CheckpointError(f"{entry.label}: safetensors reserves this name, or another tensor has the same name")
         entries[entry.of] = entry
 
     def natural_order(name: str) -> list[tuple[int, str]]:

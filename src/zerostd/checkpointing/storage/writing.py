@@ -49,8 +49,8 @@ from zerostd.tiers.host import PAGE, aligned
 OutputTensors = Mapping[SavedInterval, OutputTensor]
 
 LOST = (
-    "the checkpoint %s was not saved: the process has ended, and %s. Call wait() of what zerostd.save returned while "
-    "the model and the process group are there"
+    "the checkpoint %s was not saved: the process has ended, and %s. Call wait() of the object that zerostd.save "
+    "returned while the model and the process group exist"
 )
 
 log = logging.getLogger("zerostd")
