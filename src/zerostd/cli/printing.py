@@ -47,6 +47,7 @@ def title_of(name: str, numel: int, machine: str) -> str:
 OPTIONS = {  # what plans and errors call things in Python, and options of the command line
     "accumulate= does not say how": "--accumulate does not say how",
     "leave accumulate= out of prepare": "leave --accumulate out",
+    "accumulate= was not passed to prepare": "--accumulate was not given",
     "Budget(disk=..., disk_path=...)": "--budget disk=... with --disk-path",
     "Budget(disk_path=...)": "--disk-path",
     "Budget(device=...)": "--budget device=...",

@@ -106,8 +106,8 @@ class Average(StepObserver):
                 yield shard, self._columns[flat].part(shard.region)
 
     def allocate(self) -> None:
-        """Take memory, and be updated from now on. Raises PrepareError if there is not enough, or the budget is less;
-        nothing was taken then."""
+        """Allocate memory and start averaging. Raises PrepareError if there is too little, or the budget allows less;
+        nothing was allocated then."""
         runtime = self._runtime
         allocator = runtime.resources.allocator
         if not self._flats:
@@ -139,7 +139,7 @@ class Average(StepObserver):
         runtime.observers.insert(0, self)  # before the adapter, which may move masters
 
     def close(self) -> None:
-        """Stop averaging, and give the memory back."""
+        """Stop averaging and free the memory."""
         if self.is_applied:
             raise MisuseError("average.close() inside average.applied(): leave the context first")
         if self not in self._runtime.observers:
@@ -225,7 +225,7 @@ class Average(StepObserver):
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """Let parameters be their averages inside the context. Afterwards they, their masters and buffers have the bits
+        """Set parameters to their averages inside the context. Afterwards they, their masters and buffers have the bits
         they had. Collective.
 
         The model can be evaluated and read there, and given to `zerostd.full_state_dict`. Training and changes of

@@ -208,13 +208,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             list(self.container.parameters())  # reading them waits until they are whole
 
     def release(self) -> None:
-        """Make the parameters ordinary ones again; this optimizer cannot step any more. Every rank must call it."""
+        """Make the parameters ordinary again; this optimizer can no longer step. Every rank must call it."""
         zerostd.release(self.container)
         self._hooks.close()
         session().optimizers.discard(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse it: shards are laid out when the optimizer is made."""
+        """Raise an error: shards are laid out when the optimizer is made."""
         raise MisuseError("add_param_group after DistributedOptimizer: shards are laid out already; call it before")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def join(device: int = -1) -> int:
-    """Wait for ranks that still have data, on a rank that has none left, and return a rank that came last.
+    """Wait, on a rank without data, for the ranks that still have data, and return a rank that joined last.
 
     Gradients of this rank count as zero in their averages. When every rank is here, all have the same parameters.
     """

@@ -105,7 +105,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._states.replace(states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: shards and buffers are laid out when the model is prepared."""
+        """Raise MisuseError: shards and buffers are laid out when the model is prepared."""
         if not self._is_built:
             return
         raise MisuseError(
@@ -115,7 +115,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. With a closure, it is called once, before the update."""
+        """Update every parameter that has a gradient. A closure is called once, before the update."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -293,7 +293,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return run_state_hooks(self, "state_dict_post", save_states(self.updater, self._gradients))  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what state_dict returned; everything is checked before anything changes."""
+        """Load a state_dict; everything is checked before anything changes."""
         self._gradients.wires.world.check_here("optimizer.load_state_dict()")
         self.check_consistent("load_state_dict()")
         state_dict = run_state_hooks(self, "load_state_dict_pre", state_dict.copy())

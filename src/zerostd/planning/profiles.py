@@ -88,7 +88,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """One rank's machine: what the planner knows of the hardware."""
+    """Describes the machine of one rank for the planner."""
 
     name: str  # of the device and the processor; what a cached profile is checked against
     device: str
@@ -116,12 +116,12 @@ class MachineProfile:
                 raise PrepareError(f"machine profile: {name} is {value!r}, but must be a number above 0")
 
     def to_json(self) -> str:
-        """Return it as text that from_json takes."""
+        """Return the profile as JSON, which `from_json` reads."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "machine profile") -> Self:
-        """Read what to_json wrote; an error names the field that is missing, unknown or not what it must be."""
+        """Read a profile from JSON; an error names the field that is missing, unknown or invalid."""
         data = decode(text, dict[str, Any], what=source, error=PrepareError, remedy=REMEDY)
         return convert(_whole(data), cls, what=source, error=PrepareError, remedy=REMEDY, refuse_unknown=True)
 

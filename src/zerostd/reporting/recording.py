@@ -41,14 +41,14 @@ log = logging.getLogger("zerostd")
 
 def record(model: nn.Module, path: str | os.PathLike[str], *, every: int = EVERY) -> Recording:
     """Record steps, memory and the events of some steps, until `close()` or the end of the `with` block. `zerostd
-    report` makes a page of the record.
+    report` turns the run directory into a page.
 
-    Collective: every rank must call it; each writes its own file, on one file system.
+    Collective: every rank must call it. Each rank writes its own file; all must share a file system.
 
     Args:
         model: The module that prepare was called on.
         path: The run directory to create. It must not hold another run.
-        every: Record events of one step in this many, and of the third step.
+        every: Record the events of one step in this many, and of the third step.
     """
     runtime = runtime_of(model, "record")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -108,7 +108,7 @@ class _Step:
 
 
 class Recording(StepObserver):
-    """The recording of one prepared model on this rank, from `zerostd.record` to `close`."""
+    """Records one prepared model on this rank, from `zerostd.record` to `close`."""
 
     def __init__(self, runtime: Runtime, path: Path, *, every: int) -> None:
         self.path = path
@@ -149,7 +149,7 @@ class Recording(StepObserver):
         self.close()
 
     def log(self, **numbers: Any) -> None:
-        """Record numbers of the last step: `loss`, `samples`, `tokens`, `lr`, and any other name as a quality. Tensors
+        """Record numbers of the last step: `loss`, `samples`, `tokens`, `lr`, and any other name as a metric. Tensors
         may be on the device."""
         if self._file.closed:
             raise MisuseError("log() on a closed recording: start a new one with zerostd.record")
@@ -158,7 +158,7 @@ class Recording(StepObserver):
         self._steps[-1].numbers |= {name: PendingNumber(value) for name, value in numbers.items() if value is not None}
 
     def close(self) -> None:
-        """Write what is left and stop. The run counts as complete then."""
+        """Write the remaining lines and stop. The run then counts as complete."""
         if self._file.closed:
             return
         self._runtime.ledger.events.choose(-1, is_on=False)

@@ -84,7 +84,7 @@ class PendingSave(StepObserver):
         """Return when the checkpoint is complete or has failed, which is logged. All ranks call it."""
 
     def wait(self) -> None:
-        """Return when the checkpoint is there. All ranks call it. Raises CheckpointError if it could not be written."""
+        """Wait until the checkpoint is complete. All ranks call it. Raises CheckpointError if it was not written."""
 
 
 class Saving(PendingSave):
