@@ -101,7 +101,7 @@ def test_all_parts_of_a_machine_are_shown(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--disk-path", "/no/such/folder"), "/no/such/folder is not a directory"),
+        (("--disk-path", "/no/such/folder"), "/no/such/folder cannot be used as a directory"),
         (("--output", "/no/such/folder/x.json"), "cannot be written"),
     ],
 )

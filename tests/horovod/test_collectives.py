@@ -194,7 +194,7 @@ def test_what_is_refused_leaves_everything_as_it_was():
         assert len(optimizer.state) == 2 and optimizer.param_groups[0]["lr"] == 0.1
         model(torch.ones(1, 4)).sum().backward()
         wrapped = hvd.DistributedOptimizer(optimizer)  # and it can be wrapped afterwards
-        with pytest.raises(PrepareError, match=r"call release\(\)"):
+        with pytest.raises(PrepareError, match=r"call its release\(\) first"):
             hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         wrapped.release()
         with pytest.raises(MisuseError, match="released"):
