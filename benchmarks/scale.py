@@ -80,7 +80,7 @@ def head(model: ModelProfile) -> list[str]:
         "python benchmarks/scale.py",
         "```",
         "",
-        "and a test holds that it comes out the same. The rows of the first curve, and of any other model, come from",
+        "A test checks that the page is up to date. The rows of the first curve, and of any other model, come from",
         "",
         "```sh",
         f"zerostd plan --params 1T --hidden {HIDDEN} --sequence {SEQUENCE} --samples {SAMPLES} --recompute \\",
@@ -122,9 +122,9 @@ def assumptions(model: ModelProfile, machine: MachineProfile) -> list[str]:
             "The devices are data parallel and nothing else: no tensor, pipeline or sequence parallelism.",
         ),
         *told(
-            "Not in the prediction: congestion, stragglers and failures, latency that grows with the number of ranks,",
-            "loading of data, checkpoints. The collectives of a group lie beside its own arithmetic, and the longer of",
-            "the two counts.",
+            "The prediction leaves out congestion, stragglers and failures, latency that grows with the number of",
+            "ranks, data loading and checkpoints. The collectives of a group run beside its own arithmetic, and the",
+            "longer of the two counts.",
         ),
     ]
 
@@ -140,7 +140,7 @@ def volume(model: ModelProfile, size: int) -> list[str]:
         "| stage | parameters gathered | gradients reduced | in all |",
         "|--:|---|---|--:|",
     ]
-    gathers = ("never: gradients are reduced to everywhere", "once a step", "once a step", "in forward and in backward")
+    gathers = ("never: gradients are reduced to every rank", "once a step", "once a step", "in forward and in backward")
     for stage, text in zip(Stage, gathers, strict=True):
         lines.append(f"| {stage.value} | {text} | in backward | {sent_bytes(model, stage, size) / 1e12:.2f} TB |")
     return [*lines, "", "Stages 0 to 2 do not fit: 2 TB of parameters would have to be on every device.", ""]
@@ -160,23 +160,23 @@ def curves(
     return [
         *lines,
         *told(
-            "**Each rank by itself.** All that a rank gathers comes through its own adapter,",
-            f"{giga(network.bandwidth)}/s. This is what the file says, and the careful reading of it:",
+            "**Each rank by itself.** A rank gathers everything through its own adapter, at",
+            f"{giga(network.bandwidth)}/s. This is the cautious reading of the file:",
         ),
         *curve(flat),
         "",
         *told(
             f"**A node together.** Rings through all {ranks} adapters of a node bring every byte into it once and pass",
             f"it on inside, so that a rank sees {ranks} x {giga(network.bandwidth)}/s or the rate of {inside.name},",
-            f"whichever is less: {giga(together(machine).wires[-1].bandwidth)}/s. The hopeful reading:",
+            f"whichever is less: {giga(together(machine).wires[-1].bandwidth)}/s. This is the optimistic reading:",
         ),
         *curve(shared),
         "",
         *told(
-            "Compute is the part of a step that the device's arithmetic takes. Efficiency is samples a second and",
-            "device, against the smallest world that fits. It hardly falls, because what a rank sends hardly grows.",
-            "With each rank by itself the wires are the limit, and they would be hidden from about",
-            f"{tokens:,.0f} tokens a pass on, for which there is no room on the device while it holds the inputs of",
+            "Compute is the part of a step that the device's arithmetic takes. Efficiency is samples per second and",
+            "device, relative to the smallest world that fits. It hardly falls, because a rank's bytes hardly grow.",
+            "With each rank by itself, the wires are the limit. They would be hidden from about",
+            f"{tokens:,.0f} tokens a pass on, but the device has no room for that many while it holds the inputs of",
             "all blocks.",
         ),
     ]
@@ -216,8 +216,9 @@ def paper() -> list[str]:
         "## Table 1 of the ZeRO paper",
         "",
         *told(
-            "GB of model state on one device by the planner's closed form, in the digits of the paper; at stage 0 it",
-            "is the first line everywhere. `zerostd plan --table --params 7.5B` prints it for any size.",
+            "The table shows GB of model state on one device by the planner's closed form, with the digits of the",
+            "paper. Stage 0 takes the first line on any number of devices. `zerostd plan --table --params 7.5B` prints",
+            "it for any size.",
         ),
         "| devices |" + "".join(f" {size}, stage {stage} |" for size in PAPER for stage in (1, 2, 3)),
         "|--:|" + "--:|" * 9,

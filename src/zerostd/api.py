@@ -65,26 +65,27 @@ def prepare(
 
     Args:
         model: Any module, or one built under `zerostd.empty_init()`.
-        optimizer: Any element-wise torch optimizer on its parameters. None: one made afterwards, at its first step.
-        stage: 0 data parallel; 1 shards optimizer states, 2 gradients, 3 parameters too. None: planned; 3 if placed.
-        placement: Where each kind of state is kept, or shares of tiers. None: planned for the shortest step that fits.
+        optimizer: Any element-wise torch optimizer on its parameters. None: make it later; zerostd then uses it.
+        stage: 0 is data parallel; 1 shards optimizer states, 2 also gradients, 3 also parameters. None: planned, or 3
+            if a placement is given.
+        placement: Where each kind of state is kept: a tier or shares of tiers. None: planned for the shortest step.
         precision: 'fp32', 'bf16' or 'fp16'; 16-bit runs keep fp32 masters. None keeps each parameter's dtype.
-        accumulate: Backward passes per step. Updates off the device then begin inside the last one. None: observed.
+        accumulate: Backward passes per step; offloaded updates then begin inside the last pass. None: any number.
         max_grad_norm: Clip gradients to this global norm in every step.
-        budget: How much of each tier may be used, from the first step on, and where the disk is; '24GiB' of the device.
-        plan: A plan from `zerostd.plan`, or the path of a saved one. It replaces stage and placement.
+        budget: Limit of each tier from the first step on, and the path of the disk. A single size limits the device.
+        plan: A plan from `zerostd.plan`, or the path of a saved plan. It replaces stage and placement.
         groups: Globs of module names whose parameters travel together, such as ['blocks.*'].
-        mesh: A process group or DeviceMesh of the ranks that train it; of (replicate, shard) a row is a replica.
-        reduce: 'mean' or 'sum' of the gradients of ranks. Those of several passes add up, as in torch.
-        servers: Number of parameter servers, the last ranks: they hold masters and states. There it does not return.
-        exact: False allows what changes results: `Placement(codec=...)`, and int8 optimizer states to the planner.
-        device: Where to train, such as 'cuda'. None: where the model is.
+        mesh: The process group or DeviceMesh of the ranks that train. In a mesh (replicate, shard), a row is a replica.
+        reduce: 'mean' or 'sum' of gradients over ranks. Gradients of several passes add up, as in torch.
+        servers: Number of parameter servers: the last ranks hold masters and states. On them prepare does not return.
+        exact: False allows lossy codes: `Placement(codec=...)`, and 8-bit optimizer states if the planner chooses them.
+        device: The device to train on, such as 'cuda'. None: the model's device.
 
     Returns:
-        The same module, and a torch.optim.Optimizer to use instead of the one passed (None if none was).
+        The same module, and the torch.optim.Optimizer to use from now on (None without an optimizer).
 
     Raises:
-        PrepareError: Nothing was changed; the message says what to do.
+        PrepareError: Something cannot be prepared; nothing was changed, and the message says what to do.
     """
     settings = Settings(
         stage=None if stage is None else Stage.parse(stage),
@@ -131,24 +132,24 @@ def plan(
     groups: Sequence[str] | None = None,
     exact: bool = True,
 ) -> Plan:
-    """Return what prepare would do with these options, and at what cost; nothing is changed or allocated for the model.
+    """Return the plan that prepare would follow with these options. The model is not changed, and nothing is allocated.
 
     Args:
-        model: Any module, real, under `zerostd.empty_init()` or on the meta device.
+        model: Any module: with values, built under `zerostd.empty_init()`, or on the meta device.
         optimizer: As for prepare. None: only parameters are placed, and a step is one forward.
-        budget: What may be used of each tier. None: what is free, less a margin.
-        batch: What one forward takes, for time and activations: a tensor, a tuple of arguments or a dict of keywords.
-            A real model takes a few passes of a real batch, and is as before then; of tensors on the meta device, and
-            for another machine, it is counted. None: the plan is about model state only.
-        world_size: Ranks to plan for. None: those there are.
-        machine: The machine to plan for. None: this one, measured once and kept.
-        stage: As for prepare, and so are the rest.
+        budget: Limit of each tier. None: the free memory, less a margin.
+        batch: Arguments of one forward: a tensor, a tuple of arguments or a dict of keywords. The plan then knows time
+            and activations. A model with values runs a few passes and is unchanged afterwards; on the meta device, or
+            for another machine, operations are counted. None: the plan covers model state only.
+        world_size: Number of ranks to plan for. None: the ranks of this job.
+        machine: The machine to plan for. None: this machine, which is measured once.
+        stage: This and all other arguments are as for prepare.
 
     Returns:
         A plan: `print(plan.explain())`, `plan.save(path)`, `prepare(..., plan=plan)`.
 
     Raises:
-        PrepareError: Nothing fits; the message says how many bytes are missing where.
+        PrepareError: No plan fits; the message says how many bytes are missing, and where.
     """
     settings = Settings(
         stage=None if stage is None else Stage.parse(stage),
@@ -162,7 +163,7 @@ def plan(
     settings = check_settings(settings, model, optimizer)
     if not isinstance(machine, MachineProfile | None):
         raise PrepareError(
-            f"machine={type(machine).__name__} must be a zerostd.MachineProfile; leave it out for this one"
+            f"machine={type(machine).__name__} must be a zerostd.MachineProfile; leave it out to plan for this machine"
         )
     if machine is None:
         check_budget(settings.budget)
@@ -179,7 +180,7 @@ def plan(
 
 
 def apply_to_device(model: Model, device: torch.device | str) -> Model:
-    """Move a model to a device and shard it; any element-wise optimizer made from it afterwards works as it is."""
+    """Move a model to a device and shard it. Then make any element-wise torch optimizer on its parameters."""
     return _start(model, None, Settings(device=target_device(model, device)))[0]
 
 
@@ -194,20 +195,20 @@ def averaged(
 ) -> Average:
     """Keep a running average of the trained parameters, and update it after each `optimizer.step()`.
 
-    Collective. The average is fp32 or wider, and sharded as the masters are. Where updates run beside the next forward,
-    so does the average. `zerostd.save` and `zerostd.load` include it.
+    Collective: every rank must call it. The average is fp32 or wider, and sharded like the masters. If updates run
+    beside the next forward, so does the average. `zerostd.save` and `zerostd.load` include it.
 
     Args:
         model: The module that prepare was called on.
-        decay: Of an exponential moving average, or a function of the number of the step, from 1 on, such as
-            `lambda step: min(0.999, (1 + step) / (10 + step))`. None: all averaged steps count alike, as in SWA.
-        start: Steps before averaging begins. The average starts as the parameters of the first averaged step.
+        decay: The decay of an exponential moving average, or a function of the step number (from 1), such as
+            `lambda step: min(0.999, (1 + step) / (10 + step))`. None: all averaged steps have equal weight, as in SWA.
+        start: Number of steps before averaging begins. The average starts with the first averaged step's parameters.
         every: Average one step in this many.
-        tier: Where it is kept: 'device', 'host' or 'disk'; an error if there is no room. None: where the masters are.
-        use_buffers: Average floating-point buffers too. Others stay the model's.
+        tier: Where the average is kept: 'device', 'host' or 'disk'; an error if it is full. None: with the masters.
+        use_buffers: Average floating-point buffers too. Other buffers are those of the model.
 
     Returns:
-        The average: `with average.applied():` evaluates with it, `zerostd.full_state_dict(average)` returns it.
+        The average. Evaluate with it inside `with average.applied():`; get it with `zerostd.full_state_dict(average)`.
     """
     home = None if tier is None else Tier.parse(tier)
     runtime = runtime_of(model, "averaged")
@@ -217,7 +218,7 @@ def averaged(
 
 @contextlib.contextmanager
 def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
-    """Gather the full parameters of `module` inside the context. With `write`, rank 0's changes are kept, on all ranks.
+    """Gather the full parameters of `module` inside the context. With `write`, all ranks keep the changes of rank 0.
 
     Collective: every rank must enter it.
     """
@@ -233,7 +234,7 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Sum gradients locally in the backward passes inside; the first pass outside reduces them all."""
+    """Sum gradients locally in the backward passes inside the context; the first pass after it reduces them."""
     backward = runtime_of(model, "no_sync").backward
     was_syncing = backward.is_syncing
     backward.is_syncing = False
@@ -244,16 +245,16 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def memory(model: nn.Module) -> Memory:
-    """Return the bytes of this rank by tier and kind, now and at peak."""
+    """Return the bytes that this rank holds, by tier and kind, now and at peak."""
     return runtime_of(model, "memory").memory()
 
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module | Average, *, rank: int | None = None) -> dict[str, Any]:
-    """Return an ordinary state_dict on host memory, in the dtypes the model had before prepare, from the fp32 masters.
+    """Return an ordinary state_dict in host memory, in the model's original dtypes, taken from the fp32 masters.
 
-    Collective: every rank must call it. With `rank`, only that rank keeps it and the others get an empty dict. Of an
-    average, it has the averaged values.
+    Collective: every rank must call it. With `rank`, only that rank gets the state_dict, and the others get an empty
+    dict. For an average, it has the averaged values.
     """
     if isinstance(model, Average):
         with model.applied() as averaged_model:
@@ -271,31 +272,30 @@ def save(
     wait: bool = True,
     frozen: bool = True,
 ) -> Saving | Done:
-    """Write a checkpoint to the directory `path`. It is complete or absent, whenever the process is killed.
+    """Write a checkpoint to the directory `path`. It is complete or absent, even if a process is killed.
 
     Collective: every rank must call it. Each rank writes the shards it holds; nothing is gathered. Between the backward
     passes of a step, the checkpoint includes the gradients so far, and `save` always waits until it is written.
 
     Args:
-        path: A directory that does not exist yet, such as 'checkpoints/step-1000', or a URL that fsspec knows, such as
-            's3://mine/step-1000', to which each rank uploads from the directory for temporary files (TMPDIR).
+        path: A directory that does not exist yet, such as 'checkpoints/step-1000', or a URL that fsspec supports, such
+            as 's3://mine/step-1000'. Each rank uploads to it from the directory for temporary files (TMPDIR).
         model: The module that prepare was called on.
-        optimizer: What prepare returned. None: parameters and buffers only.
-        extra: Anything else: numbers, text, lists, dicts, tensors, such as {'scheduler': scheduler.state_dict()}.
-            Rank 0's is kept, as are its buffers and what modules give in `get_extra_state`.
+        optimizer: The optimizer that prepare returned. None: save parameters and buffers only.
+        extra: Other values to save: numbers, text, lists, dicts and tensors, such as {'scheduler':
+            scheduler.state_dict()}. Rank 0's values are saved, and its buffers and `get_extra_state` of modules.
         keep: Keep only this many of the newest checkpoints in the parent directory. None: keep all.
         wait: True returns when the checkpoint is complete. False returns at once, and a thread writes while training
-            goes on. The checkpoint has the values of this moment: an update of a group waits until that group is
-            written, and fp32 parameters on the device are copied to the host first. It is complete some steps later,
-            or when `wait()` of the returned object returns. A process that ends completes it first, or ends with exit
-            code 1.
+            continues. The checkpoint has the values of this moment: the update of a group waits until the group is
+            written, and fp32 parameters on the device are copied to the host first. It is complete when `wait()` of
+            the returned object returns. A process completes it before it exits, or exits with code 1.
         frozen: False leaves out frozen parameters, such as the base of LoRA; the model that loads it must have them.
 
     Returns:
-        The pending checkpoint, with `wait()`, which all ranks must call, or none.
+        The pending checkpoint. Either all ranks call its `wait()`, or none.
 
     Raises:
-        CheckpointError: It could not be written on some rank; nothing is left of it.
+        CheckpointError: A rank could not write it; nothing is left of it.
     """
     parts = (runtime_of(model, "save"), _prepared(optimizer, "save"))
     return save_model(*parts, place_of(path, "path"), extra, keep, frozen=frozen, wait=wait)
@@ -304,15 +304,15 @@ def save(
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Load a checkpoint and return its `extra`, or load the values of an ordinary model.
 
-    Collective. On the same number of ranks, training resumes bit for bit, random states included. A checkpoint also
-    loads with any other number of ranks, stage or placement. Each rank reads what it will hold.
+    Collective: every rank must call it. On the same number of ranks, training resumes bit for bit, random states
+    included. Any other number of ranks, stage or placement can load it too. Each rank reads only its shards.
 
     Args:
-        path: A checkpoint, in a directory or below a URL; or a Hugging Face directory, a safetensors file or the file
-            of a state_dict. These have no states: leave the optimizer out. Values are cast to the dtypes that are kept,
-            and the log names them.
+        path: A checkpoint: a directory or a URL. Or an ordinary model: a Hugging Face directory, a safetensors file or
+            the file of a state_dict. These have no states: leave the optimizer out. Values are cast to the dtypes of
+            the prepared model, and the log names the casts.
         model: The module that prepare was called on.
-        optimizer: What prepare returned. None: parameters and buffers only.
+        optimizer: The optimizer that prepare returned. None: load parameters and buffers only.
 
     Raises:
         CheckpointError: It is damaged or from another model; nothing was changed on any rank. If a disk fails later,
@@ -338,15 +338,15 @@ def save_dcp(
     """Write a checkpoint in the format of torch.distributed.checkpoint, for FSDP2 programs and other readers.
 
     Collective. Tensors have the names of torch's `get_state_dict`: model.NAME, optim.state.NAME.STATE,
-    optim.param_groups.N.OPTION. Parameters are the fp32 masters. Random states and the loss scale are not in it.
+    optim.param_groups.N.OPTION. Parameters are the fp32 masters. Random states and the loss scale are not saved.
 
     Args:
-        path: A directory, or a URL that fsspec knows, such as 's3://mine/step-1000'. It holds no checkpoint yet.
+        path: A directory or a URL that fsspec supports, such as 's3://mine/step-1000', without a checkpoint in it.
         model: The module that prepare was called on.
-        optimizer: What prepare returned. None: parameters and buffers only.
-        extra: Anything else, under the name zerostd.extra.
-        wait: Return when it is written. False: this rank's part is copied to host memory, and training goes on while a
-            thread writes it. A process that ends completes it first, or ends with exit code 1.
+        optimizer: The optimizer that prepare returned. None: save parameters and buffers only.
+        extra: Other values to save, under the name zerostd.extra.
+        wait: True returns when it is written. False copies this rank's part to host memory, and a thread writes it
+            while training continues. A process completes it before it exits, or exits with code 1.
 
     Returns:
         The pending checkpoint, with `wait()`.
@@ -364,13 +364,13 @@ def save_dcp(
 def load_dcp(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Load a checkpoint of torch.distributed.checkpoint, such as FSDP2 programs write, and return its `extra`.
 
-    Collective. Any number of ranks, stage or placement loads it; each rank reads what it keeps. The format uses pickle,
-    so load only what you trust.
+    Collective. It loads with any number of ranks, stage or placement; each rank reads only its shards. The format uses
+    pickle, so load only files that you trust.
 
     Args:
-        path: A directory, or a URL that fsspec knows.
+        path: A directory, or a URL that fsspec supports.
         model: The module that prepare was called on.
-        optimizer: What prepare returned. None: parameters and buffers only.
+        optimizer: The optimizer that prepare returned. None: load parameters and buffers only.
 
     Raises:
         CheckpointError: It is not a checkpoint, or from another model; nothing was changed on any rank.
@@ -382,14 +382,14 @@ def load_dcp(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.op
 
 
 def latest(parent: str | os.PathLike[str]) -> str | None:
-    """Return the newest complete checkpoint in the directory `parent` or below that URL. The log names skipped ones."""
+    """Return the newest complete checkpoint in the directory or URL `parent`. The log names those that are skipped."""
     path = newest(place_of(parent, "parent"))
     return None if path is None else str(path)
 
 
 def _prepared(optimizer: torch.optim.Optimizer | None, call: str) -> ZeroOptimizer | None:
     if optimizer is not None and not isinstance(optimizer, ZeroOptimizer):
-        raise MisuseError(f"zerostd.{call} needs the optimizer that zerostd.prepare returned, not the one it was given")
+        raise MisuseError(f"zerostd.{call} needs the optimizer that zerostd.prepare returned, not the original one")
     return optimizer
 
 

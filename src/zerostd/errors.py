@@ -1,38 +1,38 @@
-"""The exception tree. Every message names what, the value, and the remedy.
+"""The exception tree. Every message says what happened, with which value, and what to do.
 
 ZerostdError
 ├── PrepareError (ValueError)        a model, optimizer or option that prepare refuses; nothing was changed
 │   └── NotSupportedError            an option that this version cannot honour
 ├── MisuseError (RuntimeError)       a call on a prepared model that would do the wrong thing silently
 ├── CheckpointError (ValueError)     a checkpoint that is damaged, not complete or of another model; nothing was changed
-├── CommunicationError (RuntimeError) ranks that disagree, or one that did not come in time
+├── CommunicationError (RuntimeError) ranks that disagree, or one that did not respond in time
 └── StorageError (RuntimeError)      a transfer between tiers, or the work behind it, failed
 """
 
 
 class ZerostdError(Exception):
-    """The base class of all errors of zerostd."""
+    """The base class of all zerostd errors."""
 
 
 class PrepareError(ZerostdError, ValueError):
-    """What was passed cannot be prepared; the model and the optimizer were left as they were."""
+    """Raised if a model, an optimizer or an option cannot be prepared. Nothing was changed."""
 
 
 class NotSupportedError(PrepareError):
-    """An option that this version cannot honour. It is refused rather than ignored."""
+    """Raised for an option that this version does not support, instead of ignoring it."""
 
 
 class MisuseError(ZerostdError, RuntimeError):
-    """A call on a prepared model that cannot do what it says; the message names the call that can."""
+    """Raised for a call on a prepared model that would do the wrong thing. The message names the right call."""
 
 
 class CheckpointError(ZerostdError, ValueError):
-    """A checkpoint that cannot be written or read as asked; the message names file, tensor and reason."""
+    """Raised if a checkpoint cannot be written or read. The message names the file, the tensor and the reason."""
 
 
 class CommunicationError(ZerostdError, RuntimeError):
-    """Ranks disagree, or one did not arrive within the time limit; the message names rank and group."""
+    """Raised if ranks disagree, or one does not respond within the time limit. The message names rank and group."""
 
 
 class StorageError(ZerostdError, RuntimeError):
-    """Bytes could not be read, written or kept; the message names the file, the offset and the system's reason."""
+    """Raised if state cannot be read, written or kept. The message names the file, the offset and the system error."""

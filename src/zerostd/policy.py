@@ -23,7 +23,7 @@ LOSSLESS = "lossless"  # the codec that changes no result
 
 
 class Stage(enum.IntEnum):
-    """How much of the model state is sharded over the ranks."""
+    """Says how much of the model state is sharded over the ranks."""
 
     DATA_PARALLEL = 0
     OPTIMIZER_STATES = 1
@@ -36,7 +36,7 @@ class Stage(enum.IntEnum):
         if isinstance(value, bool) or not isinstance(value, int) or value not in tuple(cls):
             raise PrepareError(
                 f"stage={value!r} is not a ZeRO stage; use 0 (data parallel), 1 (shard optimizer states), "
-                "2 (and gradients) or 3 (and parameters)"
+                "2 (also gradients) or 3 (also parameters)"
             )
         return cls(value)
 
@@ -148,10 +148,10 @@ def is_at_hand(parameters: Tier, route: Route, *, has_own_memory: bool) -> bool:
 
 @dataclass(frozen=True)
 class Precision:
-    """Number formats of one run.
+    """Sets the dtypes of a run.
 
-    `compute` is the dtype of parameters in forward and backward, `reduce` the dtype gradients travel and rest in.
-    None keeps each parameter's own dtype. 16-bit parameters get fp32 masters; everything is updated in fp32.
+    `compute` is the dtype of parameters in forward and backward; `reduce` is the dtype in which gradients are sent and
+    kept. None keeps each parameter's own dtype. 16-bit parameters get fp32 masters; all updates are done in fp32.
     """
 
     name: str
@@ -200,36 +200,36 @@ Ways = str | Mapping[str, float] | Mapping[str, str]
 
 @dataclass(frozen=True)
 class Placement:
-    """The home of each kind of state: a tier, or shares of tiers that sum to one.
+    """Sets the home of each kind of state: a tier, or shares of tiers that sum to 1.
 
     Placement(parameters="device", gradients="device", optimizer_states="host")
     Placement(optimizer_states={"device": 0.3, "host": 0.7})
 
-    Shares are taken from the front of the model: what forward needs first is kept nearest. Optimizer states are cut
-    where the share says, parameters and gradients between two parameters: a share that whole parameters miss by more
-    than a tenth is refused, with the nearest one that works.
+    Shares are taken from the front of the model: the state that forward needs first gets the nearest tier. Optimizer
+    states are divided exactly at the share, parameters and gradients between two parameters. If whole parameters miss a
+    share by more than a tenth, it is refused, and the error names the nearest share that works.
 
-    `cpu_share` is the part of the states off the device that the CPU updates; the rest is streamed through the
-    device; None: from the number of cores. `speculate` updates during backward before the norm for `max_grad_norm` is
-    known, into a second copy of the states, and repeats the update if the step is clipped. Results are the same. It is
-    faster where compute is the limit and not the links, and takes twice the host memory.
+    `cpu_share` is the part of the offloaded states that the CPU updates; the rest is streamed through the device. None:
+    chosen from the number of cores. `speculate` updates inside backward, before the norm for `max_grad_norm` is known,
+    into a second copy of the states, and repeats the update if the step is clipped. Results are the same. It is faster
+    if compute is the bottleneck and not the links, and takes twice the host memory.
 
-    Activations are placed by whole groups, in the ways of `Way`: all in one way, in shares of the groups, or by globs
-    of group names. The first glob that matches counts, and groups without a match stay on the device:
+    Activations are placed by whole groups, in one of the ways of `Way`: the same for all groups, in shares of the
+    groups, or by globs of group names. The first matching glob counts; groups without a match stay on the device:
 
     Placement(activations="recompute+host")
     Placement(activations={"device": 0.5, "host": 0.5})
     Placement(activations={"blocks.1?": "device", "blocks.*": "recompute"})
 
-    These shares are taken from the end of the model: what forward leaves last is needed first. The root module's own
-    activations stay on the device. `same_activations` is a process group whose ranks compute the same activations, as
-    in tensor parallel models: each rank keeps one slice of them, and slices are gathered in backward.
+    These shares are taken from the end of the model, because backward needs the last activations first. Activations of
+    the root module itself stay on the device. `same_activations` is a process group whose ranks compute the same
+    activations, as in tensor parallel models: each rank keeps one slice, and backward gathers the slices.
 
-    `codec={"gather": "int8", "reduce": "int8"}` lets parameters and gradients travel as codes of 8 bits.
-    `codec={"optimizer_states": "int8"}` keeps the moments of Adam and AdamW as codes of 8 bits, in blocks of 64 with
-    one scale each: 2.125 bytes a parameter instead of 8, in every tier and over every link. Both are lossy, and need
-    `prepare(exact=False)`. `codec={"parameters": "lossless"}` packs frozen parameters on disk, and every bit comes
-    back: weights in bf16 take two thirds of their bytes. It needs the package zstandard.
+    `codec={"gather": "int8", "reduce": "int8"}` sends parameters and gradients as 8-bit codes.
+    `codec={"optimizer_states": "int8"}` keeps the moments of Adam and AdamW as 8-bit codes, in blocks of 64 with one
+    scale each: 2.125 bytes per parameter instead of 8, in every tier and over every link. Both are lossy, and need
+    `prepare(exact=False)`. `codec={"parameters": "lossless"}` packs frozen parameters on disk without loss: weights in
+    bf16 take two thirds of their bytes. It needs the package zstandard.
     """
 
     parameters: Share = "device"
@@ -252,7 +252,7 @@ class Placement:
         tier = _OTHER_NAMES.get(str(value).lower(), str(value))
         example = tier if tier in tuple(Tier) else "host"
         raise PrepareError(
-            f"placement={value!r} does not say what to keep there: write "
+            f"placement={value!r} does not say which kind of state to keep there: write "
             f"zerostd.Placement(optimizer_states={example!r}), and likewise parameters= and gradients="
         )
 
@@ -273,7 +273,7 @@ class Placement:
     @staticmethod
     def _check(kind: str, share: Any, known: list[str], what: str) -> None:
         if not isinstance(share, str | Mapping):
-            raise PrepareError(f"Placement({kind}={share!r}) must be {what}, or shares of them; use one of {known}")
+            raise PrepareError(f"Placement({kind}={share!r}) must be {what}, or a dict of shares; use one of {known}")
         shares = dict(share) if isinstance(share, Mapping) else {share: 1.0}
         unknown = [name for name in shares if name not in known]
         if unknown:
@@ -309,7 +309,7 @@ class Placement:
         for glob in given:
             if not any(fnmatch.fnmatchcase(name, glob) for name in groups):
                 raise PrepareError(
-                    f"Placement(activations={given!r}): no group fits {glob!r}; the groups are {', '.join(groups)}"
+                    f"Placement(activations={given!r}): no group matches {glob!r}; the groups are {', '.join(groups)}"
                 )
         ways: dict[str, Way] = {}
         for name in groups:
@@ -349,8 +349,8 @@ class Homes:
                 )
             if route is Route.STREAMED and self.parameters is Tier.DISK:
                 raise PrepareError(
-                    f"states={self.states!r} of a plan: with parameters on disk no states can be streamed, since new "
-                    "parameters go to the disk from the host; give the route cpu their share"
+                    f"states={self.states!r} of a plan: states cannot be streamed if parameters are on disk, since new "
+                    "parameters go to disk from the host; give their share to the route cpu"
                 )
 
 
@@ -375,7 +375,7 @@ def limit_of(size: int | str | None) -> int | None:
 
 @dataclass(frozen=True)
 class Budget:
-    """The most to use of each tier: bytes, or a text such as '24GiB'. None: what is free, less a margin."""
+    """Limits the bytes of each tier: a number, or a text such as '24GiB'. None: the free memory, less a margin."""
 
     device: int | str | None = None
     host: int | str | None = None

@@ -413,7 +413,7 @@ def test_bad_input() -> None:
         Placement(activations={"host": 0.5, "device": 0.4})
     with pytest.raises(PrepareError, match="'diskk' is not a way"):
         Placement(activations={"blocks.*": "diskk"})
-    with pytest.raises(PrepareError, match=r"no group fits 'layers\.\*'; the groups are words, blocks\.0"):
+    with pytest.raises(PrepareError, match=r"no group matches 'layers\.\*'; the groups are words, blocks\.0"):
         prepared({"layers.*": "host"})
     with pytest.raises(PrepareError, match="must be a process group"):
         prepared("host", placement={"same_activations": "model"})

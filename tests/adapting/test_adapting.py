@@ -82,7 +82,7 @@ def adapter_of(model: nn.Module) -> Adapter:
 
 
 def for_room(model: nn.Module) -> list[Revision]:
-    return [each for each in adapter_of(model).revisions if "memory was taken by others" in each.reason]
+    return [each for each in adapter_of(model).revisions if "other programs took memory" in each.reason]
 
 
 def held(model: nn.Module, tier: str) -> int:
@@ -347,7 +347,7 @@ def test_a_revision_that_turns_out_worse_is_undone(tmp_path: Path, monkeypatch: 
     train(model, optimizer, 3 * EVERY)
     first, second = adapter_of(model).revisions
     assert first.plan.homes["*"] == DISK and second.plan.homes["*"] == HOST
-    assert "under the plan before" in second.reason and len(second.moved) == FEW
+    assert "under the previous plan" in second.reason and len(second.moved) == FEW
     assert held(model, "disk") == 0 and held(model, "host") + held(model, "device") >= FEW * LAYER
     same_numbers(model, str(tmp_path), *([1] * steps), 3 * EVERY, depth=FEW)
 

@@ -339,9 +339,9 @@ def test_training_inside_applied_is_refused(tmp_path: Path) -> None:
             optimizer.step()
         with pytest.raises(MisuseError, match=r"zerostd.save\(\) inside average.applied\(\)"):
             zerostd.save(tmp_path / "inside", model, optimizer)
-        with pytest.raises(MisuseError, match="leave that first"), average.applied():
+        with pytest.raises(MisuseError, match="leave it first"), average.applied():
             pass
-        with pytest.raises(MisuseError, match="change them outside"), zerostd.gathered(model, write=True):
+        with pytest.raises(MisuseError, match="make them outside"), zerostd.gathered(model, write=True):
             pass
         with pytest.raises(MisuseError, match="leave the context first"):
             average.close()
@@ -356,7 +356,7 @@ def test_change_of_parameters_inside_applied_is_refused(placement: str, tmp_path
     average = zerostd.averaged(model, DECAY)
     step(model, optimizer, 0)
     before = zerostd.full_state_dict(model)
-    with pytest.raises(MisuseError, match="change them outside"), average.applied(), torch.no_grad():
+    with pytest.raises(MisuseError, match="make them outside"), average.applied(), torch.no_grad():
         model.head.weight.zero_()
     assert not unequal(zerostd.full_state_dict(model), before)
 

@@ -395,7 +395,7 @@ def test_a_truncated_shard(trained: Run, saved: Path) -> None:
     size = (saved / SHARD).stat().st_size
     for length in (size - 1, size // 2, 7, 0):
         os.truncate(saved / SHARD, length)
-        refused(trained, saved, f"{SHARD} has {length} bytes and should have {size}: it is not complete")
+        refused(trained, saved, f"{SHARD} has {length} bytes and should have {size}: it is incomplete")
         assert zerostd.latest(saved.parent) is None
 
 
@@ -438,7 +438,7 @@ def test_a_flipped_bit(kind: str, trained: Run, tmp_path: Path) -> None:
         low, high = header[one["parts"][0]["key"]]["data_offsets"]
         for place in (low, high - 1):
             flip(saved / SHARD, begin + place)
-            said = refused(trained, saved, f"{SHARD} is damaged: elements .* are not as written")
+            said = refused(trained, saved, f"{SHARD} is damaged: elements .* do not match their checksum")
             assert one["of"] in said
             flip(saved / SHARD, begin + place)
     zerostd.load(saved, trained.model, trained.optimizer)
@@ -453,10 +453,10 @@ def test_a_flipped_bit_in_the_second_block(tmp_path: Path) -> None:
     assert len(entry["parts"][0]["crc32"]) == 3
     low, high = header_of(saved)[entry["parts"][0]["key"]]["data_offsets"]
     flip(saved / SHARD, begin_of(saved) + low + BLOCK + 5)
-    refused(run, saved, f"elements {BLOCK} to {2 * BLOCK} of extra '0' are not as written")
+    refused(run, saved, f"elements {BLOCK} to {2 * BLOCK} of extra '0' do not match their checksum")
     flip(saved / SHARD, begin_of(saved) + low + BLOCK + 5)
     flip(saved / SHARD, begin_of(saved) + high - 1)
-    refused(run, saved, f"elements {2 * BLOCK} to {2 * BLOCK + 9} of extra '0' are not as written")
+    refused(run, saved, f"elements {2 * BLOCK} to {2 * BLOCK + 9} of extra '0' do not match their checksum")
 
 
 def no_shard(saved: Path) -> None:
@@ -484,8 +484,8 @@ STRANGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "half a manifest": (lambda saved: os.truncate(saved / "manifest.json", 1000), "not a checkpoint's manifest"),
     "an empty manifest": (lambda saved: os.truncate(saved / "manifest.json", 0), "not a checkpoint's manifest"),
     "no checkpoint": (lambda saved: shutil.rmtree(saved), "is not a directory"),
-    "a file": (lambda saved: (shutil.rmtree(saved), saved.touch()), "an ordinary model, without states"),
-    "no safetensors": (lambda saved: (saved / SHARD).write_bytes(bytes(size_of(saved))), "no safetensors header"),
+    "a file": (lambda saved: (shutil.rmtree(saved), saved.touch()), "an ordinary model without optimizer states"),
+    "no safetensors": (lambda saved: (saved / SHARD).write_bytes(bytes(size_of(saved))), "is not a safetensors file"),
 }
 
 
@@ -524,7 +524,7 @@ def without(kind: str) -> Callable[[dict[str, Any]], None]:
 
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "newer": (lambda d: d.update(version=99), "version 99, and this zerostd reads 3; use a newer zerostd"),
+    "newer": (lambda d: d.update(version=99), "version 99, but this zerostd reads up to 3; use a newer zerostd"),
     "path up": (rename_file("../other.safetensors"), r"'\.\./other\.safetensors' is not a plain file name"),
     "absolute path": (rename_file("/etc/passwd.safetensors"), "'/etc/passwd.safetensors' is not a plain file name"),
     "huge length": (lambda d: d["files"].update({SHARD: {"bytes": 1 << 61}}), "should have 2305843009213693952"),
@@ -535,17 +535,17 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "gap": (lambda d: first(d)["parts"][0].update(start=1), "a gap at 0"),
     "one place twice": (lambda d: first(d)["parts"][0].update(key=first(d, "state")["parts"][0]["key"]), "two parts"),
     "unknown key": (lambda d: first(d)["parts"][0].update(key="12345"), "has no '12345'"),
-    "another dtype": (lambda d: first(d).update(dtype="int32"), "is .* of torch.float32, and the manifest says"),
+    "another dtype": (lambda d: first(d).update(dtype="int32"), "is .* of torch.float32, but the manifest says"),
     "another parameter": (lambda d: first(d).update(of="other", names=[]), "not that of its parameter|not in the"),
-    "a parameter less": (without("parameter"), "does not say what|not that of its parameter"),
-    "a state less": (without("state"), "does not say what"),
-    "a buffer less": (without("buffer"), "does not say what"),
+    "a parameter less": (without("parameter"), "is not in the manifest|not that of its parameter"),
+    "a state less": (without("state"), "is not in the manifest"),
+    "a buffer less": (without("buffer"), "is not in the manifest"),
     "another checksum": (lambda d: first(d)["parts"][0].update(crc32=[0]), "is damaged"),
     "another optimizer": (lambda d: d["optimizer"].update({"class": "SGD"}), "its optimizer is 'SGD'"),
     "another group": (lambda d: d["optimizer"]["groups"][0]["parameters"].pop(), "its param_groups have"),
     "strange option": (
         lambda d: d["optimizer"]["groups"][0]["options"].update(lr={"$object": "os.system"}),
-        r"'\$object' in the checkpoint is not known",
+        r"'\$object' in the checkpoint is unknown",
     ),
     "options that are none": (
         lambda d: d["optimizer"]["groups"][0].update(options={"$tuple": [1]}),
@@ -564,7 +564,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda d: d["random"]["0"].update(numpy={"$tuple": ["MT19937"]}),
         "invalid RNG state",
     ),
-    "extra": (lambda d: d.update(extra={"$tensor": 7}), "no tensor 7 of extra"),
+    "extra": (lambda d: d.update(extra={"$tensor": 7}), "no tensor 7 in extra"),
 }
 
 
@@ -599,7 +599,7 @@ def replace(data: dict[str, Any], key: str, **fields: Any) -> dict[str, Any]:
 
 HEADERS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no dict": (lambda h: [h], "damaged header"),
-    "dtype": (lambda h: replace(h, "0", dtype="F33"), "damaged header: '0' has dtype 'F33'"),
+    "dtype": (lambda h: replace(h, "0", dtype="F33"), "damaged header: '0' has the unknown dtype 'F33'"),
     "negative": (lambda h: replace(h, "0", data_offsets=[-4, h["0"]["data_offsets"][1] - 4]), "damaged header"),
     "beyond the end": (lambda h: replace(h, "0", data_offsets=[1 << 40, (1 << 40) + 4]), "damaged header"),
     "huge shape": (lambda h: replace(h, "0", shape=[1 << 61, 1 << 61]), "damaged header"),
@@ -619,7 +619,7 @@ def test_a_header_that_lies(name: str, trained: Run, saved: Path) -> None:
 @pytest.mark.parametrize("length", [0, 1, 1 << 20, 1 << 40, (1 << 64) - 1])
 def test_a_header_of_another_length(length: int, trained: Run, saved: Path) -> None:
     write_header(saved, header_of(saved), length=length)
-    refused(trained, saved, "no safetensors header|damaged header")
+    refused(trained, saved, "is not a safetensors file|damaged header")
 
 
 def test_a_changed_option_is_taken_as_it_is(trained: Run, saved: Path) -> None:
@@ -703,7 +703,7 @@ def breaks_off(rank: int, folder: str) -> list[str]:
                 other.load(saved)
                 wrong.append("it was loaded")
             except CheckpointError as error:
-                words = r"rank 1: .*rank-0000\d-of-00002.safetensors cannot be read at \d+: EIO: planted\. .*in part"
+                words = r"rank 1: .*rank-0000\d-of-00002.safetensors cannot be read at \d+: EIO: planted\. .*partly"
                 wrong += [] if re.search(words, str(error)) else [str(error)]
             wrong += [] if time.monotonic() - begun < 20 else [f"heard of it after {time.monotonic() - begun:.0f} s"]
             last = 1 << 30

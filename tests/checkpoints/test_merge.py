@@ -362,7 +362,7 @@ def test_interrupted(saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         ({"dtype": "int8"}, CheckpointError, "not a floating-point dtype"),
         ({"dtype": "half"}, CheckpointError, "not a floating-point dtype"),
-        ({"max_shard_size": 0}, CheckpointError, "hold nothing"),
+        ({"max_shard_size": 0}, CheckpointError, "=0 bytes is too small"),
         ({"max_shard_size": "5 bananas"}, PrepareError, "not a size"),
     ],
 )

@@ -183,7 +183,7 @@ def test_a_run_that_was_told_of_fewer_passes(tmp_path: Path) -> None:
         run.one_pass(0, part)
     run.save(tmp_path / "saved")
     other = Run(Job(accumulate=1), tmp_path)
-    with pytest.raises(CheckpointError, match="saved after 2 backward passes of a step, and accumulate=1 is less"):
+    with pytest.raises(CheckpointError, match="saved after 2 backward passes of a step, but accumulate=1 is less"):
         other.load(tmp_path / "saved")
 
 
@@ -200,7 +200,7 @@ def test_a_gradient_of_a_parameter_that_does_not_train(tmp_path: Path) -> None:
     manifest = tmp_path / "saved" / "manifest.json"
     text = manifest.read_text().replace('"parameters":["b.', '"parameters":["a.').replace(',"b.bias"]', ',"a.bias"]')
     manifest.write_text(seal({name: value for name, value in json.loads(text).items() if name != "crc32"}))
-    with pytest.raises(CheckpointError, match=r"gradient 'b\.weight' has no place: the parameter does not train"):
+    with pytest.raises(CheckpointError, match=r"gradient 'b\.weight' cannot be loaded: the parameter is frozen"):
         zerostd.load(tmp_path / "saved", other, another)
 
 

@@ -277,10 +277,10 @@ SAID = [
     "not in the model: ",
     "'adapter.weight'",
     "'scratch'",
-    "'scale' has shape (1,) and () in the model",
-    "'wide.bias' has shape (4,) and (3,) in the model",
-    "'codes' is float32 and int8 in the model",
-    "'mask' is int32 and bool in the model",
+    "'scale' has shape (1,), but () in the model",
+    "'wide.bias' has shape (4,), but (3,) in the model",
+    "'codes' is float32, but int8 in the model",
+    "'mask' is int32, but bool in the model",
     "Nothing was changed",
 ]
 
@@ -355,7 +355,7 @@ def breaks_off(rank: int, path: str, folder: str) -> str:
 def test_a_disk_that_breaks_meanwhile_stops_all_ranks(ranks: Any, tmp_path: Path) -> None:
     path = written("safetensors", tmp_path, state_of())
     for said in ranks(2, breaks_off, str(path), str(tmp_path)):
-        assert said.startswith("rank 1: the file ends here. The model is loaded in part")
+        assert said.startswith("rank 1: the file ends here. The model is only partly loaded")
 
 
 def test_an_optimizer_has_nothing_to_load(tmp_path: Path) -> None:
@@ -420,16 +420,19 @@ LINEAR = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "nothing": (lambda folder: None, "no manifest.json"),
     "lost manifest": (a_checkpoint_without_manifest, "no manifest.json"),
-    "twice": (two_files, "name one of them"),
+    "twice": (two_files, "name one file"),
     "cut": (cut, "damaged header"),
     "index to nowhere": (index_of({"weight_map": {"weight": "b.safetensors"}}), "b.safetensors cannot be read"),
-    "index that lies": (index_of({"weight_map": {"wait": "a.safetensors"}}), "where model.safetensors.index.json says"),
+    "index that lies": (
+        index_of({"weight_map": {"wait": "a.safetensors"}}),
+        "although model.safetensors.index.json",
+    ),
     "index to elsewhere": (index_of({"weight_map": {"weight": "../a.safetensors"}}), "not a plain file name"),
-    "index of nothing": (index_of({"weight_map": ["weight"]}), "no index of a model"),
-    "no index": (index_of([]), "no index of a model"),
+    "index of nothing": (index_of({"weight_map": ["weight"]}), "not the index of a model"),
+    "no index": (index_of([]), "not the index of a model"),
     "a training": (
         torch_file({"state_dict": LINEAR, "epoch": 3}),
-        "'state_dict' in it is a dict; save model.state_dict",
+        "its entry 'state_dict' is a dict; save only model.state_dict",
     ),
     "a tensor": (torch_file(torch.ones(2)), "holds a Tensor"),
     "old": (torch_file(LINEAR, _use_new_zipfile_serialization=False), "cannot be read as a state_dict"),

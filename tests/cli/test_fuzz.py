@@ -66,7 +66,7 @@ def test_numbers_without_bounds_are_refused(words: tuple[object, ...]) -> None:
 def test_a_config_with_too_many_layers_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG | {"num_hidden_layers": 10**9}))
-    assert "1,000,000,000 layers are more than 10,000" in refusal("plan", "--config", file, "--cluster", CLUSTER)
+    assert "1,000,000,000 layers exceed the limit of 10,000" in refusal("plan", "--config", file, "--cluster", CLUSTER)
 
 
 def test_a_name_that_cannot_be_printed_is_refused(tmp_path: Path) -> None:

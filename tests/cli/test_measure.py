@@ -64,7 +64,8 @@ def test_what_was_kept_is_used_unless_asked_again(tmp_path: Path) -> None:
     (kept,) = (tmp_path / "cache").iterdir()
     kept.write_text(json.dumps({**first, "resident_ns": 12345.0}))
     assert json.loads(measure("--json").stdout)["resident_ns"] == 12345.0
-    assert "and kept. Measure again with `zerostd measure --again`." in measure().stdout
+    shown = measure().stdout
+    assert "Saved profile, measured on" in shown and "To measure again: `zerostd measure --again`." in shown
     assert json.loads(measure("--json", "--again").stdout)["resident_ns"] != 12345.0
 
 
@@ -72,7 +73,7 @@ def test_plan_uses_what_was_measured(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", "--params", "1M", "--world", "2", "--samples", "1", "--sequence", "16"])
     assert result.exit_code == 0, result.output
     assert list((tmp_path / "cache").iterdir())
-    assert "no wires, so time of collectives is not in the plan" in result.stdout
+    assert "no wires, so the plan leaves out the time of collectives" in result.stdout
 
 
 def test_bar_on_a_terminal_says_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +101,7 @@ def test_all_parts_of_a_machine_are_shown(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--disk-path", "/no/such/folder"), "/no/such/folder is not a directory"),
+        (("--disk-path", "/no/such/folder"), "/no/such/folder cannot be used as a directory"),
         (("--output", "/no/such/folder/x.json"), "cannot be written"),
     ],
 )

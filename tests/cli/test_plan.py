@@ -193,7 +193,7 @@ def test_table_is_the_papers(plan: Plan_, size: str) -> None:
 def test_clusters_come_with_the_package(plan: Plan_, name: str) -> None:
     result = plan("--params", "100M", "--cluster", name, "--json")
     assert made(result).world_size == 1
-    assert "or dgx2-400, five-v100, h200-1" in refused(plan("--params", "1B", "--cluster", "dgx3"))
+    assert "other machines are dgx2-400, five-v100, h200-1" in refused(plan("--params", "1B", "--cluster", "dgx3"))
 
 
 def test_machines_are_known_by_name(plan: Plan_) -> None:
@@ -202,7 +202,7 @@ def test_machines_are_known_by_name(plan: Plan_) -> None:
     assert made(plan("--params", "13B", "--machine", "4x8xa100-80", "--json")).world_size == 32
     assert made(plan("--params", "1B", "--machine", "8xh100-80", "--world", 2, "--json")).world_size == 2
     assert "8xh100-80 for a node of eight" in refused(plan("--params", "13B", "--machine", "8xh100"))
-    assert "--disk-path is of this machine" in refused(
+    assert "--disk-path is for this machine only" in refused(
         plan("--params", "1B", "--machine", "1xt4-16", "--disk-path", ".")
     )
 
@@ -332,9 +332,9 @@ def test_module_that_fails_shows_its_own_traceback(plan: Plan_, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "nothing to plan"),
-        (("factories:alone", "--params", "1B"), "more than one thing"),
-        (("--params", "1B", "--config", "config.json"), "more than one thing"),
+        ((), "no model to plan"),
+        (("factories:alone", "--params", "1B"), "more than one model"),
+        (("--params", "1B", "--config", "config.json"), "more than one model"),
         (("--params", "1B", "--params", "2B"), "--table only"),
         (("--params", "7.5X"), "'7.5X' is not a number of parameters"),
         (("--params", "1B", "--stage", 4), "stage=4 is not a ZeRO stage"),
@@ -343,8 +343,14 @@ def test_module_that_fails_shows_its_own_traceback(plan: Plan_, tmp_path: Path, 
         (("--params", "1B", "--accumulate", 0), "accumulate=0"),
         (("--params", "1B", "--samples", 0), "samples=0"),
         (("--params", "1B", "--batch", 0), "batch=0"),
-        (("--params", "1B", "--batch", 8, "--samples", 3), "a batch of 8 cannot be 3 samples"),
-        (("--params", "1B", "--batch", 8, "--accumulate", 3), "a batch of 8 cannot be some samples in each of 3"),
+        (
+            ("--params", "1B", "--batch", 8, "--samples", 3),
+            "a batch of 8 cannot be divided into some passes of 3 samples",
+        ),
+        (
+            ("--params", "1B", "--batch", 8, "--accumulate", 3),
+            "a batch of 8 cannot be divided into 3 passes of some samples",
+        ),
         (("--params", "1B", "--batch", 8, "--scaling", "8"), "with --scaling give the samples of a step"),
         (
             ("--params", "1B", "--samples", 1, "--activations", "burn"),
@@ -360,24 +366,24 @@ def test_module_that_fails_shows_its_own_traceback(plan: Plan_, tmp_path: Path, 
         (("--params", "1B", "--budget", "device=-24GiB"), "'-24GiB' is not a size"),
         (("--params", "1B", "--budget", "device="), "'' is not a size"),
         (("--params", "1B", "--budget", "tape=24GiB"), "'tape' is not a tier; use device, host, disk"),
-        (("--params", "1B", "--budget", "24GiB"), "'24GiB' is not tier=size"),
+        (("--params", "1B", "--budget", "24GiB"), "'24GiB' must have the form tier=size"),
         (("--params", "1B", "--budget", "host=1GiB,host=2GiB"), "host is given twice"),
-        (("--params", "1B", "--budget", "disk=1TB"), "nothing is known of one"),
-        (("--params", "1B", "--disk-path", "/"), "--disk-path is of this machine"),
+        (("--params", "1B", "--budget", "disk=1TB"), "but no disk is known"),
+        (("--params", "1B", "--disk-path", "/"), "--disk-path is for this machine only"),
         (("--params", "1B", "--scaling", "8,many"), "give numbers of ranks"),
         (("--params", "1B", "--scaling", "8", "--table"), "exclude each other"),
-        (("--params", "1B", "--step-samples", 8), "goes with --scaling"),
+        (("--params", "1B", "--step-samples", 8), "needs --scaling"),
         (("--params", "1B", "--output", "/no/such/folder/plan.json"), "cannot be written"),
         (("--params", "1B", "--meta"), "--meta goes with"),
         (("--config", "no/such/config.json"), "config.json cannot be read: No such file"),
         (("--config", "config.json", "--hidden", 8), "go with --params"),
         (("factories:alone", "--samples", 2), "a function decides these itself"),
-        (("factories:alone", "--scaling", "1"), "scaling needs to know the samples"),
-        (("factories:nothing",), "there is no 'nothing' in the module 'factories'"),
-        (("no_such_module:make",), "there is no module 'no_such_module'"),
-        (("no_such_package.inside:make",), "there is no module 'no_such_package.inside'"),
-        (("factories",), "'factories' is not module:function"),
-        (("factories:NOT_A_FUNCTION",), "is int, not a function"),
+        (("factories:alone", "--scaling", "1"), "scaling needs the samples of one pass"),
+        (("factories:nothing",), "no 'nothing' in the module 'factories'"),
+        (("no_such_module:make",), "no module 'no_such_module'"),
+        (("no_such_package.inside:make",), "no module 'no_such_package.inside'"),
+        (("factories",), "'factories' must have the form module:function"),
+        (("factories:NOT_A_FUNCTION",), "is of type int, not a function"),
         (("factories:number",), "returned int; it must return a model"),
         (("factories:two_numbers",), "returned int as its optimizer"),
         (("factories:with_optimizer", "--stage", 9), "stage=9 is not a ZeRO stage"),
@@ -405,7 +411,7 @@ def without(**changes: Any) -> str:
         (without(processor=None), "the field 'processor' is missing"),
         (without(name=None), "the field 'name' is missing"),
         (without(speed=9), "no field 'speed'"),
-        (without(matrix={}), "matrix is {}, and must have fields"),
+        (without(matrix={}), "matrix is {}, but must have fields"),
         (without(free={}), "free.device is missing"),
         (without(free={"host": 10**12}), "free.device is missing"),
         (without(free={"device": "80GB"}), "free.device is '80GB'"),

@@ -169,7 +169,7 @@ def test_step_of_a_given_size_has_fewer_passes_on_more_ranks(machine: MachinePro
     rows = scaling(model, machine, (8, 16, 64), samples_per_step=32)
     assert [row.compute_s / rows[1].compute_s for row in rows[:2]] == pytest.approx([2.0, 1.0])
     assert [row.samples_per_s * row.step_s for row in rows[:2]] == pytest.approx([32, 32])
-    assert rows[2].stage is None and rows[2].refused == "a step of 32 samples has none for some of 64 ranks"
+    assert rows[2].stage is None and rows[2].refused == "a step of 32 samples is too small for 64 ranks"
 
 
 def test_samples_of_a_pass_are_searched(machine: MachineProfile) -> None:

@@ -69,7 +69,7 @@ def alone_in_prepare(rank: int, folder: str) -> str:
 
 def test_a_rank_that_does_not_prepare_is_named(ranks: Any, tmp_path: Path) -> None:
     text = ranks(2, alone_in_prepare, str(tmp_path))[0]
-    assert "rank 0 gave up waiting in zerostd.prepare() (time limit 3 s): rank 1 did not come to it" in text
+    assert "rank 0 gave up waiting in zerostd.prepare() (time limit 3 s): rank 1 did not call it" in text
 
 
 def other_errors(rank: int) -> str:

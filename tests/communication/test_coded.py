@@ -262,8 +262,8 @@ def test_edits_of_rounded_values_are_refused(ranks):
 @pytest.mark.parametrize(
     ("codec", "message"),
     [
-        ({"reduce": "int3"}, "no codec 'int3' for 'reduce'; there are .*'int8', 'int4'"),
-        ({"activations": "int8"}, "no codec 'int8' for 'activations'; there are .*gather"),
+        ({"reduce": "int3"}, "no codec 'int3' for 'reduce'; use .*'int8', 'int4'"),
+        ({"activations": "int8"}, "no codec 'int8' for 'activations'; use .*gather"),
         ("int8", "must be a dict"),
     ],
 )

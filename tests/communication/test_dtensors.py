@@ -277,7 +277,7 @@ def refused(rank: int) -> list[str]:
         "over different meshes": (replace(parallel(), other, [Replicate()]), mesh["dp"]),
         "a dimension can be used once": (parallel(), mesh["tp"]),
         "mesh=mesh['dp']": (parallel(), None),
-        "is in that mesh and in ours": (parallel(), mesh),
+        "is in that mesh and also among the ranks": (parallel(), mesh),
     }
     for message, (model, ours) in cases.items():
         before = {name: (p, type(p)) for name, p in model.named_parameters()}

@@ -230,8 +230,8 @@ def refused(rank: int) -> list[str]:
         "they must ascend": DeviceMesh("cpu", [1, 0]),
         "is on": DeviceMesh("meta", [0, 1], _init_backend=False),
         "is not in mesh": DeviceMesh("cpu", [1 - rank], _init_backend=False),
-        "and the job has 2": DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False),
-        "give the same mesh= on all ranks": init_device_mesh("cpu", (1, 2))
+        "but the job has 2": DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False),
+        "pass the same mesh= on all ranks": init_device_mesh("cpu", (1, 2))
         if rank
         else init_device_mesh("cpu", (2, 1)),
     }

@@ -106,7 +106,7 @@ def judge(fault: Fault, ends: list[End], seconds: float) -> Outcome:
 
 def _blamed(text: str) -> set[int]:
     """Return the ranks that a message speaks of; a rank whose verdict is quoted is not blamed."""
-    return {int(number) for number in re.findall(r"rank (\d+)(?! failed before)", text)}
+    return {int(number) for number in re.findall(r"rank (\d+)(?! failed first)", text)}
 
 
 def _is_right(end: End, right: list[float], job: Job) -> bool:

@@ -152,7 +152,7 @@ def test_names_that_do_not_exist_are_refused_with_the_remedy(name, remedy):
 
 def test_documents_name_what_is_refused():
     page = (Path(__file__).parents[2] / "docs/how-to/from-horovod.md").read_text()
-    refused = page.partition("The rest is refused.")[2]
+    refused = page.partition("Everything else is refused.")[2]
     patterns = [*hvd.REMEDIES, *REFUSED, *inspect.signature(hvd.init).parameters]
     assert [pattern for pattern in patterns if not re.search(rf"`[^`]*({pattern})[^`]*`.*\|.*\|$", refused, re.M)] == []
 
@@ -194,7 +194,7 @@ def test_what_is_refused_leaves_everything_as_it_was():
         assert len(optimizer.state) == 2 and optimizer.param_groups[0]["lr"] == 0.1
         model(torch.ones(1, 4)).sum().backward()
         wrapped = hvd.DistributedOptimizer(optimizer)  # and it can be wrapped afterwards
-        with pytest.raises(PrepareError, match=r"call release\(\)"):
+        with pytest.raises(PrepareError, match=r"call its release\(\) first"):
             hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         wrapped.release()
         with pytest.raises(MisuseError, match="released"):

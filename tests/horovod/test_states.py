@@ -216,7 +216,7 @@ def test_states_of_another_model_are_refused():
         another = torch.nn.Linear(3, 3)
         optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), named_parameters=model.named_parameters())
         rate = optimizer.param_groups[0]["lr"]
-        with pytest.raises(MisuseError, match=r"\[2\] parameters, and this optimizer has"):
+        with pytest.raises(MisuseError, match=r"\[2\] parameters, but this optimizer has"):
             optimizer.load_state_dict(torch.optim.SGD(another.parameters(), lr=9.0).state_dict())
         assert optimizer.param_groups[0]["lr"] == rate
 

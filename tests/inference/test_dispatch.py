@@ -175,7 +175,7 @@ def test_plan_of_a_batch_says_what_a_pass_takes() -> None:
     plan = zerostd.plan(model, budget=total // 2, batch=torch.zeros(4, 256), groups=["*"])
     assert plan.predicted.samples == 4 and plan.predicted.step_s and plan.predicted.samples_per_s
     assert plan.predicted.samples_per_s == 4 / plan.predicted.step_s
-    assert "samples a second" in plan.explain() and "A pass takes" in plan.explain()
+    assert "samples per second" in plan.explain() and "A pass takes" in plan.explain()
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert zerostd.Plan.from_json(plan.to_json()) == plan
 
@@ -195,21 +195,21 @@ def test_too_small_a_budget_is_refused_with_numbers(saved) -> None:
 def test_bad_input_is_refused_before_anything_changes(saved, tmp_path: Path) -> None:
     folder, _, _ = saved
     model = make_empty()
-    with pytest.raises(zerostd.PrepareError, match="one process uses one device"):
+    with pytest.raises(zerostd.PrepareError, match="a process uses one device"):
         zerostd.dispatch(model, folder, budget={0: "1GiB", 1: "1GiB"})
-    with pytest.raises(zerostd.PrepareError, match="'mps' is not a tier of max_memory"):
+    with pytest.raises(zerostd.PrepareError, match="'mps' is not a key of max_memory"):
         zerostd.dispatch(model, folder, budget={"cpu": "1GiB", "mps": "1GiB"})
     with pytest.raises(zerostd.CheckpointError, match="is not a model"):
         zerostd.dispatch(model, tmp_path / "nothing")
     torch.save({"lm_head.weight": torch.zeros(2)}, tmp_path / "other.pt")
-    with pytest.raises(zerostd.CheckpointError, match="do not fit the model"):
+    with pytest.raises(zerostd.CheckpointError, match="do not match the model"):
         zerostd.dispatch(model, tmp_path / "other.pt")
     with torch.device("meta"):
         bare = type(model)(model.config)
     with pytest.raises(zerostd.PrepareError, match=r"inv_freq.*empty_init"):
         zerostd.dispatch(bare, folder)
     zerostd.dispatch(model, folder)
-    with pytest.raises(zerostd.PrepareError, match="prepared already"):
+    with pytest.raises(zerostd.PrepareError, match="already prepared"):
         zerostd.dispatch(model, folder)
     with pytest.raises(zerostd.MisuseError, match="was frozen when the model was prepared"):
         model.lm_head.weight.requires_grad_(True)

@@ -253,8 +253,12 @@ def test_what_would_be_done_twice_is_refused() -> None:
     for options, error, message in (
         ({"zero": {"stages": 3}}, zerostd.PrepareError, "'stages'"),
         ({"zero": {"precision": "bf16"}, "mixed_precision": "bf16"}, zerostd.PrepareError, "one of the two"),
-        ({"zero": {"stage": 3}, "mixed_precision": "fp16"}, zerostd.NotSupportedError, "scales the loss by itself"),
-        ({"kwargs_handlers": [accelerate.DistributedDataParallelKwargs()]}, zerostd.NotSupportedError, "no DDP"),
+        ({"zero": {"stage": 3}, "mixed_precision": "fp16"}, zerostd.NotSupportedError, "scales the loss automatically"),
+        (
+            {"kwargs_handlers": [accelerate.DistributedDataParallelKwargs()]},
+            zerostd.NotSupportedError,
+            "does not use DDP",
+        ),
         ({"zero": {"stage": 3}, "dynamo_backend": "eager"}, zerostd.NotSupportedError, "torch.compile"),
     ):
         with small.fresh_accelerate(), pytest.raises(error, match=message):

@@ -221,7 +221,7 @@ def test_a_file_that_was_written_again_is_not_mixed_with_older_states(tmp_path: 
     another = build(normed, seed=7)
     another.save_weights(path)
     before = model.get_weights()
-    with pytest.raises(zerostd.CheckpointError, match="written again"):
+    with pytest.raises(zerostd.CheckpointError, match="which was written later"):
         model.load_weights(path)
     assert farthest(model.get_weights(), before) == 0.0
 
@@ -270,7 +270,7 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         model.fit(*items(), verbose=0)
     unbuilt = keras.Sequential([keras.layers.Dense(2)])
     unbuilt.compile(optimizer=zk.Optimizer(torch.optim.SGD, 0.1), loss=LOSS)
-    with pytest.raises(zerostd.PrepareError, match="build it"):
+    with pytest.raises(zerostd.PrepareError, match=r"call model\.build"):
         zk.prepare(unbuilt)
 
 

@@ -319,7 +319,7 @@ def test_what_cannot_be_honoured_is_refused(folder: Path) -> None:
     loader = DataLoader(items(), BATCH)
     for zero, options, message in (
         ({}, {"gradient_clip_algorithm": "value"}, "by their norm"),
-        ({}, {"callbacks": [callbacks.StochasticWeightAveraging(1e-2)]}, "copies the model"),
+        ({}, {"callbacks": [callbacks.StochasticWeightAveraging(1e-2)]}, "would copy a sharded model"),
         ({"accumulate": 3}, {}, "accumulate_grad_batches"),
     ):
         module = Classifier()

@@ -96,7 +96,7 @@ def test_corrupted_file_is_measured_again_with_a_warning(measured, tmp_path, cap
     with caplog.at_level(logging.WARNING, logger="zerostd"):
         profile = load()
     assert measured.count == 2
-    assert "measured again" in caplog.text and str(kept(tmp_path)) in caplog.text
+    assert "measuring the machine again" in caplog.text and str(kept(tmp_path)) in caplog.text
     assert load_profile(kept(tmp_path)) == profile
 
 
@@ -154,14 +154,14 @@ def test_directory_that_is_gone_is_refused(measured, tmp_path):
     (tmp_path / "a").mkdir()
     load(disk_path=str(tmp_path / "a"))
     (tmp_path / "a").rmdir()
-    with pytest.raises(PrepareError, match="not a directory"):
+    with pytest.raises(PrepareError, match="cannot be used as a directory"):
         load(disk_path=str(tmp_path / "a"))
 
 
 def test_without_a_place_to_keep_it_the_profile_is_there_all_the_same(measured, tmp_path, caplog):
     (tmp_path / "cache").write_text("a file where the directory should be")
     assert load().device == "cpu"
-    assert "cannot be kept" in caplog.text
+    assert "cannot be saved" in caplog.text
 
 
 def test_failed_write_leaves_the_old_file(measured, tmp_path, monkeypatch):

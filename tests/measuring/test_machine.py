@@ -258,7 +258,7 @@ def test_updates_know_what_they_had_of_their_cores(host):
 @pytest.mark.parametrize("had, is_told", [(0.5, True), (0.95, False)])
 def test_busy_machine_is_told(caplog, had, is_told):
     _check_quiet(had, 8)
-    assert ("when the machine is quiet" in caplog.text) == is_told
+    assert ("when the machine is idle" in caplog.text) == is_told
 
 
 def test_busy_memory_counts_both(host):

@@ -241,7 +241,7 @@ def test_model_prepared_already(which):
     inner, optimizer = zerostd.prepare(inner, optimizer, stage=0)
     before = sorted(part.__dict__)
     try:
-        with pytest.raises(PrepareError, match=r"prepared already.*release"):
+        with pytest.raises(PrepareError, match=r"already prepared.*release"):
             zerostd.prepare(model, sgd(model))
         assert sorted(part.__dict__) == before
         inner(data(3, 8)).square().mean().backward()

@@ -89,7 +89,7 @@ def record_twice(model: nn.Module, optimizer: Any, folder: Path) -> None:
 
 
 ORDERS: dict[Callable[[nn.Module, Any, Path], None], tuple[type[ZerostdError], str]] = {
-    prepare_twice: (PrepareError, "prepared already"),
+    prepare_twice: (PrepareError, "already prepared"),
     prepare_with_its_optimizer: (PrepareError, "optimizer"),
     share_parameters_with_another_model: (PrepareError, "prepared"),
     step_inside_gathered: (MisuseError, "leave the context before the step"),
@@ -99,7 +99,7 @@ ORDERS: dict[Callable[[nn.Module, Any, Path], None], tuple[type[ZerostdError], s
     save_where_one_is: (CheckpointError, "same"),
     save_with_the_inner_optimizer: (MisuseError, "needs the optimizer that zerostd.prepare returned"),
     write_without_saying_so: (MisuseError, "write=True"),
-    record_twice: (MisuseError, "recorded already"),
+    record_twice: (MisuseError, "already being recorded"),
 }
 
 

@@ -49,13 +49,13 @@ def test_numbers_that_json_writes_but_does_not_define_are_read() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"name": 7}, "name is 7, and must be a string"),
-        ({"inner": {"size": 1.5}}, "inner.size is 1.5, and must be a whole number"),
-        ({"inner": 5}, "inner is 5, and must be an object or null"),
-        ({"list_of": [{"size": 1}, {"size": "x"}]}, "list_of.1.size is 'x', and must be a whole number"),
-        ({"list_of": "x"}, "list_of is 'x', and must be a list"),
+        ({"name": 7}, "name is 7, but must be a string"),
+        ({"inner": {"size": 1.5}}, "inner.size is 1.5, but must be a whole number"),
+        ({"inner": 5}, "inner is 5, but must be an object or null"),
+        ({"list_of": [{"size": 1}, {"size": "x"}]}, "list_of.1.size is 'x', but must be a whole number"),
+        ({"list_of": "x"}, "list_of is 'x', but must be a list"),
         ({"by_number": {"7": {"size": 3}, "8": {"size": None}}}, "by_number.8.size is None"),
-        ({"by_number": {"x": {"size": 3}}}, "by_number is {'x': {'size': 3}}, and every key must be a whole number"),
+        ({"by_number": {"x": {"size": 3}}}, "by_number is {'x': {'size': 3}}, but every key must be a whole number"),
         ({"by_tier": {"attic": 1}}, "by_tier: Invalid enum value 'attic'"),
         ({"inner": {}}, "inner: the field 'size' is missing"),
     ],
@@ -94,5 +94,5 @@ def test_unknown_fields_are_ignored_or_refused_by_name(place: dict[str, Any]) ->
     target = data.get("inner") or data.get("list_of", [data])[0]
     target["speed"] = 2
     assert convert(data, Outer, what="a.json", error=PrepareError).name == "a"
-    with pytest.raises(PrepareError, match=r"(Inner|Outer) has no field 'speed', but (size|name), "):
+    with pytest.raises(PrepareError, match=r"(Inner|Outer) has no field 'speed'; its fields are (size|name), "):
         convert(data, Outer, what="a.json", error=PrepareError, refuse_unknown=True)

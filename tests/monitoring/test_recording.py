@@ -176,7 +176,7 @@ def test_bad_input(tmp_path: Path) -> None:
     train(model, optimizer, 1)
     with pytest.raises(MisuseError, match=r"shape \(2,\)"):
         recording.log(loss=torch.ones(2))
-    with pytest.raises(MisuseError, match="recorded already"):
+    with pytest.raises(MisuseError, match="already being recorded"):
         zerostd.record(model, tmp_path / "other")
     recording.close()
     recording.close()

@@ -219,7 +219,7 @@ SPECULATE = {"placement": Placement(optimizer_states="host", speculate=True), "a
 @pytest.mark.parametrize(
     ("options", "words", "error"),
     [
-        ({"placement": Placement(activations={"tape*": "host"})}, ("no group fits 'tape*'",), PrepareError),
+        ({"placement": Placement(activations={"tape*": "host"})}, ("no group matches 'tape*'",), PrepareError),
         ({"placement": Placement(same_activations="all")}, ("same_activations='all'", "new_group"), PrepareError),
         ({**SPECULATE, "accumulate": None}, ("speculate=True", "accumulate= (now None)"), PrepareError),
         ({**SPECULATE, "max_grad_norm": None}, ("speculate=True", "max_grad_norm= (now None)"), PrepareError),

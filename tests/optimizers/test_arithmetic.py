@@ -162,5 +162,5 @@ def test_a_state_that_was_not_seen_at_prepare_is_refused():
     clone = clone_optimizer(inner_of(NATIVE["adamw"]))
     options = StepOptions(snapshot(clone.param_groups))
     states = {MASTER: torch.zeros(3), "exp_avg": torch.zeros(3)}
-    with pytest.raises(MisuseError, match="'exp_avg_sq' that its trial at prepare did not show"):
+    with pytest.raises(MisuseError, match="'exp_avg_sq' that it did not make in its trial at prepare"):
         update_by_clone(clone, options, span(None), states, torch.ones(3))

@@ -392,13 +392,13 @@ def test_an_error_says_how_many_samples_fit_and_whether_recomputing_would_do() -
     again = replace(model, recomputes=True)
     assert solve(replace(request, model=again, fixed={Tier.DEVICE: again.activations() + GIB}))
     small = replace(request, limits={Tier.DEVICE: 6 * GIB, Tier.HOST: 160 * GIB})
-    with pytest.raises(PrepareError, match=r"which take 31.94 GiB less: not enough by itself"):
+    with pytest.raises(PrepareError, match=r"which take 31.94 GiB less: not enough on its own"):
         solve(small)
 
 
 def test_what_there_is_to_choose_from_is_checked() -> None:
     model = from_numbers("100M", samples=1)
-    with pytest.raises(PrepareError, match="memory of its own"):
+    with pytest.raises(PrepareError, match="only if the device has its own memory"):
         request_of(model, EVERYTHING, machine=LAPTOP, activations=frozenset({"host"}))
     assert request_of(model, EVERYTHING, machine=LAPTOP, activations=ANY).ways == {"keep", "recompute"}
     no_host = request_of(model, {Tier.DEVICE: 10**12}, machine=H200, activations=ANY)

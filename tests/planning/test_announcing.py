@@ -63,6 +63,6 @@ def test_a_model_on_the_cpu_beside_an_accelerator_is_warned_about(monkeypatch: p
 
 
 def test_device_is_one_of_torch() -> None:
-    with pytest.raises(PrepareError, match="device='bogus' is not a device of torch"):
+    with pytest.raises(PrepareError, match="device='bogus' is not a torch device"):
         prepared(device="bogus")
     assert next(prepared(device="cpu").parameters()).device.type == "cpu"

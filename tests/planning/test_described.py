@@ -216,7 +216,7 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
 
 def test_an_unknown_architecture_is_refused_with_what_to_use(tmp_path: Path) -> None:
     file = written(tmp_path, {"model_type": "mamba", "hidden_size": 768})
-    with pytest.raises(PrepareError, match=r"model_type 'mamba' is not known here .*module:function"):
+    with pytest.raises(PrepareError, match=r"model_type 'mamba' is not a known transformer.*module:function"):
         from_config(file)
 
 
@@ -226,7 +226,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(PrepareError, match=r"config\.json is not JSON"):
         from_config(tmp_path)
-    with pytest.raises(PrepareError, match="and must be an object"):
+    with pytest.raises(PrepareError, match="but must be an object"):
         from_config(written(tmp_path, [1]))
     with pytest.raises(PrepareError, match=r"(?s)transformers cannot build its model.*vocab_size.*many"):
         from_config(written(tmp_path, GPT2 | {"vocab_size": "many"}))

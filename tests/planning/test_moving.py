@@ -134,7 +134,7 @@ def test_not_with_gradients_and_not_parameters(tmp_path: Path) -> None:
     with pytest.raises(MisuseError, match=r"zero_grad\(\)"):
         move(runtime, Plan({"*": GRADIENTS}))
     optimizer.zero_grad()
-    with pytest.raises(MisuseError, match="only states and gradients move"):
+    with pytest.raises(MisuseError, match="only states and gradients can move"):
         move(runtime, Plan({"*": Homes(parameters=Tier.HOST)}))
     train(model, optimizer)
     assert not wrong_bytes(model)

@@ -261,7 +261,7 @@ def test_homes_that_make_no_sense() -> None:
         with pytest.raises(PrepareError, match="of a plan"):
             Homes(states=states)
     for tier in (Tier.HOST, Tier.DISK):
-        with pytest.raises(PrepareError, match="give the route cpu"):
+        with pytest.raises(PrepareError, match="give their share to the route cpu"):
             Homes(Tier.DISK, states=((tier, Route.STREAMED, 1.0),))
 
 
@@ -320,9 +320,9 @@ def test_a_plan_that_speculates_says_what_clipped_steps_take() -> None:
     assert plan.speculate and not late.speculate
     clipped_s, without_s = plan.predicted.clipped_s or 0.0, late.predicted.step_s or 0.0
     assert clipped_s > without_s > 1.1 * (plan.predicted.step_s or 0.0)
-    assert f"A step whose gradients are clipped takes {clipped_s:.3g} s." in plan.explain()
+    assert f"A clipped step takes {clipped_s:.3g} s." in plan.explain()
     (said,) = (
-        float(text) for note in plan.notes for text in re.findall(r"each step takes (\S+) s, clipped or not", note)
+        float(text) for note in plan.notes for text in re.findall(r"Without speculation every step takes (\S+) s", note)
     )
     assert said == pytest.approx(without_s, rel=0.01)
     assert late.predicted.clipped_s is None and "speculating" not in late.explain()

@@ -130,10 +130,10 @@ def test_a_group_that_no_home_fits_is_named_with_a_remedy() -> None:
     ("text", "says"),
     [
         ("{", "plan is not JSON"),
-        ("[]", "plan: it is [], and must be an object"),
+        ("[]", "plan: it is [], but must be an object"),
         ("{}", "homes"),
-        ('{"homes": []}', "plan: homes is [], and must be an object"),
-        ('{"version": 7, "homes": {}}', "version 7, and this zerostd reads 1"),
+        ('{"homes": []}', "plan: homes is [], but must be an object"),
+        ('{"version": 7, "homes": {}}', "version 7, but this zerostd reads 1"),
         ('{"homes": {"*": {"weights": "host"}}}', "'weights'"),
         ('{"homes": {"*": {"parameters": "attic"}}}', "'attic'"),
         ('{"homes": {"*": {"gradients": "attic"}}}', "'attic'"),
@@ -152,10 +152,10 @@ def test_a_group_that_no_home_fits_is_named_with_a_remedy() -> None:
         ('{"homes": {"*": {}}, "predicted": {"bytes": {"host": {"junk": 1}}}}', "junk"),
         (
             '{"homes": {"*": {}}, "activations": "forget"}',
-            "activations of '*' are 'forget', and can be keep, recompute",
+            "activations of '*' are 'forget'; use one of keep, recompute",
         ),
         ('{"homes": {"*": {}}, "activations": {"head": "disk"}}', "activations of 'head' are 'disk'"),
-        ('{"homes": {"*": {}}, "activations": ["keep"]}', "plan: activations is ['keep'], and must be an object"),
+        ('{"homes": {"*": {}}, "activations": ["keep"]}', "plan: activations is ['keep'], but must be an object"),
     ],
 )
 def test_a_plan_that_cannot_be_read_says_why(text: str, says: str) -> None:
@@ -235,7 +235,7 @@ def test_a_plan_in_words() -> None:
     assert "\ndisk" not in text
     assert f"A step takes {plan.predicted.step_s:.3g} s. The bottleneck is " in text
     assert f"One more GiB of the device would save {plan.predicted.prices[Tier.DEVICE] * GIB * 1e3:.2g} ms" in text
-    assert "One more GiB of the host would change nothing." in text
+    assert "One more GiB of the host would not shorten the step." in text
     assert "\nA note to the reader." in text
 
 

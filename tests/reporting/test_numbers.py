@@ -59,7 +59,7 @@ def test_losses_are_means_over_ranks_and_gaps_where_they_are_not_finite(tmp_path
         "lowest": 2.0,
         "lowest_step": 1,
     }
-    assert found["notices"] == ["The loss is not finite in 2 of 4 steps."]
+    assert found["notices"] == ["The loss is NaN or infinite in 2 of 4 steps."]
 
 
 def test_infinite_losses_of_both_signs_are_not_an_error(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_hundred_thousand_events_are_thinned_and_told(tmp_path: Path) -> None:
         assert row["events"] == row["bytes"] == 25_000 == sum(bar["events"] for bar in row["bars"])
         assert row["busy_s"] == pytest.approx(0.2)
     assert found["notices"] == [
-        f"Step 0 has 100,000 events, drawn as {drawn['bars']:,} bars: neighbours on a lane are one."
+        f"Step 0 has 100,000 events, drawn as {drawn['bars']:,} bars: neighbours on a lane are joined."
     ]
     assert len(json.dumps(found)) < 1_000_000
 
@@ -212,7 +212,10 @@ def test_long_runs_are_thinned_and_told(tmp_path: Path) -> None:
     assert len(points) <= 600 and [777, 100.0] in points and points[0] == [0, 1.0] and points[-1] == [4999, 2.0]
     (tier,) = found["memory"]["ranks"][0]["tiers"]
     assert len(tier["times"]) <= 600 and 10**6 in tier["bytes"][0]
-    assert [notice.split(",")[0] for notice in found["notices"]] == ["Of 5", "Of 5"]
+    assert [notice.split(";")[0] for notice in found["notices"]] == [
+        "A line has 5,000 points",
+        "Memory has 5,000 samples",
+    ]
 
 
 def test_thinning_keeps_gaps_order_and_what_is_short() -> None:

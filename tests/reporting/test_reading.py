@@ -104,8 +104,8 @@ def test_torn_last_line_is_left_out_and_counted(tmp_path: Path) -> None:
     assert [one.step for one in run.ranks[0].of(StepLine)] == [0]
     assert run.ranks[0].is_torn and not run.ranks[0].num_unreadable
     assert run.notices == (
-        "The run is partial: it still goes on, or was ended from outside.",
-        "A torn last line was left out of 1 file (rank 0).",
+        "The run is partial: it is still running, or was killed.",
+        "An incomplete last line was left out of 1 file (rank 0).",
     )
 
 
@@ -148,7 +148,7 @@ BAD_LINES = [  # and what is said of them, as a regular expression
 def test_line_that_cannot_be_read_is_named(tmp_path: Path, line: str, said: str) -> None:
     run = read_run(write_run(tmp_path, {0: [step(0, 0.0, 1.0), line, end(2.0)]}))
     (notice,) = run.notices
-    assert notice.startswith("1 line cannot be read, and left out: rank-0.jsonl:2")
+    assert notice.startswith("1 line cannot be read and was left out: rank-0.jsonl:2")
     assert re.search(said, notice), notice
     assert len(run.ranks[0].of(StepLine)) == 1 and run.ranks[0].has_ended
 
@@ -183,14 +183,12 @@ def test_missing_ranks_of_a_large_world(tmp_path: Path) -> None:
 
 def test_more_ranks_than_there_were(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, {0: [step(0, 0.0, 1.0), end(1.0)], 4: [end(1.0)]}, world_size=1))
-    assert run.notices == ("Rank 4 is here, and run.json says there were 1.",)
+    assert run.notices == ("Rank 4 is here, but run.json says there were 1.",)
 
 
 def test_one_rank_without_an_end(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, {0: [step(0, 0.0, 1.0), end(1.0)], 1: [step(0, 0.0, 1.0)]}))
-    assert run.notices == (
-        "The run is partial: it still goes on, or was ended from outside (Rank 1 is without an end).",
-    )
+    assert run.notices == ("The run is partial: it is still running, or was killed (Rank 1 is without an end).",)
 
 
 def test_empty_run(tmp_path: Path) -> None:

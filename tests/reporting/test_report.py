@@ -127,7 +127,7 @@ def test_retries_of_all_ranks_are_a_notice(tmp_path: Path) -> None:
     }
     write_run(tmp_path / "run", ranks)
     run = json.loads(report("run", "--json").stdout)["runs"][0]
-    assert "Files were read or written again after errors: reading: EIO 3. Check the drives." in run["notices"]
+    assert "File reads or writes were repeated after errors: reading: EIO 3. Check the drives." in run["notices"]
 
 
 def test_top_shows_a_run_once(tmp_path: Path) -> None:

@@ -30,13 +30,13 @@ def train(keep: Keep, caplog: pytest.LogCaptureFixture, *, placement: Placement 
             optimizer.step()
             optimizer.zero_grad()
             kept.append(keep(loss))
-    return [record.getMessage() for record in caplog.records if "graph of autograd" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "autograd graph" in record.getMessage()]
 
 
 @pytest.mark.parametrize("placement", [Placement(), Placement(parameters="host")], ids=["device", "host"])
 def test_losses_in_a_list_are_reported_once(placement: Placement, caplog: pytest.LogCaptureFixture) -> None:
     (said,) = train(lambda loss: loss, caplog, placement=placement)
-    assert "a graph of autograd up to group '2'" in said and "alive in step 4" in said
+    assert "an autograd graph up to group '2'" in said and "alive in step 4" in said
     assert "loss.item()" in said and "loss.detach()" in said
 
 
@@ -88,4 +88,4 @@ def test_features_of_a_block_name_its_group(caplog: pytest.LogCaptureFixture) ->
             optimizer.step()
             optimizer.zero_grad()
     (record,) = caplog.records
-    assert "a graph of autograd up to group '1'" in record.getMessage()
+    assert "an autograd graph up to group '1'" in record.getMessage()

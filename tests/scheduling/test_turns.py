@@ -257,5 +257,5 @@ def test_a_second_signal_in_a_section_ends_it_and_the_model() -> None:
         signal.raise_signal(signal.SIGINT)
         reached.append("the second is not")
     assert reached == ["the first is put off"]
-    with pytest.raises(MisuseError, match="second signal broke off"):
+    with pytest.raises(MisuseError, match="second signal interrupted"):
         model(torch.randn(3, WIDTH))

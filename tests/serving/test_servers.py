@@ -205,7 +205,7 @@ def refusals(rank: int) -> list[str]:
             call()
     with torch.no_grad():
         parameter.add_(1.0)
-    with pytest.raises(MisuseError, match="written to on a worker"):
+    with pytest.raises(MisuseError, match="parameters were changed on a worker"):
         optimizer.step()
     zerostd.release(model)
     return said
@@ -215,7 +215,7 @@ def test_what_does_not_go_with_servers_is_refused(ranks):
     none_left, none, stage, precision, placement, reduce = ranks(2, refusals)[0]
     assert "servers=2 of 2 rank(s) leaves none to train" in none_left
     assert "servers=0 must be a whole number" in none and "leave it out" in stage
-    assert "'bf16'" in precision and "optimizer_states and activations only" in placement
+    assert "'bf16'" in precision and "place only optimizer_states and activations" in placement
     assert "reduce='average' must be 'mean' or 'sum'" in reduce
 
 

@@ -289,7 +289,7 @@ def test_bad_paths_are_refused(tmp_path, ledger):
     for path in (file, tmp_path / "missing"):
         with pytest.raises(PrepareError, match="is not a directory; name an existing one"):
             Disk(str(path), ledger)
-    with pytest.raises(PrepareError, match=r"cannot make a file there \(E[A-Z]+: .*\); name a directory"):
+    with pytest.raises(PrepareError, match=r"cannot create a file there \(E[A-Z]+: .*\); name a directory"):
         Disk("/proc/self", ledger)
     assert Disk(None, ledger).path  # the system's directory for temporary files
 
@@ -322,7 +322,7 @@ def test_misuse_is_refused_at_the_call(disk, host, tmp_path, ledger):
         disk.allocate(-1, Kind.PARAMETERS)
     disk.free(extent)
     for call in (lambda: disk.free(extent), lambda: disk.read(extent, 0, memory[:8])):
-        with pytest.raises(StorageError, match="freed before"):
+        with pytest.raises(StorageError, match="was freed; use an extent from allocate"):
             call()
     disk.close()
     disk.close()
@@ -428,7 +428,7 @@ def test_file_system_without_direct(tmp_path):
     done = mounted("ramfs", "", tmp_path, code)
     assert done.returncode == 0, done.stderr
     warned, rest = done.stdout.splitlines()
-    assert warned.count("RuntimeWarning: ") == warned.count("does not take O_DIRECT") == 1
+    assert warned.count("RuntimeWarning: ") == warned.count("does not support O_DIRECT") == 1
     assert rest == "False True []"
 
 

@@ -109,7 +109,7 @@ def test_more_than_there_is_is_refused_beforehand(host, ledger):
 def test_misuse(host):
     tensor = host.allocate(100, Kind.BUFFERS)
     host.free(tensor)
-    with pytest.raises(StorageError, match="freed before"):
+    with pytest.raises(StorageError, match="already freed"):
         host.free(tensor)
     with pytest.raises(StorageError, match="not memory of this Host"):
         host.free(torch.zeros(3))

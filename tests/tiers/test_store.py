@@ -115,7 +115,7 @@ def test_budgets_and_mistakes_are_refused(tmp_path):
             half.read(priority="soon")
         with pytest.raises(MisuseError, match="without a step"):
             half.read(slice(0, 4, 2))
-        with pytest.raises(MisuseError, match="as many, of that dtype"):
+        with pytest.raises(MisuseError, match="pass the same number, of that dtype"):
             half.write(torch.ones(4, dtype=torch.float64), slice(0, 4))
     with pytest.raises(MisuseError, match="closed"):
         store.allocate("late", (1,))

@@ -86,8 +86,8 @@ def save_dcp(runtime: Runtime, optimizer: ZeroOptimizer | None, path: str, extra
     check_call(runtime, optimizer, "save_dcp")
     if runtime.backward.passes.num_done:
         raise MisuseError(
-            f"zerostd.save_dcp after {runtime.backward.passes.num_done} backward pass(es) of a step that is not "
-            "complete: this format cannot hold gradients. Call it after optimizer.step(), or use zerostd.save"
+            f"zerostd.save_dcp after {runtime.backward.passes.num_done} backward pass(es) of an incomplete "
+            "step: this format cannot hold gradients. Call it after optimizer.step(), or use zerostd.save"
         )
     for earlier in finish_saves(runtime):  # one at a time: they share a process group
         earlier.forget_exit()

@@ -57,8 +57,8 @@ def import_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) 
     def check(files: ExitStack) -> dict[str, str]:
         if optimizer is not None:
             raise CheckpointError(
-                f"{path} is an ordinary model, without states of an optimizer: leave the optimizer out of "
-                "zerostd.load. Its masters take the new values, and its states begin with training"
+                f"{path} is an ordinary model without optimizer states: leave the optimizer out of "
+                "zerostd.load. The masters take the new values, and states begin with training"
             )
         readers.update(open_model(path, files))
         return _match_names(runtime.model, _model_tensors(runtime), readers)
@@ -112,14 +112,14 @@ def _match_names(
         for name in present:
             stored = readers[name].tensors[name]
             if tuple(stored.shape) != shape:
-                unlike.append(f"{name!r} has shape {tuple(stored.shape)} and {shape} in the model")
+                unlike.append(f"{name!r} has shape {tuple(stored.shape)}, but {shape} in the model")
             elif _kind(stored.dtype) != _kind(dtype):
-                unlike.append(f"{name!r} is {_dtype_text(stored.dtype)} and {_dtype_text(dtype)} in the model")
+                unlike.append(f"{name!r} is {_dtype_text(stored.dtype)}, but {_dtype_text(dtype)} in the model")
         if present and 0 not in shape:
             sources[model_name] = present[0]
     unknown = [repr(name) for name in readers if name not in known]
     sentences = []
-    for what, items in (("missing", missing), ("not in the model", unknown), ("unlike", unlike)):
+    for what, items in (("missing", missing), ("not in the model", unknown), ("different", unlike)):
         more = ""
         if len(items) > MOST_NAMED:
             log.error("%s: %s", what, ", ".join(items))
@@ -127,7 +127,7 @@ def _match_names(
         if items:
             sentences.append(f"{what}: {', '.join(items[:MOST_NAMED])}{more}")
     if sentences:
-        raise CheckpointError("the files do not fit the model. " + "; ".join(sentences))
+        raise CheckpointError("the files do not match the model: " + "; ".join(sentences))
     return sources
 
 
@@ -201,18 +201,18 @@ def open_model(path: Path, files: ExitStack) -> dict[str, TensorReader]:
         for part in [file.parent / name for name in dict.fromkeys(weights.values())] if is_index else [file]:
             if part.suffix not in (SAFETENSORS, *STATE_DICT):
                 raise CheckpointError(
-                    f"{part} cannot be read as a model: a checkpoint or a Hugging Face model is a directory, a file "
-                    f"is *{SAFETENSORS}, its *{INDEX}, or a state_dict in *{', *'.join(STATE_DICT)}"
+                    f"{part} cannot be read as a model: name the directory of a checkpoint or a Hugging Face model, a "
+                    f"*{SAFETENSORS} file, its *{INDEX}, or a state_dict in *{', *'.join(STATE_DICT)}"
                 )
             reader = SafetensorsReader(part) if part.suffix == SAFETENSORS else StateDictReader(part)
             files.callback(reader.close)
             for name in reader.tensors:
                 if name in readers:
-                    raise CheckpointError(f"{name!r} is in {readers[name].path} and in {part}: name one of them")
+                    raise CheckpointError(f"{name!r} is both in {readers[name].path} and in {part}: name one file")
                 readers[name] = reader
         for tensor, name in weights.items():
             if tensor not in readers or readers[tensor].path.name != name:
-                raise CheckpointError(f"{tensor!r} is not in {file.parent / name}, where {file.name} says it is")
+                raise CheckpointError(f"{tensor!r} is not in {file.parent / name}, although {file.name} says so")
     return readers
 
 
@@ -228,7 +228,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    what = f"{path} is no index of a model"
+    what = f"{path} is not the index of a model"
     with system_errors(f"{path} cannot be read"):
         if path.stat().st_size > MOST_INDEX:
             raise CheckpointError(f"{what}: it has {path.stat().st_size} bytes")
@@ -277,16 +277,16 @@ def _map(path: Path) -> dict[str, torch.Tensor]:
     except Exception as error:  # whatever the bytes make of torch's reader
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{path} cannot be read as a state_dict of tensors, which torch.save(model.state_dict(), path) writes: "
+            f"{path} cannot be read as a state_dict; write it with torch.save(model.state_dict(), path). Cause: "
             f"{text:.200}"
         ) from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds a {type(state).__name__}; save model.state_dict(), and that alone")
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state_dict; save only model.state_dict()")
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise CheckpointError(
-                f"{path} is not a state_dict: {name!r} in it is a {type(value).__name__}; save model.state_dict(), and "
-                "that alone"
+                f"{path} is not a state_dict: its entry {name!r} is a {type(value).__name__}; save only "
+                "model.state_dict()"
             )
         if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
             raise CheckpointError(f"{name!r} in {path} is not a dense tensor: {value.layout}, {value.dtype}")

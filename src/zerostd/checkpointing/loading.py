@@ -42,8 +42,8 @@ if TYPE_CHECKING:  # it imports torch.distributed.checkpoint, which `api.save_dc
 
 MOST_PROBLEMS = 20  # named in an error
 IN_PART = (
-    "The model is loaded in part, on all ranks, and cannot be trained or saved like this: call zerostd.load again, "
-    "with this path or another"
+    "The model is only partly loaded, on all ranks, and cannot be trained or saved: call zerostd.load again, with "
+    "this path or another"
 )
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ def load_in_two_phases(
     num_done = runtime.backward.passes.num_done
     if num_done:
         raise MisuseError(
-            f"zerostd.load after {num_done} backward pass(es) of a step that is not complete: call it between "
+            f"zerostd.load after {num_done} backward pass(es) of an incomplete step: call it between "
             "optimizer.step() and the next backward"
         )
     if any(group.num_pins for group in runtime.groups):
@@ -117,8 +117,8 @@ def load_from(runtime: Runtime, optimizer: ZeroOptimizer | None, open_checkpoint
         manifest = checkpoint.manifest
         problems = [*_problems(runtime, optimizer, manifest)]
         if problems:
-            more = f", and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
-            raise CheckpointError(f"the checkpoint does not fit the model: {'; '.join(problems[:MOST_PROBLEMS])}{more}")
+            more = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
+            raise CheckpointError(f"checkpoint does not match the model: {'; '.join(problems[:MOST_PROBLEMS])}{more}")
         wanted = [*_wanted(runtime, optimizer, manifest)]
         total = sum((stretch.stop - stretch.start) * entry.torch_dtype.itemsize for entry, stretch in wanted)
         with ByteProgress("checking", total, is_shown=runtime.world.rank == 0) as progress:
@@ -153,10 +153,10 @@ def _problems(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manif
         yield from (f"{kind} {name!r} is not in the model" for name in saved if name not in shapes)
         for name, shape in shapes.items():
             if saved.get(name, shape) != shape:
-                yield f"{kind} {name!r} has shape {saved[name]} in the checkpoint and {shape} in the model"
+                yield f"{kind} {name!r} has shape {saved[name]} in the checkpoint, but {shape} in the model"
     with_state = model_parts.modules_with_own(runtime.model, "get_extra_state")
     settable = model_parts.modules_with_own(runtime.model, "set_extra_state")
-    yield from (f"it has no extra state of module {name!r}" for name in with_state if name not in manifest.modules)
+    yield from (f"it has no extra state for module {name!r}" for name in with_state if name not in manifest.modules)
     yield from (f"module {name!r} has no set_extra_state" for name in manifest.modules if name not in settable)
     if optimizer is not None:
         yield from _optimizer_problems(runtime, optimizer, manifest)
@@ -195,26 +195,26 @@ def _optimizer_problems(runtime: Runtime, optimizer: ZeroOptimizer, manifest: Ma
         return
     ours = describe_optimizer(runtime, optimizer)
     if saved.class_name != ours.class_name:
-        yield f"its optimizer is {saved.class_name!r} and this one {ours.class_name!r}"
+        yield f"its optimizer is {saved.class_name!r}, but this one is {ours.class_name!r}"
         return
     accumulate = runtime.backward.passes.accumulate
     if accumulate is not None and manifest.passes > accumulate:
-        yield f"it was saved after {manifest.passes} backward passes of a step, and accumulate={accumulate} is less"
+        yield f"it was saved after {manifest.passes} backward passes of a step, but accumulate={accumulate} is less"
         return
     if [sorted(group.parameters) for group in saved.groups] != [sorted(group.parameters) for group in ours.groups]:
         counts = [len(group.parameters) for group in saved.groups]
-        yield f"its param_groups have {counts} parameters, and this optimizer's have other numbers or names"
+        yield f"its param_groups have {counts} parameters, but this optimizer's have other numbers or names"
         return
     trained = [flat for flat in model_parts.flats_of(runtime) if flat.gradient is not None]
     trained_names = {interval.name for flat in trained for interval in flat.layout.intervals}
     for entry in manifest.of_kind("gradient"):
         if entry.of not in trained_names:
-            yield f"{entry.label} has no place: the parameter does not train here"
+            yield f"{entry.label} cannot be loaded: the parameter is frozen in this model"
     for flat in trained:
         for name, _ in updated_intervals(flat):
             for entry in manifest.named("state", name):
                 if any(not shard.is_resident and entry.state not in shard.tensors for shard in flat.state_shards):
-                    yield f"{entry.label} has no place: the optimizer had other options when it was saved"
+                    yield f"{entry.label} cannot be loaded: the optimizer had other options when it was saved"
 
 
 def _flats_in(runtime: Runtime, manifest: Manifest) -> list[Flat]:
@@ -252,7 +252,7 @@ def _decoded(checkpoint: AnyCheckpoint, optimizer: ZeroOptimizer | None) -> Mani
     def load(number: int) -> torch.Tensor:
         entry = tensors.pop(str(number), None)
         if entry is None:
-            raise CheckpointError(f"the checkpoint has no tensor {number} of extra, or names it twice")
+            raise CheckpointError(f"the checkpoint has no tensor {number} in extra, or uses it twice")
         return checkpoint.read(entry)
 
     saved = manifest.optimizer

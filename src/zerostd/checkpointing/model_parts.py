@@ -104,7 +104,7 @@ def full_state(runtime: Runtime, rank: int | None) -> dict[str, Any]:
     if runtime.optimizer is not None:
         runtime.optimizer.check_consistent("full_state_dict()")
     if rank is not None and (not isinstance(rank, int) or rank not in range(runtime.world.size)):
-        raise MisuseError(f"full_state_dict(rank={rank!r}) must be from 0 to {runtime.world.size - 1}, or None for all")
+        raise MisuseError(f"full_state_dict(rank={rank!r}): use 0 to {runtime.world.size - 1}, or None for all")
     runtime.gatherer.control.confirm("zerostd.full_state_dict()")
     keep = rank is None or rank == runtime.world.rank
     runtime.finish_updates()

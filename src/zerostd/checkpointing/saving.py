@@ -60,11 +60,11 @@ def save_checkpoint(
     factor = runtime.gradients.factor  # not 1 when gradients are no longer as backward has left them
     if runtime.backward.passes.num_done and not (isinstance(factor, float) and factor == 1.0):
         raise MisuseError(
-            "zerostd.save between clip_grad_norm_() and optimizer.step(), where gradients are scaled: call it before "
+            "zerostd.save between clip_grad_norm_() and optimizer.step(), when gradients are scaled: call it before "
             "clip_grad_norm_() or after optimizer.step()"
         )
     if not frozen and all(flat.gradient is None for flat in model_parts.flats_of(runtime)):
-        raise MisuseError("zerostd.save(frozen=False) of a model in which nothing trains: there is nothing to save")
+        raise MisuseError("zerostd.save(frozen=False) has nothing to save: all parameters of the model are frozen")
     control = runtime.gatherer.control
     for earlier in finish_saves(runtime):  # one at a time
         earlier.forget_exit()

@@ -60,12 +60,12 @@ Findings = Iterator[Finding]
 
 def doctor(
     disk: Annotated[str | None, typer.Option(metavar="PATH", help="The directory for a disk tier.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON and nothing else.")] = False,
 ) -> None:
     """Check what training needs: versions, kernels, accelerator, memory, disk, process group.
 
-    It takes a few seconds. The exit code is 0, or 1 if something does not work. Under torchrun all ranks meet, and rank
-    0 prints the findings.
+    It takes a few seconds. The exit code is 0, or 1 if something does not work. Under torchrun all ranks take part, and
+    rank 0 prints the findings.
     """
     findings = examine(disk)
     is_healthy = all(finding.status != "failure" for finding in findings)
@@ -119,12 +119,12 @@ def _kernels() -> Findings:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says what the finding says
         library = native.load()
-    text = "not loaded: torch does their work, slower"
+    text = "not loaded: torch does the work, more slowly"
     if library is not None:
         level = library.zs_limit_instructions(len(INSTRUCTIONS))
         is_arm = platform.machine() in ("aarch64", "arm64")
         text = f"loaded, {'NEON' if is_arm else INSTRUCTIONS[level]}"
-    remedy = "install zerostd again with a C++ compiler at hand, or run `make native` in its sources"
+    remedy = "install a C++ compiler and then zerostd again, or run `make native` in its sources"
     yield _judged("native kernels", text, remedy, is_good=library is not None)
 
 
@@ -132,8 +132,8 @@ def _accelerator() -> Findings:
     device = choose_device(None)
     if device.type == "cpu":
         is_unseen = os.path.exists("/dev/nvidia0")
-        text = "there is one, and torch does not see it" if is_unseen else "none: the CPU is the device"
-        remedy = "install a torch for CUDA: this one has none, or the driver is older than it needs"
+        text = "present, but torch does not see it" if is_unseen else "none: the CPU is the device"
+        remedy = "install torch with CUDA: this build has no CUDA, or the driver is too old for it"
         yield _judged("accelerator", text, remedy, is_good=not is_unseen)
         return
     module = torch.get_device_module(device)
@@ -146,7 +146,7 @@ def _accelerator() -> Findings:
 def _host() -> Findings:
     free = free_host()
     group = cgroup_memory()
-    text = f"{size_text(free)} free, the system has {size_text(available_memory())}"
+    text = f"{size_text(free)} free, {size_text(available_memory())} available in the system"
     if group is not None:
         text += f", the cgroup's limit is {size_text(group.limit)}"
     remedy = "end other programs, or raise the container's memory limit"
@@ -177,7 +177,7 @@ def _disk(path: str) -> Findings:
         return
     yield Finding("disk", "ok", f"{size_text(free_disk(path))} free in {path}")
     is_direct = not any("O_DIRECT" in str(warning.message) for warning in caught)
-    remedy = "name a directory on a local drive: transfers go through the page cache here, and take host memory"
+    remedy = "name a directory on a local drive: transfers here go through the page cache and take host memory"
     yield _judged("disk, O_DIRECT", "yes" if is_direct else "not on this file system", remedy, is_good=is_direct)
     text = f"{rates.read / 1e9:.2g} GB/s read, {rates.write / 1e9:.2g} GB/s written"
     is_fast = min(rates.read, rates.write) >= SLOW_DISK

@@ -40,7 +40,7 @@ def find_machine(name: str | None, disk_path: str | None) -> tuple[MachineProfil
     if name is None:
         return None, None
     if disk_path is not None:
-        raise PrepareError("--disk-path is of this machine; the profile of --machine says what disk that one has")
+        raise PrepareError("--disk-path is for this machine only: with --machine, the profile describes the disk")
     packaged = {path.stem: path for path in PROFILES.glob("*.json")}
     match = NAME.fullmatch(name)
     if match is not None and match[3] in GPUS:
@@ -48,8 +48,8 @@ def find_machine(name: str | None, disk_path: str | None) -> tuple[MachineProfil
     path = Path(name)
     if not path.exists() and (match is not None or (path.name == name and not path.suffix and name not in packaged)):
         raise PrepareError(
-            f"--machine {name}: no such file or machine; write 8xh100-80 for a node of eight, with a GPU of "
-            f"{', '.join(GPUS)}; or {', '.join(sorted(packaged))}"
+            f"--machine {name}: no such file or machine; write 8xh100-80 for a node of eight GPUs. The GPUs are "
+            f"{', '.join(GPUS)}; other machines are {', '.join(sorted(packaged))}"
         )
     return load_profile(path if path.exists() else packaged.get(name, path)), None
 

@@ -19,8 +19,8 @@ from zerostd.errors import ZerostdError
 COMMANDS = {  # file and function of this name in this room, and the first sentence of its help
     "plan": "Plan where model state is kept, and predict how long a step takes.",
     "measure": "Measure this machine: its link, CPU, memory, matrix products and disk.",
-    "report": "Write a page about one run or several.",
-    "top": "Show a run in the terminal while it goes on.",
+    "report": "Write an HTML page about one or several runs.",
+    "top": "Show a run in the terminal while it trains.",
     "merge": "Write the model of a checkpoint as safetensors files.",
     "doctor": "Check what training needs: versions, kernels, accelerator, memory, disk, process group.",
 }

@@ -23,14 +23,14 @@ DISK = "The directory that a disk tier would use."
 
 def measure(
     disk_path: Annotated[str | None, typer.Option(metavar="DIR", help=DISK)] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure even if a profile of this machine is kept.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON, and nothing else.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure even if this machine has a saved profile.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON and nothing else.")] = False,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Also save the profile to this file.")] = None,
 ) -> None:
     """Measure this machine: its link, CPU, memory, matrix products and disk.
 
-    It takes less than half a minute. The profile is kept, and measured again when the machine or the versions change.
-    Under torchrun the wires between the ranks are measured too.
+    It takes less than half a minute. The profile is saved, and measured again when the machine or versions change.
+    Under torchrun it also measures the wires between the ranks.
     """
     profile, is_kept = measure_here(disk_path, again=again)
     if not is_first_rank():
@@ -45,7 +45,7 @@ def measure(
             table.add_row(name, escape(value))
         show(profile.name, table)
         if is_kept:
-            typer.echo(f"Measured on {profile.measured} and kept. Measure again with `zerostd measure --again`.")
+            typer.echo(f"Saved profile, measured on {profile.measured}. To measure again: `zerostd measure --again`.")
 
 
 def measured(disk_path: str | None = None) -> MachineProfile:

@@ -11,7 +11,7 @@ import typer
 
 from zerostd.checkpointing.storage import merging
 
-DTYPE = "fp32, bf16 or fp16. Default: the one before prepare."
+DTYPE = "fp32, bf16 or fp16. Default: the dtype before prepare."
 
 
 def merge(
@@ -19,12 +19,12 @@ def merge(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to create.")],
     dtype: Annotated[str | None, typer.Option(metavar="NAME", help=DTYPE)] = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The largest size of a file.")] = "5GB",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the files as JSON, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the files as JSON and nothing else.")] = False,
 ) -> None:
     """Write the model of a checkpoint as safetensors files.
 
-    Torch, transformers and the Hugging Face hub read them. It takes one process and little memory, and needs neither a
-    GPU nor the model.
+    Torch, transformers and the Hugging Face Hub read them. The command takes one process and little memory, and needs
+    neither a GPU nor the model.
     """
     paths = merging.merge(checkpoint, out, dtype, max_shard_size)
     sizes = {path: os.path.getsize(path) for path in paths}

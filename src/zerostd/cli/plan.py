@@ -32,21 +32,21 @@ FACTORY = "A function that returns a model, (model, optimizer) or (model, optimi
 META = "Call the function on the meta device: nothing is allocated."
 PARAMS = "A GPT with this many parameters, such as 350M, 7.5B or 1T."
 MACHINE = "Another machine, such as 8xh100-80 or 4x8xa100-80, or the path of a JSON profile. Default: this machine."
-LIMITS = "The most to use of each tier, such as device=24GiB,host=96GiB,disk=200GiB."
-BATCH = "Samples of a step on one rank. Without --samples, the size of a pass is searched."
-RECOMPUTE = "Blocks keep only their inputs and are recomputed in backward."
-WAYS = "Ways to treat activations, of which the best is chosen: keep,recompute,recompute+host,host, or any."
+LIMITS = "Limit of each tier, such as device=24GiB,host=96GiB,disk=200GiB."
+BATCH = "Samples in a step on one rank. Without --samples, the planner also chooses the size of a pass."
+RECOMPUTE = "Recompute blocks in backward: they keep only their inputs."
+WAYS = "Ways to handle activations; the planner chooses among them: keep,recompute,recompute+host,host, or any."
 EXACT = "--no-exact lets the plan keep Adam's moments in 8 bits, as prepare(exact=False) does."
-WORLDS = "Compare numbers of ranks, such as 64,256,1024. Without --samples, the size of a pass is searched for each."
-STEP_SAMPLES = "With --scaling: samples of a step, all ranks together."
+WORLDS = "Compare numbers of ranks, such as 64,256,1024. Without --samples, the planner chooses the pass size for each."
+STEP_SAMPLES = "With --scaling: samples in a step over all ranks."
 HTML = "Write the plan as a page, with the simulated step and plans for other budgets of the device."
 PARTS = (0.25, 0.5, 0.75, 1.25, 1.5, 2.0)  # of the device's limit, planned for too
-PAPER = "Model state by stage and number of devices, as in Table 1 of the ZeRO paper."
+PAPER = "Show model state by stage and number of devices, as in Table 1 of the ZeRO paper."
 
-What = partial(typer.Option, rich_help_panel="What")
-Where = partial(typer.Option, rich_help_panel="Where")
-How = partial(typer.Option, rich_help_panel="How it is trained")
-Shown = partial(typer.Option, rich_help_panel="What is shown")
+What = partial(typer.Option, rich_help_panel="Model")
+Where = partial(typer.Option, rich_help_panel="Machine")
+How = partial(typer.Option, rich_help_panel="Training")
+Shown = partial(typer.Option, rich_help_panel="Output")
 
 
 def plan(
@@ -59,15 +59,15 @@ def plan(
     vocabulary: Annotated[int | None, What(metavar="N", help="Rows of the GPT's embedding.")] = None,
     config: Annotated[Path | None, What(metavar="FILE", help="The model of a Hugging Face config.json.")] = None,
     machine: Annotated[str | None, Where("--machine", "--cluster", metavar="NAME", help=MACHINE)] = None,
-    world: Annotated[int | None, Where(metavar="N", help="Number of ranks. Default: those of this job.")] = None,
+    world: Annotated[int | None, Where(metavar="N", help="Number of ranks. Default: as in this job.")] = None,
     budget: Annotated[str | None, Where(metavar="TIER=SIZE", help=LIMITS)] = None,
     disk_path: Annotated[str | None, Where(metavar="DIR", help="The directory of a disk tier on this machine.")] = None,
-    stage: Annotated[int | None, How(metavar="STAGE", help="0 to 3. Default: the one with the shortest step.")] = None,
-    samples: Annotated[int | None, How(metavar="N", help="Samples of one pass on one rank.")] = None,
+    stage: Annotated[int | None, How(metavar="STAGE", help="0 to 3. Default: the fastest that fits.")] = None,
+    samples: Annotated[int | None, How(metavar="N", help="Samples in a pass on one rank.")] = None,
     sequence: Annotated[int | None, How(metavar="N", help="Tokens in a sample.")] = None,
     accumulate: Annotated[int | None, How(metavar="N", help="Passes in a step.")] = None,
     batch: Annotated[int | None, How(metavar="N", help=BATCH)] = None,
-    clip: Annotated[bool, How("--clip", help="Gradients are clipped to a norm.")] = False,
+    clip: Annotated[bool, How("--clip", help="Clip gradients to a norm.")] = False,
     recompute: Annotated[bool, How("--recompute", help=RECOMPUTE)] = False,
     activations: Annotated[str | None, How(metavar="WAYS", help=WAYS)] = None,
     exact: Annotated[bool, How(help=EXACT)] = True,
@@ -75,8 +75,8 @@ def plan(
     scaling: Annotated[str | None, Shown(metavar="N,N,...", help=WORLDS)] = None,
     step_samples: Annotated[int | None, Shown(metavar="N", help=STEP_SAMPLES)] = None,
     table: Annotated[bool, Shown("--table", help=PAPER)] = False,
-    as_json: Annotated[bool, Shown("--json", help="Print JSON, and nothing else.")] = False,
-    output: Annotated[Path | None, Shown(metavar="FILE", help="Save the plan there, for prepare(plan=...).")] = None,
+    as_json: Annotated[bool, Shown("--json", help="Print JSON and nothing else.")] = False,
+    output: Annotated[Path | None, Shown(metavar="FILE", help="Save the plan for prepare(plan=...).")] = None,
     html: Annotated[Path | None, Shown(metavar="FILE", help=HTML)] = None,
 ) -> None:
     """Plan where model state is kept, and predict how long a step takes."""
@@ -157,7 +157,7 @@ def _plan(
     model, optimizer, batch = source
     if machine is not None and machine.disk is not None:
         budget = replace(budget, disk_path=machine.disk.path)
-    doing = "planning; this machine is measured first if it was not yet" if here else "planning"
+    doing = "planning; measuring this machine first if there is no profile yet" if here else "planning"
     with Console(stderr=True).status(doing):
         plan = api.plan(
             model,
@@ -191,7 +191,7 @@ def _with_notes(plan: Plan, machine: MachineProfile, options: TrainingOptions, *
         f"of {whose}."
     )
     return replace(
-        plan, notes=(*plan.notes, note + (" Name another with --machine, such as 8xh100-80." if here else ""))
+        plan, notes=(*plan.notes, note + (" Name another machine with --machine, such as 8xh100-80." if here else ""))
     )
 
 

@@ -47,6 +47,7 @@ def title_of(name: str, numel: int, machine: str) -> str:
 OPTIONS = {  # what plans and errors call things in Python, and options of the command line
     "accumulate= does not say how": "--accumulate does not say how",
     "leave accumulate= out of prepare": "leave --accumulate out",
+    "accumulate= was not passed to prepare": "--accumulate was not given",
     "Budget(disk=..., disk_path=...)": "--budget disk=... with --disk-path",
     "Budget(disk_path=...)": "--disk-path",
     "Budget(device=...)": "--budget device=...",
@@ -105,7 +106,7 @@ def show_scaling(title: str, rows: Sequence[ScalingRow], sequence: int | None, *
             f"{row.efficiency:.1%}",
         )
     show(title, table)
-    typer.echo("Of one rank: model state, bytes sent in a step, samples in a pass.")
+    typer.echo("Model state, bytes sent in a step and samples in a pass are per rank.")
     for row in rows:
         if row.refused:
             typer.echo(f"{row.world_size:,} ranks: {row.refused}")

@@ -27,14 +27,14 @@ def report(
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help=TRACE)] = None,
     tensorboard: Annotated[Path | None, typer.Option(metavar="DIR", help=SCALARS)] = None,
 ) -> None:
-    """Write a page about one run or several.
+    """Write an HTML page about one or several runs.
 
-    It shows what bounds a step, memory over time, the timeline of a step, waiting, and the plan against measurements.
+    It shows what bounds a step, memory over time, the timeline of a step, waiting, and the plan beside measurements.
     The page is one HTML file that needs no network.
     """
     if trace is not None and len(run_dirs) > 1:
         raise MisuseError(
-            f"--trace {trace} takes one run, and {len(run_dirs)} are named: run the command once for each"
+            f"--trace {trace} takes one run, but {len(run_dirs)} were given: run the command once for each"
         )
     names = [path.resolve().name for path in run_dirs]
     runs = [

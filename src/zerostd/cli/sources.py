@@ -32,27 +32,27 @@ def check_options(options: Mapping[str, Any]) -> None:
     names = given.keys()
     num_sources = len(names & {"function", "params", "config"})
     if num_sources != 1:
-        problem = "more than one thing" if num_sources else "nothing"
+        problem = "more than one model" if num_sources else "no model"
         raise PrepareError(f"{problem} to plan: give one of module:function, --params or --config")
     if "params" not in names and names & {"hidden", "layers", "vocabulary"}:
         raise PrepareError("--hidden, --layers and --vocabulary go with --params")
     if "function" not in names and "meta" in names:
         raise PrepareError("--meta goes with module:function")
     if names >= {"activations", "recompute"}:
-        raise PrepareError("--recompute says what --activations leaves open: give one of them")
+        raise PrepareError("--recompute and --activations exclude each other: give one of them")
     if "activations" in names and not names & {"samples", "batch", "scaling"}:
-        raise PrepareError("--activations needs to know how large a pass is: give --samples or --batch")
+        raise PrepareError("--activations needs the size of a pass: give --samples or --batch")
     if "function" in names and names & {"samples", "sequence", "batch", "recompute", "activations"}:
         raise PrepareError(
             "--samples, --sequence, --batch, --recompute and --activations go with --params and --config; a function "
             "decides these itself: let it return (model, optimizer, batch)"
         )
     if "step_samples" in names and ("scaling" not in names or given["step_samples"] < 1):
-        raise PrepareError(f"--step-samples {given['step_samples']} goes with --scaling, and is 1 or more")
+        raise PrepareError(f"--step-samples {given['step_samples']} needs --scaling, and must be 1 or more")
     if names >= {"table", "scaling"}:
         raise PrepareError("--table and --scaling exclude each other: give one")
     if "table" in names and names & {"function", "output"}:
-        raise PrepareError("--table goes with --params or --config, and with --json, nothing else")
+        raise PrepareError("--table goes with --params or --config, and with --json: leave the other options out")
     if names >= {"scaling", "output"}:
         raise PrepareError("--output saves one plan; for --scaling use --json and the shell's >")
     if names >= {"scaling", "batch"}:
@@ -108,7 +108,7 @@ def make_model(name: str, *, is_meta: bool) -> Built:
 def _find(name: str) -> Any:
     match = re.fullmatch("([^:]+):([^:]+)", name)
     if match is None:
-        raise PrepareError(f"{name!r} is not module:function, such as 'train:make_model'")
+        raise PrepareError(f"{name!r} must have the form module:function, such as 'train:make_model'")
     module_name, path = match.groups()
     with _own_traceback(f"the module {module_name!r}"):
         spec = None
@@ -117,14 +117,14 @@ def _find(name: str) -> Any:
         module = None if spec is None else importlib.import_module(module_name)
     if module is None:
         raise PrepareError(
-            f"there is no module {module_name!r} for {name!r}: start in the directory that holds it, or install it"
+            f"no module {module_name!r} for {name!r}: run the command in the directory that holds it, or install it"
         )
     try:
         member = operator.attrgetter(path)(module)
     except AttributeError as error:
-        raise PrepareError(f"there is no {path!r} in the module {module_name!r} ({module}): {error}") from error
+        raise PrepareError(f"no {path!r} in the module {module_name!r} ({module}): {error}") from error
     if not callable(member):
-        raise PrepareError(f"{name!r} is {type(member).__name__}, not a function that makes a model")
+        raise PrepareError(f"{name!r} is of type {type(member).__name__}, not a function that returns a model")
     return member
 
 
@@ -147,7 +147,7 @@ def parse_budget(text: str | None, disk_path: str | None) -> Budget:
     sizes: dict[str, str] = {}
     for part in [] if text is None else text.split(","):
         if part.count("=") != 1:
-            raise PrepareError(f"--budget {text!r}: {part!r} is not tier=size, such as device=24GiB")
+            raise PrepareError(f"--budget {text!r}: {part!r} must have the form tier=size, such as device=24GiB")
         tier, size = (word.strip() for word in part.split("="))
         if tier not in tiers:
             raise PrepareError(f"--budget {text!r}: {tier!r} is not a tier; use {', '.join(tiers)}")

@@ -21,7 +21,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 48  # points of a line
 
 RUN = "A run directory, as zerostd.track(..., run_dir=...) writes it."
-EVERY = "Seconds between two looks."
+EVERY = "Seconds between updates."
 ONCE = "Show the run once and exit."
 
 
@@ -30,7 +30,7 @@ def top(
     every: Annotated[float, typer.Option(metavar="S", help=EVERY)] = 2.0,
     once: Annotated[bool, typer.Option("--once", help=ONCE)] = False,
 ) -> None:
-    """Show a run in the terminal while it goes on. It ends with the run, or with Ctrl-C."""
+    """Show a run in the terminal while it trains. It ends with the run, or with Ctrl-C."""
     if not every > 0:
         raise MisuseError(f"--every {every} must be a number of seconds above 0")
     console = Console()
@@ -53,7 +53,7 @@ def _view(run: dict[str, Any]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), title=escape(run["verdict"]))
     table.title_justify = "left"
     speed = run["speed"]
-    state = "running, or stopped from outside" if run["is_partial"] else "ended"
+    state = "running, or killed" if run["is_partial"] else "ended"
     table.add_row("run", f"{escape(run['name'])}, {state}, {speed['steps']:,} steps")
     if speed["step_s"] is not None:
         table.add_row("step", f"{seconds_text(speed['step_s'])}  {_line(run['step_times']['points'])}")

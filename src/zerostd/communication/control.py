@@ -118,7 +118,7 @@ def check_same_activations(world: World, name: str, sizes: Sequence[int]) -> Non
         counts = [f"rank {rank}: {len(theirs)} of {sum(theirs)} bytes" for rank, theirs in enumerate(everyone)]
         raise MisuseError(
             "Placement(same_activations=...): the ranks of that process group have different activations in group "
-            f"{name!r} ({', '.join(counts)}); name a group whose ranks run the same forward on the same batch"
+            f"{name!r} ({', '.join(counts)}); pass a group whose ranks run the same forward on the same batch"
         )
 
 
@@ -131,7 +131,7 @@ def _explain(everyone: list[tuple[list[str], list[str], list[str]]], world: Worl
     options = "; ".join(" and ".join(pair) for pair in pairs[:MOST_DIFFERENCES])
     if any(place != places[0] for place in places):
         usual, rank = _odd(places)
-        where = f"{world.name(usual)} is at {places[usual][0]} and {world.name(rank)} at {places[rank][0]}"
+        where = f"{world.name(usual)} is at {places[usual][0]} and {world.name(rank)} is at {places[rank][0]}"
         also = f"; they differ in {options}" if options else ""
         is_order = all("the gather of group" in place[0] for place in (places[usual], places[rank]))
         remedy = f"{SAME_CALLS}. {SAME_ORDER}" if is_order else SAME_CALLS
@@ -142,8 +142,8 @@ def _explain(everyone: list[tuple[list[str], list[str], list[str]]], world: Worl
             f"applied: {_first_difference(sequences, world)}. {SAME_ORDER}"
         )
     return (
-        f"ranks differ in what they take into this step, which would mix their values: {options}. Give all ranks the "
-        "same options and calls; if a step was taken with others, load the last checkpoint"
+        f"ranks differ in the options of this step, which would mix their values: {options}. Give all ranks the same "
+        "options and calls; if a step was taken with different options, load the last checkpoint"
     )
 
 

@@ -134,11 +134,11 @@ def check_dtensors(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
                 "and values before zerostd.prepare"
             )
         if mesh.get_coordinate() is None:
-            raise PrepareError(f"parameter {name!r} is a DTensor over {mesh}, which this rank is not in")
+            raise PrepareError(f"parameter {name!r} is a DTensor over {mesh}, but this rank is not in that mesh")
         if first is not None and first[1] != mesh:
             raise PrepareError(
                 f"parameters are DTensors over different meshes: {first[0]!r} over {first[1]}, {name!r} over {mesh}. "
-                "Prepare them as modules of their own, each with its mesh"
+                "Prepare them as separate modules, each with its mesh"
             )
         first = (name, mesh)
 
@@ -158,8 +158,8 @@ def find_splits(rows: Rows, mesh: DeviceMesh | None) -> list[Rows]:
     shared = sorted(ours & set(mesh.mesh.flatten().tolist()) - {here})
     if shared:
         raise PrepareError(
-            f"the model has DTensors over {mesh}, and rank {shared[0]} is in that mesh and in ours, of ranks "
-            f"{sorted(ours)}: a dimension can be used once. Pass the other dimensions, as in "
+            f"the model has DTensors over {mesh}, but rank {shared[0]} is in that mesh and also among the ranks "
+            f"{sorted(ours)} of mesh=: a dimension can be used once. Pass the other dimensions, as in "
             "prepare(model, optimizer, mesh=mesh['dp'])"
         )
     splits: list[Any] = [rows]
@@ -172,7 +172,7 @@ def find_splits(rows: Rows, mesh: DeviceMesh | None) -> list[Rows]:
     shapes = {(len(split), len(split[0])) for split in splits}
     if len(set(ranks)) < len(ranks) or len(shapes) > 1:
         raise PrepareError(
-            f"mesh and {mesh} of the DTensors do not fit: the ranks of their splits are {_listed(splits)}. Take both "
+            f"mesh and {mesh} of the DTensors do not match: the ranks of their splits are {_listed(splits)}. Take both "
             "from one mesh, as in init_device_mesh(device, (2, 2), mesh_dim_names=('dp', 'tp'))"
         )
     return splits
@@ -190,6 +190,6 @@ def check_layouts(splits: Sequence[Rows], ranks: Sequence[int], control: dist.Pr
         if layout != layouts[0]:
             dist.destroy_process_group(control)
             raise PrepareError(
-                f"rank {ranks[0]} has the ranks {layouts[0]} in its mesh, and rank {rank} has {layout}: give the same "
+                f"rank {ranks[0]} has the ranks {layouts[0]} in its mesh, but rank {rank} has {layout}: pass the same "
                 "mesh= on all ranks"
             )

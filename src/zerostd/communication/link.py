@@ -95,7 +95,7 @@ class ServerLink:
         self.wait(works, "the next message of the workers", has_limit=False)
         if not bool((heads == heads[0]).all()):
             said = "; ".join(f"rank {r}: {Message(int(m)).name} {int(f)}" for r, (m, f) in enumerate(heads))
-            raise CommunicationError(f"workers do not make the same calls: {said}. All must train alike")
+            raise CommunicationError(f"workers do not make the same calls: {said}. Make the same calls on all workers")
         return Message(int(heads[0, 0])), int(heads[0, 1])
 
     def collect(self, value: Any) -> list[Any]:

@@ -115,7 +115,7 @@ class Peers:
         try:
             if not store.check([verdict]):
                 missing = [f"rank {rank}" for rank, key in zip(self.ranks, keys, strict=True) if not store.check([key])]
-                store.set(verdict, f"{', '.join(missing)} did not come to it" if missing else "all came too late")
+                store.set(verdict, f"{', '.join(missing)} did not call it" if missing else "all called it too late")
             return str(store.get(verdict).decode())
         except RuntimeError:
             return "the store does not answer, so the process that keeps it, often rank 0, has ended"
@@ -244,9 +244,7 @@ class Peers:
         first = next(iter(verdicts), None)
         if first is not None:
             place = verdicts[first]
-            elsewhere.append(
-                f"rank {self.ranks[first]} failed before. It {place.describe()}, and said: {place.verdict}"
-            )
+            elsewhere.append(f"rank {self.ranks[first]} failed first. It {place.describe()}, and said: {place.verdict}")
         culprits = missing or running or elsewhere
         return "; ".join(culprits) or NETWORK
 
@@ -326,9 +324,9 @@ class Peers:
             if oldest is None or waited_s < min(DOUBT_S, self.timeout_s / 2):
                 continue
             if waited_s > self.timeout_s:
-                cause = f"timed out: queued on the device {waited_s:.1f} s ago, and not ended"
+                cause = f"timed out: queued on the device {waited_s:.1f} s ago, and still not finished"
             elif self._knows_of_loss():
-                cause = f"queued on the device {waited_s:.1f} s ago, and not ended"
+                cause = f"queued on the device {waited_s:.1f} s ago, and still not finished"
             else:
                 continue
             self._fail(self._held(oldest), cause, ())

@@ -80,18 +80,18 @@ class SharedWires(Wires):
             os.posix_fallocate(file, 0, num_bytes)
             path = f"/proc/{os.getpid()}/fd/{file}"
         except OSError as error:
-            problem = f"{num_bytes} bytes of shared memory: {error}"
+            problem = f"no {num_bytes} bytes of shared memory: {error}"
         paths = self._collect_texts(path)
         try:
             segments = [torch.from_file(other, True, num_bytes, dtype=torch.uint8) for other in paths if all(paths)]
         except RuntimeError as error:
-            problem = f"the shared memory of another rank: {error}"
+            problem = f"no access to the shared memory of another rank: {error}"
         problems = [text for text in self._collect_texts(problem) if text]  # and all have opened it
         if file >= 0:
             os.close(file)
         if problems:
             if self.world.rank == 0:
-                log.warning("ranks of one host send all slices through sockets, which is slower: %s", problems[0])
+                log.warning("ranks of one host send data through sockets, which is slower: %s", problems[0])
             return []
         self.ledger.enter(Kind.BUFFERS, num_bytes)
         return segments

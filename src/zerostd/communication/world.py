@@ -92,7 +92,7 @@ class World:
         """Raise if `call` needs gradients or states that parameter servers hold."""
         if self.is_worker:
             raise MisuseError(
-                f"{call} on a worker: reduced gradients and states are with the servers. Clip with "
+                f"{call} on a worker: the servers hold reduced gradients and states. Clip with "
                 "prepare(max_grad_norm=...), and use zerostd.save and zerostd.load"
             )
 
@@ -330,7 +330,7 @@ def _rows(mesh: Mesh, device: torch.device) -> Rows:
                 "or two (replicate, shard). Select them, as in mesh['replicate', 'shard']"
             )
         if mesh.device_type != device.type:
-            raise PrepareError(f"mesh is of {mesh.device_type} devices, and the model is on {device}: use one kind")
+            raise PrepareError(f"mesh has {mesh.device_type} devices, but the model is on {device}: use the same kind")
         rows = [[int(rank) for rank in row] for row in mesh.mesh.reshape(-1, mesh.shape[-1]).tolist()]
     elif isinstance(mesh, dist.ProcessGroup):
         rows = [dist.get_process_group_ranks(mesh)]
@@ -341,7 +341,7 @@ def _rows(mesh: Mesh, device: torch.device) -> Rows:
     if here not in ranks:
         raise PrepareError(f"rank {here} is not in mesh, which has the ranks {ranks}: call prepare on those only")
     if max(ranks) >= dist.get_world_size():
-        raise PrepareError(f"mesh has the ranks {ranks}, and the job has {dist.get_world_size()}: leave the others out")
+        raise PrepareError(f"mesh has the ranks {ranks}, but the job has {dist.get_world_size()}: leave the others out")
     if ranks != sorted(set(ranks)):
         raise PrepareError(f"mesh has the ranks {ranks}: they must ascend row by row, as init_device_mesh orders them")
     return rows

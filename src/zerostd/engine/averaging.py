@@ -32,7 +32,7 @@ from zerostd.tiers.host import PAGE, padded
 from zerostd.tiers.limits import check_host
 
 TILE_NUMEL = 1 << 20  # elements that are read at once from another tier
-READ_ONLY = "average.applied(), where parameters are not kept: change them outside"
+READ_ONLY = "average.applied(), where changes of parameters would be lost: make them outside the context"
 COUNTS = ("num_steps", "num_averaged")  # what checkpoints keep of an average beside its tensors
 
 Decay = float | Callable[[int], float] | None
@@ -74,7 +74,7 @@ class AverageOptions:
 
 
 class Average(StepObserver):
-    """A running average of a model's trained parameters. `zerostd.averaged` makes one; `optimizer.step()` updates it.
+    """Holds a running average of a model's parameters. `zerostd.averaged` makes one; `optimizer.step()` updates it.
 
     `num_steps` and `num_averaged` count the steps since it was made, and those of them that are averaged.
     """
@@ -106,12 +106,12 @@ class Average(StepObserver):
                 yield shard, self._columns[flat].part(shard.region)
 
     def allocate(self) -> None:
-        """Take memory, and be updated from now on. Raises PrepareError if there is not enough, or the budget is less;
-        nothing was taken then."""
+        """Allocate memory and start averaging. Raises PrepareError if there is too little, or the budget allows less;
+        nothing was allocated then."""
         runtime = self._runtime
         allocator = runtime.resources.allocator
         if not self._flats:
-            raise PrepareError("nothing trains in this model, so there is nothing to average")
+            raise PrepareError("the model has no trained parameters, so there is nothing to average")
         homes = {flat: self.options.tier or _tier_of_masters(flat) for flat in self._flats}
         need: Counter[Tier] = Counter()
         for flat, tier in homes.items():
@@ -139,7 +139,7 @@ class Average(StepObserver):
         runtime.observers.insert(0, self)  # before the adapter, which may move masters
 
     def close(self) -> None:
-        """Stop averaging, and give the memory back."""
+        """Stop averaging and free the memory."""
         if self.is_applied:
             raise MisuseError("average.close() inside average.applied(): leave the context first")
         if self not in self._runtime.observers:
@@ -225,7 +225,7 @@ class Average(StepObserver):
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """Let parameters be their averages inside the context. Afterwards they, their masters and buffers have the bits
+        """Set parameters to their averages inside the context. Afterwards they, their masters and buffers have the bits
         they had. Collective.
 
         The model can be evaluated and read there, and given to `zerostd.full_state_dict`. Training and changes of
@@ -235,7 +235,7 @@ class Average(StepObserver):
         if self not in runtime.observers:
             raise MisuseError("average.applied() after average.close(): make another one with zerostd.averaged")
         if any(group.num_pins for group in runtime.groups):
-            raise MisuseError("average.applied() inside average.applied() or zerostd.gathered(): leave that first")
+            raise MisuseError("average.applied() inside average.applied() or zerostd.gathered(): leave it first")
         if runtime.optimizer is not None:
             runtime.optimizer.check_consistent("average.applied()")
         runtime.finish_updates()
@@ -360,8 +360,8 @@ def _check_limits(runtime: Runtime, need: Counter[Tier]) -> None:
     limit = limit_of(budget.device)
     if limit is not None and need[Tier.DEVICE] and taken[Tier.DEVICE] + need[Tier.DEVICE] > limit:
         raise PrepareError(
-            f"the average needs {need[Tier.DEVICE]} bytes on the device, {taken[Tier.DEVICE]} are taken, and "
-            f"Budget(device={budget.device!r}) allows {limit}: keep it elsewhere with averaged(tier='host')"
+            f"the average needs {need[Tier.DEVICE]} bytes on the device, {taken[Tier.DEVICE]} bytes are used, and "
+            f"Budget(device={budget.device!r}) allows {limit}: keep it on the host with averaged(tier='host')"
         )
     if need[Tier.HOST]:
         local_size = runtime.world.local_size

@@ -19,17 +19,17 @@ HAD_NONE = "had none"
 def join(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
     """Yield the batches of this rank until no rank has any left.
 
-    A rank that has none left gets its last batch again, so that it makes the same calls as the others: forward,
-    backward and `optimizer.step()` go on. Its gradients count as none: they are left out, and a mean is taken
-    over the ranks that still have batches. Its losses are those of the last batch; leave them out of your averages.
-    Buffers, such as those of batch-norm, are rank 0's as always.
+    A rank without batches gets its last batch again, so that it makes the same calls as the others: forward,
+    backward and `optimizer.step()`. Its gradients are not counted: a mean is taken over the ranks that still have
+    batches. Its losses are those of the repeated batch; leave them out of your averages. Buffers, such as those of
+    batch-norm, are rank 0's as always.
 
     Args:
-        model: What `prepare` returned. Several loops, one after the other, may use it.
-        batches: This rank's, for example a DataLoader. It needs at least one.
+        model: The module that prepare was called on. It may be used in several loops, one after the other.
+        batches: The batches of this rank, for example a DataLoader; at least one.
 
     Raises:
-        MisuseError: On all ranks, if one has no batch at all.
+        MisuseError: A rank has no batch at all. All ranks raise it.
     """
     runtime = runtime_of(model, "join")
     control = runtime.backward.reducer.control
@@ -47,8 +47,8 @@ def join(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
             if HAD_NONE in states:
                 ranks = [control.world.name(rank) for rank, its_state in enumerate(states) if its_state == HAD_NONE]
                 raise MisuseError(
-                    f"zerostd.join needs a batch on every rank, and {', '.join(ranks)} had none: give each rank at "
-                    "least one, for instance by a DistributedSampler"
+                    f"zerostd.join needs a batch on every rank, but {', '.join(ranks)} had none: give each rank at "
+                    "least one, for instance with a DistributedSampler"
                 )
             num_present = states.count(HAS_BATCH)
             if num_present == 0:

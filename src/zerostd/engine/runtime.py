@@ -113,7 +113,7 @@ class Runtime:
         """The user's module. Nothing here keeps it alive: what it has off the device goes with it."""
         model = self._model()
         if model is None:
-            raise MisuseError("the model of this optimizer is not there any more: keep what zerostd.prepare returned")
+            raise MisuseError("the model of this optimizer no longer exists: keep a reference to the model")
         return model
 
     @property
@@ -279,7 +279,7 @@ class Runtime:
             )
         if self.world.is_worker and any(flat.awaits_commit for group in self.groups for flat in group.trainable):
             raise MisuseError(
-                "parameters were written to on a worker, and the servers' values would take their place: write them "
+                "parameters were changed on a worker, but the servers' values would replace them: change them "
                 "before zerostd.prepare, or load a checkpoint"
             )
         num_gradients = 0
@@ -290,7 +290,7 @@ class Runtime:
                 if grad is not None and grad is not trained.handle:
                     raise MisuseError(
                         f"the gradient of {trained.handle.of!r} was replaced by a tensor: a prepared model keeps "
-                        "gradients sharded, so what is assigned to p.grad would be ignored. Change the loss instead"
+                        "gradients sharded, so the assigned tensor would be ignored. Change the loss instead"
                     )
         self.guards.check_frozen()
         if self.world.size > 1:

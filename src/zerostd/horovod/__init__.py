@@ -1,4 +1,4 @@
-"""Horovod's names over torch.distributed, with ZeRO underneath: a script of its users runs with one import changed.
+"""Horovod's names over torch.distributed, with ZeRO underneath: a Horovod script needs one changed import.
 
 import zerostd.horovod as hvd
 """
@@ -32,7 +32,7 @@ from zerostd.horovod.world import shutdown as shutdown
 from zerostd.horovod.world import size as size
 
 REMEDIES = {  # Horovod's names that do not exist here, as patterns
-    "Adasum": "gradients are combined by hvd.Average or hvd.Sum",
+    "Adasum": "use hvd.Average or hvd.Sum",
     "process_set|ProcessSet": "all processes take part in everything: leave process_set out",
     "_async": "call the function of the same name without _async, which returns the result",
     "synchronize|poll": "there are no _async functions to wait for",
@@ -43,7 +43,7 @@ REMEDIES = {  # Horovod's names that do not exist here, as patterns
     "cross_": "use hvd.rank() // hvd.local_size() and hvd.size() // hvd.local_size()",
     "elastic": "restart from a checkpoint: see examples/elastic.py",
     "timeline": "use zerostd.record(optimizer.container, RUN_DIR)",
-    "_built|_enabled|mpi_": "ask torch: torch.distributed.is_nccl_available(), is_gloo_available()",
+    "_built|_enabled|mpi_": "use torch.distributed.is_nccl_available() or is_gloo_available()",
     "SyncBatchNorm": "use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
 }
 

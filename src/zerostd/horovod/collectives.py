@@ -66,10 +66,10 @@ def allreduce(
     compression: torch.dtype | None = Compression.none,
     op: ReduceOp | None = None,
 ) -> torch.Tensor:
-    """Return the mean over all ranks, or what `op` says; `average` is the older way to say it."""
+    """Return the mean over all ranks, or the result of `op`; `average` is the older option."""
     _check_detached(tensor, "allreduce", "all_reduce")
     if op is not None and average is not None:
-        raise MisuseError(f"op={op!r} and average={average!r} say the same thing: leave average out")
+        raise MisuseError(f"op={op!r} and average={average!r} set the same option: leave average out")
     if op is None:
         op = Sum if average is False else Average
     if op not in (Average, Sum, Min, Max, Product):
@@ -149,7 +149,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
 @on_all_ranks
 def barrier() -> None:
-    """Return when every rank is here."""
+    """Wait until every rank has called it."""
     if size() > 1:
         dist.barrier()
 

@@ -171,7 +171,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if len(options) > 1 or len(has_loaded) > 1:
             raise MisuseError(
                 "ranks have different options in param_groups, such as lr, or load_state_dict() was called on some "
-                "ranks only: call hvd.broadcast_optimizer_state(optimizer, root_rank) with the rank that is right"
+                "ranks only: call hvd.broadcast_optimizer_state(optimizer, root_rank) with the right rank"
             )
         self.take_loaded()
 
@@ -191,8 +191,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         expected = [len(group["params"]) for group in self.param_groups]
         if counts != expected:
             raise MisuseError(
-                f"the state_dict is of param_groups with {counts} parameters, and this optimizer has {expected}: load "
-                "one that was saved from the same model"
+                f"the state_dict has param_groups with {counts} parameters, but this optimizer has {expected}: load "
+                "a state_dict of the same model"
             )
         states.write_options(self.param_groups, states.read_options(state_dict["param_groups"]))
         self.loaded = state_dict
@@ -208,13 +208,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             list(self.container.parameters())  # reading them waits until they are whole
 
     def release(self) -> None:
-        """Make the parameters ordinary ones again; this optimizer cannot step any more. Every rank must call it."""
+        """Make the parameters ordinary again; this optimizer can no longer step. Every rank must call it."""
         zerostd.release(self.container)
         self._hooks.close()
         session().optimizers.discard(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse it: shards are laid out when the optimizer is made."""
+        """Raise an error: shards are laid out when the optimizer is made."""
         raise MisuseError("add_param_group after DistributedOptimizer: shards are laid out already; call it before")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def join(device: int = -1) -> int:
-    """Wait for ranks that still have data, on a rank that has none left, and return a rank that came last.
+    """Wait, on a rank without data, for the ranks that still have data, and return a rank that joined last.
 
     Gradients of this rank count as zero in their averages. When every rank is here, all have the same parameters.
     """
@@ -232,7 +232,7 @@ def join(device: int = -1) -> int:
     if len(optimizers) != 1:
         raise NotSupportedError(
             f"hvd.join() with {len(optimizers)} distributed optimizers: a rank without data follows the steps of one. "
-            "Use hvd.barrier(), give all ranks as many batches, or call release() of optimizers that are done"
+            "Use hvd.barrier(), give all ranks equally many batches, or call release() of optimizers that are done"
         )
     return optimizers[0].join()
 
@@ -251,7 +251,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         name, value = item if isinstance(item, tuple) else ("an entry", item)
         if not isinstance(value, torch.Tensor):
             raise MisuseError(
-                f"broadcast_parameters: {name!r} is a {type(value).__name__} not a tensor; send it with "
+                f"broadcast_parameters: {name!r} is a {type(value).__name__}, not a tensor; send it with "
                 "hvd.broadcast_object, and leave it out here"
             )
         collectives.broadcast_(value, root_rank)
@@ -282,8 +282,8 @@ def _check_options(compression: torch.dtype | None, num_passes: int, op: ReduceO
         raise NotSupportedError(f"op={op!r}: gradients are combined by hvd.Average or hvd.Sum")
     if stage == 3:
         raise NotSupportedError(
-            "stage=3 shards parameters, and those are gathered by the modules that use them, which an optimizer does "
-            "not know: use model, optimizer = zerostd.prepare(model, optimizer, stage=3) instead"
+            "stage=3 shards parameters, which the modules that use them must gather, but an optimizer does not know "
+            "the modules: use model, optimizer = zerostd.prepare(model, optimizer, stage=3) instead"
         )
 
 
@@ -297,8 +297,8 @@ def _name_parameters(optimizer: torch.optim.Optimizer, named_parameters: Iterabl
     names = {name.replace(".", "/") for name, _ in everything}
     if missing or len(names) < len(everything):
         raise PrepareError(
-            f"named_parameters lacks {len(missing)} of the optimizer's parameters, and has {len(names)} names "
-            f"for {len(everything)}: pass model.named_parameters(), or leave named_parameters out"
+            f"named_parameters has {len(names)} names for {len(everything)} parameters, and lacks {len(missing)} of "
+            "the optimizer's: pass model.named_parameters(), or leave named_parameters out"
         )
     wanted = set(parameters)
     return [(name, parameter) for name, parameter in everything if parameter in wanted]
@@ -311,12 +311,12 @@ def _check_parameters(named: Named, compression: torch.dtype | None) -> None:
     for name, parameter in named:
         if parameter.requires_grad and parameter.dtype not in allowed:
             raise NotSupportedError(
-                f"{name!r} is {parameter.dtype}: parameters that train must be float32 here, with torch.autocast for "
+                f"{name!r} is {parameter.dtype}: trained parameters must be float32 here, with torch.autocast for "
                 "16-bit compute; or use zerostd.prepare(model, optimizer, precision='bf16')"
             )
         if parameter in sharded:
             raise PrepareError(
-                f"{name!r} is in a distributed optimizer already: call release() of that one first, on all ranks"
+                f"{name!r} is already in a distributed optimizer: call its release() first, on all ranks"
             )
 
 

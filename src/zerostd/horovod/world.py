@@ -125,7 +125,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         for name in OTHER_LAUNCHERS:
             if int(os.environ.get(name, "1")) > 1:
                 raise NotSupportedError(
-                    f"{name}={os.environ[name]}: mpirun or horovodrun started the processes, and each would be alone. "
+                    f"{name}={os.environ[name]}: mpirun or horovodrun started the processes, so each would run alone. "
                     "Start them with `torchrun --nproc-per-node N script.py`"
                 )
     OPEN.append(Session(owns_world))

@@ -41,28 +41,28 @@ def dispatch(
     groups: Sequence[str] | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
 ) -> nn.Module:
-    """Place a model for inference, in place: what fits stays on the device, the rest is streamed in every forward.
+    """Place a model for inference, in place: groups that fit stay on the device, the others are streamed through it.
 
-    Its parameters are frozen, and kept once, in the dtype that they compute in. Run it under `torch.inference_mode()`
-    or `torch.no_grad()`, as `generate` of transformers does: then the next groups are on their way while one computes.
+    Parameters are frozen and kept once, in their compute dtype. Call the model under `torch.inference_mode()` or
+    `torch.no_grad()`, as `generate` of transformers does: the next groups are then transferred while one computes.
 
     Args:
         model: Any module: on the host, on the device, or built under `zerostd.empty_init()`.
-        weights: A Hugging Face directory, a safetensors file or the file of a state_dict. Each weight is read once, to
-            where it is kept. None: the values that the model has.
-        budget: How much of each tier parameters and buffers may use, and where the disk is; a size limits the device.
-            accelerate's max_memory is taken too: {0: '20GiB', 'cpu': '60GiB'}. None: what is free, less a margin.
-        device: Where it computes. None: the accelerator, or the CPU if there is none.
+        weights: A Hugging Face directory, a safetensors file or the file of a state_dict. Each weight is read once,
+            straight into its tier. None: the model has its values already.
+        budget: Limit of each tier for parameters and buffers, and the path of the disk. A size limits the device.
+            accelerate's max_memory works too: {0: '20GiB', 'cpu': '60GiB'}. None: the free memory, less a margin.
+        device: The device that computes. None: the accelerator, or the CPU if there is none.
         precision: 'fp32', 'bf16' or 'fp16'. None keeps each parameter's dtype.
         groups: Globs of module names whose parameters travel together, such as ['model.layers.*'].
-        plan: A plan from `zerostd.plan`, or the path of a saved one.
+        plan: A plan from `zerostd.plan`, or the path of a saved plan.
 
     Returns:
         The same module.
 
     Raises:
-        PrepareError: It does not fit; the message has the numbers. Nothing was changed.
-        CheckpointError: The files do not fit the model; nothing was changed.
+        PrepareError: The model does not fit; the message has the numbers. Nothing was changed.
+        CheckpointError: The files do not match the model; nothing was changed.
     """
     settings = Settings(
         precision=Precision.parse(precision),
@@ -79,7 +79,7 @@ def dispatch(
         if not is_model(path):
             raise CheckpointError(
                 f"{path} is not a model: name a Hugging Face directory, a *.safetensors file or a state_dict's file. "
-                "A checkpoint of zerostd is loaded with zerostd.load after zerostd.dispatch"
+                "To load a zerostd checkpoint, call zerostd.load after zerostd.dispatch"
             )
         check_files(model, path)
         _check_buffers(model)
@@ -110,7 +110,7 @@ def _check_buffers(model: nn.Module) -> None:
             buffer = module._buffers[short]
             if buffer is not None and buffer.is_meta and not is_deferred(buffer):
                 raise PrepareError(
-                    f"buffer {f'{name}.{short}'.lstrip('.')!r} is on the meta device, and files do not have it: build "
+                    f"buffer {f'{name}.{short}'.lstrip('.')!r} is on the meta device, but no file has it: build "
                     "the model under zerostd.empty_init() instead of torch.device('meta')"
                 )
 
@@ -123,13 +123,13 @@ def parse_budget(value: Budget | Mapping[Any, Any] | int | str | None) -> Budget
     unknown = [key for key in value if not isinstance(key, int) and key not in THEIR_NAMES]
     if unknown:
         raise PrepareError(
-            f"budget={dict(value)!r}: {unknown[0]!r} is not a tier of max_memory, which has device numbers, 'cpu' and "
-            "'disk'; the fields of a Budget are device, host, disk and disk_path"
+            f"budget={dict(value)!r}: {unknown[0]!r} is not a key of max_memory; use device numbers, 'cpu' and "
+            "'disk', or the fields of a Budget: device, host, disk and disk_path"
         )
     if len(devices) > 1:
         raise PrepareError(
-            f"budget={dict(value)!r} names devices {devices}, and one process uses one device: name one, or start a "
-            "process for each with torchrun, which share the parameters"
+            f"budget={dict(value)!r} names devices {devices}, but a process uses one device: name one, or start a "
+            "process for each with torchrun; they then share the parameters"
         )
     sizes = {("device" if isinstance(key, int) else THEIR_NAMES[key]): size for key, size in value.items()}
     return Budget.parse(sizes)

@@ -16,27 +16,26 @@ from zerostd.engine.runtime import Runtime, runtime_of
 from zerostd.errors import MisuseError
 from zerostd.policy import Kind
 
-ASLEEP = "the model sleeps, and its parameters are not on the device: call zerostd.wake(model) first"
+ASLEEP = "the model sleeps, so its parameters are not on the device: call zerostd.wake(model) first"
 
 
 @torch.no_grad()
 def sleep(model: nn.Module) -> None:
-    """Let parameters, gradients and optimizer states leave the device to host memory, until `zerostd.wake(model)`.
+    """Move parameters, gradients and optimizer states from the device to host memory, until `zerostd.wake(model)`.
 
-    The device's memory is free for others then. The host memory stays with the model, so that the next sleep does not
-    have to allocate it. A sleeping model that is used raises an error. Buffers of modules stay where they are. On
-    several ranks each one sleeps by itself.
+    Another model can then use the device. The host memory stays allocated for the next sleep. Using a sleeping model
+    raises an error. Buffers of modules stay on the device. On several ranks, each rank sleeps independently.
 
     Args:
         model: The module that prepare or dispatch was called on.
 
     Raises:
-        PrepareError: The host has no room; the message has the numbers. Nothing was changed.
-        MisuseError: It sleeps already, or a forward, a backward or `zerostd.gathered` uses it.
+        PrepareError: The host has too little memory; the message has the numbers. Nothing was changed.
+        MisuseError: The model sleeps already, or a forward, a backward or `zerostd.gathered` uses it.
     """
     runtime = runtime_of(model, "sleep")
     if runtime.resources.aside.is_out:
-        raise MisuseError("zerostd.sleep of a model that sleeps already: call zerostd.wake(model) before")
+        raise MisuseError("zerostd.sleep of a model that sleeps already: call zerostd.wake(model) first")
     with runtime.turn:
         _check_idle(runtime)
         runtime.wait_gradients()
@@ -57,19 +56,19 @@ def sleep(model: nn.Module) -> None:
 
 @torch.no_grad()
 def wake(model: nn.Module) -> None:
-    """Bring back what `zerostd.sleep(model)` took from the device: the same values, bit for bit.
+    """Move the state of a sleeping model back to the device, bit for bit.
 
     Args:
         model: The module that sleeps.
 
     Raises:
-        torch.OutOfMemoryError: The device has no room; the model still sleeps.
-        MisuseError: It does not sleep.
+        torch.OutOfMemoryError: The device has too little memory; the model still sleeps.
+        MisuseError: The model does not sleep.
     """
     runtime = runtime_of(model, "wake")
     aside = runtime.resources.aside
     if not aside.is_out:
-        raise MisuseError("zerostd.wake of a model that does not sleep: call zerostd.sleep(model) before")
+        raise MisuseError("zerostd.wake of a model that does not sleep: call zerostd.sleep(model) first")
     runtime.turn.refusal = None
     try:
         with runtime.turn:

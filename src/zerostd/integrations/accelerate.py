@@ -58,7 +58,7 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(*args, **options)
         if self.ddp_handler is not None:
             raise zerostd.NotSupportedError(
-                "DistributedDataParallelKwargs in kwargs_handlers: there is no DDP that would use it; leave it out"
+                "DistributedDataParallelKwargs in kwargs_handlers: zerostd does not use DDP; leave it out"
             )
         self.set_up(zero or {})
 
@@ -68,8 +68,8 @@ class Accelerator(accelerate.Accelerator):
         started = int(os.environ.get("WORLD_SIZE", "1"))
         if started != self.num_processes:
             raise zerostd.PrepareError(
-                f"the launcher started {started} processes, and accelerate sees {self.num_processes}: without "
-                "accelerators pass Accelerator(cpu=True) or TrainingArguments(use_cpu=True)"
+                f"the launcher started {started} processes, but accelerate sees {self.num_processes}: without "
+                "accelerators, pass Accelerator(cpu=True) or TrainingArguments(use_cpu=True)"
             )
         if self.distributed_type in OTHERS or self.parallelism_config:
             raise zerostd.NotSupportedError(
@@ -86,7 +86,7 @@ class Accelerator(accelerate.Accelerator):
         self.zero = dict(zero)
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Prepare each model together with its optimizer by zerostd, loaders and schedulers by accelerate."""
+        """Prepare each model and its optimizer with zerostd, and loaders and schedulers with accelerate."""
         placements = device_placement or [None] * len(args)
         placement_of = dict(zip(map(id, args), placements, strict=True))
         prepared: dict[int, Any] = {}
@@ -117,7 +117,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Prepare a model for evaluation. One that trains is passed to `prepare` with its optimizer."""
+        """Prepare a model for evaluation. To train a model, pass it to `prepare` with its optimizer."""
         if not evaluation_mode:
             raise zerostd.MisuseError(ALONE.format("prepare_model()"))
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
@@ -131,7 +131,7 @@ class Accelerator(accelerate.Accelerator):
         return next((optimizer for optimizer in self._optimizers if optimizer.model is model), None)
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Reduce the passes inside later, where that saves anything; see `late_reduction`."""
+        """Delay the reduction of the passes inside, if that saves communication; see `late_reduction`."""
         if self.optimizer_of(model) is None:
             return contextlib.nullcontext()
         return common.late_reduction(model, self.zero)
@@ -152,7 +152,7 @@ class Accelerator(accelerate.Accelerator):
         return zerostd.full_state_dict(model, rank=0)
 
     def save_state(self, *args: Any, **options: Any) -> Any:
-        """Write accelerate's directory, models and optimizers as checkpoints of zerostd. Every rank must call it."""
+        """Write accelerate's directory, with models and optimizers as zerostd checkpoints. Every rank must call it."""
         with self._without_prepared() as optimizers:
             location = super().save_state(*args, **options)
         for number, optimizer in enumerate(optimizers):
@@ -160,7 +160,7 @@ class Accelerator(accelerate.Accelerator):
         return location
 
     def load_state(self, *args: Any, **options: Any) -> None:
-        """Load what `save_state` wrote, on any number of ranks, stage and placement. Every rank must call it."""
+        """Load a directory of `save_state`, with any number of ranks, stage and placement. Every rank must call it."""
         with self._without_prepared() as optimizers:
             # accelerate calls the hook with the directory that it chose, before it loads anything itself
             hook = self.register_load_state_pre_hook(lambda _, folder: _load_shards(folder, optimizers))
@@ -170,7 +170,7 @@ class Accelerator(accelerate.Accelerator):
                 hook.remove()
 
     def save_shards(self, folder: Path, optimizer: PreparedOptimizer, extra: Any = None, number: int = 0) -> None:
-        """Write a checkpoint of zerostd inside `folder`. An older one there is removed when this one is complete."""
+        """Write a zerostd checkpoint inside `folder`. An older one there is removed when this one is complete."""
         model = optimizer.model
         parent = _checkpoints_in(folder, number)
         path = parent / str(common.next_number(parent))
@@ -193,8 +193,8 @@ class Accelerator(accelerate.Accelerator):
 
 
 ALONE = (
-    "{} of a model or an optimizer alone: zerostd shards both at once, so pass them to one call, "
-    "accelerator.prepare(model, optimizer, ...). For evaluation: prepare_model(model, evaluation_mode=True)"
+    "{} of a model or an optimizer alone: zerostd shards both together, so pass them to one call, "
+    "accelerator.prepare(model, optimizer, ...). For evaluation, call prepare_model(model, evaluation_mode=True)"
 )
 
 

@@ -34,9 +34,9 @@ def check_precision(zero: Mapping[str, Any], call: str, precision: str, allowed:
     words for fp32 and for autocast in bf16."""
     if precision not in allowed:
         raise zerostd.NotSupportedError(
-            f"precision {precision!r} scales or casts what is sharded: leave it out, and pass "
+            f"precision {precision!r} would scale or cast sharded tensors: leave it out, and pass "
             f"{call.format('precision')} with 'bf16', which keeps fp32 masters, or 'fp16', which also scales the loss "
-            "by itself"
+            "automatically"
         )
     if precision != allowed[0] and zero.get("precision") is not None:
         raise zerostd.PrepareError(
@@ -50,7 +50,7 @@ def only_one(optimizers: Sequence[Any], model: nn.Module) -> Any:
     if len(optimizers) != 1:
         raise zerostd.NotSupportedError(
             f"{len(optimizers)} optimizers train one {type(model).__name__}: make them param_groups of one optimizer, "
-            "or prepare models one by one, each with its own"
+            "or split the model and prepare each part with its own optimizer"
         )
     return optimizers[0]
 
@@ -76,6 +76,6 @@ def newest_in(parent: Path) -> str:
     path = zerostd.latest(parent)
     if path is None:
         raise zerostd.CheckpointError(
-            f"{parent} has no complete checkpoint of zerostd: it was saved without zerostd, or never completed"
+            f"{parent} has no complete zerostd checkpoint: it was saved without zerostd, or never completed"
         )
     return path

@@ -41,7 +41,7 @@ class Root(nn.Module):
         super().__init__()
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise zerostd.NotSupportedError(
-                f"{type(module).__name__} has its own get_extra_state(), which would be lost: move it to a submodule"
+                f"{type(module).__name__} defines get_extra_state(), which would be lost: move it to a submodule"
             )
         for name in SHARED:
             self.__dict__[name] = module.__dict__[name]
@@ -116,7 +116,7 @@ class ZeroStrategy(DDPStrategy):
         norm: torch.Tensor = optimizer.clip_grad_norm_(max_norm, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(
-                f"the gradients' norm of order {norm_type} is {float(norm)}: to clip nevertheless, pass "
+                f"the gradient norm of order {norm_type} is {float(norm)}: to clip anyway, pass "
                 "error_if_nonfinite=False"
             )
         return norm
@@ -138,7 +138,7 @@ class ZeroStrategy(DDPStrategy):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write a directory: each rank its shards, and one file the rest. Without a model it is an ordinary file."""
+        """Write a directory with each rank's shards and a file for the rest. Without a model: an ordinary file."""
         root, optimizer, rest = _split(state)
         if root is None:
             super().save_checkpoint(path, state, storage_options, filter)
@@ -153,7 +153,7 @@ class ZeroStrategy(DDPStrategy):
         save_shards(self, Path(self.broadcast(path)), root, rest, optimizer)
 
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, weights_only: Any = None) -> Any:
-        """Load what `fabric.save` wrote, on any number of ranks, stage and placement; or an ordinary file."""
+        """Load a directory of `fabric.save`, with any number of ranks, stage and placement; or an ordinary file."""
         if not Path(path).is_dir():
             return super().load_checkpoint(path, state, strict, weights_only)
         shards, rest_path = newest_shards(Path(path))
@@ -179,7 +179,7 @@ def _split(objects: Mapping[str, Any]) -> tuple[Root | None, Any, dict[str, Any]
     """Return the model, its optimizer if that is there, too, and what is not sharded."""
     roots = [value for value in objects.values() if isinstance(value, Root)]
     if len(roots) > 1:
-        raise zerostd.NotSupportedError(f"a checkpoint of {len(roots)} models at once: give each a path of its own")
+        raise zerostd.NotSupportedError(f"a checkpoint of {len(roots)} models: save each model to its own path")
     optimizer = None
     rest = {}
     for name, value in objects.items():
@@ -205,7 +205,7 @@ def take_zero(options: dict[str, Any], base: type) -> dict[str, Any]:
     if unknown:
         raise zerostd.PrepareError(
             f"{CALL.format(unknown[0])}: the options of zerostd.prepare are {sorted(common.OPTIONS)}, and those of "
-            f"Lightning's strategies {sorted(known)}"
+            f"Lightning's strategies are {sorted(known)}"
         )
     return zero
 
@@ -214,9 +214,9 @@ def save_shards(strategy: Any, folder: Path, root: Root, rest: dict[str, Any], o
     """Write the directory `folder`: shards in `zerostd/N`, and `rest` in the file `rest-N`. Older ones are removed when
     N is complete, which it is with the shards."""
     if "://" in str(folder) or ":/" in str(folder)[1:]:
-        raise zerostd.NotSupportedError(f"{folder}: each rank writes its shards to a file system; give a local path")
+        raise zerostd.NotSupportedError(f"{folder}: ranks write shards to a file system only; give a local path")
     if folder.is_file():
-        raise zerostd.CheckpointError(f"{folder} is a file, and a checkpoint of several ranks is a directory")
+        raise zerostd.CheckpointError(f"{folder} is a file, but a checkpoint is a directory: give another path")
     number = common.next_number(folder / common.FOLDER)
     rest_path = folder / f"rest-{number}"
     strategy.barrier()  # all have looked before one of them writes

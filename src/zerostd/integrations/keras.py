@@ -36,8 +36,8 @@ ROOT = "_zerostd_root"  # attribute of a prepared model
 SHARDS = ".zerostd"  # what is added to the name of a file of weights: the directory with the optimizer's states
 WHOLE = {"get_weights": False, "set_weights": True, "save": False}  # calls on whole weights; True: they change them
 REFUSED = {  # arguments of Keras's optimizers, with the remedy
-    "clipnorm": "it clips each variable by itself: use global_clipnorm, the norm over all",
-    "clipvalue": "gradients are sharded: use global_clipnorm, the norm over all",
+    "clipnorm": "it clips each variable separately: use global_clipnorm, the norm over all variables",
+    "clipvalue": "gradients are sharded: use global_clipnorm, the norm over all variables",
     "use_ema": "averages of the weights are not kept: leave it out",
     "loss_scale_factor": "losses are not scaled: leave it out",
     "gradient_accumulation_steps": "train_step drops gradients before each backward: use a larger batch_size",
@@ -51,7 +51,7 @@ SETTINGS = {  # options of zerostd.prepare, with what Keras has for them
 
 @keras.saving.register_keras_serializable(package="zerostd")
 class Optimizer(keras.optimizers.Optimizer):
-    """A torch optimizer for `model.compile`. Schedules and callbacks set its learning_rate as usual.
+    """Wraps a torch optimizer for `model.compile`. Schedules and callbacks set its learning_rate as usual.
 
     Args:
         make: A torch class such as torch.optim.AdamW, or a function called like one: make(parameters, lr=..., ...).
@@ -77,7 +77,7 @@ class Optimizer(keras.optimizers.Optimizer):
         self.__dict__["inner"] = None  # the optimizer that zerostd.prepare returned
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Update this rank's shards. Gradients are taken from zerostd, not from `grads`."""
+        """Update this rank's shards, with the gradients that zerostd holds instead of `grads`."""
         if self.inner is None:
             raise zerostd.MisuseError(
                 "fit of a model that was not prepared: call zerostd.integrations.keras.prepare(model) after compile()"
@@ -121,7 +121,7 @@ def prepare(model: keras.Model, *, groups: Sequence[str] | None = None, **zero: 
     optimizer = _check(model, zero)
     root = _tree(model)
     if not list(root.parameters()):
-        raise zerostd.PrepareError("no weights of the model train: build it, model.build(input_shape), or call it")
+        raise zerostd.PrepareError("the model has no trainable weights: call model.build(input_shape) or the model")
     inner = optimizer.make(root.parameters(), lr=float(optimizer.learning_rate), **optimizer.options)
     if groups is None and len(list(root.children())) > 1:
         groups = ["*"]  # each layer
@@ -163,7 +163,7 @@ def _check(model: Any, zero: dict[str, Any]) -> Optimizer:
     if not isinstance(model, keras.Model):
         raise zerostd.PrepareError(f"prepare needs a keras.Model, got {type(model).__name__}")
     if ROOT in model.__dict__:
-        raise zerostd.PrepareError(f"{model.name!r} is prepared already; release it first")
+        raise zerostd.PrepareError(f"{model.name!r} is already prepared; release it first")
     optimizer = getattr(model, "optimizer", None)
     if not isinstance(optimizer, Optimizer):
         raise zerostd.NotSupportedError(
@@ -171,7 +171,7 @@ def _check(model: Any, zero: dict[str, Any]) -> Optimizer:
             "zerostd.integrations.keras.Optimizer(torch.optim.AdamW, learning_rate=...), or another class of torch"
         )
     if model.jit_compile:
-        raise zerostd.NotSupportedError("compile(jit_compile=True): the whole step would see shards; leave it out")
+        raise zerostd.NotSupportedError("compile(jit_compile=True) cannot compile a step over shards; leave it out")
     common.check_options(zero, "prepare({}=...)", SETTINGS)
     return optimizer
 
@@ -227,7 +227,7 @@ def _on_whole(model: Any, name: str, changes: bool, *args: Any, **options: Any) 
 
 
 def _save_weights(model: Any, filepath: Any, *args: Any, **options: Any) -> None:
-    """Write Keras's file, and beside it a directory where each rank writes its shards of the optimizer's states."""
+    """Write Keras's file and, beside it, a directory where each rank writes its shards of the optimizer states."""
     _on_whole(model, "save_weights", False, filepath, *args, **options)
     folder = Path(f"{filepath}{SHARDS}")
     number = common.next_number(folder)
@@ -248,7 +248,7 @@ def _load_weights(model: Any, filepath: Any, *args: Any, **options: Any) -> None
     shards = zerostd.latest(folder) if folder.exists() else None
     if shards is not None and Path(f"{shards}.crc").read_text() != _checksum(filepath):
         raise zerostd.CheckpointError(
-            f"{shards} was not saved with {filepath}, which was written again since: remove {folder} to start with a "
+            f"{shards} does not belong to {filepath}, which was written later: remove {folder} to start with a "
             "new optimizer"
         )
     _on_whole(model, "load_weights", True, filepath, *args, **options)

@@ -107,7 +107,7 @@ class ZeroStrategy(DDPStrategy):
         """Refuse what cannot be honoured, before anything changes."""
         for callback in trainer.callbacks:
             if isinstance(callback, COPYING):
-                raise zerostd.NotSupportedError(f"{type(callback).__name__} copies the model, which is sharded")
+                raise zerostd.NotSupportedError(f"{type(callback).__name__} would copy a sharded model: leave it out")
         if getattr(module, "_compiler_ctx", None) is not None:
             raise zerostd.NotSupportedError(
                 "torch.compile of the whole LightningModule would see shards: compile its blocks with module.compile()"
@@ -122,7 +122,7 @@ class ZeroStrategy(DDPStrategy):
             )
 
     def teardown(self) -> None:
-        """Leave the model sharded: `trainer.test` continues with it, and zerostd.release makes it whole."""
+        """Leave the model sharded: `trainer.test` can use it, and zerostd.release makes it whole."""
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -143,7 +143,7 @@ class ZeroStrategy(DDPStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a directory with shards; of weights alone an ordinary file. Every rank must call it."""
+        """Write a directory with shards, or an ordinary file of weights only. Every rank must call it."""
         root = self.model
         assert isinstance(root, Root)
         if "optimizer_states" not in checkpoint:
@@ -151,7 +151,7 @@ class ZeroStrategy(DDPStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
-            raise zerostd.NotSupportedError("save_checkpoint(storage_options=...): shards go to files; leave it out")
+            raise zerostd.NotSupportedError("save_checkpoint(storage_options=...) is not supported: leave it out")
         rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
         fabric.save_shards(self, Path(self.broadcast(filepath)), root, rest, root.optimizer)
 
@@ -191,7 +191,7 @@ class ZeroStrategy(DDPStrategy):
 
 
 def merge(checkpoint: str | os.PathLike[str], file: str | os.PathLike[str], *, weights_only: bool = True) -> None:
-    """Turn a directory that training wrote into an ordinary checkpoint of Lightning, for `load_from_checkpoint`.
+    """Convert a directory that training wrote to an ordinary Lightning checkpoint, for `load_from_checkpoint`.
 
     Call it in one process, which needs host memory for the whole weights. Optimizer states are left out.
 

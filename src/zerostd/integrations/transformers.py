@@ -26,14 +26,14 @@ from zerostd.integrations import common
 from zerostd.integrations.accelerate import CALL, Accelerator
 
 REFUSED = {  # fields of TrainingArguments, with the remedy
-    "deepspeed": "it shards by itself: leave it out, or do without zerostd",
-    "fsdp": "it shards by itself: leave it out, or do without zerostd",
-    "parallelism_config": "it shards by itself: leave it out, or do without zerostd",
+    "deepspeed": "it shards the model too: leave it out, or train without zerostd",
+    "fsdp": "it shards the model too: leave it out, or train without zerostd",
+    "parallelism_config": "it shards the model too: leave it out, or train without zerostd",
     "torch_compile": "the whole model cannot be compiled over shards: compile its blocks before, with module.compile()",
-    "ddp_bucket_cap_mb": "there is no DDP: zero={'groups': [...]} says what travels together",
+    "ddp_bucket_cap_mb": "there is no DDP: use zero={'groups': [...]} to choose what travels together",
     "ddp_static_graph": "there is no DDP: leave it out",
-    "auto_find_batch_size": "a prepared model is not taken apart to try again: set per_device_train_batch_size",
-    "fp16": "its scaler does not know shards: use zero={'precision': 'fp16'}, which scales the loss by itself",
+    "auto_find_batch_size": "a prepared model cannot be retried: set per_device_train_batch_size",
+    "fp16": "its scaler does not support shards: use zero={'precision': 'fp16'}, which scales the loss automatically",
     "fp16_full_eval": "a prepared model cannot be cast: use zero={'precision': 'fp16'}",
     "bf16_full_eval": "a prepared model cannot be cast: use bf16=True or zero={'precision': 'bf16'}",
 }
@@ -44,7 +44,7 @@ SETTINGS = {  # options of zerostd.prepare that TrainingArguments has, too
 
 
 class Trainer(transformers.Trainer):
-    """transformers.Trainer with `zero`. It goes in front of others, too: `class Mine(Trainer, Seq2SeqTrainer): ...`.
+    """transformers.Trainer with `zero`. Put it before other bases: `class Mine(Trainer, Seq2SeqTrainer): ...`.
 
     `bf16=True` is autocast over weights as they are, as without zerostd. Weights of 16 bits with fp32 masters are
     `zero={"precision": "bf16"}`, or "fp16".
@@ -78,7 +78,7 @@ class Trainer(transformers.Trainer):
         }
         if args.n_gpu > 1:
             raise zerostd.NotSupportedError(
-                f"one process sees {args.n_gpu} devices, and Trainer would copy the model to each: start it with "
+                f"one process sees {args.n_gpu} devices, so Trainer would copy the model to each: start it with "
                 "torchrun, one process a device, or set CUDA_VISIBLE_DEVICES"
             )
         super().create_accelerator_and_postprocess()
@@ -86,7 +86,7 @@ class Trainer(transformers.Trainer):
         self.accelerator.set_up(self.zero)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
-        """Train as Trainer does. True resumes from the newest checkpoint that is complete."""
+        """Train as Trainer does. True resumes from the newest complete checkpoint."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _newest_complete(Path(self.args.output_dir)) or True
         return super().train(resume_from_checkpoint, *args, **options)
@@ -96,7 +96,7 @@ class Trainer(transformers.Trainer):
             super()._move_model_to_device(model, device)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write an ordinary directory of Hugging Face, for `from_pretrained`. Every rank must call it."""
+        """Write an ordinary Hugging Face directory, for `from_pretrained`. Every rank must call it."""
         with contextlib.ExitStack() as parts:
             if self.accelerator.optimizer_of(self.model) is not None:
                 rank = None if self.args.save_on_each_node else 0
@@ -153,7 +153,7 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     groups: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Load a model straight into the tiers of a budget, for inference: what `model_class.from_pretrained` gives.
+    """Load a model for inference straight into the tiers of a budget, like `model_class.from_pretrained`.
 
     Args:
         name: A directory that save_pretrained wrote, or a name on the Hub.

@@ -136,7 +136,7 @@ def _device_blocks(device_type: str) -> ModuleType | None:
         return device_blocks
     except Exception as error:  # of triton, of a compiler that is missing, of the driver
         warnings.warn(
-            "numbers are coded by torch's operations, in several passes, since triton failed here "
+            "numbers are coded by torch's operations, in several passes, because Triton failed "
             f"({type(error).__name__}: {error})",
             RuntimeWarning,
             stacklevel=2,

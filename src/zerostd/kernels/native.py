@@ -84,7 +84,7 @@ def load() -> ctypes.CDLL | None:
     except (OSError, AttributeError) as error:
         warnings.warn(
             f"zerostd runs its CPU operations in torch, which is slower, because the native library does not load "
-            f"({error}). Install zerostd again with a C++ compiler at hand, or run `make native` in its sources.",
+            f"({error}). Install a C++ compiler and then zerostd again, or run `make native` in its sources.",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -156,7 +156,7 @@ def tried(name: str, device_type: str, what: str, is_right: Callable[[ModuleType
     except Exception as error:  # of triton, of a compiler that is missing, of the driver
         reason = f"{type(error).__name__}: {error}"
     warnings.warn(
-        f"{what} by torch's operations, in several passes, since triton failed here ({reason})",
+        f"{what} by torch's operations, in several passes, because Triton failed ({reason})",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -31,7 +31,7 @@ def parse_device(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise PrepareError(f"device={device!r} is not a device of torch ({error}); use 'cuda' or 'cpu'") from error
+        raise PrepareError(f"device={device!r} is not a torch device ({error}); use 'cuda' or 'cpu'") from error
 
 
 def device_for(model: nn.Module, machine: MachineProfile | None) -> torch.device:

@@ -72,13 +72,13 @@ def measure_machine(
     on_progress: Progress | None = None,
     sizes: TrialSizes = FULL,
 ) -> MachineProfile:
-    """Measure what this machine can do, and return its profile. If there are several ranks, all call it together.
+    """Measure this machine and return its profile. With several ranks, all of them must call it.
 
     Args:
         device: The device to train on; None: the accelerator, or the CPU if there is none.
         disk_path: The directory that a disk tier would use; None: no disk is measured.
-        on_progress: Told before each part what is measured next, in plain words, and the fraction that is done.
-        sizes: How much is tried.
+        on_progress: Called before each part with a description of what is measured next and the fraction done.
+        sizes: Sizes and numbers of the trials.
 
     Raises:
         PrepareError: `disk_path` cannot be used, or too little memory is free; says which.
@@ -148,7 +148,7 @@ def from_first(control: Control, work: Callable[[], T]) -> T:
         try:
             outcome = work()
         except Exception as error:
-            reason = CommunicationError(f"rank 0 failed where others wait for it: {error!r}")
+            reason = CommunicationError(f"rank 0 failed while others waited for it: {error!r}")
             control.collect(error if isinstance(error, ZerostdError) else reason)
             raise
     outcome = control.collect(outcome)[0]
@@ -227,8 +227,8 @@ def _link_and_processor(
 def _check_quiet(had: float, cores: int) -> None:
     if had < QUIET:
         log.warning(
-            "other work took part of the %d cores while they were measured (updates had %.0f%% of them), so rates are "
-            "too low; measure again with `zerostd measure` when the machine is quiet",
+            "other programs used part of the %d cores during the measurement (updates had %.0f%% of them), so the "
+            "rates are too low; run `zerostd measure --again` when the machine is idle",
             cores,
             100 * had,
         )
@@ -279,10 +279,10 @@ def _read_kept(device: torch.device, disk_path: str | None, num_ranks: int) -> M
     try:
         kept = load_profile(path)
     except PrepareError as error:
-        log.warning("the cached machine profile cannot be used, so the machine is measured again: %s", error)
+        log.warning("measuring the machine again, because the cached profile cannot be used: %s", error)
         return None
     if (kept.name, kept.device, kept.versions) != (name, device.type, now):
-        log.warning("%s is from another machine or other versions: the machine is measured again", path)
+        log.warning("measuring the machine again: %s is from another machine or other versions", path)
         return None
     if num_ranks > 1 and [wire.ranks for wire in kept.wires] != [num_ranks]:
         return None
@@ -303,7 +303,7 @@ def _keep(profile: MachineProfile) -> None:
     try:
         write_cached(path, profile.to_json())
     except OSError as error:
-        log.warning("the machine profile cannot be kept in %s (%s): it is measured again next time", path, error)
+        log.warning("the machine profile cannot be saved to %s (%s); it is measured again next time", path, error)
 
 
 def write_cached(path: Path, text: str) -> None:

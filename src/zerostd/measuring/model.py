@@ -257,7 +257,7 @@ def _probe(model: nn.Module, blueprints: list[Blueprint], precision: Precision, 
         with everything_kept(device):
             return _run(model, blueprints, precision, batch, device)
     except Exception as error:
-        log.info("%s was not tried with its batch (%s: %s)", type(model).__name__, type(error).__name__, error)
+        log.info("%s could not be run with the batch (%s: %s)", type(model).__name__, type(error).__name__, error)
         return None
     finally:
         if device.type != "cpu":

@@ -63,10 +63,10 @@ def try_forward(
             leaves = [*model.parameters(), *model.buffers(), *tree_leaves(batch)]
             if (why := _why_not_real(error, leaves)) is not None:
                 log.warning(
-                    "FLOPs and activations of %s stay unknown: %s (%s: %s)", name, why, type(cause).__name__, cause
+                    "FLOPs and activations of %s are unknown: %s (%s: %s)", name, why, type(cause).__name__, cause
                 )
                 return None
-            log.info("%s is run with values; without them it failed with %s: %s", name, type(cause).__name__, cause)
+            log.info("running %s with values, since it failed without them (%s: %s)", name, type(cause).__name__, cause)
             del cause  # it holds this frame, which holds the model
         return _with_memory(model, blueprints, precision, batch, device)
 
@@ -74,11 +74,11 @@ def try_forward(
 def _why_not_real(reason: Exception, leaves: list[Any]) -> str | None:
     """Return why the real forward would not help either, or None if it may."""
     if isinstance(reason, copy.Error):
-        return "copy.deepcopy of it fails, and it is tried on a copy only"
+        return "copy.deepcopy of it fails, and only a copy may be run"
     if "saved tensor hooks" in str(reason):
-        return "its forward uses torch.func, which does not allow to count what is saved"
+        return "its forward uses torch.func, where saved tensors cannot be counted"
     if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
-        return "its forward needs values or fails; pass a model and a batch with memory"
+        return "its forward needs values, or fails; pass a model and a batch that are not on the meta device"
     return None
 
 

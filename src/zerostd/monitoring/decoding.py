@@ -60,7 +60,7 @@ def read_document(path: str | os.PathLike[str], *, what: str, error: type[Zerost
     except OSError as problem:
         raise error(f"{what} cannot be read: {problem.strerror}{ending}") from problem
     if len(content) > LONGEST:
-        raise error(f"{what} has more than {LONGEST:,} bytes, too many for a document of zerostd{ending}")
+        raise error(f"{what} has more than {LONGEST:,} bytes, too many for a zerostd document{ending}")
     return content
 
 
@@ -114,7 +114,7 @@ def _explain(problem: msgspec.ValidationError, value: Any) -> str:
     name, culprit = next(culprits, (path, got))
     expected = " or ".join(WORDS.get(word, word) for word in types[1].split(" | "))
     which = "every key must be" if is_key else "must be"
-    return f"{name.strip('.') or 'it'} is {reprlib.repr(culprit)}, and {which} {expected}"
+    return f"{name.strip('.') or 'it'} is {reprlib.repr(culprit)}, but {which} {expected}"
 
 
 def _outside(value: Any, path: str, said: str) -> Iterator[tuple[str, Any]]:
@@ -152,7 +152,7 @@ def _unknown_fields(value: Any, kind: Any) -> Iterator[str]:
             if name in known:
                 yield from _unknown_fields(item, hints[name])
             else:
-                yield f"{getattr(kind, '__name__', kind)} has no field {name!r}, but {', '.join(known)}"
+                yield f"{getattr(kind, '__name__', kind)} has no field {name!r}; its fields are {', '.join(known)}"
         return
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for argument in get_args(kind):

@@ -35,7 +35,7 @@ log = logging.getLogger("zerostd")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank by tier, then kind: now and at peak; bytes sent; and how gradients are kept."""
+    """Holds the bytes of one rank by tier and kind, now and at peak; the bytes sent; and how gradients are kept."""
 
     now: dict[str, dict[str, int]]
     peak: dict[str, dict[str, int]]
@@ -46,7 +46,7 @@ class Memory:
     unpacking_s: float = 0.0  # of processor time, in which packed numbers were unpacked
 
     def total(self, tier: str = "device") -> int:
-        """Return the model-state bytes now in a tier: parameters, gradients and optimizer states, without buffers."""
+        """Return the bytes of model state in a tier: parameters, gradients and optimizer states, without buffers."""
         return sum(size for kind, size in self.now.get(tier, {}).items() if kind != Kind.BUFFERS)
 
     def __str__(self) -> str:
@@ -160,9 +160,9 @@ class KeptGraphs:
         if groups:
             self._next = math.inf
             log.warning(
-                f"a graph of autograd up to group {groups[-1]!r}, made {NUM_KEPT} steps ago or before, is still alive "
-                f"in step {step + 1} and holds memory: your code keeps a tensor of it, such as a loss in a list or a "
-                "sum. Keep loss.item() or loss.detach() instead. Reported once for each model"
+                f"an autograd graph up to group {groups[-1]!r}, made at least {NUM_KEPT} steps ago, is still alive in "
+                f"step {step + 1} and holds memory: your code keeps one of its tensors, such as a loss in a list or a "
+                "sum. Keep loss.item() or loss.detach() instead. This is reported once per model"
             )
 
 
@@ -222,8 +222,8 @@ def explain_out_of_memory(ledger: Ledger) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise torch.OutOfMemoryError(
-            f"{error}\nzerostd held at that moment:\n{ledger.memory()}\nMake room with a larger host or disk share in "
-            "Placement, a smaller batch, or recomputed activations"
+            f"{error}\nzerostd held at that moment:\n{ledger.memory()}\nMake room: keep more on the host or disk in "
+            "Placement, use a smaller batch, or recompute activations"
         ) from error
 
 

@@ -71,4 +71,4 @@ class Retries:
             self._counts[kind] += 1
             is_first = self._counts[kind] == 1
         if is_first:
-            log.warning("%s %s failed (%s) and is tried again; further retries are counted only", verb, where, reason)
+            log.warning("%s %s failed (%s) and is retried; further retries are only counted", verb, where, reason)

@@ -53,10 +53,7 @@ class BackwardUpdates:
             if self.is_speculative and not self._is_confident():
                 return
             self._options = self.updater.step_options(None)
-            self.gradients.locked = (
-                "the update has begun inside backward, since prepare was told with accumulate= how many passes make a "
-                "step"
-            )
+            self.gradients.locked = "the update has begun inside backward, because accumulate= was passed to prepare"
         if group in self._done:
             raise MisuseError(
                 f"a backward pass failed after the update of group {group.name!r} had begun inside it, and another one "

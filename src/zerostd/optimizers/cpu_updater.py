@@ -115,8 +115,8 @@ class CpuUpdater:
         missing = [name for name in rule.state_names if name not in task.source]
         if missing:
             raise MisuseError(
-                f"the optimizer now needs the state {missing[0]!r}, which its options at prepare did not: set them "
-                "before prepare, so that there is room for it"
+                f"the optimizer now needs the state {missing[0]!r}, which it did not need with its options at prepare: "
+                "set the options before prepare, so that there is room for the state"
             )
         return rule
 

@@ -45,8 +45,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     for known in type(optimizer).__mro__:
         if known.__name__ in NEEDS_WHOLE:
             raise PrepareError(
-                f"optimizer {name} cannot run on shards: {NEEDS_WHOLE[known.__name__]}. Use an element-wise one such "
-                "as AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam or RAdam"
+                f"optimizer {name} cannot run on shards: {NEEDS_WHOLE[known.__name__]}. Use an element-wise optimizer "
+                "such as AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam or RAdam"
             )
     try:
         whole, _, _ = _trial(optimizer, 0)
@@ -192,8 +192,8 @@ def coded_rule(inner: torch.optim.Optimizer, options: dict[str, Any], scalars: S
     rule = native_rule(inner, options, scalars, exact_root=True)
     if not isinstance(rule, Adam):
         raise MisuseError(
-            f"optimizer {type(inner).__name__} with these options cannot update states that are kept as codes; at "
-            "prepare it could: set amsgrad and differentiable back to False, or leave the codec out"
+            f"optimizer {type(inner).__name__} can no longer update states that are kept as codes: set amsgrad and "
+            "differentiable back to False, as they were at prepare, or leave the codec out"
         )
     return rule
 
@@ -244,8 +244,8 @@ def update_by_clone(
             continue
         if name not in long_states:
             raise MisuseError(
-                f"the optimizer has made a state {name!r} that its trial at prepare did not show, so there is no room "
-                "for it off the device: use Placement(optimizer_states='device')"
+                f"the optimizer made a state {name!r} that it did not make in its trial at prepare, so there is no "
+                "room for it off the device: use Placement(optimizer_states='device')"
             )
         if value.data_ptr() != long_states[name].data_ptr():
             long_states[name].copy_(value)  # made anew by the step

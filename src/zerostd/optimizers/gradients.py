@@ -29,8 +29,8 @@ from zerostd.parameters.observing import StepObserver
 from zerostd.parameters.prepared import GRAD
 
 DROPPED = (
-    "the gradient of {!r} was dropped by optimizer.zero_grad(), and a forward has taken its memory since: copy it "
-    "before zero_grad(), with p.grad.clone()"
+    "the gradient of {!r} was dropped by optimizer.zero_grad(), and a forward has reused its memory: copy it before "
+    "zero_grad(), with p.grad.clone()"
 )
 HOMOGENEOUS = (torch.ops.aten.mul_.Tensor, torch.ops.aten.zero_.default)  # whatever factor is still to come
 
@@ -319,7 +319,7 @@ class Gradients(StepObserver):
         if gradient.shape != parameter.shape:
             raise MisuseError(
                 f"p.grad = a tensor of shape {tuple(gradient.shape)} for {name!r} of shape {tuple(parameter.shape)}: a "
-                "gradient has the shape of its parameter"
+                "gradient must have the shape of its parameter"
             )
         flat, index = self._places[name]
         assert flat.gradient is not None
@@ -367,8 +367,8 @@ class Gradients(StepObserver):
         flat, index = self._places[handle.of]
         if flat.parameters[index] is not parameter:
             raise MisuseError(
-                f"p.grad = the gradient of another parameter, {handle.of!r}: in torch the two would be one tensor, "
-                "which those of a prepared model cannot be. Write p.grad = q.grad.clone()"
+                f"p.grad = the gradient of another parameter, {handle.of!r}: in torch the two would be one tensor, but "
+                "gradients of a prepared model cannot share memory. Write p.grad = q.grad.clone()"
             )
         self._are_dropped = False
         assert flat.gradient is not None
@@ -391,7 +391,7 @@ class Gradients(StepObserver):
         """torch.amp.GradScaler's check-and-unscale, over all ranks."""
         if self.loss_scale is not None:
             raise MisuseError(
-                "precision='fp16' scales the loss by itself, so a GradScaler would scale twice: call loss.backward() "
+                "precision='fp16' already scales the loss, so a GradScaler would scale twice: call loss.backward() "
                 "and optimizer.step() directly, or pass GradScaler(enabled=False)"
             )
         for handle in handles:

@@ -105,17 +105,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._states.replace(states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: shards and buffers are laid out when the model is prepared."""
+        """Raise MisuseError: shards and buffers are laid out when the model is prepared."""
         if not self._is_built:
             return
         raise MisuseError(
-            "add_param_group on a prepared optimizer: its shards are laid out already. Put all parameters into the "
-            "optimizer before zerostd.prepare; parameters that should train later can have lr=0 until then"
+            "add_param_group on a prepared optimizer: its shards are already laid out. Put all parameters into the "
+            "optimizer before zerostd.prepare; use lr=0 for parameters that should train later"
         )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. With a closure, it is called once, before the update."""
+        """Update every parameter that has a gradient. A closure is called once, before the update."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -171,8 +171,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Refuse a step of the user's own optimizer on the user's own parameters."""
         if any(p in self.updater.param_group_of for group in optimizer.param_groups for p in group["params"]):
             raise MisuseError(
-                "step() of the optimizer that was given to zerostd.prepare: call step() of the one that it returned, "
-                "model, optimizer = zerostd.prepare(model, optimizer)"
+                "step() of the optimizer that was given to zerostd.prepare: call step() of the optimizer that it "
+                "returned, model, optimizer = zerostd.prepare(model, optimizer)"
             )
 
     def check_consistent(self, call: str) -> None:
@@ -293,7 +293,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return run_state_hooks(self, "state_dict_post", save_states(self.updater, self._gradients))  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what state_dict returned; everything is checked before anything changes."""
+        """Load a state_dict; everything is checked before anything changes."""
         self._gradients.wires.world.check_here("optimizer.load_state_dict()")
         self.check_consistent("load_state_dict()")
         state_dict = run_state_hooks(self, "load_state_dict_pre", state_dict.copy())
@@ -327,8 +327,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 def _refuse_step(*_: Any) -> None:
     raise MisuseError(
-        "step() of an optimizer whose model was released: its states have gone with their shards. Make a new optimizer "
-        "on the model, and load the state_dict() that this one gave before zerostd.release"
+        "step() of an optimizer whose model was released: its states were freed with its shards. Make a new optimizer "
+        "on the model, and load a state_dict() that this one returned before zerostd.release"
     )
 
 
@@ -369,7 +369,7 @@ class LateOptimizer:
             if foreign:
                 raise MisuseError(
                     f"an optimizer mixes parameters of a prepared model with {len(foreign)} others, the first of shape "
-                    f"{tuple(foreign[0].shape)}: give them an optimizer of their own"
+                    f"{tuple(foreign[0].shape)}: use a separate optimizer for them"
                 )
             check_elementwise(optimizer)
             self._prepared = self._make(optimizer)

@@ -217,8 +217,8 @@ class UpdateSpans:
             return _on_device(states[name], span)
         if name not in span.shard.tensors:
             raise MisuseError(
-                f"the state {name!r} has no place off the device, since the optimizer did not make one in its trial at "
-                "prepare: it was saved by another optimizer, or with other options"
+                f"there is no room for the state {name!r} off the device, since the optimizer did not make it in its "
+                "trial at prepare: it was saved by another optimizer, or with other options"
             )
         span.scalars = span.scalars or {}
         return span.shard.tensors[name], span.shard.start

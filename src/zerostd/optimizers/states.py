@@ -84,12 +84,12 @@ def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, An
     if (ours["rank"], ours["size"]) != (world.rank, world.size):
         raise MisuseError(
             f"this optimizer state was saved by rank {ours['rank']} of {ours['size']} and is being loaded by rank "
-            f"{world.rank} of {world.size}: load it on the same rank of as many ranks"
+            f"{world.rank} of {world.size}: load it on the same rank, with the same number of ranks"
         )
     sizes = [len(group["params"]) for group in groups]
     wanted = [len(group["params"]) for group in updater.user_groups]
     if sizes != wanted:
-        raise MisuseError(f"param_groups have {sizes} parameters in the state and {wanted} in this optimizer")
+        raise MisuseError(f"param_groups have {sizes} parameters in the state, but {wanted} in this optimizer")
     saved = {p: state_dict["state"].get(number, {}) for number, p in enumerate(updater.param_group_of)}
     for spans in updater.spans.values():
         for parameter, places in spans.by_parameter().items():
@@ -100,13 +100,13 @@ def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, An
             for key, value in saved[parameter].items():
                 if _is_long(value) and value.dim() > 1 and value.shape != parameter.shape:
                     raise MisuseError(
-                        f"state {key!r} has shape {tuple(value.shape)} and its parameter {tuple(parameter.shape)}: it "
-                        "was saved from another model, or its parameters are in another order"
+                        f"state {key!r} has shape {tuple(value.shape)}, but its parameter {tuple(parameter.shape)}: it "
+                        "was saved from another model, or with the parameters in another order"
                     )
                 if _is_long(value) and value.numel() != stop - start:
                     raise MisuseError(
                         f"state {key!r} of a parameter of shape {tuple(parameter.shape)} has {value.numel()} elements, "
-                        f"this rank's interval has {stop - start}: it was saved from another model, stage or world size"
+                        f"but this rank's interval has {stop - start}: it is from another model, stage or world size"
                     )
     for user, group in zip(updater.user_groups, groups, strict=True):
         user.update({**group, "params": user["params"]})

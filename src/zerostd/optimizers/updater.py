@@ -78,8 +78,8 @@ class Updater:
         if foreign or len(set(members)) < len(members):
             raise MisuseError(
                 f"param_groups have {len(foreign)} parameters that this optimizer was not prepared with, or one twice: "
-                "shards are laid out already. Put all parameters into the optimizer before zerostd.prepare; those "
-                "that should train later can have lr=0 until then"
+                "shards are already laid out. Put all parameters into the optimizer before zerostd.prepare; use lr=0 "
+                "for parameters that should train later"
             )
         if self.offload is not None:
             self.offload.drain()

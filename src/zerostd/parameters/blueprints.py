@@ -137,7 +137,7 @@ def check_model(model: nn.Module) -> None:
         _check_wrapper(name, module)
         if MARK in module.__dict__ or GUARD in module.__dict__:
             where = f"its submodule {name!r}" if name else "it"
-            raise PrepareError(f"the model cannot be prepared: {where} is prepared already; zerostd.release it first")
+            raise PrepareError(f"the model cannot be prepared: {where} is already prepared; zerostd.release it first")
     parameters = list(model.named_parameters())
     if not parameters:
         raise PrepareError("the model has no parameters, so there is nothing to prepare")
@@ -149,7 +149,7 @@ def check_model(model: nn.Module) -> None:
     if len(places) > 1:
         (first, a), (second, b) = list(places.items())[:2]
         raise PrepareError(
-            f"the model lies on two devices: {a!r} on {first} and {b!r} on {second}; move it with model.to(device)"
+            f"the model is on two devices: {a!r} on {first} and {b!r} on {second}; move it with model.to(device)"
         )
     _check_shared_storage(parameters)
 
@@ -161,7 +161,7 @@ def _check_wrapper(name: str, module: nn.Module) -> None:
         where = f"submodule {name!r} of the model" if name else "the model"
         raise PrepareError(
             f"{where} is wrapped in {wrappers[0]}, which {WRAPPERS[wrappers[0]]} as zerostd does: delete the line that "
-            f"wraps it and pass the plain module, and write model for model.module. zerostd.prepare replaces "
+            f"wraps it, pass the plain module, and write model instead of model.module. zerostd.prepare replaces "
             f"{wrappers[0]}"
         )
 
@@ -209,8 +209,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise PrepareError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if type(optimizer).__module__.startswith("horovod."):
         raise PrepareError(
-            "the optimizer is Horovod's DistributedOptimizer, which reduces gradients as zerostd does: pass the one "
-            "inside it; or keep the script and write import zerostd.horovod as hvd for import horovod.torch as hvd"
+            "the optimizer is Horovod's DistributedOptimizer, which reduces gradients as zerostd does: pass the torch "
+            "optimizer; or keep the script and import zerostd.horovod as hvd instead of horovod.torch"
         )
     known = set(model.parameters())
     for index, group in enumerate(optimizer.param_groups):

@@ -51,12 +51,12 @@ READERS = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__}  # o
 
 
 def empty_init() -> EmptyInit:
-    """Context in which models take no memory: `with zerostd.empty_init(): model = Model()`, whatever its size.
+    """Build models of any size without memory: `with zerostd.empty_init(): model = Model()`.
 
-    Parameters come out on the meta device and get their values when the model is prepared, each on its owner, from the
-    initialisation that ran in the context. Code that looks at values (masks, tables, `.item()`) works: small tensors
-    are real, and what is asked for is computed. Run all initialisation, and casts such as `model.to(torch.bfloat16)`,
-    inside: afterwards there is nothing they could write to.
+    Parameters are on the meta device until `prepare` gives them the values of the initialisation that ran in the
+    context, each on the rank that keeps it. Code that reads values (masks, tables, `.item()`) works: small tensors are
+    real, and other values are computed on demand. Run all initialisation, and casts such as `model.to(torch.bfloat16)`,
+    inside the context: afterwards there are no values to change.
     """
     return EmptyInit()  # type: ignore[no-untyped-call]
 
@@ -89,12 +89,12 @@ def make_real(name: str, tensor: torch.Tensor, *, seed: int, device: torch.devic
     history = history_of(tensor)
     if history is None:
         raise PrepareError(
-            f"parameter {name!r} is on the meta device without a recorded initialisation; build it under "
-            "zerostd.empty_init(), casts such as model.to(dtype) included, or give it values first"
+            f"parameter {name!r} is on the meta device without a recorded initialisation; build the model, and "
+            "cast it with model.to(dtype), under zerostd.empty_init(), or give the parameter values first"
         )
     if version_of(tensor) != history.versions.get(id(tensor), version_of(tensor)):
         raise PrepareError(
-            f"parameter {name!r} was changed after empty_init(), when it had no memory to change; move the "
+            f"parameter {name!r} was changed after empty_init(), when it had no memory; move the "
             "initialisation inside the context or use zerostd.gathered(model, write=True)"
         )
     storage = replay(history, seed, device)
@@ -251,7 +251,7 @@ def _stand_in(leaf: Any) -> Any:
     """Return what recorded calls hold for an operand: of a real tensor a copy if it is small, else itself, which must
     not change."""
     if isinstance(leaf, torch.Generator):
-        raise NotSupportedError("empty_init() cannot record draws from a torch.Generator of your own; leave it out")
+        raise NotSupportedError("empty_init() cannot record draws from your own torch.Generator; leave it out")
     if history := history_of(leaf):
         return DeferredTensor.of(leaf, history)
     return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.nbytes <= LARGE_BYTES else leaf

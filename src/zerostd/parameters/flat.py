@@ -215,7 +215,7 @@ class Flat:
             return
         if not storage.resizable():
             warnings.warn(
-                f"the memory of {self.layout.intervals[0].name!r} and its neighbours stays: a numpy array still uses "
+                f"the memory of {self.layout.intervals[0].name!r} and its neighbours is not freed: a numpy array uses "
                 "it. Copy gathered parameters before you convert them: parameter.detach().clone().numpy()",
                 RuntimeWarning,
                 stacklevel=2,

@@ -55,7 +55,7 @@ class GradientHandle(torch.Tensor):
     def ops(self) -> Any:
         ops = self._ops()
         if ops is None:
-            raise MisuseError(f"the gradient of {self.of!r} is gone with its model; keep a reference to the model")
+            raise MisuseError(f"the gradient of {self.of!r} was freed with its model: keep a reference to the model")
         return ops
 
     def take_incoming(self) -> torch.Tensor:

@@ -105,7 +105,7 @@ class ParameterSource:
     def access(self) -> Access:
         access = self.parameter.__dict__[ACCESS]()
         if access is None:
-            raise MisuseError("a parameter of a prepared model was used after the model was gone: keep the model")
+            raise MisuseError("a parameter was used after its model was deleted: keep a reference to the model")
         return cast(Access, access)
 
     def read(self) -> torch.Tensor:
@@ -139,12 +139,12 @@ class PreparedParameter(nn.Parameter):
             raise MisuseError(
                 f"p.data = a tensor of shape {tuple(values.shape)}, {values.dtype} on {values.device}: the parameter "
                 f"has shape {tuple(self.shape)}, {self.dtype} on {self.device}, which a prepared model cannot change. "
-                "Do it before zerostd.prepare, or zerostd.release the model first"
+                "Assign it before zerostd.prepare, or zerostd.release the model first"
             )
         if isinstance(values, LentTensor) and values.source not in (None, self.source):
             raise MisuseError(
-                "p.data = the data of another parameter: in torch the two would share memory from then on, which those "
-                "of a prepared model cannot. Copy with p.data.copy_(q.data), or tie them before zerostd.prepare"
+                "p.data = the data of another parameter: in torch the two would share memory, but parameters of a "
+                "prepared model cannot. Copy with p.data.copy_(q.data), or tie them before zerostd.prepare"
             )
         for reference in self.__dict__.pop(LENT, ()):
             lent = reference()
@@ -186,8 +186,8 @@ class PreparedParameter(nn.Parameter):
     def resize_(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: parameters of a prepared model keep their memory."""
         raise MisuseError(
-            "p.set_() or p.resize_() on a parameter of a prepared model, which cannot have other memory: write values "
-            "with p.copy_(values) under torch.no_grad(), or zerostd.release the model first"
+            "p.set_() or p.resize_() would give a parameter of a prepared model other memory: write values with "
+            "p.copy_(values) under torch.no_grad(), or zerostd.release the model first"
         )
 
     resize_as_ = resize_
@@ -280,13 +280,13 @@ class ReleasedDTensor(ReleasedParameter):
     def data(self) -> torch.Tensor:
         """Refused: what is written to it would be lost."""
         raise MisuseError(
-            "p.data of a DTensor whose values are elsewhere: read it with p.detach(), write to it with p.copy_(values) "
+            "p.data of a DTensor that is not gathered: read it with p.detach(), write to it with p.copy_(values) "
             "under torch.no_grad(), or use zerostd.gathered(module)"
         )
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        raise MisuseError("p.data = a tensor, of a DTensor: write p.copy_(values) under torch.no_grad()")
+        raise MisuseError("p.data of a DTensor cannot be assigned: write p.copy_(values) under torch.no_grad()")
 
     def detach(self) -> torch.Tensor:
         """Return a copy of the values outside autograd."""

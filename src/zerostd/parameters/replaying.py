@@ -165,7 +165,7 @@ def _do_again(call: RecordedCall, storages: dict[StorageHistory, torch.UntypedSt
 
     for tensor, version in call.versions:
         if version_of(tensor) != version:
-            raise PrepareError(f"a tensor {tuple(tensor.shape)} was changed after parameters copied it; pass its clone")
+            raise PrepareError(f"a tensor {tuple(tensor.shape)} was changed after parameters copied it; pass a clone")
     args, kwargs = tree_map(real, call.operands)
     results = tree_leaves(call.function(*args, **kwargs)) if call.function not in UNINITIALISED else ()
     taken = [leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]

@@ -33,7 +33,7 @@ from zerostd.policy import MOST_RANKS, Budget, Kind, Stage, Tier, shards
 
 NUM_GATHERED = 3  # groups that are whole at once: the one at work, the next, and in backward the one before
 NUM_STAGING = 2  # groups whose gradients are on their way
-NO_WIRES = "The machine profile has no wires, so time of collectives is not in the plan."
+NO_WIRES = "The machine profile has no wires, so the plan leaves out the time of collectives."
 NOWHERE = MachineProfile("nowhere", "none", {"any": 1.0}, 0.0, {}, Processor(1, {1: 1.0}, 1.0), None)  # counts bytes
 MOST_TRIED = 8  # divisions of a batch into passes
 ALMOST = 0.01  # of a step
@@ -128,7 +128,7 @@ def _divided(model: ModelProfile, use: TrainingOptions) -> list[tuple[int | None
         return [*divisions(batch)]
     if batch % (samples or passes or 1) or (samples and passes and samples * passes != batch):
         raise PrepareError(
-            f"a batch of {batch} cannot be {samples or 'some'} samples in each of {passes or 'some'} passes: give "
+            f"a batch of {batch} cannot be divided into {passes or 'some'} passes of {samples or 'some'} samples: give "
             "numbers that divide it, or only the batch"
         )
     return [(samples or batch // (passes or 1), passes or batch // (samples or 1))]
@@ -233,17 +233,17 @@ def _working(request: PlanRequest, *, gathers: bool) -> int:
 
 def _notes(request: PlanRequest, use: TrainingOptions) -> Iterator[str]:
     if not request.model.knows_time:
-        yield "The batch is not known, so time to compute is not in the plan and activations are not either."
+        yield "The batch is not known, so the plan leaves out the time to compute and activations."
         if use.budget.device is None:
-            yield f"{FOR_ACTIVATIONS:.0%} of the device is left to activations."
+            yield f"{FOR_ACTIVATIONS:.0%} of the device is left for activations."
     if request.num_replicas > 1:
         shape = (request.num_replicas, request.world_size)
         yield (
-            f"Every {request.world_size} neighbours share one replica of the model state, for the wire between them is "
+            f"Every {request.world_size} neighbours share one replica of the model state, as the wire between them is "
             f"faster: prepare(mesh=init_device_mesh({request.machine.device!r}, {shape}))."
         )
     if Tier.DISK not in request.limits:
-        yield "The disk is not used: it was not named, or the machine profile has none."
+        yield "The disk is not used: no directory was given, or the machine profile has no disk."
     if request.world_size > 1 and not request.machine.wires:
         yield NO_WIRES
     if use.accumulate is None and not (use.clips or use.scales_loss):
@@ -259,7 +259,7 @@ def limits_of(
     """Return the bytes that one rank may use of each tier."""
     if machine.disk is None and budget.disk is not None:
         raise PrepareError(
-            f"a budget of {budget.disk} of the disk, but nothing is known of one: name a directory with --disk-path, "
+            f"the budget has {budget.disk} of disk, but no disk is known: name a directory with --disk-path, "
             "or describe `disk` in the machine profile"
         )
     return limits_for(
@@ -316,14 +316,13 @@ def scaling(
     """
     if model.samples is None and not any(group.forward_flops for group in model.groups):
         raise PrepareError(
-            "scaling needs to know the samples of one pass and what they cost: let the function return "
-            "(model, optimizer, batch)"
+            "scaling needs the samples of one pass and their cost: let the function return (model, optimizer, batch)"
         )
     rows = []
     for size in sorted(set(worlds)):
         of_world = replace(use or TrainingOptions(), world_size=size)
         if samples_per_step is not None and samples_per_step < size:
-            refused = f"a step of {samples_per_step} samples has none for some of {size} ranks"
+            refused = f"a step of {samples_per_step} samples is too small for {size} ranks"
             rows.append(ScalingRow(size, refused=refused))
         else:
             rows.append(_best_row(model, machine, of_world, samples_per_step))

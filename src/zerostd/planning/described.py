@@ -119,7 +119,7 @@ def _check(**given: int | None) -> None:
 
 def _check_layers(layers: int) -> int:
     if layers > MOST_LAYERS:
-        raise PrepareError(f"{layers:,} layers are more than {MOST_LAYERS:,}: correct layers=, hidden= or the size")
+        raise PrepareError(f"{layers:,} layers exceed the limit of {MOST_LAYERS:,}: correct layers=, hidden= or size")
     return layers
 
 
@@ -206,8 +206,8 @@ def from_config(path: str | Path, *, sequence: int | None = None, samples: int |
 
 def _unknown(file: Path, kind: Any) -> PrepareError:
     return PrepareError(
-        f"{file}: model_type {reprlib.repr(kind)} is not known here as a transformer; give a function that builds the "
-        "model as `module:function` instead, or its size in numbers such as '7.5B'"
+        f"{file}: model_type {reprlib.repr(kind)} is not a known transformer; give a function that builds the "
+        "model as `module:function` instead, or its size, such as '7.5B'"
     )
 
 
@@ -217,7 +217,7 @@ def _build(file: Path, kind: Any, fields: dict[str, Any]) -> Any:
         import torch
         import transformers
     except ImportError as error:
-        raise PrepareError(f"{file}: reading it takes transformers ({error}): pip install transformers") from None
+        raise PrepareError(f"reading {file} needs transformers ({error}): pip install transformers") from None
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise _unknown(file, kind)
     fields = {name: value for name, value in fields.items() if name != "auto_map"}  # nobody's own code

@@ -36,7 +36,7 @@ FIELDS = (
 )
 DOES = {
     "recompute": "recompute them in",
-    "recompute+host": "recompute them, from inputs on the host, in",
+    "recompute+host": "recompute them from inputs on the host in",
     "host": "send them to the host in",
     "keep": "keep them in",
 }
@@ -61,9 +61,9 @@ WORDS = {
 class Prediction:
     """The predicted cost of a plan on one rank."""
 
-    step_s: float | None = None  # None: nobody said how large a batch is
-    compute_s: float | None = None  # of it the device is busy
-    clipped_s: float | None = None  # a step whose gradients are clipped, where updates begin before that is known
+    step_s: float | None = None  # None: the size of a batch is not known
+    compute_s: float | None = None  # the part of it in which the device computes
+    clipped_s: float | None = None  # a clipped step, where updates begin before the norm is known
     bytes: Mapping[Tier, Mapping[Kind, int]] = field(default_factory=dict)  # at their peak
     busy: Mapping[str, float] = field(default_factory=dict)  # seconds of work in a step, by resource
     prices: Mapping[Tier, float] = field(default_factory=dict)  # seconds a step is shorter for a byte of the next GiB
@@ -74,7 +74,7 @@ class Prediction:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples a second of a model that is not updated: tokens, where a pass makes one for each sequence."""
+        """Return samples per second of a model that is not trained: tokens, if a pass makes one for each sequence."""
         return self.samples / self.step_s if self.samples and self.step_s else None
 
     @property
@@ -85,7 +85,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate, and the steps that were made with it."""
+    """A candidate plan, with the predicted and the measured time of its steps."""
 
     name: str  # what sets it apart
     predicted_s: float | None  # of a step
@@ -94,38 +94,38 @@ class Trial:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where state is kept, by which route it is updated, and the predicted cost.
+    """Says where state is kept, by which route it is updated, and the predicted cost.
 
-    `homes` and `activations` are by name of group, or by a glob of names. One written by hand is obeyed like any
-    other.
+    The keys of `homes` and `activations` are names of groups, or globs of names. You may also write a plan by hand:
+    only `homes` is required.
     """
 
     homes: Mapping[str, Homes]
     stage: Stage = Stage.PARAMETERS
     world_size: int = 1
     speculate: bool = False
-    adaptive: bool = True  # may be revised while training, as it is found wrong
-    codec: Mapping[str, str] = field(default_factory=dict)  # as of a Placement
+    adaptive: bool = True  # may be revised during training, when it proves wrong
+    codec: Mapping[str, str] = field(default_factory=dict)  # as in a Placement
     predicted: Prediction = field(default_factory=Prediction)
     limits: Mapping[Tier, int] = field(default_factory=dict)  # bytes it was made for
-    notes: tuple[str, ...] = ()  # why it is as it is, and what was refused
-    activations: Mapping[str, str] = field(default_factory=dict)  # of WAYS; empty: as the model does
+    notes: tuple[str, ...] = ()  # reasons for it, and what was refused
+    activations: Mapping[str, str] = field(default_factory=dict)  # of WAYS; empty: as the model itself does it
     trials: tuple[Trial, ...] = ()  # candidates that training measured, this one first
     spans: tuple[Span, ...] = field(default=(), repr=False, compare=False)  # of a simulated step; not in its JSON
 
     def __post_init__(self) -> None:
         for name, way in self.activations.items():
             if way not in WAYS:
-                raise PrepareError(f"activations of {name!r} are {way!r}, and can be {', '.join(WAYS)}")
+                raise PrepareError(f"activations of {name!r} are {way!r}; use one of {', '.join(WAYS)}")
 
     @property
     def is_untried(self) -> bool:
-        """Whether it was made without a batch, and recomputes until a pass has shown what activations take."""
+        """Return whether it was made without a batch, and recomputes until a pass has shown the size of activations."""
         recomputes = len(self.activations) == 1 and self.activations.get("*") in RECOMPUTED
         return recomputes and self.predicted.step_s is None and bool(self.limits)
 
     def homes_of(self, group: str) -> Homes:
-        """Return the homes of one group, by its name or by the first glob that fits it."""
+        """Return the homes of one group, by its name or by the first glob that matches it."""
         homes: Homes | None = _by_name(self.homes, group)
         if homes is None:
             raise PrepareError(
@@ -135,12 +135,12 @@ class Plan:
         return homes
 
     def activations_of(self, group: str) -> str | None:
-        """Return what one group does with its activations, one of WAYS; None: the plan does not say."""
+        """Return how one group handles its activations, one of WAYS; None if the plan does not say."""
         way: str | None = _by_name(self.activations, group)
         return way
 
     def placement(self, sizes: Mapping[str, float]) -> Placement:
-        """Return the plan in shares of the whole, for groups of these sizes: what is shown and checked."""
+        """Return the plan as a placement, in shares of the whole model, for groups of these sizes."""
         if not sizes:
             return Placement(speculate=self.speculate, codec=self.codec)
         total = sum(sizes.values()) or 1.0
@@ -167,7 +167,7 @@ class Plan:
         )
 
     def to_json(self) -> str:
-        """Return it as text that from_json takes."""
+        """Return the plan as JSON, which `from_json` reads."""
         data = asdict(self)
         if list(self.activations) == ["*"]:
             data["activations"] = self.activations["*"]
@@ -175,27 +175,27 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "plan") -> Self:
-        """Read what to_json wrote. Of a plan written by hand only `homes` must be there."""
+        """Read a plan from JSON. A plan written by hand needs only `homes`."""
         data = decode(text, dict[str, Any], what=source, error=PrepareError, remedy=REMEDY)
         version = data.pop("version", VERSION)
         if version != VERSION:
-            raise PrepareError(f"{source}: it has version {version!r}, and this zerostd reads {VERSION}; {REMEDY}")
+            raise PrepareError(f"{source} has version {version!r}, but this zerostd reads {VERSION}; {REMEDY}")
         if isinstance(data.get("activations"), str):
             data["activations"] = {"*": data["activations"]}
         return convert(data, cls, what=source, error=PrepareError, remedy=REMEDY, refuse_unknown=True)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file."""
+        """Write the plan to a file."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read it from a file."""
+        """Read a plan from a file."""
         text = read_document(path, what=f"the plan {path}", error=PrepareError, remedy=REMEDY)
         return cls.from_json(text, f"the plan {path}")
 
     def explain(self) -> str:
-        """Return the plan in words and a table."""
+        """Return the plan as a table and sentences."""
         return "\n".join([*_table(self), "", *_sentences(self)])
 
 
@@ -235,7 +235,7 @@ def _sentences(plan: Plan) -> list[str]:
     if plan.codec:
         coded = ", ".join(f"{what.replace('_', ' ')} as {codec}" for what, codec in plan.codec.items())
         is_exact = set(plan.codec.values()) == {LOSSLESS}
-        lines.append(f"Coded: {coded}." + ("" if is_exact else " Results are not those of exact=True."))
+        lines.append(f"Coded: {coded}." + ("" if is_exact else " Results differ from those with exact=True."))
     if plan.activations:
         lines.append(f"Activations: {'; '.join(_activations_in_words(plan.activations))}.")
     if predicted.step_s is not None and predicted.step_s > 0:
@@ -249,16 +249,16 @@ def _sentences(plan: Plan) -> list[str]:
         )
         if predicted.samples_per_s is not None:
             lines.append(
-                f"That is {rate_text(predicted.samples_per_s)} samples a second, or as many tokens where a pass makes "
-                "one for each sequence."
+                f"That is {rate_text(predicted.samples_per_s)} samples per second, or as many tokens if each pass "
+                "generates one token per sequence."
             )
         if predicted.clipped_s is not None:
-            clipped = f"A step whose gradients are clipped takes {predicted.clipped_s:.3g} s."
+            clipped = f"A clipped step takes {predicted.clipped_s:.3g} s."
             lines.append(f"Updates begin before the norm is known. {clipped}")
         for tier in Tier:
             gain = predicted.prices.get(tier, 0.0) * GIB
             if tier in plan.limits and predicted.samples is None:
-                worth = f"would save {gain * 1e3:.2g} ms a step" if gain > 1e-6 else "would change nothing"
+                worth = f"would save {gain * 1e3:.2g} ms a step" if gain > 1e-6 else "would not shorten the step"
                 lines.append(f"One more GiB of the {tier.value} {worth}.")
     if plan.trials:
         measured = (f"{trial.name} {trial.measured_s:.3g} s" for trial in plan.trials)

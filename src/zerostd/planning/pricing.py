@@ -100,7 +100,7 @@ def _if_recomputed(solution: Solution) -> Iterator[str]:
         count = sum(len(cost.members) for cost, share in changed.pairs if way_of(share) != "keep")
         yield (
             f"Recomputing the activations of {count} of {len(request.model.groups)} groups with "
-            f"torch.utils.checkpoint would make a step {gain:.0%} shorter: it leaves more of the device to model state."
+            f"torch.utils.checkpoint would make a step {gain:.0%} shorter: it frees device memory for model state."
         )
 
 
@@ -130,15 +130,15 @@ def _about_activations(solution: Solution) -> Iterator[str]:
         if again_s > 0:
             prices.append(f"{again_s:.3g} s of arithmetic a step")
         if sent > 0:
-            prices.append(f"{size_text(sent)} of the host, over the link and back in every pass")
+            prices.append(f"{size_text(sent)} of host memory, sent over the link and back in every pass")
         instead = f"{size_text(held)} of the device instead of {size_text(kept)}"
-        yield f"Activations take {instead}, for {' and '.join(prices)}."
+        yield f"Activations take {instead}, at the cost of {' and '.join(prices)}."
 
 
 def if_most_are_clipped(plan: Plan, without_s: float) -> Iterator[str]:
     """Yield what a plan that speculates costs where most steps are clipped, if one that does not takes `without_s`."""
     if (plan.predicted.clipped_s or 0.0) > without_s * (1 + WORTH_SAYING):
         yield (
-            f"Without speculating each step takes {without_s:.3g} s, clipped or not: if most are, leave accumulate= "
+            f"Without speculation every step takes {without_s:.3g} s. If most steps are clipped, leave accumulate= "
             "out of prepare."
         )

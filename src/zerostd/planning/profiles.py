@@ -88,7 +88,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """One rank's machine: what the planner knows of the hardware."""
+    """Describes the machine of one rank for the planner."""
 
     name: str  # of the device and the processor; what a cached profile is checked against
     device: str
@@ -107,21 +107,21 @@ class MachineProfile:
     def __post_init__(self) -> None:
         for name, table in (("matrix", self.matrix), ("processor.update_ns", self.processor.update_ns)):
             if not table:
-                raise PrepareError(f"machine profile: {name} is {table!r}, and must have fields")
+                raise PrepareError(f"machine profile: {name} is {table!r}, but must have fields")
         for name, value in _leaves("", asdict(self)):
             is_number = isinstance(value, int | float)
             if is_number and not (math.isfinite(value) and value >= 0):
                 raise PrepareError(f"machine profile: {name} is {value!r}; rates, times and bytes are numbers >= 0")
             if DIVISORS.fullmatch(name) and not (is_number and value):
-                raise PrepareError(f"machine profile: {name} is {value!r}, and must be a number above 0")
+                raise PrepareError(f"machine profile: {name} is {value!r}, but must be a number above 0")
 
     def to_json(self) -> str:
-        """Return it as text that from_json takes."""
+        """Return the profile as JSON, which `from_json` reads."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "machine profile") -> Self:
-        """Read what to_json wrote; an error names the field that is missing, unknown or not what it must be."""
+        """Read a profile from JSON; an error names the field that is missing, unknown or invalid."""
         data = decode(text, dict[str, Any], what=source, error=PrepareError, remedy=REMEDY)
         return convert(_whole(data), cls, what=source, error=PrepareError, remedy=REMEDY, refuse_unknown=True)
 

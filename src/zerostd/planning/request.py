@@ -91,8 +91,8 @@ class PlanRequest:
     def __post_init__(self) -> None:
         if self.activations and not self.ways:
             raise PrepareError(
-                "activations can rest on the host only where the device has memory of its own and the host may be "
-                "used: let them be kept or recomputed too"
+                "activations can be kept on the host only if the device has its own memory and the host may be used: "
+                "also allow keep or recompute"
             )
 
     @cached_property

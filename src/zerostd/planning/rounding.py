@@ -190,7 +190,7 @@ def explain_missing(request: PlanRequest, counted: Sequence[Mapping[Tier, float]
     else:
         whole = _of_tiers(larger[0])
         largest = max(cost.gathered for cost in request.costs)
-        where = f"{whole} is missing, since groups move as a whole (the largest has {int(largest)} bytes)"
+        where = f"{whole} is missing, because groups move as a whole (the largest has {int(largest)} bytes)"
     return (
         f"no placement fits {request.model.numel / 1e9:.4g} B parameters at stage {request.stage.value} on "
         f"{request.world_size} rank(s) into {limits} each: {where}. What would fit: "
@@ -237,7 +237,7 @@ def _fewer_activations(request: PlanRequest) -> Iterator[str]:
         yield f"{samples} samples in a pass instead of {model.samples}"
     recomputed = recomputed_bytes(model)
     if recomputed is not None:
-        enough = "" if recomputed <= room else ": not enough by itself"
+        enough = "" if recomputed <= room else ": not enough on its own"
         yield f"recomputed activations, which take {size_text(activations - recomputed)} less{enough}"
 
 

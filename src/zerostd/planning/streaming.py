@@ -85,7 +85,7 @@ def describe_pass(tiers: Mapping[str, Tier], sizes: Mapping[str, int]) -> tuple[
     if not off:
         return ("Everything fits on the device, so nothing has to move.",)
     stays = f"{size_text(held[Tier.DEVICE])} of parameters stay on the device"
-    return (f"{stays}; in every pass {' and '.join(off)} pass through it.",)
+    return (f"{stays}; every pass streams {' and '.join(off)} through it.",)
 
 
 def explain_pass(
@@ -99,15 +99,15 @@ def explain_pass(
             limit = limits.get(tier, 0)
             beside = ""
             if tier is Tier.DEVICE:
-                beside = f": {size_text(held[tier])} stay there, and groups on their way through it take the rest"
+                beside = f": {size_text(held[tier])} stay there, and groups in transit take the rest"
             needed = f"{size_text(limit + size)} ({limit + size} bytes){beside}"
-            parts.append(f"the {tier.value} must hold {needed}, and the limit is {size_text(limit)}")
+            parts.append(f"the {tier.value} must hold {needed}, but the limit is {size_text(limit)}")
     remedies = [f"Budget({tier.value}={limits.get(tier, 0) + size})" for tier, size in over.items() if size > 0]
     if Tier.DISK not in limits and over.get(Tier.HOST, 0) > 0:
         remedies.append("a disk, with Budget(disk_path=...)")
     if over.get(Tier.DEVICE, 0) > 0:
         remedies.append("smaller groups, with groups=[...]")
     return (
-        f"{size_text(sum(sizes.values()))} of parameters fit nowhere: {'; '.join(parts)}. What would help: "
+        f"{size_text(sum(sizes.values()))} of parameters do not fit: {'; '.join(parts)}. What would help: "
         f"{'; or '.join(remedies)}"
     )

@@ -154,8 +154,8 @@ def _check_device(need: Demand, budget: Budget) -> None:
     if budget.device is not None and on_device > parse_bytes(budget.device):
         raise PrepareError(
             f"the model state needs {on_device / 2**30:.3f} GiB on the device ({_parts(need, Tier.DEVICE)}; "
-            f"gathered groups and activations come on top), and Budget(device={budget.device!r}) allows less: place "
-            "more of it with Placement(optimizer_states='host')"
+            f"gathered groups and activations come on top), but Budget(device={budget.device!r}) allows less: keep "
+            "less on the device, as with Placement(optimizer_states='host')"
         )
 
 

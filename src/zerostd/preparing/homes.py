@@ -332,8 +332,8 @@ def _explain_far(groups: list[list[FlatPlan]], kind: Kind, placement: Placement)
     largest = max(sizes, key=lambda name: sizes[name])
     part = sizes[largest] / sum(sizes.values())
     return (
-        f"Placement({kind.value}={getattr(placement, kind.value)!r}) cannot be honoured: what travels together is in "
-        f"one tier, and {largest!r} alone is {part:.0%} of the {kind.value}. The nearest is {nearest}: use that, or "
+        f"Placement({kind.value}={getattr(placement, kind.value)!r}) is not possible: whole parameters stay in one "
+        f"tier, and {largest!r} alone is {part:.0%} of the {kind.value}. The nearest is {nearest}: use that, or "
         "one tier"
     )
 

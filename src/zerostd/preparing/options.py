@@ -29,17 +29,17 @@ CODECS = coded_wires.CODECS | {"optimizer_states": ("int8",), "parameters": (LOS
 def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Settings:
     """Refuse options that cannot be honoured, and return them with the states that the optimizer keeps."""
     if settings.plan is not None and (settings.stage is not None or settings.placement is not None):
-        raise PrepareError("plan= says what stage= and placement= would: leave them out, or the plan")
+        raise PrepareError("plan= replaces stage= and placement=: leave them out, or the plan")
     accumulate = settings.accumulate
     if accumulate is not None and (isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1):
         raise PrepareError(f"accumulate={accumulate!r} must be a whole number of backward passes, 1 or more")
     if settings.reduce not in ("mean", "sum"):
-        raise PrepareError(f"reduce={settings.reduce!r} must be 'mean' or 'sum' of the gradients of all ranks")
+        raise PrepareError(f"reduce={settings.reduce!r} must be 'mean' or 'sum', of gradients over ranks")
     if not isinstance(settings.exact, bool):
-        raise PrepareError(f"exact={settings.exact!r} must be True, or False to allow what changes results")
+        raise PrepareError(f"exact={settings.exact!r} must be True, or False to allow lossy codes")
     norm = settings.max_grad_norm
     if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0):
-        raise PrepareError(f"max_grad_norm={norm!r} must be a positive number; leave it out for no clipping")
+        raise PrepareError(f"max_grad_norm={norm!r} must be a positive number; leave it out to train without clipping")
     check_model(model)
     settings = replace(settings, has_optimizer=optimizer is not None)
     if optimizer is not None:
@@ -65,7 +65,7 @@ def target_device(model: nn.Module, device: torch.device | str) -> torch.device:
     check_model(model)
     device = parse_device(device)
     if any(p.device.type == "meta" for p in model.parameters()) and device_of(model).type != device.type:
-        raise PrepareError(f"a model built under empty_init goes to {device_of(model)}, not to {device}")
+        raise PrepareError(f"device={device}: a model of empty_init goes to {device_of(model)}; leave device out")
     return choose_device(device)
 
 
@@ -73,11 +73,11 @@ def _check_servers(settings: Settings, *, has_optimizer: bool) -> None:
     """Refuse options that do not go with parameter servers."""
     servers = settings.servers
     if isinstance(servers, bool) or not isinstance(servers, int) or servers < 1:
-        raise PrepareError(f"servers={servers!r} must be a whole number of ranks, the last ones; leave it out for none")
+        raise PrepareError(f"servers={servers!r} must be a whole number of ranks; leave it out for no servers")
     given = {"stage": settings.stage, "plan": settings.plan, "mesh": settings.mesh}
     for name, value in given.items():
         if value is not None:
-            raise PrepareError(f"servers={servers} with {name}=: servers hold what {name}= would place; leave it out")
+            raise PrepareError(f"servers={servers} does not work with {name}=: servers hold the state; leave it out")
     if not has_optimizer:
         raise PrepareError(f"servers={servers} needs the optimizer, which the servers run: pass it to prepare")
     if settings.precision.scales_loss:
@@ -86,8 +86,8 @@ def _check_servers(settings: Settings, *, has_optimizer: bool) -> None:
     for kind in (Kind.PARAMETERS, Kind.GRADIENTS):
         if set(placement.shares(kind)) != {Tier.DEVICE}:
             raise NotSupportedError(
-                f"Placement({kind.value}={getattr(placement, kind.value)!r}) with servers={servers}: workers keep them "
-                "on the device; place optimizer_states and activations only"
+                f"Placement({kind.value}={getattr(placement, kind.value)!r}) with servers={servers}: workers keep it "
+                "on the device; place only optimizer_states and activations"
             )
     if placement.speculate:
         raise NotSupportedError(f"Placement(speculate=True) does not work with servers={servers}")
@@ -107,8 +107,8 @@ def for_role(settings: Settings, world: World) -> Settings:
         )
     if world.device.type != "cpu":
         raise PrepareError(
-            f"rank {world.link.rank} is one of {settings.servers} servers, the last ranks, and its model is on "
-            f"{world.device}: leave the models of servers on the CPU"
+            f"rank {world.link.rank} is one of {settings.servers} servers, but its model is on {world.device}: leave "
+            "the models of servers (the last ranks) on the CPU"
         )
     placement = replace(given, activations="device", same_activations=None)
     return replace(settings, stage=Stage.PARAMETERS, placement=placement, accumulate=None)
@@ -118,7 +118,7 @@ def check_placement(settings: Settings, placement: Placement) -> None:
     """Refuse what cannot be honoured, before anything is looked at."""
     if not settings.has_optimizer and set(placement.shares(Kind.OPTIMIZER_STATES)) != {Tier.DEVICE}:
         raise PrepareError(
-            f"Placement(optimizer_states={placement.optimizer_states!r}) needs the optimizer, to know what it keeps: "
+            f"Placement(optimizer_states={placement.optimizer_states!r}) needs the optimizer, to know its states: "
             "pass it to prepare"
         )
     if placement.speculate and (settings.accumulate is None or settings.max_grad_norm is None):
@@ -139,9 +139,7 @@ def _check_codec(settings: Settings, placement: Placement) -> None:
         raise PrepareError(f"Placement(codec={placement.codec!r}) must be a dict, such as {{'reduce': 'int8'}}")
     for name, codec in placement.codec.items():
         if codec not in CODECS.get(name, ()):
-            raise PrepareError(
-                f"Placement(codec={placement.codec!r}): no codec {codec!r} for {name!r}; there are {CODECS}"
-            )
+            raise PrepareError(f"Placement(codec={placement.codec!r}): no codec {codec!r} for {name!r}; use {CODECS}")
     if LOSSLESS in placement.codec.values():
         coder()
     if settings.exact and set(placement.codec.values()) - {LOSSLESS}:
@@ -158,8 +156,8 @@ def _check_codec(settings: Settings, placement: Placement) -> None:
         )
     if placement.codec.get("reduce") == "int4" and settings.precision.scales_loss:
         raise PrepareError(
-            "Placement(codec={'reduce': 'int4'}) does not work with precision='fp16': what coding loses is added to "
-            "the next gradient, whose loss scale may be another; use 'int8' or precision='bf16'"
+            "Placement(codec={'reduce': 'int4'}) does not work with precision='fp16': the rounding error is added to "
+            "the next gradient, whose loss scale may differ; use 'int8' or precision='bf16'"
         )
 
 
@@ -175,18 +173,18 @@ def _check_coded_states(settings: Settings, model: nn.Module, optimizer: torch.o
     """Refuse optimizers and parameters whose states cannot be kept as codes."""
     given = f"codec={{{Kind.OPTIMIZER_STATES.value!r}: 'int8'}}"
     if optimizer is None:
-        raise PrepareError(f"{given} needs the optimizer, whose states it is about: pass it to prepare")
+        raise PrepareError(f"{given} needs the optimizer, whose states it codes: pass it to prepare")
     name = type(optimizer).__name__
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise PrepareError(
-            f"{given} is for the moments of torch.optim.Adam and AdamW, and the optimizer is {name}: use one of these, "
+            f"{given} is for the moments of torch.optim.Adam and AdamW, but the optimizer is {name}: use one of these, "
             "or leave 'optimizer_states' out of the codec"
         )
     for index, group in enumerate(optimizer.param_groups):
         for option in ("amsgrad", "differentiable"):
             if group.get(option):
                 raise PrepareError(
-                    f"{given} does not go with {name}({option}=True), as in param_groups[{index}]: set it to False, or "
+                    f"{given} does not work with {name}({option}=True) in param_groups[{index}]: set it to False, or "
                     "leave 'optimizer_states' out of the codec"
                 )
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -194,7 +192,7 @@ def _check_coded_states(settings: Settings, model: nn.Module, optimizer: torch.o
         dtype = settings.precision.compute or parameter.dtype
         if parameter in trained and dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise PrepareError(
-                f"{given}: parameter {name!r} is {dtype}, and codes have the digits of fp32 at most. Use precision="
+                f"{given}: parameter {name!r} is {dtype}, but codes are at most as precise as fp32. Use precision="
                 "'fp32' or 'bf16', or leave 'optimizer_states' out of the codec"
             )
 
@@ -230,8 +228,8 @@ def check_world(settings: Settings, world: World) -> None:
         if world.num_shards > 1 and stage < least and set(placement.shares(kind)) != {Tier.DEVICE}:
             share = getattr(placement, kind.value)
             raise PrepareError(
-                f"Placement({kind.value}={share!r}) with stage={stage.value} on {world.num_shards} ranks: what "
-                f"rests off the device is this rank's shard, so use stage={least.value} or more"
+                f"Placement({kind.value}={share!r}) with stage={stage.value} on {world.num_shards} ranks: only "
+                f"shards can be kept off the device, so use stage={least.value} or more"
             )
 
 

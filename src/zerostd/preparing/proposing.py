@@ -34,7 +34,7 @@ from zerostd.preparing.options import check_placement, homes_of, rules_for
 from zerostd.preparing.remembering import plan_file, recall
 
 MOST_TRIES = 12  # to place groups that are streamed
-FIRST_PASS = "The first pass recomputes activations; the plan is made again by what it took."
+FIRST_PASS = "The first pass recomputes activations and measures them; then the plan is made again."
 
 log = logging.getLogger("zerostd")
 
@@ -49,7 +49,7 @@ def decide(settings: Settings, blueprints: Sequence[Blueprint], control: Control
         plan = _plan_together(settings, blueprints, control)
     elif plan.world_size != world.num_shards:
         raise PrepareError(
-            f"the plan is for {plan.world_size} rank(s), and {world.num_shards} share this model: plan again for that"
+            f"the plan is for {plan.world_size} rank(s), but {world.num_shards} share this model: plan again for these"
         )
     obeying = settings.obeying(plan, sizes_of(blueprints))
     check_placement(obeying, obeying.decided[1])
@@ -347,13 +347,13 @@ class PlanSearch:
 def _notes(request: PlanRequest) -> list[str]:
     notes = []
     if request.model.samples is None and request.model.forward_s is None:
-        notes.append("The batch is not known, so time to compute is not in the plan and activations are not either.")
+        notes.append("The batch is not known, so the plan leaves out the time to compute and activations.")
     if Tier.DISK not in request.limits:
-        notes.append("The disk is not used: name a directory with Budget(disk_path=...) to let it be.")
+        notes.append("The disk is not used: name a directory with Budget(disk_path=...) to use it.")
     if request.waits_for_norm and request.accumulate == 1 and not request.speculates:
         notes.append(
-            "Updates wait for the end of backward: gradients are clipped or scaled, or prepare was not told with "
-            "accumulate= how many passes make a step."
+            "Updates wait for the end of backward, because gradients are clipped or scaled, or accumulate= was not "
+            "passed to prepare."
         )
     return notes
 

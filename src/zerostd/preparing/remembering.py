@@ -32,7 +32,7 @@ def remember(plan: Plan, file: Path) -> None:
     try:
         write_cached(file, plan.to_json())
     except OSError as error:
-        log.warning("the plan cannot be kept in %s (%s): a new one is searched for next time", file, error)
+        log.warning("the plan cannot be saved to %s (%s); the next run plans again", file, error)
 
 
 def recall(file: Path) -> Plan | None:
@@ -42,5 +42,5 @@ def recall(file: Path) -> Plan | None:
     try:
         return Plan.load(file)
     except PrepareError as error:
-        log.warning("the cached plan cannot be used, so a new one is searched for: %s", error)
+        log.warning("planning again, because the cached plan cannot be used: %s", error)
         return None

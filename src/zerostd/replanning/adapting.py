@@ -168,7 +168,7 @@ class Adapter(StepObserver):
                 return
         self._revise("after the first pass", self._report())
         if self.plan.is_untried:  # nothing fits better
-            what = "a pass like the first one, beside the states of the optimizer"
+            what = "a pass like the first one, beside the optimizer states"
             refusals: list[str] = control.collect(self._room.refusal(self.plan, what))
             if any(refusals):
                 self._pace.step -= 1  # the next forward is refused as well
@@ -240,7 +240,7 @@ class Adapter(StepObserver):
         elif self._clips.has_changed(self._search.may_speculate, speculates=self.plan.speculate):
             self._begin_watch(self._clips.reason)
         elif report.is_slow:
-            self._begin_watch(f"steps take {pace.median_s:.3g} s and took {pace.usual_s or 0.0:.3g} s before")
+            self._begin_watch(f"steps take {pace.median_s:.3g} s instead of {pace.usual_s or 0.0:.3g} s before")
         pace.clear()
 
     def _shortage(self, report: RankReport, *, only_short: bool) -> str:
@@ -253,7 +253,7 @@ class Adapter(StepObserver):
             return report.why_grown
         taken = [tier for tier, room in report.room.items() if self.meter.needs(tier) > (1 - MARGIN / 2) * room]
         room = ", ".join(f"{size_text(report.room[tier])} of the {tier.value}" for tier in taken)
-        return f"memory was taken by others, which leaves us {room}" if taken else ""
+        return f"other programs took memory, which leaves {room}" if taken else ""
 
     def _report(self) -> RankReport:
         """Return what this rank has and takes. Before steps were watched, a third of one is taken for forward."""
@@ -303,7 +303,7 @@ class Adapter(StepObserver):
         self._trials = None
         winner = trials.winner()
         text = "; ".join(f"{trial.name}: {trial.measured_s:.3g} s" for trial in winner.trials)
-        log.info("plans tried after step %d (%s), the first is kept: %s", self._pace.step, trials.why, text)
+        log.info("tried plans after step %d (%s); the first is kept: %s", self._pace.step, trials.why, text)
         self._pace.replaced = None if is_same(winner, trials.present) else (trials.present, trials.present_s)
         self._choose(winner, trials.present, trials.why)
 
@@ -313,7 +313,7 @@ class Adapter(StepObserver):
         plan, seconds = self._pace.replaced
         self._pace.replaced = None
         if all(self.runtime.gatherer.control.collect(self._room.holds(plan))):
-            reason = f"steps take {self._pace.median_s:.3g} s and took {seconds:.3g} s under the plan before"
+            reason = f"steps take {self._pace.median_s:.3g} s instead of {seconds:.3g} s under the previous plan"
             log.info("the previous plan is restored after step %d: %s", self._pace.step, reason)
             self._choose(plan, self.plan, reason)
 

@@ -131,8 +131,8 @@ class HomeMove:
             if change.flat.rest.tier is not change.wanted.parameters:
                 raise MisuseError(
                     f"the new plan has the parameters of {change.wanted.owner!r} on the "
-                    f"{change.wanted.parameters.value}, and they are on the {change.flat.rest.tier.value}: only states "
-                    "and gradients move while training goes on"
+                    f"{change.wanted.parameters.value}, but they are on the {change.flat.rest.tier.value}: only states "
+                    "and gradients can move during training"
                 )
         self._moves_gradients = any(_moves_gradient(change.flat, change.wanted) for change in self._left)
         self._check()

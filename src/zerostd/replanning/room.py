@@ -72,7 +72,7 @@ class PassRoom:
         if is_held:
             return True
         self.why_grown = f"a batch is {times:.3g} times as large as any before"
-        log.info("%s, and the plan has no room for it: groups are recomputed until the plan changes", self.why_grown)
+        log.info("%s, and does not fit the plan: groups are recomputed until the plan changes", self.why_grown)
         self.recompute()
         return self.holds(self._recomputing(plan))
 
@@ -102,8 +102,8 @@ class PassRoom:
             return ""
         return (
             f"{what}: its activations would take {size_text(self._activations_of(plan))} beside the model, which does "
-            f"not fit into Budget(device={budget!r}) whatever is recomputed or kept on the host. Use a smaller batch "
-            "in more passes, or a larger budget"
+            f"not fit into Budget(device={budget!r}), even if all is recomputed or kept on the host. Use a smaller "
+            "batch in more passes, or a larger budget"
         )
 
     def _recomputing(self, plan: Plan) -> Plan:

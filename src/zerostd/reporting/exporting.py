@@ -55,7 +55,7 @@ def write_scalars(run: Run, folder: Path) -> list[Path]:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise NotSupportedError(
-            f"TensorBoard's files are written by its own package, which cannot be imported ({error}): pip install "
+            f"writing TensorBoard files needs its package, which cannot be imported ({error}): pip install "
             "'zerostd[tensorboard]'"
         ) from error
     folders = []

@@ -38,10 +38,10 @@ def plans(run: Run, steps: Steps) -> tuple[list[dict[str, Any]], list[str]]:
         except ZerostdError as error:
             notices.append(f"{tidy_text(str(error))}.")
     if len(readable) > MOST_PLANS:
-        notices.append(f"Of {len(readable)} plans the first {MOST_PLANS} are shown.")
+        notices.append(f"The first {MOST_PLANS} of {len(readable)} plans are shown.")
     stops = [*(line.step for _, line in readable[1:]), LAST_STEP]
     rows = [
-        {"reason": line.reason or "no reason was written", **_compared(run, steps, plan, range(line.step, stop))}
+        {"reason": line.reason or "no reason recorded", **_compared(run, steps, plan, range(line.step, stop))}
         for (plan, line), stop in zip(readable, stops, strict=False)
     ]
     return rows[:MOST_PLANS], notices

@@ -41,26 +41,26 @@ log = logging.getLogger("zerostd")
 
 def record(model: nn.Module, path: str | os.PathLike[str], *, every: int = EVERY) -> Recording:
     """Record steps, memory and the events of some steps, until `close()` or the end of the `with` block. `zerostd
-    report` makes a page of the record.
+    report` turns the run directory into a page.
 
-    Collective: every rank must call it; each writes its own file, on one file system.
+    Collective: every rank must call it. Each rank writes its own file; all must share a file system.
 
     Args:
         model: The module that prepare was called on.
         path: The run directory to create. It must not hold another run.
-        every: Record events of one step in this many, and of the third step.
+        every: Record the events of one step in this many, and of the third step.
     """
     runtime = runtime_of(model, "record")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise MisuseError(f"every={every!r} must be a whole number of steps, 1 or more")
     if any(isinstance(observer, Recording) for observer in runtime.observers):
-        raise MisuseError("this model is being recorded already: close that recording first")
+        raise MisuseError("this model is already being recorded: close that recording first")
     folder = path_of(path, "path", MisuseError)
     names = sorted(file.name for file in folder.glob("*"))
     ours = [name for name in names if name == "run.json" or RANK_FILE.fullmatch(name)]
     taken = runtime.gatherer.control.collect(ours)
     if any(taken):
-        raise MisuseError(f"{folder} holds another run already ({taken[0] or taken[-1]}): name a new directory")
+        raise MisuseError(f"{folder} already holds another run ({taken[0] or taken[-1]}): name a new directory")
     return Recording(runtime, folder, every=every)
 
 
@@ -73,7 +73,7 @@ class PendingNumber:
         if not isinstance(value, torch.Tensor):
             return
         if value.numel() != 1:
-            raise MisuseError(f"a number to record has the shape {tuple(value.shape)}: give one value a step")
+            raise MisuseError(f"a number to record has shape {tuple(value.shape)}: log one value per step")
         value = value.detach().reshape(())
         if value.device.type == "cpu":
             self._value = value.clone()
@@ -108,7 +108,7 @@ class _Step:
 
 
 class Recording(StepObserver):
-    """The recording of one prepared model on this rank, from `zerostd.record` to `close`."""
+    """Records one prepared model on this rank, from `zerostd.record` to `close`."""
 
     def __init__(self, runtime: Runtime, path: Path, *, every: int) -> None:
         self.path = path
@@ -149,16 +149,16 @@ class Recording(StepObserver):
         self.close()
 
     def log(self, **numbers: Any) -> None:
-        """Record numbers of the last step: `loss`, `samples`, `tokens`, `lr`, and any other name as a quality. Tensors
+        """Record numbers of the last step: `loss`, `samples`, `tokens`, `lr`, and any other name as a metric. Tensors
         may be on the device."""
         if self._file.closed:
-            raise MisuseError("log() on a recording that was closed")
+            raise MisuseError("log() on a closed recording: start a new one with zerostd.record")
         if not self._steps:
-            raise MisuseError("log() before the first optimizer.step(): the numbers belong to a step that was taken")
+            raise MisuseError("log() before the first optimizer.step(): log numbers after a step")
         self._steps[-1].numbers |= {name: PendingNumber(value) for name, value in numbers.items() if value is not None}
 
     def close(self) -> None:
-        """Write what is left and stop. The run counts as complete then."""
+        """Write the remaining lines and stop. The run then counts as complete."""
         if self._file.closed:
             return
         self._runtime.ledger.events.choose(-1, is_on=False)

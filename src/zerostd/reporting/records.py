@@ -207,7 +207,7 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
         raise StorageError(f"{error.filename or directory} cannot be read: {error.strerror}") from error
     if not logs:
         raise StorageError(
-            f"{directory} holds a run.json and no rank-0.jsonl: nothing was recorded, or the files of the ranks are "
+            f"{directory} holds a run.json, but no rank-0.jsonl: nothing was recorded, or the files of the ranks are "
             "elsewhere; put them into the directory"
         )
     return Run(tidy_text(name or directory.resolve().name) or "run", info, logs, tuple(_notices(info.world_size, logs)))
@@ -249,24 +249,24 @@ def _notices(world_size: int, logs: tuple[RankLog, ...]) -> Iterator[str]:
     there = {log.rank for log in logs}
     if missing := [rank for rank in range(world_size) if rank not in there]:
         yield (
-            f"{_ranks_are(missing)} missing of {world_size}: sums over ranks, such as samples a second, are of those "
-            "that are here."
+            f"{_ranks_are(missing)} missing of {world_size}: sums over ranks, such as samples per second, include only "
+            "those that are here."
         )
     if beyond := sorted(rank for rank in there if rank >= world_size):
-        yield f"{_ranks_are(beyond)} here, and run.json says there were {world_size}."
+        yield f"{_ranks_are(beyond)} here, but run.json says there were {world_size}."
     if not any(log.of(StepLine) for log in logs):
         yield "No step was recorded."
     if going_on := [log.rank for log in logs if not log.has_ended]:
         who = "" if len(going_on) == len(logs) else f" ({_ranks_are(going_on)} without an end)"
-        yield f"The run is partial: it still goes on, or was ended from outside{who}."
+        yield f"The run is partial: it is still running, or was killed{who}."
     if torn := [log.rank for log in logs if log.is_torn]:
         files = "file" if len(torn) == 1 else "files"
-        yield f"A torn last line was left out of {len(torn)} {files} (rank {_first_of(torn)})."
+        yield f"An incomplete last line was left out of {len(torn)} {files} (rank {_first_of(torn)})."
     if num_unreadable := sum(log.num_unreadable for log in logs):
-        lines = "line" if num_unreadable == 1 else "lines"
+        what = "line cannot be read and was" if num_unreadable == 1 else "lines cannot be read and were"
         named = [text for log in logs for text in log.unreadable][:MOST_NAMED]
         rest = f" and {num_unreadable - len(named):,} more" if num_unreadable > len(named) else ""
-        yield f"{num_unreadable:,} {lines} cannot be read, and left out: {'; '.join(named)}{rest}."
+        yield f"{num_unreadable:,} {what} left out: {'; '.join(named)}{rest}."
     if unknown := sum((log.unknown for log in logs), Counter[str]()):
         kinds = ", ".join(f"{kind or '(no name)'} ({count:,})" for kind, count in unknown.most_common(MOST_NAMED))
         yield f"Lines of kinds that this version does not know were left out: {kinds}."
@@ -306,7 +306,7 @@ def parse_line(text: bytes, what: str) -> Line | str:
     fields = parse_object(text, what, parse_float=_int_or_float)
     kind = fields.get("kind")
     if not isinstance(kind, str):
-        raise StorageError(f"{what}: kind is {kind!r}, and must be a string")
+        raise StorageError(f"{what}: kind is {kind!r}, but must be a string")
     if kind not in KINDS:
         return kind
     line = convert(fields, KINDS[kind], what=what, error=StorageError)
@@ -321,10 +321,10 @@ def parse_run_info(text: bytes, what: str) -> RunInfo:
     number = fields.get("format")
     if isinstance(number, int) and number > FORMAT:
         raise StorageError(
-            f"{what} has format {number}, and this zerostd reads up to {FORMAT}; use the version that wrote it"
+            f"{what} has format {number}, but this zerostd reads up to {FORMAT}; use the version that wrote it"
         )
     if number != FORMAT or isinstance(number, bool):
-        raise StorageError(f"{what}: format is {tidy_text(repr(number))}, and must be {FORMAT}; record the run again")
+        raise StorageError(f"{what}: format is {tidy_text(repr(number))}, but must be {FORMAT}; record the run again")
     return convert(fields, RunInfo, what=what, error=StorageError, remedy="correct it")
 
 

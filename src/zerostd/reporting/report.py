@@ -92,7 +92,7 @@ def _retried(run: Run) -> Iterator[str]:
             counts.update(line.retries)
     if counts:
         kinds = ", ".join(f"{tidy_text(kind)} {count:,}" for kind, count in sorted(counts.items())[:8])
-        yield f"Files were read or written again after errors: {kinds}. Check the drives."
+        yield f"File reads or writes were repeated after errors: {kinds}. Check the drives."
 
 
 def _coded(run: Run) -> Iterator[str]:
@@ -112,25 +112,25 @@ def _thinned(run: Run, report: dict[str, Any], num_leaks: int) -> Iterator[str]:
     loss = report["losses"]
     num_points = max(curve["count"] for curve in (loss, *report["quality"]))
     if num_points > numbers.MOST_POINTS:
-        yield f"Of {num_points:,} points of a line, the lowest and the highest of each stretch are drawn."
+        yield f"A line has {num_points:,} points; the lowest and the highest of each interval are drawn."
     drawn = {rank["rank"] for rank in report["memory"]["ranks"] if rank["tiers"]}
     if any(len(log.of(MemoryLine)) > numbers.MOST_POINTS for log in run.ranks if log.rank in drawn):
-        yield f"Of {report['memory']['lines']:,} moments of memory, the largest of each stretch are drawn."
+        yield f"Memory has {report['memory']['lines']:,} samples; the largest of each interval are drawn."
     for step in report["timeline"]["steps"]:
         if step["bars"] < step["events"]:
             yield (
                 f"Step {step['step']} has {step['events']:,} events, drawn as {step['bars']:,} bars: neighbours on a "
-                "lane are one."
+                "lane are joined."
             )
     if len(run.ranks) > numbers.MOST_DRAWN:
         yield f"Charts show {numbers.MOST_DRAWN} of {len(run.ranks)} ranks; tables count all."
     names = {line.name for log in run.ranks for line in log.of(QualityLine)}
     if len(names) > numbers.MOST_QUALITIES:
-        yield f"Of {len(names)} qualities the first {numbers.MOST_QUALITIES} are shown."
+        yield f"The first {numbers.MOST_QUALITIES} of {len(names)} metrics are shown."
     if num_leaks > MOST_LEAKS:
-        yield f"Of {num_leaks:,} leaks the {MOST_LEAKS} largest are shown."
+        yield f"The {MOST_LEAKS} largest of {num_leaks:,} leaks are shown."
     if loss["not_finite"]:
-        yield f"The loss is not finite in {loss['not_finite']:,} of {loss['count']:,} steps."
+        yield f"The loss is NaN or infinite in {loss['not_finite']:,} of {loss['count']:,} steps."
 
 
 def _differences(runs: Sequence[Run]) -> Iterator[str]:
@@ -140,7 +140,7 @@ def _differences(runs: Sequence[Run]) -> Iterator[str]:
             (model.name or "no name") + ("" if model.parameters is None else f" ({model.parameters:,} parameters)")
             for model in models
         ]
-        yield f"The runs are of different models: {', '.join(names[:8])}. Losses, bytes and speeds do not compare."
+        yield f"The runs are of different models: {', '.join(names[:8])}. Do not compare losses, bytes or speeds."
     machines = dict.fromkeys(run.info.machine.name or "no name" for run in runs)
     if len(machines) > 1:
         yield f"The runs are from different machines: {', '.join(list(machines)[:8])}."

@@ -47,12 +47,12 @@ def track(
             optimizer.step()
             steps.log(loss=loss)
 
-    Iterate again for the next epoch: the recording goes on in the same directory.
+    Iterate again for the next epoch: the recording continues in the same directory.
 
     Args:
         loader: Any iterable of batches.
         model: The module that prepare was called on.
-        run_dir: The run directory to create, as `path` of `zerostd.record`. None: nothing is recorded.
+        run_dir: The run directory to create, like `path` of `zerostd.record`. None: nothing is recorded.
         total: Number of batches, if the loader has no length.
         every: As for `zerostd.record`.
     """
@@ -110,8 +110,8 @@ class Tracker(Generic[Batch]):
             self.close()
 
     def log(self, **numbers: Any) -> None:
-        """Numbers of the step that was taken last, such as `loss`; tensors may be on the device. Samples and tokens
-        are those of the batch, if they can be told from it, unless given here."""
+        """Log numbers of the last step, such as `loss`; tensors may be on the device. Samples and tokens are counted
+        from the batch, if possible, unless given here."""
         logged = {**self._sizes, **numbers}
         if self.recording is not None:
             self.recording.log(**logged)

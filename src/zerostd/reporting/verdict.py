@@ -11,7 +11,7 @@ BOUND_BY = {
     "update": "updates",
     "up": "the link to the device",
     "down": "the link from the device",
-    "gradients": "gradients on their way to the host",
+    "gradients": "gradient transfers to the host",
     "disk": "the disk",
     "wire": "communication between ranks",
 }
@@ -34,7 +34,7 @@ def _bound(run: dict[str, Any]) -> Iterator[str]:
     busy = {row["name"]: row["share"] or 0.0 for row in run["utilisation"]}
     waits = {row["cause"]: row["share"] or 0.0 for row in run["waiting"]}
     if not busy:
-        yield f"{run['speed']['steps']:,} steps were recorded, none of them with events."
+        yield f"{run['speed']['steps']:,} steps were recorded, but no events."
         return
     first = max(busy, key=lambda name: busy[name])
     yield f"Bound by {BOUND_BY.get(first, first)}, busy {min(1.0, busy[first]):.0%} of a step."
@@ -43,7 +43,7 @@ def _bound(run: dict[str, Any]) -> Iterator[str]:
     if waited >= WORTH_SAYING:
         yield f"The loop waits {min(1.0, waited):.0%} of a step, mostly for {cause}. {TRY.get(cause, '')}".rstrip()
     elif first == "device":
-        yield "Offloading costs next to nothing here."
+        yield "Offloading costs almost no time."
 
 
 def _more_memory(run: dict[str, Any]) -> Iterator[str]:
@@ -52,11 +52,11 @@ def _more_memory(run: dict[str, Any]) -> Iterator[str]:
     savings = {row["tier"]: (row["saved_s_per_gib"] or 0.0) / step_s for row in prices if step_s}
     tier = max(savings, key=lambda name: savings[name], default=None)
     if tier is not None and savings[tier] >= WORTH_SAYING / 5:
-        yield f"1 GiB more {tier} memory would save about {min(1.0, savings[tier]):.0%} of a step."
+        yield f"One more GiB of {tier} memory would save about {min(1.0, savings[tier]):.0%} of a step."
 
 
 def _trouble(run: dict[str, Any]) -> Iterator[str]:
     if run["losses"]["not_finite"]:
         yield f"The loss was NaN or infinite in {run['losses']['not_finite']:,} steps."
     if run["leaks"]:
-        yield f"Memory leaks in {len(run['leaks'])} place{'s' if len(run['leaks']) > 1 else ''}; see below."
+        yield f"Memory leaks in {len(run['leaks'])} place{'s' if len(run['leaks']) > 1 else ''}; see Leaks below."

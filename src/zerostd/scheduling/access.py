@@ -39,8 +39,7 @@ class ModelGradients(Protocol):
 
 
 READ_ONLY = (
-    "zerostd.gathered(module): use zerostd.gathered(module, write=True), which keeps what rank 0 has changed, on all "
-    "ranks"
+    "zerostd.gathered(module): use zerostd.gathered(module, write=True), which keeps the changes of rank 0 on all ranks"
 )
 
 
@@ -220,7 +219,7 @@ class ParameterAccess:
         if flat.gradient is None:
             raise MisuseError(
                 f"{flat.layout.intervals[index].name!r} was frozen when the model was prepared, so it has no gradient "
-                "and no optimizer state: set requires_grad before zerostd.prepare, and freeze by lr=0 or "
+                "and no optimizer state: set requires_grad before zerostd.prepare, and freeze with lr=0 or "
                 "requires_grad_(False) afterwards"
             )
 

@@ -150,9 +150,9 @@ class Activations:
             if stays or self.offloader.may_stay:
                 return
             raise MisuseError(
-                f"group {group.name!r} runs inside torch.utils.checkpoint, or other hooks on saved tensors, and "
-                f"Placement has its activations at {way.value!r}: use one of them. 'recompute', 'recompute+host' and "
-                "'recompute+disk' do what checkpointing does; with Placement(activations={'blocks.*': ...}) others stay"
+                f"group {group.name!r} runs inside torch.utils.checkpoint, or other hooks on saved tensors, but "
+                f"Placement also sets its activations to {way.value!r}: use one of them. 'recompute', 'recompute+host' "
+                "and 'recompute+disk' replace checkpointing; Placement(activations={'blocks.*': ...}) selects groups"
             )
         if not stays and self._running is None:
             activations = GroupActivations(group.name, way.tier, self._last)
@@ -293,7 +293,7 @@ def _kept(tensor: torch.Tensor, *, may_change: bool = False) -> GiveBack:
 def _changed(size: torch.Size) -> RuntimeError:
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-        f"size {tuple(size)} that was saved for backward was changed after that"
+        f"size {tuple(size)} was changed after it was saved for backward"
     )
 
 

@@ -94,8 +94,8 @@ class PassCounter:
         if updates_began:
             raise MisuseError(
                 f"backward pass {self.num_done + 1} since the last step, but prepare(accumulate={self.accumulate}) "
-                f"said that {self.accumulate} make a step, and the update has begun: call optimizer.step() after "
-                f"{self.accumulate} passes, or say how many there are"
+                f"says that {self.accumulate} make a step, and the update has begun: call optimizer.step() after "
+                f"{self.accumulate} passes, or pass the actual number"
             )
 
     def step(self) -> None:
@@ -208,8 +208,8 @@ class Backward:
         group = trained.group
         if group in running.reported:
             raise MisuseError(
-                f"a nested backward brought another gradient for {trained.handle.of!r}, whose group is being updated "
-                "already: leave accumulate out of prepare, so that updates wait for optimizer.step()"
+                f"a nested backward brought another gradient for {trained.handle.of!r}, whose group is already being "
+                "updated: leave accumulate out of prepare, so that updates wait for optimizer.step()"
             )
         arrivals = running.gradients[group]
         if self.weight == 0.0:

@@ -128,7 +128,7 @@ class Gatherer:
     def gather_on_demand(self) -> None:
         """Gather nothing ahead of time any more: memory is short on some rank."""
         if self.prefetch_depth:
-            log.warning("device memory is short: groups are gathered when they are needed, no longer ahead of time")
+            log.warning("device memory is short: groups are now gathered when they are needed, not ahead of time")
         self.prefetch_depth = 0
 
     def wait_gather(self, group: Group) -> None:

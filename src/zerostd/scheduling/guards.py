@@ -72,7 +72,7 @@ class Guards:
             if parameter.requires_grad:
                 raise MisuseError(
                     f"{name!r} was frozen when the model was prepared and trains now, but has no optimizer state: set "
-                    "requires_grad before zerostd.prepare, and freeze by lr=0 or requires_grad_(False) afterwards"
+                    "requires_grad before zerostd.prepare, and freeze with lr=0 or requires_grad_(False) afterwards"
                 )
 
     def _apply(
@@ -104,7 +104,7 @@ class Guards:
     def _refuse_copy(self, protocol: Any) -> Any:
         raise MisuseError(
             "a prepared model cannot be copied or pickled, since its parameters are shared with other ranks: copy "
-            "zerostd.full_state_dict(model) into a model of your own, or zerostd.release it first"
+            "zerostd.full_state_dict(model) into another model, or zerostd.release it first"
         )
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:

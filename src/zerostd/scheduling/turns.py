@@ -188,7 +188,7 @@ class Turn:
             raise MisuseError(
                 f"a backward pass of the model runs in thread {self._trainer.name!r}, or failed there, and {call} "
                 f"comes from thread {threading.current_thread().name!r}: let one thread train the model, and others "
-                "use it between its steps only, for instance under a lock of yours"
+                "use it only between its steps, for instance under a lock"
             )
         self._trainer = None
 
@@ -204,7 +204,7 @@ class Turn:
         try:
             if self._is_broken:
                 raise MisuseError(
-                    "a second signal broke off a change of this model's state, which is not complete: load the last "
+                    "a second signal interrupted a change of this model's state, which is incomplete: load the last "
                     "checkpoint into a newly prepared model"
                 )
             self.take()

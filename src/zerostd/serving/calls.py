@@ -175,7 +175,7 @@ def full_state_of(runtime: Runtime, rank: int | None) -> dict[str, Any]:
     if not runtime.world.is_worker:
         return full_state(runtime, rank)
     if rank is not None and (not isinstance(rank, int) or rank not in range(runtime.world.size)):
-        raise MisuseError(f"full_state_dict(rank={rank!r}) must be from 0 to {runtime.world.size - 1}, or None for all")
+        raise MisuseError(f"full_state_dict(rank={rank!r}): use 0 to {runtime.world.size - 1}, or None for all")
     state: dict[str, Any] = _call(runtime, State(), "zerostd.full_state_dict()")
     if rank is not None and rank != runtime.world.rank:
         return {}

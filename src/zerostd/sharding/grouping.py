@@ -70,8 +70,8 @@ def find_groups(
     for glob in globs:
         if not fnmatch.filter(names, glob):
             raise PrepareError(
-                f"groups: {glob!r} matches no module that holds parameters of its own (a tied one belongs to the "
-                f"module that comes first); modules are {', '.join(names[:8])}, ..."
+                f"groups: {glob!r} matches no module with its own parameters (a tied parameter belongs to the first of "
+                f"its modules); modules are {', '.join(names[:8])}, ..."
             )
     matched: list[tuple[str]] = []
     for name in names:  # what is inside a module follows it

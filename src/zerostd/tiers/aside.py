@@ -44,7 +44,7 @@ class Aside:
             if not tensor.untyped_storage().resizable():
                 raise MisuseError(
                     f"a numpy array uses the memory of a tensor with {tensor.nbytes} bytes, which cannot leave the "
-                    "device: delete the array, or make it from a copy"
+                    "device: delete the array, or make it from a copy of the tensor"
                 )
         self._reserve(sum(padded(storage.nbytes()) for _, storage in storages.values()))
         out = []

@@ -70,8 +70,8 @@ class Disk:
         self._finalizer = weakref.finalize(self, _shut, self._process, threads, self._blocks, self._files)
         if not self.is_direct:
             warnings.warn(
-                f"the file system of {self.path} does not take O_DIRECT: transfers go through the page cache, which is "
-                "slower and uses host memory; name a directory on a local drive with Budget(disk_path=...)",
+                f"the file system of {self.path} does not support O_DIRECT: transfers go through the page cache, which "
+                "is slower and uses host memory; name a directory on a local drive with Budget(disk_path=...)",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -154,7 +154,7 @@ class Disk:
         if is_write and extent.is_cut:  # it would hide behind zeros
             file_bytes = os.fstat(extent.scratch_file.fd).st_size
             raise StorageError(
-                f"{extent.file} was cut to {file_bytes} bytes by another process: what it held is lost, {extent.label}"
+                f"{extent.file} was cut to {file_bytes} bytes by another process: its content is lost, {extent.label}"
             )
         if memory.numel() == 0:
             return Done()
@@ -192,7 +192,7 @@ class Disk:
 
     def _check_extent(self, extent: Extent) -> None:
         if extent not in self._extents:
-            raise StorageError(f"{extent} is not an extent of this Disk, or was freed before; use what allocate gave")
+            raise StorageError(f"{extent} is not an extent of this Disk, or was freed; use an extent from allocate")
 
 
 def _serve(blocks: queue.SimpleQueue[Block | None]) -> None:

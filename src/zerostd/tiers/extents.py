@@ -246,8 +246,8 @@ class Extent:
             if start <= done:
                 raise StorageError(
                     f"{verb} {len(view)} bytes at offset {offset} of {self.file} ended early, {self.label}: wanted "
-                    f"{len(view)} bytes, got {done + count}; the file was truncated in use, or the drive is full: "
-                    f"check who else touches it. {REMEDY.capitalize()}"
+                    f"{len(view)} bytes, got {done + count}; the file was truncated while in use, or the drive is "
+                    f"full: check which other program uses it. {REMEDY.capitalize()}"
                 )
             done = start
 

@@ -82,7 +82,7 @@ class Host:
         if address not in self._mappings:
             raise StorageError(
                 f"{tensor.nbytes} bytes at {address:#x} are not memory of this Host, or were "
-                "freed before; free what allocate returned, once"
+                "already freed; free each tensor of allocate once"
             )
         self._release(address)
 

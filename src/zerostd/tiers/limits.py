@@ -95,9 +95,7 @@ def check_disk(num_bytes: int, path: str, limit: int | None = None) -> None:
     try:
         free = free_disk(path)
     except OSError as error:
-        raise PrepareError(
-            f"{path} is not a directory that can be used ({error.strerror}); name another one"
-        ) from error
+        raise PrepareError(f"{path} cannot be used as a directory ({error.strerror}); name another one") from error
     wanted = f"{_size(num_bytes)} wanted in {path}"
     _check_budget(num_bytes, limit, free, wanted, Tier.DISK)
     if num_bytes > free:

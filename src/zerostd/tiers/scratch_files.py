@@ -89,7 +89,7 @@ def open_unnamed(path: str) -> tuple[int, str]:
         return open_and_unlink(path)
     except OSError as error:
         raise PrepareError(
-            f"disk_path={path!r}: cannot make a file there ({reason(error)}); name a directory that you may write to"
+            f"disk_path={path!r}: cannot create a file there ({reason(error)}); name a directory that you may write to"
         ) from error
 
 

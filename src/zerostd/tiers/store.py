@@ -29,14 +29,14 @@ NUM_THREADS = 4  # for the first touch of host memory
 
 
 class Reading(Transfer):
-    """Rows on their way; `wait` returns them."""
+    """A read that has started; `wait` returns the rows."""
 
     def __init__(self, work: Work, tensor: torch.Tensor) -> None:
         self._work = work
         self._tensor = tensor
 
     def wait(self) -> torch.Tensor:  # type: ignore[override]
-        """Return the rows when they are there."""
+        """Wait for the rows and return them."""
         self._work.synchronize()
         return self._tensor
 
@@ -46,7 +46,7 @@ class Reading(Transfer):
 
 @dataclass(eq=False)
 class KeptTensor:
-    """A tensor of a store: a shape and a dtype in one tier."""
+    """A tensor in a store, with its shape, its dtype and its tier."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class KeptTensor:
 
     @property
     def tier(self) -> str:
-        """Where it is kept: 'device', 'host' or 'disk'."""
+        """Return the tier that keeps it: 'device', 'host' or 'disk'."""
         return self.values.tier.value
 
     @property
@@ -68,7 +68,7 @@ class KeptTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, rows: slice = slice(None), *, out: torch.Tensor | None = None, priority: str = "urgent") -> Reading:
-        """Start reading rows (of the first dimension, without a step), into `out` or into new host memory."""
+        """Start reading rows, a slice of the first dimension without a step, into `out` or into new host memory."""
         start, stop = self._elements(rows)
         per_row = max(1, math.prod(self.shape[1:]))
         shape = ((stop - start) // per_row, *self.shape[1:])
@@ -90,12 +90,12 @@ class KeptTensor:
         return Reading(work, out)
 
     def write(self, values: torch.Tensor, rows: slice = slice(None), *, priority: str = "prefetch") -> Transfer:
-        """Start writing rows; `values` must stay as they are until `wait` of what is returned has returned."""
+        """Start writing rows. Do not change `values` until `wait` of the returned transfer has returned."""
         start, stop = self._elements(rows)
         if values.dtype != self.dtype or values.numel() != stop - start:
             raise MisuseError(
-                f"write of {values.numel()} elements of {values.dtype} to {stop - start} of {self.name!r}, which is "
-                f"{self.dtype}: pass as many, of that dtype"
+                f"write of {values.numel()} elements of {values.dtype} to {stop - start} elements of {self.name!r}, "
+                f"which has {self.dtype}: pass the same number, of that dtype"
             )
         flat = values.detach().reshape(-1)
 
@@ -108,7 +108,7 @@ class KeptTensor:
         return self._written
 
     def synchronize(self) -> None:
-        """Wait until nothing is on its way to or from it."""
+        """Wait for all reads and writes of the tensor."""
         for transfer in (self._written, *self._read):
             transfer.synchronize()
 
@@ -137,7 +137,7 @@ def _part(copy: Callable[[int, int], None], low: int, high: int) -> Callable[[],
 
 
 class TierStore:
-    """Keeps tensors by name in device, host and disk memory, and moves rows of them beside the caller.
+    """Keeps tensors by name in device, host and disk memory, and reads and writes their rows in the background.
 
     with zerostd.TierStore(budget={"host": "8GiB", "disk": "100GiB", "disk_path": "/nvme"}) as store:
         replay = store.allocate("replay", (1_000_000, 84, 84), torch.uint8, tier="disk")
@@ -145,8 +145,8 @@ class TierStore:
         batch = replay.read(slice(0, 32), priority="urgent").wait()
 
     Args:
-        device: Of the tier 'device'. None: the CPU's memory, counted as the device.
-        budget: Limits of each tier, and where the disk is. None: what is free, and the system's directory for
+        device: The device of the tier 'device'. None: the CPU's memory, counted as the device.
+        budget: Limit of each tier, and the path of the disk. None: the free memory, and the system's directory for
             temporary files.
     """
 
@@ -164,15 +164,15 @@ class TierStore:
     def allocate(
         self, name: str, shape: tuple[int, ...] | list[int], dtype: torch.dtype = torch.float32, *, tier: str = "host"
     ) -> KeptTensor:
-        """Return zeros under a new name. Raises PrepareError if there is no room for them, or the name is taken."""
+        """Allocate a tensor of zeros under a new name. Raises PrepareError if it does not fit or the name is taken."""
         if not self._is_open:
             raise MisuseError("this store is closed: make a new one")
         if not isinstance(name, str) or not name or name in self._tensors:
             raise PrepareError(
-                f"name={name!r}: it must be a string that the store does not have yet; del store[name] first"
+                f"name={name!r} must be a string that is not in the store yet; use another, or del store[name] first"
             )
         if not shape or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shape):
-            raise PrepareError(f"shape={shape!r} of {name!r} must have one or more whole numbers, rows first")
+            raise PrepareError(f"shape={shape!r} of {name!r} must be one or more whole numbers, rows first")
         values = self._take(name, Tier.parse(tier), math.prod(shape), dtype)
         self._tensors[name] = KeptTensor(name, tuple(shape), dtype, values, self._worker, self._counts)
         return self._tensors[name]
@@ -187,15 +187,15 @@ class TierStore:
             check_host(size, f"{owner!r} in a store", None if limit is None else max(0, limit - used))
         elif limit is not None and used + size > limit:
             raise PrepareError(
-                f"{owner!r} takes {size} bytes of the {tier.value}, of which {used} are used and "
-                f"Budget({tier.value}={getattr(self.budget, tier.value)!r}) allows no more: delete something, or keep "
-                "it in another tier"
+                f"{owner!r} takes {size} bytes of the {tier.value}, of which {used} bytes are used and "
+                f"Budget({tier.value}={getattr(self.budget, tier.value)!r}) allows no more: delete a tensor, or keep "
+                "this one in another tier"
             )
         self._allocator.reserve(owner, tier, Kind.BUFFERS, size)
         return self._allocator.allocate(owner, tier, Kind.BUFFERS, numel, dtype)
 
     def move(self, name: str, tier: str) -> None:
-        """Keep a tensor in another tier from now on, with its values. Waits for what is on its way."""
+        """Move a tensor with its values to another tier. Waits for its reads and writes."""
         stored = self[name]
         home = Tier.parse(tier)
         if home is stored.values.tier:
@@ -213,7 +213,7 @@ class TierStore:
             self._allocator.free(taken, Kind.BUFFERS)
 
     def statistics(self) -> dict[str, dict[str, int]]:
-        """Return bytes and tensors of each tier, now and at most, and the bytes read and written so far."""
+        """Return tensors, bytes and peak bytes of each tier, and the bytes read and written so far."""
         memory = self._ledger.memory()
         counts: dict[str, dict[str, int]] = {}
         for tier in Tier:

@@ -88,7 +88,7 @@ def check_process(process: int, what: str) -> None:
     """Refuse what needs threads of `process` in a forked child: it has none of them, and would wait for ever."""
     if process != os.getpid():
         raise MisuseError(
-            f"{what} of process {process} is used in a forked child, {os.getpid()}, which has none of its threads: use "
+            f"{what} of process {process} is used in a forked child, {os.getpid()}, which lacks its threads: use "
             "the model in the process that prepared it, give the child zerostd.full_state_dict(model), or start it by "
             "spawn"
         )
@@ -208,8 +208,8 @@ class Worker:
         error = self._queue.error
         if error is not None:
             raise StorageError(
-                f"{self._queue.name} stopped: {type(error).__name__}: {error}. What it was doing is not complete, so "
-                "this model's states cannot be used any more: load the last checkpoint into a new one"
+                f"{self._queue.name} stopped: {type(error).__name__}: {error}. Its work is incomplete, so the states "
+                "of this model can no longer be used: load the last checkpoint into a new model"
             ) from error
 
     def drain(self) -> None:

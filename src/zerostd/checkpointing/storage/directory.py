@@ -39,7 +39,7 @@ JUST_NOW_S = 1.0
 MOST_BYTES = 1 << 30  # of a manifest
 SEQUENCE = re.compile(rb'"sequence":(\d{1,18})')
 HEAD_BYTES = 256  # of a manifest, in which its sequence is
-REMEDY = "name checkpoints by their step, and say keep= to keep the newest only"
+REMEDY = "name checkpoints by their step, and pass keep= to keep only the newest"
 
 log = logging.getLogger("zerostd")
 
@@ -144,7 +144,7 @@ def local_file(folder: AnyPath, name: str, retries: Retries) -> Iterator[Path]:
             yield spool.folder / name
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error}. {folder} is written there first: set TMPDIR to a disk with room"
+                f"{error}. {folder} is written to TMPDIR first: set TMPDIR to a disk with room"
             ) from error
         with system_errors(f"{folder / name} cannot be written"):
             retries.attempt("uploading", str(folder / name), (folder / name).upload, spool.folder / name)
@@ -197,7 +197,7 @@ def clear_leftovers(parent: AnyPath) -> None:
                 if time.time() - folder.stat().st_mtime < JUST_NOW_S:
                     continue  # it may not be locked yet
                 _lock(folder).close()  # raises if somebody holds the lock
-                log.info("%s was left by a run that was killed; it is removed", folder)
+                log.info("removing %s, which a killed run has left", folder)
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -240,7 +240,7 @@ def read_manifest(folder: AnyPath) -> Manifest:
         with system_errors(f"{file}, a file of the checkpoint, cannot be read"):
             size = _size_of(file)
         if size != entry.bytes:
-            raise CheckpointError(f"{file} has {size} bytes and should have {entry.bytes}: it is not complete")
+            raise CheckpointError(f"{file} has {size} bytes and should have {entry.bytes}: it is incomplete")
     return manifest
 
 
@@ -295,14 +295,14 @@ def keep_newest(target: AnyPath, keep: int) -> None:
     try:
         complete, _ = _checkpoints_in(target.parent)
     except OSError as error:  # the new checkpoint is whole all the same
-        log.warning("%s cannot be listed, so old checkpoints stay: %s", target.parent, reason(error))
+        log.warning("old checkpoints stay, because %s cannot be listed: %s", target.parent, reason(error))
         return
     older = [folder for folder in complete if folder.name != target.name and not folder.is_symlink()]
     for folder in older[: max(0, len(older) - (keep - 1))]:
         try:
             _remove(folder)
         except OSError as error:
-            log.warning("%s is old and was not removed: %s", folder, reason(error))
+            log.warning("the old checkpoint %s could not be removed: %s", folder, reason(error))
 
 
 def _remove(folder: AnyPath) -> None:

@@ -200,7 +200,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, di
                 raise ValueError(f"its format is not {FORMAT!r}")
             version = data.pop("version", None)
             if type(version) is not int or not 1 <= version <= VERSION:
-                raise ValueError(f"version {version!r}, and this zerostd reads {VERSION}; use a newer zerostd")
+                raise ValueError(f"version {version!r}, but this zerostd reads up to {VERSION}; use a newer zerostd")
             if version >= SEALED_FROM:
                 _check_seal(text.encode() if isinstance(text, str) else text)
                 del data["crc32"]
@@ -250,22 +250,22 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         identities.add(entry.identity)
         for part in entry.parts:
             if (part.file, part.key) in places:
-                yield f"two parts are {part.key!r} of {part.file}"
+                yield f"two parts have the key {part.key!r} in {part.file}"
             places.add((part.file, part.key))
         if entry.kind in ("state", "gradient") and shapes.get(entry.of) != entry.shape:
             yield f"{entry.label} has shape {entry.shape}, not that of its parameter"
         if entry.kind == "average" and entry.state not in manifest.averages:
-            yield f"{entry.label} is of an average that is not in 'averages'"
+            yield f"{entry.label} belongs to an average that is not in 'averages'"
         if entry.kind == "gradient" and not manifest.passes:
-            yield "gradients of a step that has not begun: 'passes' is 0"
+            yield "it has gradients, but 'passes' is 0"
     if manifest.optimizer is not None and any("params" in group.options for group in manifest.optimizer.groups):
-        yield "the options of a group of the optimizer have 'params' among them"
+        yield "the options of an optimizer group contain 'params'"
 
 
 def _tensor_problems(entry: TensorEntry, files: Mapping[str, FileEntry]) -> Iterator[str]:
     """Yield what is wrong with one tensor: its parts must cover it, each in a file with a checksum for every block."""
     if entry.kind not in KINDS:
-        yield f"the kind of {entry.of!r} is {entry.kind!r}, none of {', '.join(KINDS)}"
+        yield f"the kind of {entry.of!r} is {entry.kind!r}, not one of {', '.join(KINDS)}"
     if (entry.kind in NAMED_STATES) != bool(entry.state):
         yield f"{entry.label} should be a state or an average with a name"
     for name in (entry.dtype, entry.original or entry.dtype):
@@ -296,7 +296,7 @@ def _box_problems(entry: TensorEntry, boxes: list[Box]) -> Iterator[str]:
         if len(box.offsets) != len(entry.shape) or len(box.sizes) != len(entry.shape):
             yield f"{entry.label} has a box of {len(box.sizes)} dimensions, not {len(entry.shape)}"
         elif box.shared(whole) != box and box != whole:
-            yield f"{entry.label} has a box that is not inside: {box.sizes} at {box.offsets}"
+            yield f"{entry.label} has a box outside the tensor: {box.sizes} at {box.offsets}"
     for index, box in enumerate(boxes):
         if any(box.shared(other) is not None for other in boxes[:index]):
             yield f"{entry.label} has boxes that overlap, {box.sizes} at {box.offsets}"
@@ -323,7 +323,7 @@ def encode_value(value: Any, store: StoreTensor, where: str) -> Any:
     try:
         return _encode(value, store, where)
     except RecursionError as error:
-        raise CheckpointError(f"{where[:80]} is too deep, or holds itself") from error
+        raise CheckpointError(f"{where[:80]} is nested too deeply, or contains itself") from error
 
 
 def _encode(value: Any, store: StoreTensor, where: str) -> Any:
@@ -340,7 +340,7 @@ def _encode(value: Any, store: StoreTensor, where: str) -> Any:
     if isinstance(value, torch.Tensor):
         name = dtype_name(value.dtype)
         if value.layout is not torch.strided or value.is_meta:
-            raise CheckpointError(f"{where} is a tensor of {value.layout} on {value.device}: make it a plain one")
+            raise CheckpointError(f"{where} is a tensor of {value.layout} on {value.device}: make it a dense tensor")
         if value.dim() == 0 and not value.is_complex():
             return {"$number": [name, _encode(value.item(), store, where)]}
         return {"$tensor": store(value.detach().resolve_conj().resolve_neg())}
@@ -354,7 +354,7 @@ def _encode(value: Any, store: StoreTensor, where: str) -> Any:
         return {"$items": [[_encode(key, store, f"a key of {where}"), item] for key, item in pairs]}
     raise CheckpointError(
         f"{where} is a {type(value).__name__}; a checkpoint takes None, bool, int, float, str, list, tuple, dict and "
-        "tensors: save what it can be made from again, such as its state_dict()"
+        "tensors: save values from which it can be rebuilt, such as its state_dict()"
     )
 
 
@@ -389,10 +389,10 @@ def _decode(value: Any, load: LoadTensor) -> Any:
                 return torch.tensor(number, dtype=DTYPES[name])
         case "$items", [*pairs] if all(isinstance(pair, list) for pair in pairs):
             return {_decode(key, load): _decode(item, load) for key, item in pairs}
-    raise CheckpointError(f"{tag!r} in the checkpoint is not known, or not valid: {reprlib.repr(value):.80}")
+    raise CheckpointError(f"{tag!r} in the checkpoint is unknown or invalid: {reprlib.repr(value):.80}")
 
 
 def refuse_tensor(tensor: torch.Tensor | int) -> NoReturn:
     """Store or load tensors where there must be none: among options, scalar states and generators."""
     what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"tensor {tensor}"
-    raise CheckpointError(f"{what} is among options, scalar states or random states, which cannot hold tensors")
+    raise CheckpointError(f"{what} is in options, scalar states or random states, which cannot hold tensors")

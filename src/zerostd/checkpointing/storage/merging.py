@@ -45,21 +45,21 @@ def merge(
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
 ) -> list[str]:
-    """Write the model of a checkpoint as ordinary safetensors files, which torch, transformers and the hub read.
+    """Write the model of a checkpoint as ordinary safetensors files, which torch, transformers and the Hub read.
 
-    For one process, without a GPU or the model; no tensor is ever whole in memory. Parameters and persistent buffers
-    are what `full_state_dict` gave when it was saved, bit for bit. One with several names is there once, under its
-    first. What modules gave in `get_extra_state` has no place in such files, and the log says so.
+    Call it in one process. It needs neither a GPU nor the model, and never holds a whole tensor. Parameters and
+    persistent buffers equal what `full_state_dict` returned at the time of saving, bit for bit. A tensor with several
+    names is stored under its first name. `get_extra_state` of modules is not written, and the log says so.
 
     Args:
-        checkpoint: A directory that `zerostd.save` wrote, or a URL.
-        out: A directory that is not there yet; it appears whole or not at all.
-        dtype: Of all floating-point tensors: 'fp32', 'bf16' or 'fp16', rounded once from what training kept. None: the
-            one that each had before prepare.
-        max_shard_size: Most bytes of a file; a larger tensor has one of its own. Several files get an index.
+        checkpoint: A directory or URL that `zerostd.save` wrote to.
+        out: A directory that does not exist yet. It is either complete or absent.
+        dtype: The dtype of all floating-point tensors: 'fp32', 'bf16' or 'fp16', rounded once from the masters. None:
+            the dtype that each had before prepare.
+        max_shard_size: The largest size of a file; a larger tensor gets its own file. Several files get an index.
 
     Returns:
-        The paths of the files, that of an index last.
+        The paths of the files; the path of an index is the last.
 
     Raises:
         CheckpointError: It is damaged, or `out` already exists; nothing is left of what was written.
@@ -67,7 +67,7 @@ def merge(
     target = path_of(out, "out", CheckpointError)
     most_bytes = parse_bytes(max_shard_size)
     if most_bytes < 1:
-        raise CheckpointError(f"max_shard_size={most_bytes} bytes hold nothing; use a size such as '5GB'")
+        raise CheckpointError(f"max_shard_size={most_bytes} bytes is too small; use a size such as '5GB'")
     chosen = None if dtype is None else DTYPES.get(SHORT_NAMES.get(str(dtype), str(dtype)))
     if dtype is not None and (chosen is None or not chosen.is_floating_point):
         raise CheckpointError(f"dtype={dtype!r} is not a floating-point dtype; use 'fp32', 'bf16' or 'fp16'")
@@ -76,7 +76,7 @@ def merge(
         if manifest.modules:
             log.warning("the extra state of %s is left out of %s", ", ".join(map(repr, manifest.modules)), target)
         if not manifest.frozen:
-            text = "%s was saved without parameters that did not train; %s is not a whole model"
+            text = "%s was saved without frozen parameters, so %s is not a whole model"
             log.warning(text, checkpoint, target)
         entries = _model_entries(manifest)
         files = _split([_output_tensor(opened, entry, chosen) for entry in entries], most_bytes)
@@ -95,7 +95,7 @@ def _model_entries(manifest: Manifest) -> list[TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for entry in (*manifest.of_kind("parameter"), *manifest.of_kind("buffer")):
         if entry.of in entries or entry.of == "__metadata__":
-            raise CheckpointError(f"{entry.label} cannot have this name in a safetensors file, or two tensors have it")
+            raise CheckpointError(f"{entry.label}: safetensors reserves this name, or another tensor has the same name")
         entries[entry.of] = entry
 
     def natural_order(name: str) -> list[tuple[int, str]]:

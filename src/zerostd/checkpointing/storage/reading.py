@@ -75,13 +75,13 @@ class Checkpoint:
                 numel = part.stop - part.start
                 if stored.dtype != entry.torch_dtype or math.prod(stored.shape) != numel:
                     raise CheckpointError(
-                        f"{reader.path}: {part.key!r} is {stored.shape} of {stored.dtype}, and the manifest says "
+                        f"{reader.path}: {part.key!r} is {stored.shape} of {stored.dtype}, but the manifest says "
                         f"{numel} of {entry.dtype} for {entry.label}"
                     )
                 unused.discard((part.file, part.key))
         if unused:
             name, key = min(unused)
-            raise CheckpointError(f"{self._readers[name].path}: the manifest does not say what {key!r} is")
+            raise CheckpointError(f"{self._readers[name].path}: {key!r} is not in the manifest")
 
     def close(self) -> None:
         self._files.close()
@@ -181,8 +181,8 @@ class Checkpoint:
             yield low, numbers
         if crc != block.crc32:
             raise CheckpointError(
-                f"{reader.path} is damaged: elements {block.low} to {block.high} of {block.entry.label} are not as "
-                "written; use another checkpoint"
+                f"{reader.path} is damaged: elements {block.low} to {block.high} of {block.entry.label} do not match "
+                "their checksum; use another checkpoint"
             )
 
 

@@ -301,7 +301,7 @@ class SafetensorsReader:
                 where = f"{self.path} at {offset + done}"
                 count = self._retries.attempt("reading", where, self._read_some, view[done:], offset + done)
             if not count:
-                raise CheckpointError(f"{self.path} ends at {offset + done}: it is not complete")
+                raise CheckpointError(f"{self.path} ends at {offset + done}: it is incomplete")
             done += count
 
     def _read_some(self, memory: memoryview, offset: int) -> int:
@@ -317,7 +317,7 @@ class SafetensorsReader:
         self._read_all(start, 0)
         (length,) = struct.unpack("<Q", start)
         if not 2 <= length <= min(num_bytes - 8, MOST_HEADER):
-            raise CheckpointError(f"{self.path} has no safetensors header: its length would be {length}")
+            raise CheckpointError(f"{self.path} is not a safetensors file: the length of its header would be {length}")
         text = bytearray(length)
         self._read_all(text, 8)
         what = f"{self.path} has a damaged header"
@@ -335,13 +335,13 @@ def _header_problems(tensors: Mapping[str, StoredTensor], num_bytes: int) -> Ite
     for key, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         low, high = tensor.data_offsets
         if tensor.code not in DTYPE_BY_CODE:
-            yield f"{key!r} has dtype {tensor.code!r}"
+            yield f"{key!r} has the unknown dtype {tensor.code!r}"
         if high - low != math.prod(tensor.shape) * tensor.dtype.itemsize:
             yield f"{key!r} has shape {tensor.shape}, {tensor.code} and offsets [{low}, {high})"
         if low != end:
             yield f"{'a gap' if low > end else 'tensors that overlap'} at {end}"
         end = high
     if end > num_bytes:
-        yield f"the tensors need {end} bytes and have {num_bytes}"
+        yield f"the tensors need {end} bytes, but the file has {num_bytes}"
     if end < num_bytes:
         yield f"{num_bytes - end} bytes follow the last tensor"

@@ -49,8 +49,8 @@ from zerostd.tiers.host import PAGE, aligned
 OutputTensors = Mapping[SavedInterval, OutputTensor]
 
 LOST = (
-    "the checkpoint %s was not saved: the process has ended, and %s. Call wait() of what zerostd.save returned while "
-    "the model and the process group are there"
+    "the checkpoint %s was not saved: the process has ended, and %s. Call wait() of the object that zerostd.save "
+    "returned while the model and the process group exist"
 )
 
 log = logging.getLogger("zerostd")
@@ -84,7 +84,7 @@ class PendingSave(StepObserver):
         """Return when the checkpoint is complete or has failed, which is logged. All ranks call it."""
 
     def wait(self) -> None:
-        """Return when the checkpoint is there. All ranks call it. Raises CheckpointError if it could not be written."""
+        """Wait until the checkpoint is complete. All ranks call it. Raises CheckpointError if it was not written."""
 
 
 class Saving(PendingSave):

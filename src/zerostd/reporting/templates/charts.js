@@ -251,7 +251,7 @@ function drawStack(figure, tier, limit) {
   if (isNear) draw(made.svg, "line", { x1: made.left, x2: made.right, y1: made.y(limit), y2: made.y(limit), style: "stroke: var(--c5); stroke-width: 1.5; stroke-dasharray: 10 3 2 3" });
   hover(made, times.map(made.x), (index) => [`${secondsText(times[index])}, step ${tier.steps[at(index)]}`, [
     ...tier.kinds.map((kind, row) => [words(kind), bytesText(tier.bytes[row][at(index)])]).reverse(),
-    ["in all", bytesText(sums[at(index)])],
+    ["total", bytesText(sums[at(index)])],
     ...lines.filter(([, values]) => values[at(index)] !== null).map(([name, values]) => [name, bytesText(values[at(index)])]),
   ]]);
 }

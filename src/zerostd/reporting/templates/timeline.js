@@ -8,7 +8,7 @@ function drawTimeline(parent, run, step) {
   const gutter = narrow ? 0 : 84, track = 20, gap = 7, label = narrow ? 18 : 0, hasRanks = new Set(shown.rows.map((row) => row.rank)).size > 1;
   const names = [...new Set(shown.rows.flatMap((row) => row.bars.map((bar) => bar.name)))];
   const order = Object.keys(BARS), known = [...order.filter((name) => names.includes(name)), ...names.filter((name) => !order.includes(name))];
-  legend(parent, known.map((name) => [name === "several" ? "several, drawn as one" : name, name === "wait" ? { hollow: true } : { fill: BARS[name] || "--c4" }]));
+  legend(parent, known.map((name) => [name === "several" ? "several, drawn as one bar" : name, name === "wait" ? { hollow: true } : { fill: BARS[name] || "--c4" }]));
   let y = 8, rank = null;
   const places = shown.rows.map((row) => {
     const isNew = row.rank !== rank;
