@@ -206,7 +206,8 @@ class Placement:
 
     Shares are taken from the front of the model: what forward needs first is kept nearest. Optimizer states are cut
     where the share says, parameters and gradients between two parameters: a share that whole parameters miss by more
-    than a tenth is refused, with the nearest one that works.
+    than a tenth is refused, with the nearest one that works. Models of fewer than 32,768 elements keep whole groups
+    in one tier, and a warning says how far off that is.
 
     `cpu_share` is the part of the states off the device that the CPU updates; the rest is streamed through the
     device; None: from the number of cores. `speculate` updates during backward before the norm for `max_grad_norm` is
