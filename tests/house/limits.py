@@ -13,8 +13,8 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 36_463  # 24,782 before meshes, DTensors, averages, checksums, blame, joins, halves, codes, URLs, help
-MOST_LINES_IN_CORE = 16_326  # 9,990 before those
+MOST_LINES = 36_488  # 24,782 before meshes, DTensors, averages, checksums, blame, joins, halves, codes, URLs, help
+MOST_LINES_IN_CORE = 16_351  # 9,990 before those
 MOST_CLASSES = 291  # 225 before those
 
 # Habits that give way.
