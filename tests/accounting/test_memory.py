@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,8 @@ from support.agreement import agree
 from support.models import MODELS
 from support.processes import doing
 from support.side_by_side import data, seeded
+from zerostd import Placement
+from zerostd.monitoring.texts import size_text
 from zerostd.parameters.host_gradient import NUM_STAGING
 
 MIB = 2**20
@@ -213,6 +217,52 @@ def small_model(rank: int, precision: str) -> list[str]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_buffers_of_a_small_model_take_less_than_the_state_they_serve(ranks, precision):
     agree(ranks(4, small_model, precision))
+
+
+def advised(rank: int, make: Callable[[], nn.Module], stage: int) -> tuple[str, int]:
+    """The last line that prepare says, and the bytes of the device that two steps take at most."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    log = logging.getLogger("zerostd")
+    handler = Keep(logging.INFO)
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        model = seeded(make)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = zerostd.prepare(model, optimizer, stage=stage, placement=Placement(), accumulate=1)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    for step in range(2):
+        model(data(2, 64, rank=rank, number=step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    taken = sum(zerostd.memory(model).peak["device"].values())
+    zerostd.release(model)
+    return next((line for line in lines if "are buffers" in line), ""), taken
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8))
+
+
+def deep() -> nn.Module:
+    return Tower(64, 32)
+
+
+def test_a_stage_whose_buffers_take_more_than_it_saves_is_told_with_the_one_that_takes_least(ranks):
+    taken = {stage: ranks(2, advised, wide, stage)[0] for stage in (0, 1, 2, 3)}
+    line, bytes_of_3 = taken[3]
+    best = min(taken, key=lambda stage: taken[stage][1])
+    assert best == 1 and f"stage={best} would take {size_text(taken[best][1])}" in line, (line, taken)
+    assert line.startswith(f"stage 3 takes {size_text(bytes_of_3)} of the device on each rank, of which ")
+    assert not taken[1][0] and not ranks(2, advised, deep, 3)[0][0]
 
 
 def test_scratch_of_the_update_has_memory_in_a_step_alone():

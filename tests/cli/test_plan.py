@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from planning.machines import H200
 from zerostd.cli.main import app
+from zerostd.cli.plan import MACHINE
 from zerostd.monitoring.texts import seconds_text, short_size
 from zerostd.planning import Plan
 from zerostd.planning.request import FOR_LIBRARIES
@@ -194,6 +195,7 @@ def test_clusters_come_with_the_package(plan: Plan_, name: str) -> None:
     result = plan("--params", "100M", "--cluster", name, "--json")
     assert made(result).world_size == 1
     assert "other machines are dgx2-400, five-v100, h200-1" in refused(plan("--params", "1B", "--cluster", "dgx3"))
+    assert name in MACHINE
 
 
 def test_machines_are_known_by_name(plan: Plan_) -> None:

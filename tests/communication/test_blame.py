@@ -8,6 +8,8 @@ import logging
 import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,42 @@ def alone_in_prepare(rank: int, folder: str) -> str:
 def test_a_rank_that_does_not_prepare_is_named(ranks: Any, tmp_path: Path) -> None:
     text = ranks(2, alone_in_prepare, str(tmp_path))[0]
     assert "rank 0 gave up waiting in zerostd.prepare() (time limit 3 s): rank 1 did not call it" in text
+
+
+NOT_ALL_PREPARE = """
+import os, sys, time
+from pathlib import Path
+import torch, zerostd
+rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
+
+def wait_for(names):
+    while len(list(folder.glob(names))) < 2:
+        time.sleep(0.05)
+
+if rank in (1, 2):
+    wait_for("said-*")
+    sys.exit()
+model = torch.nn.Linear(4, 4)
+(folder / f"here-{rank}").touch()
+wait_for("here-*")
+try:
+    zerostd.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+except zerostd.CommunicationError as error:
+    (folder / f"said-{rank}").write_text(str(error))
+"""
+
+
+def test_ranks_that_do_not_prepare_are_named_where_nobody_made_a_process_group(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(NOT_ALL_PREPARE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", script, tmp_path]
+    variables = {**os.environ, "ZEROSTD_TIMEOUT_S": str(LIMIT_S), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(list(map(str, command)), env=variables, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 3):
+        said = (tmp_path / f"said-{rank}").read_text()
+        assert f"rank {rank} of 4 did not meet the others in zerostd.prepare()" in said
+        assert "rank 1, 2 did not come to it" in said
 
 
 def other_errors(rank: int) -> str:

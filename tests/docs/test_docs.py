@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from docs.pages import PAGES, ROOT, blocks, name
 from zerostd.cli.main import app
+from zerostd.tiers import debug
 
 LINKS: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "links.py"))
 RUN_ELSEWHERE = {"docs/tutorial.md", "docs/zh/tutorial.md"}  # test_tutorial.py does all of it in order
@@ -132,7 +133,13 @@ def test_anchors_are_those_of_headings_outside_code() -> None:
     assert LINKS["anchors"]("# A `b`: c\n\n## D-e, f (g)\n```sh\n# no\n```\n") == {"a-b-c", "d-e-f-g"}
 
 
-MEASURED = ["README.md", "docs/how-to/slow.md", "docs/how-to/from-deepspeed.md", "docs/how-to/from-fsdp2.md"]
+MEASURED = [
+    "README.md",
+    "docs/evaluation.md",
+    "docs/how-to/slow.md",
+    "docs/how-to/from-deepspeed.md",
+    "docs/how-to/from-fsdp2.md",
+]
 
 
 @pytest.mark.parametrize("page", MEASURED)
@@ -143,3 +150,17 @@ def test_measured_numbers_are_in_a_table_of_results(page: str) -> None:
     told = re.findall(r"(?<![\w.])([0-9]+\.([0-9]+)) (?:s|GiB)\b", (ROOT / page).read_text())
     unknown = {text for text, digits in told if float(text) not in {round(one, len(digits)) for one in known}}
     assert told and not unknown
+
+
+def test_every_table_of_results_has_a_row_on_the_evaluation_page() -> None:
+    page = (ROOT / "docs" / "evaluation.md").read_text()
+    tables = sorted(path.name for path in (ROOT / "benchmarks" / "results").glob("*.md"))
+    missing = [table for table in tables if f"(../benchmarks/results/{table})" not in page]
+    assert tables and not missing
+
+
+def test_every_debug_mode_is_documented() -> None:
+    (row,) = [
+        line for line in (ROOT / "docs" / "environment.md").read_text().splitlines() if f"| `{debug.VARIABLE}`" in line
+    ]
+    assert [word for word in debug.WORDS if f"`{word}`:" not in row] == []

@@ -22,16 +22,20 @@ from zerostd.tiers.extents import Extent, Fallback
 from zerostd.tiers.host import Host
 
 FOLDER = sys.argv[1]
-HOST_BYTES = 240_736  # of host memory that the model takes when all is well
+HOST_BYTES = 221_536  # of host memory that the model takes when all is well
 EVERYTHING = zerostd.Placement(parameters="disk", optimizer_states="disk")
+GRADIENTS = zerostd.Placement(gradients="disk", optimizer_states="host")
 
 
-def prepared(**budget: Any) -> tuple[nn.Module, Any]:
+def prepared(placement: zerostd.Placement = EVERYTHING, **budget: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(24, 96), nn.Tanh(), nn.Linear(96, 24))
+    if placement is GRADIENTS:  # more of them than pass through host memory at once
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 96), nn.Tanh(), nn.Linear(96, 24)) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     disk = zerostd.Budget(disk_path=FOLDER, **budget)
-    return zerostd.prepare(model, optimizer, placement=EVERYTHING, budget=disk, groups=["0", "2"])
+    groups = [name for name, module in model.named_children() if any(True for _ in module.parameters())]
+    return zerostd.prepare(model, optimizer, placement=placement, budget=disk, groups=groups)
 
 
 def train(model: nn.Module, optimizer: Any, steps: int) -> list[float]:
@@ -62,9 +66,9 @@ def flip(extent: Extent, offset: int) -> None:
         os.fsync(file.fileno())
 
 
-def run(damage: Callable[[nn.Module], Any], **budget: Any) -> dict[str, Any]:
+def run(damage: Callable[[nn.Module], Any], **options: Any) -> dict[str, Any]:
     """Train 2 steps, then 2 more after or under a fault; return what happened."""
-    model, optimizer = prepared(**budget)
+    model, optimizer = prepared(**options)
     result: dict[str, Any] = {"losses": train(model, optimizer, 2), "error": None, "type": None}
     try:
         given = damage(model)
@@ -119,6 +123,11 @@ def cut(model: nn.Module) -> None:
     os.ftruncate(extents(model)[0].scratch_file.fd, 4096)
 
 
+def of_gradients(*rule: Any, **when: int) -> Callable[[], dict[str, Any]]:
+    """Gradients on disk, which are written in every pass and read in every step."""
+    return lambda: run(lambda model: fault(FOLDER, *rule, **when) if rule else None, placement=GRADIENTS)
+
+
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "nothing": lambda: run(lambda model: None),
     "byte of states": lambda: run(damage_first("optimizer_states", 4096 + 17)),
@@ -138,6 +147,14 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "flipped, writing": lambda: run(lambda model: fault(FOLDER, "write", "flip", first=4, count=1)),
     "page of a write cannot be read": unreadable_page,
     "slow": lambda: run(lambda model: fault(FOLDER, "read", "delay", 20)),
+    "gradients: nothing": of_gradients(),
+    "gradients: EIO once, reading": of_gradients("read", "fail", EIO, count=1),
+    "gradients: EIO twice, writing": of_gradients("write", "fail", EIO, count=2),
+    "gradients: flipped once, reading": of_gradients("read", "flip", count=1),
+    "gradients: flipped, writing": of_gradients("write", "flip", count=1),
+    "gradients: EIO for ever, reading": of_gradients("read", "fail", EIO),
+    "gradients: EIO for ever, writing": of_gradients("write", "fail", EIO),
+    "gradients: ENOSPC for ever": of_gradients("write", "fail", ENOSPC, first=3),
 }
 
 if __name__ == "__main__":

@@ -24,6 +24,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return {**json.loads(done.stdout), "log": {"text": done.stderr}}
 
 
+def without_fault(scenario: str) -> str:
+    """Return the name of the same training on a drive that works."""
+    return "gradients: nothing" if scenario.startswith("gradients: ") else "nothing"
+
+
 @pytest.mark.parametrize(
     ("scenario", "retries"),
     [
@@ -33,12 +38,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("short writes", {}),
         ("flipped once, reading", {"reading: checksum": 1}),
         ("slow", {}),
+        ("gradients: EIO once, reading", {"reading: EIO": 1}),
+        ("gradients: EIO twice, writing", {"writing: EIO": 2}),
+        ("gradients: flipped once, reading", {"reading: checksum": 1}),
     ],
 )
 def test_what_passes_leaves_every_bit_as_it_is(results: Results, scenario: str, retries: dict[str, int]) -> None:
     result = results[scenario]
     assert result["error"] is None and result["taken"] > 0
-    assert result["losses"] == results["nothing"]["losses"] and result["retries"] == retries
+    assert result["losses"] == results[without_fault(scenario)]["losses"] and result["retries"] == retries
     for what in retries:
         assert f"tried again {retries[what]} times: {what}" in result["text"]
 
@@ -49,6 +57,7 @@ def test_what_passes_leaves_every_bit_as_it_is(results: Results, scenario: str, 
         ("byte of states", "optimizer_states"),
         ("byte of parameters", "parameters"),
         ("flipped, writing", "(optimizer_states|parameters)"),
+        ("gradients: flipped, writing", "gradients"),
     ],
 )
 def test_changed_bytes_are_an_error_that_says_where(results: Results, scenario: str, kind: str) -> None:
@@ -76,8 +85,9 @@ def test_a_file_that_was_cut_is_an_error(results: Results) -> None:
     assert re.search(r"ended early|was cut to 4096 bytes by another process", result["error"])
 
 
-def test_a_drive_that_cannot_be_read_ends_the_run_with_its_reason(results: Results) -> None:
-    result = results["EIO for ever, reading"]
+@pytest.mark.parametrize("scenario", ["EIO for ever, reading", "gradients: EIO for ever, reading"])
+def test_a_drive_that_cannot_be_read_ends_the_run_with_its_reason(results: Results, scenario: str) -> None:
+    result = results[scenario]
     assert result["type"] == "StorageError"
     assert re.search(
         r"reading \d+ bytes at offset \d+ of .* failed, \w+ of the group of '[\w.]+': EIO: ", result["error"]
@@ -91,12 +101,15 @@ def test_a_write_into_a_page_that_cannot_be_read_loses_nothing(results: Results)
     assert result["is_on_disk"] and result["bytes"] == [2, 1]
 
 
-@pytest.mark.parametrize("scenario", ["EIO for ever, writing", "ENOSPC for ever"])
+@pytest.mark.parametrize(
+    "scenario",
+    ["EIO for ever, writing", "ENOSPC for ever", "gradients: EIO for ever, writing", "gradients: ENOSPC for ever"],
+)
 def test_groups_of_a_drive_that_cannot_be_written_move_to_the_host(results: Results, scenario: str) -> None:
     result = results[scenario]
     assert result["error"] is None and result["taken"] > 0
-    assert result["losses"] == results["nothing"]["losses"]
-    assert result["on_disk"] < results["nothing"]["on_disk"]
+    assert result["losses"] == results[without_fault(scenario)]["losses"]
+    assert result["on_disk"] < results[without_fault(scenario)]["on_disk"]
     assert "moves to host memory" in results["log"]["text"]
 
 

@@ -16,6 +16,7 @@ import zerostd.horovod as hvd
 from horovod.scripts import session
 from zerostd import MisuseError, NotSupportedError, PrepareError
 from zerostd.horovod.collectives import REFUSED
+from zerostd.horovod.world import backends_with
 
 
 def value(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -242,3 +243,9 @@ def test_calls_that_make_no_sense_are_refused(monkeypatch):
 def _half() -> Any:
     model = nn.Linear(4, 4).bfloat16()
     return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(("device", "backends"), [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl")])
+def test_processes_meet_over_the_backends_that_torch_has_for_the_accelerator(device: str, backends: str) -> None:
+    assert backends_with(torch.device(device)) == backends
+    assert backends_with(None) == "gloo"

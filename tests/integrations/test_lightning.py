@@ -555,3 +555,11 @@ def test_merge_runs_no_code_of_the_checkpoint(tmp_path: Path) -> None:
     torch.save({"callbacks": {"best": torch.ones(1)}}, folder / "rest-1")
     zl.merge(folder, tmp_path / "merged.ckpt")
     assert set(torch.load(tmp_path / "merged.ckpt")["state_dict"]) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("library", [zl, zf], ids=["Trainer", "Fabric"])
+def test_ranks_meet_over_the_backends_that_torch_has_for_the_device(library: Any, monkeypatch: Any) -> None:
+    for device, backends in (("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl")):
+        monkeypatch.setattr(library.ZeroStrategy, "root_device", torch.device(device))
+        assert library.ZeroStrategy()._get_process_group_backend() == backends
+        assert library.ZeroStrategy(process_group_backend="ours")._get_process_group_backend() == "ours"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import textwrap
 import threading
@@ -105,6 +106,13 @@ def ended(started: set[threading.Thread]) -> bool:
 # -- refused at prepare --
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Import what `prepare` imports when it is first called, which counts as memory of the process."""
+    model, _ = prepared(placement=HOST)
+    zerostd.release(model)
+
+
 def trace(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """Everything about a model and its optimizer that a refusal must leave alone."""
     found: dict[str, Any] = {
@@ -195,22 +203,68 @@ def test_full_file_system(tmp_path):
     code = """
     optimizer = torch.optim.AdamW(model.parameters())
     before = [(id(p), p.data_ptr()) for p in model.parameters()]
-    for placement in (zerostd.Placement(optimizer_states="disk"), zerostd.Placement(parameters="disk")):
+    for kind in ("optimizer_states", "parameters", "gradients"):
+        placement = zerostd.Placement(**{kind: "disk"})
         try:
             zerostd.prepare(model, optimizer, placement=placement, budget=zerostd.Budget(disk_path=path))
         except zerostd.PrepareError as error:
             print(error)
     print(os.listdir(path), [(id(p), p.data_ptr()) for p in model.parameters()] == before, len(model._forward_hooks))
     """
-    mount = f"from support.mounts import mount\nmount('tmpfs', {str(tmp_path)!r}, 'size=1m')\n"
-    done = warm.run(mount + START + textwrap.dedent(code), tmp_path)
+    states, parameters, gradients, rest = on_a_drive_of_its_own(code, tmp_path, "1m")
+    assert f"({12 * 2 * 512 * 513} bytes) wanted in {tmp_path}" in states and "(1048576 bytes) free" in states
+    for line in (parameters, gradients):
+        assert f"({4 * 2 * 512 * 513} bytes) wanted in {tmp_path}" in line
+    assert rest == "[] True 0"
+
+
+def on_a_drive_of_its_own(code: str, folder: Path, size: str) -> list[str]:
+    """Run a program that is given a folder on a new drive of that size; return its lines."""
+    mount = f"from support.mounts import mount\nmount('tmpfs', {str(folder)!r}, 'size={size}')\n"
+    done = warm.run(mount + START + textwrap.dedent(code), folder)
     if done.returncode == mounts.NOT_ALLOWED:
         pytest.skip(f"this machine lets no user mount: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
-    states, parameters, rest = done.stdout.splitlines()
-    assert f"({12 * 2 * 512 * 513} bytes) wanted in {tmp_path}" in states and "(1048576 bytes) free" in states
-    assert f"({4 * 2 * 512 * 513} bytes) wanted in {tmp_path}" in parameters
-    assert rest == "[] True 0"
+    return done.stdout.splitlines()
+
+
+def test_gradients_that_grow_on_a_full_file_system_are_refused_and_training_goes_on(tmp_path):
+    """Of two passes that nobody announced, gradients are fp32 sums, twice as long as those that space was taken for."""
+    code = """
+    def train(is_full):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
+        model, optimizer = zerostd.prepare(
+            model, torch.optim.AdamW(model.parameters()), precision="bf16", groups=["0", "2"],
+            placement=zerostd.Placement(gradients="disk"), budget=zerostd.Budget(disk_path=path),
+        )
+        losses = []
+        for passes in (1, 2, 2):
+            if is_full and passes == 2:
+                file = os.open(path + "/full", os.O_CREAT | os.O_WRONLY)
+                os.posix_fallocate(file, 0, os.statvfs(path).f_bavail * os.statvfs(path).f_frsize)
+            while True:
+                try:
+                    for _ in range(passes):
+                        loss = model(torch.ones(2, 512)).square().mean()
+                        loss.backward()
+                    break
+                except zerostd.PrepareError as error:
+                    print(error)
+                    os.truncate(path + "/full", 0)
+                    is_full = False
+                    optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        zerostd.release(model)
+        return losses
+
+    print(train(False) == train(True))
+    """
+    refusal, is_same = on_a_drive_of_its_own(code, tmp_path, "4m")
+    assert re.search(r"\(\d+ bytes\) wanted in .*, but its file system has .*make room, name another", refusal)
+    assert is_same == "True"
 
 
 SPECULATE = {"placement": Placement(optimizer_states="host", speculate=True), "accumulate": 1, "max_grad_norm": 1.0}

@@ -358,6 +358,33 @@ def test_on_two_ranks(ranks: Any, name: str, part: int, tmp_path: Path) -> None:
     agree(ranks(2, compare_on_ranks, name, part, str(tmp_path), timeout=200))
 
 
+def passes_under_no_sync(rank: int, folder: str) -> list[str]:
+    """Gradients that no rank has sent are added to what rests off the device."""
+    failures = []
+    for stage, kind, gradients in product((2, 3), ("fp32", "bf16"), ("host", "disk")):
+        job = Job(accumulate=None, stage=stage, precision=kind)
+        weights = []
+        for placement in (None, Placement(gradients=gradients, optimizer_states="host")):
+            model, optimizer = prepared(job, placement, folder)
+            for number in range(3):
+                with zerostd.no_sync(model):
+                    loss_of(job, model, 2 * number, rank).backward()
+                loss_of(job, model, 2 * number + 1, rank).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            weights.append(zerostd.full_state_dict(model))
+            zerostd.release(model)
+        try:
+            assert_bitwise(weights[1], weights[0], f"rank {rank}, stage {stage}, {kind}, gradients on {gradients}")
+        except AssertionError as error:
+            failures.append(str(error))
+    return failures
+
+
+def test_no_sync_on_two_ranks_with_gradients_off_the_device(ranks: Any, tmp_path: Path) -> None:
+    agree(ranks(2, passes_under_no_sync, str(tmp_path)))
+
+
 def parts_of_the_model_rest_on_some_ranks(rank: int) -> list[str]:
     """Ranks that use different layers in a step: their updates begin in different orders, and end the same."""
     failures = []
@@ -408,7 +435,7 @@ def refused(rank: int) -> list[str]:
     failures = []
     wrong = [(stage, "parameters") for stage in (0, 1, 2)] + [(stage, "gradients") for stage in (0, 1)]
     for stage, kind in wrong:
-        for home in ("host", {"device": 0.5, "host": 0.5}):
+        for home in ("host", "disk", {"device": 0.5, "host": 0.5}):
             model = CASES["gpt"].make(0)
             before = {name: (p, p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
             optimizer = RULES["adamw"](model)

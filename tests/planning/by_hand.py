@@ -225,9 +225,6 @@ def held_bytes(request: PlanRequest, cost: GroupCost, share: GroupShares) -> dic
     shares_master = share.parameters_host if copies == 1 else 0.0
     host = (states + master * (1 - shares_master)) * copies * (share.cpu + share.streamed)
     host += cost.parameters * share.parameters_host + cost.gradients * share.gradients_host
-    passing = weight * share.parameters_disk  # on their way to the disk
-    is_shared = request.machine.link is None and Tier.HOST not in request.limits  # one memory, and one limit
-    device, host = device + passing * is_shared, host + passing * (not is_shared)
     if request.machine.link is not None:  # what the processor reads of a gradient, and where new parameters wait
         host += n * cost.gradient_bytes * by_cpu * (1 - share.gradients_host)
         lands_on_copy = cost.gradient_bytes == model.parameter_bytes and copies == 1 and not share.gradients_host

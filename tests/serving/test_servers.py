@@ -189,6 +189,7 @@ def refusals(rank: int) -> list[str]:
         (PrepareError, {"servers": 1, "stage": 3}),
         (NotSupportedError, {"servers": 1, "precision": "fp16"}),
         (NotSupportedError, {"servers": 1, "placement": Placement(parameters="host")}),
+        (NotSupportedError, {"servers": 1, "placement": Placement(gradients="disk")}),
         (PrepareError, {"reduce": "average"}),
     ]:
         with pytest.raises(error) as caught:
@@ -212,10 +213,11 @@ def refusals(rank: int) -> list[str]:
 
 
 def test_what_does_not_go_with_servers_is_refused(ranks):
-    none_left, none, stage, precision, placement, reduce = ranks(2, refusals)[0]
+    none_left, none, stage, precision, parameters, gradients, reduce = ranks(2, refusals)[0]
     assert "servers=2 of 2 rank(s) leaves none to train" in none_left
     assert "servers=0 must be a whole number" in none and "leave it out" in stage
-    assert "'bf16'" in precision and "place only optimizer_states and activations" in placement
+    assert "'bf16'" in precision and "place only optimizer_states and activations" in parameters
+    assert "Placement(gradients='disk') with servers=1: workers keep them on the device" in gradients
     assert "reduce='average' must be 'mean' or 'sum'" in reduce
 
 

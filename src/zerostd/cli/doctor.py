@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from zerostd.cli.printing import is_first_rank, show
-from zerostd.communication.world import try_group
+from zerostd.communication.meeting import try_group
 from zerostd.errors import PrepareError
 from zerostd.kernels import native
 from zerostd.measuring.identity import choose_device, free_bytes, versions

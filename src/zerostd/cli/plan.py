@@ -31,7 +31,10 @@ SEQUENCE = 1024  # tokens of a sample of a model in numbers, if nobody says
 FACTORY = "A function that returns a model, (model, optimizer) or (model, optimizer, batch)."
 META = "Call the function on the meta device: nothing is allocated."
 PARAMS = "A GPT with this many parameters, such as 350M, 7.5B or 1T."
-MACHINE = "Another machine, such as 8xh100-80 or 4x8xa100-80, or the path of a JSON profile. Default: this machine."
+MACHINE = (
+    "Another machine, such as 8xh100-80 or 4x8xa100-80; dgx2-400, five-v100 or h200-1; or the path of a JSON profile. "
+    "Default: this machine."
+)
 LIMITS = "Limit of each tier, such as device=24GiB,host=96GiB,disk=200GiB."
 BATCH = "Samples in a step on one rank. Without --samples, the planner also chooses the size of a pass."
 RECOMPUTE = "Recompute blocks in backward: they keep only their inputs."

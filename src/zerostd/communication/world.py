@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,9 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerostd.communication.dtensors import Rows, check_layouts, find_splits
 from zerostd.communication.link import ServerLink
+from zerostd.communication.meeting import meet
 from zerostd.communication.peers import Peers
 from zerostd.compat import default_store, named_group
-from zerostd.errors import CommunicationError, MisuseError, PrepareError
+from zerostd.errors import MisuseError, PrepareError
 from zerostd.policy import MOST_RANKS
 
 Mesh = DeviceMesh | dist.ProcessGroup | None  # the ranks that train a model; None: all of them
@@ -136,7 +136,7 @@ class World:
         limit = timedelta(seconds=timeout_s)
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) != 1:
             with _environment(WATCHDOG):
-                _join(torch.device("cpu") if num_servers else device, limit)  # servers have no accelerator
+                meet(torch.device("cpu") if num_servers else device, limit)  # servers have no accelerator
         rows = _rows(mesh, device)
         splits = find_splits(rows, beside)
         everyone = [rank for split in splits for row in split for rank in row]
@@ -241,30 +241,6 @@ class World:
                     dist.destroy_process_group(group)
 
 
-def try_group(device: torch.device, timeout_s: float) -> tuple[int, str, float]:
-    """Return how many ranks met, over what backend, and the seconds of a small collective, for `zerostd doctor`.
-
-    A process group that was made for it is closed again. Raises torch's RuntimeError if they did not meet in time.
-    """
-    was_there = dist.is_initialized()
-    limit = timedelta(seconds=timeout_s)
-    if not was_there and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group(_backends(device), timeout=limit)
-    elif not was_there:
-        alone = dist.HashStore()  # type: ignore[attr-defined]  # torch does not list it among its exports
-        dist.init_process_group("gloo", store=alone, rank=0, world_size=1, timeout=limit)
-    try:
-        value = torch.ones(1, device=device)
-        dist.all_reduce(value)  # the first one makes the connections
-        begin = time.perf_counter()
-        dist.all_reduce(value)
-        num_ranks = round(value.item() ** 0.5)
-        return num_ranks, dist.get_default_backend_for_device(device), time.perf_counter() - begin
-    finally:
-        if not was_there:
-            dist.destroy_process_group()
-
-
 def _make_channels(splits: Sequence[Rows], backend: str, limit: timedelta, peers: Peers) -> Channels:
     """Make the process groups of one prepared model; see [Note: gloo ends the process]."""
     here = dist.get_rank()
@@ -289,19 +265,6 @@ def _make_channels(splits: Sequence[Rows], backend: str, limit: timedelta, peers
     return Channels(gather, regather, reduce, broadcast, scalars or regather, control, peers, replicas)
 
 
-def _join(device: torch.device, limit: timedelta) -> None:
-    """Make the default process group of the ranks that a launcher started."""
-    try:
-        dist.init_process_group(_backends(device), timeout=limit)
-    except RuntimeError as error:
-        text = str(error).strip().splitlines()[0][:200]
-        raise CommunicationError(
-            f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} did not meet the others in "
-            f"zerostd.prepare() at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (time limit "
-            f"{limit.total_seconds():g} s): start all ranks, and let each call zerostd.prepare. Cause: {text}"
-        ) from error
-
-
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
     """Set environment variables inside the context, where the user has not."""
@@ -312,11 +275,6 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
     finally:
         for name in names:
             del os.environ[name]
-
-
-def _backends(device: torch.device) -> str:
-    backend = dist.get_default_backend_for_device(device)
-    return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
 
 
 def _rows(mesh: Mesh, device: torch.device) -> Rows:

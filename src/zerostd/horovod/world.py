@@ -120,7 +120,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     num_processes = int(os.environ.get("WORLD_SIZE", "0"))
     owns_world = not dist.is_initialized() and num_processes > 1
     if owns_world:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group(backends_with(torch.accelerator.current_accelerator(check_available=True)))
     elif not dist.is_initialized() and num_processes == 0:
         for name in OTHER_LAUNCHERS:
             if int(os.environ.get(name, "1")) > 1:
@@ -129,6 +129,13 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
                     "Start them with `torchrun --nproc-per-node N script.py`"
                 )
     OPEN.append(Session(owns_world))
+
+
+def backends_with(accelerator: torch.device | None) -> str:
+    """Return torch's backend for the CPU, and that for the accelerator if there is one."""
+    if accelerator is None:
+        return "gloo"
+    return f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
 
 
 def shutdown() -> None:

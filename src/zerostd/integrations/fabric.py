@@ -77,7 +77,7 @@ class ZeroStrategy(DDPStrategy):
         super()._configure_launcher()
 
     def _get_process_group_backend(self) -> str:
-        return self._process_group_backend or backend_for(self.root_device)
+        return self._process_group_backend or with_gloo(super()._get_process_group_backend(), self.root_device)
 
     def _setup_distributed(self) -> None:
         if self.num_nodes * self.num_processes > 1:  # a world of one needs no process group
@@ -190,9 +190,9 @@ def _split(objects: Mapping[str, Any]) -> tuple[Root | None, Any, dict[str, Any]
     return roots[0] if roots else None, optimizer, rest
 
 
-def backend_for(device: torch.device) -> str:
-    """Return the backend of the process group. Small messages go over the CPU."""
-    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+def with_gloo(backend: str, device: torch.device) -> str:
+    """Return the backends of a process group: that of the device, and one for small messages over the CPU."""
+    return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
 
 
 def take_zero(options: dict[str, Any], base: type) -> dict[str, Any]:

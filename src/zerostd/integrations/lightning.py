@@ -62,7 +62,7 @@ class ZeroStrategy(DDPStrategy):
         super()._configure_launcher()
 
     def _get_process_group_backend(self) -> str:
-        return self._process_group_backend or fabric.backend_for(self.root_device)
+        return self._process_group_backend or fabric.with_gloo(super()._get_process_group_backend(), self.root_device)
 
     def setup_distributed(self) -> None:
         """Make a process group, but not for a world of one."""

@@ -2,7 +2,7 @@
 
     gradient -> host          copied down when it lands, or there already
     kernel                    one pass over gradient, master and states; new parameters out in their own dtype
-    parameters -> their home  up to the device tile by tile, while the kernel goes on
+    parameters -> their home  up to the device tile by tile, while the kernel goes on, or to the disk from the master
 
 Optimizers that the kernels do not have run as a clone of the user's own, on the CPU.
 
@@ -76,7 +76,7 @@ class CpuUpdater:
             return
         for flat, shard in placed:  # host memory where new parameters cannot take the place of the gradient's copy
             takes_its_place = _is_upper_half(shard) or (not shard.spare and _fitting_copy(flat) is not None)
-            if shard.route is Route.CPU and flat.rest.tier is not Tier.HOST and not takes_its_place:
+            if shard.route is Route.CPU and flat.rest.tier is Tier.DEVICE and not takes_its_place:
                 self._weights_of(flat, shard)
 
     def close(self) -> None:
@@ -121,9 +121,9 @@ class CpuUpdater:
         return rule
 
     def _host_weights(self, task: UpdateTask) -> torch.Tensor | None:
-        """Return where the kernel writes new parameters; None: the master is the parameter."""
+        """Return where the kernel writes new parameters; None: the master is the parameter, or is written to disk."""
         span = task.span
-        if span.shard.holds_parameters:
+        if span.shard.holds_parameters or task.flat.rest.tier is Tier.DISK:
             return None
         if task.weights is not None and task.weights.device.type == "cpu":
             return task.weights
@@ -153,9 +153,9 @@ class CpuUpdater:
         num_bytes = sum(tensor.nbytes for tensor in source.values())
         with self.allocator.ledger.events.within("update", "cpu", task.group.name, num_bytes, step=task.step):
             scalars = self.update_tile(task, tile, source, target, factor)
-        self.send_weights(task, tile)
-        if tile.stop == task.span.numel:
-            self.finish(task, scalars)
+        self.send_weights(task, tile, target)
+        if tile.stop == task.span.numel and task.rule is None:
+            task.span.keep(scalars, is_speculative=task.is_speculative)
         self.busy_s += time.perf_counter() - begun
 
     def update_tile(
@@ -202,8 +202,12 @@ class CpuUpdater:
             task.host_weights[tile].copy_(master)
         return scalars
 
-    def send_weights(self, task: UpdateTask, tile: slice) -> None:
-        """Start new parameters of a tile on their way to the device."""
+    def send_weights(self, task: UpdateTask, tile: slice, updated: Tensors) -> None:
+        """Start new parameters of a tile on their way to the device; write those to disk that are kept there."""
+        if task.flat.rest.tier is Tier.DISK:
+            start = task.span.region.start
+            place = slice(start + tile.start, start + tile.stop)
+            task.flat.rest.write(place, updated[HIGH if LOW in updated else MASTER])
         if task.weights is None or task.host_weights is None or task.weights.device.type == "cpu":
             return
         target = task.weights[tile]
@@ -211,14 +215,6 @@ class CpuUpdater:
         with self.streams.up.after(task.asked), within(task.group.name, target.nbytes, step=task.step):
             target.copy_(task.host_weights[tile], non_blocking=True)
             task.transfer.event = self.streams.up.record_event()
-
-    def finish(self, task: UpdateTask, scalars: ScalarStates | None) -> None:
-        """Keep what the last tile left, and write parameters that are kept on disk."""
-        if task.rule is None:
-            task.span.keep(scalars, is_speculative=task.is_speculative)
-        rest = task.flat.rest
-        if rest.tensor is None and task.host_weights is not None:
-            rest.write(task.span.region, task.host_weights)
 
 
 def _is_upper_half(shard: StateShard) -> bool:
@@ -333,9 +329,10 @@ class DiskUpdater(CpuUpdater):
             for name, tensor in task.on_disk.items():
                 column, start = _stored(tensor, block.start)
                 slot.writes.append(column.start_write(start, staged[name]))
-            self.send_weights(task, part)
+            self.send_weights(task, part, states)
         span.shard.landed = AllOf(*(write for slot in self._slots for write in slot.writes))
-        self.finish(task, scalars)
+        if task.rule is None:
+            span.keep(scalars, is_speculative=task.is_speculative)
         events.end(event)
         self.busy_s += time.perf_counter() - begun
 

@@ -96,7 +96,6 @@ class ResourceDemands:
 
     def bytes(self, tier: Tier) -> dict[Kind, Factors]:
         """Return what shares take of one tier, by kind."""
-        one_memory = self.request.has_one_memory
         if tier is Tier.DEVICE:
             return {
                 Kind.PARAMETERS: {ALWAYS: self.parameters, **dict.fromkeys(OFF, -self.parameters)},
@@ -110,7 +109,6 @@ class ResourceDemands:
                     "activations_recomputed": self.boundary - self.kept,
                     "activations_host": -self.kept,
                 },
-                Kind.BUFFERS: {"parameters_disk": self.weights * one_memory},  # on their way to the disk
             }
         if tier is Tier.HOST:
             copies = 2 if self.request.speculates else 1
@@ -126,7 +124,6 @@ class ResourceDemands:
                 },
                 Kind.ACTIVATIONS: {"activations_host": self.kept, "activations_recomputed": self._inputs},
                 Kind.BUFFERS: {
-                    "parameters_disk": self.weights * (not one_memory),
                     "gradients_down": self.gradient * has_link,
                     "weights_held": self.weights * has_link,
                 },

@@ -115,11 +115,6 @@ class PlanRequest:
         return max(1, min(self.world_size, self.machine.ranks_per_node))
 
     @property
-    def has_one_memory(self) -> bool:
-        """Whether what passes through the host is the device's: it is the CPU, and the host has no limit."""
-        return self.machine.link is None and Tier.HOST not in self.limits
-
-    @property
     def cpu_s(self) -> float:
         """The seconds that the CPU takes to update one parameter."""
         processor = self.machine.processor

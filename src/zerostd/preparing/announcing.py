@@ -1,17 +1,26 @@
-"""What prepare tells the user when it is done: one line about the plan, and a warning if an accelerator is idle."""
+"""What prepare tells the user: one line about the plan, one if a lower stage takes less memory, and a warning if an
+accelerator is idle."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from zerostd.communication import World
 from zerostd.engine.settings import Settings
+from zerostd.errors import PrepareError
 from zerostd.monitoring.texts import size_text
-from zerostd.policy import Kind, Placement, Tier
+from zerostd.parameters.blueprints import Blueprint
+from zerostd.policy import Kind, Placement, Stage, Tier
+from zerostd.preparing.accounting import predict
+from zerostd.preparing.homes import FlatPlan, Rules, plan_flats
+from zerostd.preparing.options import check_world, rules_for
 
 SHOWN = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER_STATES)
 
@@ -19,11 +28,14 @@ log = logging.getLogger("zerostd")
 
 
 def announce(settings: Settings, world: World) -> None:
-    """Log what was decided, on rank 0. Where logging was not configured, Python would drop the line, so it goes to
-    stderr; `logging.getLogger("zerostd").setLevel("WARNING")` silences it."""
-    if world.rank != 0:
-        return
-    line = summary(settings, world)
+    """Say what was decided."""
+    if world.rank == 0:
+        _say(summary(settings, world))
+
+
+def _say(line: str) -> None:
+    """Log a line. Where logging was not configured, Python would drop it, so it goes to stderr;
+    `logging.getLogger("zerostd").setLevel("WARNING")` silences it."""
     if log.hasHandlers() or log.level != logging.NOTSET:
         log.info("%s", line)
     else:
@@ -47,6 +59,34 @@ def summary(settings: Settings, world: World) -> str:
         parts += ["planned " + ", ".join(sizes)] if sizes else []
         parts += [f"a step in {plan.predicted.step_s:.3g} s"] if plan.predicted.step_s else []
     return "; ".join(parts)
+
+
+def advise_on_stage(
+    settings: Settings, world: World, blueprints: Sequence[Blueprint], plans: Sequence[Sequence[FlatPlan]], rules: Rules
+) -> None:
+    """Say, on rank 0, that a lower stage takes less of the device. It does where a few layers are most of the model:
+    they are gathered and reduced whole, and that takes more than sharding saves."""
+    if world.rank != 0 or world.num_shards == 1 or world.link is not None:
+        return
+    stage, _ = settings.decided
+    counted = predict(plans, rules)[Tier.DEVICE]
+    buffers = counted.get(Kind.BUFFERS, 0)
+    taken = {stage: sum(counted.values())}
+    if 2 * buffers <= taken[stage]:
+        return
+    for lower in (each for each in Stage if each < stage):
+        candidate = replace(settings, stage=lower, plan=None)
+        with contextlib.suppress(PrepareError):  # of placements that need sharding
+            check_world(candidate, world)
+            rules = rules_for(candidate, world, blueprints)
+            taken[lower] = sum(predict(plan_flats(blueprints, rules), rules)[Tier.DEVICE].values())
+    best = min(taken, key=lambda each: taken[each])
+    if best is not stage:
+        _say(
+            f"stage {stage.value} takes {size_text(taken[stage])} of the device on each rank, of which "
+            f"{size_text(buffers)} are buffers, since few layers are most of the model; stage={best.value} would take "
+            f"{size_text(taken[best])}"
+        )
 
 
 def _home(placement: Placement, kind: Kind) -> str:

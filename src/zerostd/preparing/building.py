@@ -40,6 +40,7 @@ from zerostd.parameters.replaying import is_deferred
 from zerostd.planning import Plan
 from zerostd.policy import Budget, Kind, Tier, limit_of, parse_bytes
 from zerostd.preparing.accounting import host_buffers, largest_on_disk
+from zerostd.preparing.announcing import advise_on_stage
 from zerostd.preparing.groups import ValueOf, make_flat, make_masters
 from zerostd.preparing.homes import Demand, FlatPlan, demand, plan_flats
 from zerostd.preparing.options import check_packing, check_world, for_role, num_threads, rules_for, ways_for
@@ -85,15 +86,16 @@ def build(
         control.check_equal("models or options", lines)
         if world.link is not None:
             world.link.check_equal("models or options", lines)
-        settings = for_role(settings, world)
-        settings = decide(settings, blueprints, control)
+        is_asked_for = settings.stage is not None and settings.plan is None
+        settings = decide(for_role(settings, world), blueprints, control)
         check_world(settings, world)
         rules = rules_for(settings, world, blueprints)
         plans = plan_flats(blueprints, rules)
         check_packing(settings, plans)
+        if is_asked_for:
+            advise_on_stage(settings, world, blueprints, plans, rules)
         ways = ways_for(settings, [blueprint.name for blueprint in blueprints if blueprint.name != ROOT])
-        need = demand(plans)
-        need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans)
+        need = _demand(plans)
         ledger = Ledger()
         peers = wires_to_peers(settings.decided[1].same_activations, world, ledger)
         needs_disk = any(way.tier is Tier.DISK for way in ways.values())
@@ -125,6 +127,13 @@ def build(
     runtime = Runtime(model, gatherer, activations, resources, settings=settings, original_dtypes=original_dtypes)
     runtime.install()
     return runtime
+
+
+def _demand(plans: list[list[FlatPlan]]) -> Demand:
+    """Return the bytes of model state, and of the host memory that what is on disk passes through."""
+    need = demand(plans)
+    need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans)
+    return need
 
 
 def _make_resources(allocator: TierAllocator, world: World, largest: int) -> Resources:

@@ -213,7 +213,7 @@ class FlatPlan:
         is_as_wide = itemsize == self.dtype.itemsize
         lands_on_gradient = self.gradients is Tier.DEVICE and is_as_wide and not rules.placement.speculate
         goes_up = rules.has_own_memory and self.parameters is Tier.DEVICE and not lands_on_gradient
-        if portion.route is Route.CPU and (goes_up or self.parameters is Tier.DISK):  # new parameters, on their way
+        if portion.route is Route.CPU and goes_up:  # new parameters, on their way
             need[Tier.HOST, Kind.BUFFERS] += padded(portion.numel * self.dtype.itemsize)
 
 
