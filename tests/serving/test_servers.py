@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -17,6 +18,7 @@ from support.models import MODELS
 from support.processes import RankPool, environment
 from support.side_by_side import data, seeded
 from zerostd import CommunicationError, MisuseError, NotSupportedError, Placement, PrepareError
+from zerostd.communication.link import Message, ServerLink
 from zerostd.errors import ZerostdError
 
 GPT = MODELS["gpt"]
@@ -177,6 +179,33 @@ def test_a_killed_rank_is_named(victim, tmp_path):
 
 def noted(rank: int, victim: int, folder: str) -> None:
     Path(folder, str(rank)).write_text(killed(rank, victim))
+
+
+def goodbyes(rank: int) -> int:
+    """How often a worker that releases its model tells the server so."""
+    told: list[Message] = []
+    announce = ServerLink.announce
+
+    def noting(self: ServerLink, message: Message, *rest: Any) -> Any:
+        told.append(message)
+        return announce(self, message, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServerLink, "announce", noting)
+        try:
+            model, optimizer = prepared(1)
+        except SystemExit:
+            return 1
+        step(model, optimizer, 0, rank)
+        zerostd.release(model)
+        del model, optimizer
+        gc.collect()
+    return told.count(Message.END)
+
+
+def test_a_worker_says_goodbye_once(ranks):
+    """A server that has ended does not take a second one, and the worker would wait for it."""
+    assert ranks(NUM_WORKERS + 1, goodbyes) == [1] * (NUM_WORKERS + 1)
 
 
 def refusals(rank: int) -> list[str]:
