@@ -39,7 +39,7 @@ WIDTH, DEPTH = 128, 10
 MIB = 2**20
 LAYER = 10 * (WIDTH * WIDTH + WIDTH)  # bytes of the lower halves of masters and two moments
 LIMITS = {Tier.DEVICE: 750 << 10, Tier.HOST: 64 * MIB, Tier.DISK: 64 * MIB}
-FEW = 6  # layers: a slow disk is asked for each
+FEW = 4  # layers: a slow disk is asked for each
 HOST = Homes(states=((Tier.HOST, Route.CPU, 1.0),))
 DISK = Homes(states=((Tier.DISK, Route.CPU, 1.0),))
 FIRST_LOOK = NUM_FIRST + NUM_WATCHED

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from support import warm
 from support.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(port: int, folder: Path, log: Path, *, is_host: bool) -> subprocess.Popen[bytes]:
-    """A launcher. Both start at once, so that neither waits long for the other: the last call is for late ones."""
-    launcher = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
+LAUNCHER = """
+import os, runpy, sys
+log = os.open(sys.argv.pop(1), os.O_WRONLY)
+os.dup2(log, 1)
+os.dup2(log, 2)
+runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+"""
+
+
+def start(port: int, folder: Path, log: Path, *, is_host: bool) -> warm.Script:
+    """A launcher. Both have torch loaded and start at once, so neither waits long for the other: the last call is for
+    late ones, and the one that is left alone waits for it in vain."""
+    launcher = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
-    patience = ["--rdzv-conf", f"join_timeout=120,last_call_timeout=12,is_host={int(is_host)}"]
+    patience = ["--rdzv-conf", f"join_timeout=120,last_call_timeout=6,is_host={int(is_host)}"]
     script = ["examples/elastic.py", "--folder", str(folder), "--steps", "200", "--pause", "0.02"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with open(log, "wb") as file:
-        command = [sys.executable, *launcher, *meeting, *patience, *script]
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    return warm.Script(LAUNCHER, log, *launcher, *meeting, *patience, *script, env=environment, folder=ROOT)
 
 
 def wait_for(text: str, logs: list[Path], seconds: float) -> None:
@@ -38,7 +46,7 @@ def wait_for(text: str, logs: list[Path], seconds: float) -> None:
         time.sleep(0.1)
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: warm.Script) -> None:
     """A launcher with its workers, which have sessions of their own."""
     for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
         one.send_signal(signal.SIGKILL)
@@ -48,6 +56,8 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 def test_one_of_two_ranks_is_killed_and_the_other_goes_on(tmp_path: Path) -> None:
     port = free_port()
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
+    for log in logs:
+        log.touch()
     folder = tmp_path / "checkpoints"
     processes = [start(port, folder, log, is_host=not number) for number, log in enumerate(logs)]
     first, second = processes
@@ -57,7 +67,7 @@ def test_one_of_two_ranks_is_killed_and_the_other_goes_on(tmp_path: Path) -> Non
         assert first.wait(180) == 0, logs[0].read_text(errors="replace")[-5000:]
     finally:
         for process in processes:
-            if process.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 kill(process)
     said = logs[0].read_text(errors="replace") + logs[1].read_text(errors="replace")
     assert "step 0: 2 rank(s), from the beginning" in said

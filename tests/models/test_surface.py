@@ -1,6 +1,7 @@
 """What a user may call on a prepared model and its optimizer: as torch does it, or refused with the remedy.
 
 A fact is a function of the rank and the stage that asserts; `check` runs it on every rank for the stages it names.
+`make test` takes the last of these stages, and of the others one, in turn; `make test-all` all of them.
 """
 
 from __future__ import annotations
@@ -40,10 +41,18 @@ def fact(stages: tuple[int, ...] = STAGES, worlds: tuple[int, ...] = (2,)) -> Ca
     return keep
 
 
-def check(rank: int, name: str) -> list[str]:
+def some_stages(name: str) -> tuple[int, ...]:
+    """Of a fact: the last one, and of the others one, in turn."""
+    stages = FACTS[name][1]
+    return tuple(sorted({stages[list(FACTS).index(name) % max(1, len(stages) - 1)], stages[-1]}))
+
+
+def check(rank: int, name: str, is_rest: bool) -> list[str]:
     function, stages, _ = FACTS[name]
     failures = []
     for stage in stages:
+        if (stage in some_stages(name)) == is_rest:
+            continue
         doing(f"{name}, stage {stage}")
         try:
             function(rank, stage)
@@ -794,7 +803,14 @@ def prefetching_changes_no_bit(rank: int, stage: int) -> None:
 @pytest.mark.parametrize("name", FACTS)
 def test_on_ranks(ranks, name):
     for size in FACTS[name][2]:
-        agree(ranks(size, check, name, timeout=90))
+        agree(ranks(size, check, name, False, timeout=90))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in FACTS if some_stages(name) != FACTS[name][1]])
+def test_on_ranks_at_the_other_stages(ranks, name):
+    for size in FACTS[name][2]:
+        agree(ranks(size, check, name, True, timeout=90))
 
 
 def test_refusals_are_errors_of_the_family():

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -46,6 +47,15 @@ PLACEMENTS: dict[str, Placement] = {
     "gradients on disk": Placement(gradients="disk", optimizer_states=THIRDS, cpu_share=0.5),
 }
 HALF = PLACEMENTS["states on host, half streamed"]
+
+
+def every(step: int, first: int, names: Sequence[Any] = tuple(PLACEMENTS)) -> pytest.MarkDecorator:
+    """Parametrize with names of placements: `make test` takes every so many, from the one with this number on, and
+    `make test-all` the others as well. Tests begin with different ones."""
+    marks = [() if index % step == first else pytest.mark.full for index, _ in enumerate(names)]
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=mark) for name, mark in zip(names, marks, strict=True)]
+    )
 
 
 class Drift(torch.optim.Optimizer):

@@ -33,6 +33,7 @@ from offload.jobs import (
     Trained,
     assert_same,
     debugging,
+    every,
     hold_up,
     loss_of,
     prepared,
@@ -69,7 +70,7 @@ def on_device(job: Job) -> Trained:
 # -- overlap --
 
 
-@every_placement
+@every(3, 0)
 def test_overlap_changes_no_bit(name: str, tmp_path: Path) -> None:
     """Serial, overlapped, held up, with memory poisoned behind each use; early in backward and late after step()."""
     jobs = [
@@ -92,8 +93,14 @@ def test_overlap_changes_no_bit(name: str, tmp_path: Path) -> None:
     assert_same(train(replace(slow, accumulate=None), PLACEMENTS[name], tmp_path), on_device(jobs[2]), "late")
 
 
-@every_placement
-@pytest.mark.parametrize("accumulate", [1, None])
+@pytest.mark.parametrize(
+    ("name", "accumulate"),
+    [
+        pytest.param(name, (1, None)[(index + part) % 2], marks=pytest.mark.full if part else ())
+        for index, name in enumerate(PLACEMENTS)
+        for part in (0, 1)
+    ],
+)
 def test_calls_right_after_a_step_see_its_end(name: str, accumulate: int | None, tmp_path: Path) -> None:
     """Zeroed gradients, edits, saved weights and states, a forward: all while the update is held up."""
 

@@ -29,6 +29,7 @@ from offload.jobs import (
     Job,
     Trained,
     assert_same,
+    every,
     loss_of,
     prepared,
     run_steps,
@@ -55,20 +56,15 @@ LOOPS = [  # (passes, accumulate, max_grad_norm)
 ]
 OTHERS = ("cnn", "experts", "adapted")  # models
 WAYS: list[tuple[int | None, float | None, str | None]] = [(1, None, None), (None, MAX_NORM, "bf16")]
-every_placement = pytest.mark.parametrize("name", PLACEMENTS)
-# Half of a matrix, such that every value occurs with every other placement; the rest in `make test-all`.
+# Half of a matrix, such that every value occurs with every other placement; the rest in `make test-all`, and so are
+# both halves of every second placement.
 by_halves = pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.full)], ids=["", "rest"])
 
 
-def every_third_placement(first: int) -> pytest.MarkDecorator:
-    """From the one with this number on; the others in `make test-all`. Tests begin with different ones."""
-    marks = {name: () if index % 3 == first else pytest.mark.full for index, name in enumerate(PLACEMENTS)}
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
-
-
 def half_of(items: Iterable[Item], name: str, part: int) -> list[Item]:
-    """Every second one, beginning with the first or the second by the placement and the part."""
-    return list(items)[(list(PLACEMENTS).index(name) + part) % 2 :: 2]
+    """Every second one, beginning with the first or the second by the placement and the part: in turn among those with
+    even numbers, and among those with odd ones."""
+    return list(items)[(list(PLACEMENTS).index(name) // 2 + part) % 2 :: 2]
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +86,7 @@ def compare(job: Job, name: str, folder: Any) -> None:
 
 
 @by_halves
-@every_placement
+@every(2, 0)
 def test_every_optimizer_and_loop(name: str, part: int, tmp_path: Path) -> None:
     """AdamW in all loops; every other optimizer in one, another for each placement."""
     for passes, accumulate, max_norm in half_of(LOOPS, name, part):
@@ -103,7 +99,7 @@ def test_every_optimizer_and_loop(name: str, part: int, tmp_path: Path) -> None:
 
 
 @by_halves
-@every_placement
+@every(2, 1)
 def test_16_bit_runs(name: str, part: int, tmp_path: Path) -> None:
     runs = zip(("adamw", "sgd", "rmsprop", "adamw"), LOOPS[:4], strict=True)
     for rules, (passes, accumulate, max_norm) in half_of(runs, name, part):
@@ -115,7 +111,7 @@ def test_16_bit_runs(name: str, part: int, tmp_path: Path) -> None:
 
 
 @by_halves
-@every_placement
+@every(2, 0)
 def test_other_models(name: str, part: int, tmp_path: Path) -> None:
     """Batch-norm; experts and layers without gradient in some steps, where runs are cut; frozen layers."""
     for case, (accumulate, max_norm, precision) in half_of(product(OTHERS, WAYS), name, part):
@@ -124,7 +120,7 @@ def test_other_models(name: str, part: int, tmp_path: Path) -> None:
         compare(job, name, tmp_path)
 
 
-@every_third_placement(0)
+@every(3, 0)
 def test_each_step_uses_its_own_options(name: str, tmp_path: Path) -> None:
     """Schedulers change options while updates of the step before still run."""
     for accumulate, schedule in ((1, one_cycle), (None, falling)):
@@ -142,7 +138,7 @@ def falling(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.3**step)
 
 
-@every_third_placement(1)
+@every(3, 1)
 def test_no_sync_and_passes_without_gradient(name: str, tmp_path: Path) -> None:
     """In a world of one no_sync changes nothing, and the gradients of an empty pass stay as they are."""
 
@@ -165,7 +161,7 @@ def test_no_sync_and_passes_without_gradient(name: str, tmp_path: Path) -> None:
 # -- beside the loop --
 
 
-@every_third_placement(2)
+@every(3, 2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_edits_and_loaded_weights_are_kept(name: str, precision: str, tmp_path: Path) -> None:
     def run(placement: Placement | None) -> list[dict[str, Tensor]]:
@@ -191,7 +187,7 @@ def test_edits_and_loaded_weights_are_kept(name: str, precision: str, tmp_path: 
         assert_bitwise(mine, reference, name)
 
 
-@every_third_placement(0)
+@every(3, 0)
 @pytest.mark.parametrize(
     "job", [Job(accumulate=1), Job(case="adapted", rules="nadam", precision="bf16")], ids=["fp32", "bf16"]
 )
@@ -214,7 +210,7 @@ def test_states_saved_under_one_placement_load_under_another(job: Job, name: str
         zerostd.release(model)
 
 
-@every_third_placement(1)
+@every(3, 1)
 def test_torchs_own_states_go_on(name: str, tmp_path: Path) -> None:
     """An optimizer that has trained already is taken over with its states, and gives them back in torch's format."""
     for rules in ("adamw", "nesterov", "adagrad"):
@@ -236,7 +232,7 @@ def test_torchs_own_states_go_on(name: str, tmp_path: Path) -> None:
         zerostd.release(model)
 
 
-@every_third_placement(2)
+@every(3, 2)
 def test_release_gives_an_ordinary_model_back(name: str, tmp_path: Path) -> None:
     job = Job(accumulate=1, precision="bf16")
     model, optimizer = prepared(job, PLACEMENTS[name], tmp_path)
@@ -329,13 +325,15 @@ TWO_RANK_JOBS = [
 
 
 def compare_on_ranks(rank: int, name: str, part: int, folder: str) -> list[str]:
-    """On every rank: the jobs that a placement changes, in words. Each part has every second one, in turn by stage and
-    placement."""
+    """On every rank: the jobs that a placement changes, in words. The first part has every fourth one, in turn by stage
+    and placement, so that every stage has every job; the second part has the others."""
     stages, placement = ON_TWO_RANKS[name]
     failures = []
     with short_tiles():
         for stage, (number, job) in product(stages, enumerate(TWO_RANK_JOBS, list(ON_TWO_RANKS).index(name))):
-            if (stage + number) % 2 != part or (job.overflows and stage in (0, 2)):  # those are as stages 1 and 3
+            if min(1, (stage + number) % 4) != part or (
+                job.overflows and stage in (0, 2)
+            ):  # those are as stages 1 and 3
                 continue
             job = replace(job, stage=stage)
             doing(f"{name}, {job}")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zerostd
-from offload.jobs import PLACEMENTS, Drift, short_tiles
+from offload.jobs import PLACEMENTS, Drift, every, short_tiles
 from support.agreement import agree
 from support.compare import assert_bitwise
 from support.halves import moved_from_ties
@@ -150,7 +150,7 @@ def tiles() -> Iterator[None]:
 # -- against fp32 masters --
 
 
-@pytest.mark.parametrize("name", [None, *PLACEMENTS])
+@every(2, 0, [None, *PLACEMENTS])
 def test_training_has_the_bits_of_fp32_masters(name: str | None, tmp_path: Path) -> None:
     placement = None if name is None else PLACEMENTS[name]
     for rules in RULES:
@@ -203,7 +203,7 @@ LOOPS = [
 SPECULATING = Placement(optimizer_states="host", cpu_share=0.5, speculate=True)
 
 
-@pytest.mark.parametrize("name", [None, *PLACEMENTS, "speculating"])
+@every(2, 1, ["speculating", None, *PLACEMENTS])
 def test_clipped_and_accumulated_steps_have_the_bits_of_fp32_masters(name: str | None, tmp_path: Path) -> None:
     placement = SPECULATING if name == "speculating" else None if name is None else PLACEMENTS[name]
     num_clipped = 0

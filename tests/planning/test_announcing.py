@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from torch import nn
 
 import zerostd
+from support import warm
 from zerostd.engine.runtime import runtime_of
 from zerostd.errors import PrepareError
 from zerostd.preparing.announcing import warn_of_idle_accelerator
@@ -42,10 +41,9 @@ def test_the_line_goes_to_stderr_where_logging_is_not_configured() -> None:
         "model = torch.nn.Linear(4, 4)\n"
         "zerostd.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
     )
-    said = [
-        subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=True).stderr
-        for words in ([], ["quiet"])
-    ]
+    ends = [warm.run(script, *words) for words in ([], ["quiet"])]
+    assert [end.returncode for end in ends] == [0, 0]
+    said = [end.stderr for end in ends]
     assert said[0].startswith("zerostd: stage 3 on 1 rank (cpu)") and said[0].count("\n") == 1
     assert said[1] == ""
 

@@ -20,6 +20,7 @@ from planning.machines import H200, LAPTOP
 from support.agreement import agree
 from support.compare import assert_bitwise
 from support.processes import doing
+from support.samples import marked
 from zerostd import Budget, Placement, Plan, Precision, PrepareError
 from zerostd.communication import World
 from zerostd.engine.settings import Settings
@@ -90,9 +91,9 @@ BUDGETS = {
 }
 
 
-@pytest.mark.parametrize("clip", [None, 1.0], ids=["", "clip"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize(
+    ("name", "precision", "clip"), marked([*itertools.product(BUDGETS, ("fp32", "bf16"), (None, 1.0))])
+)
 def test_a_budget_is_all_it_takes(name: str, precision: str, clip: float | None, tmp_path: Path) -> None:
     """Nothing else is said: the plan stays inside, takes what it said, and the numbers are those of the device."""
     budget = Budget(**BUDGETS[name], disk_path=str(tmp_path) if "disk" in BUDGETS[name] else None)

@@ -253,9 +253,16 @@ MANY = random.Random(0)
 TENSORS = [[MANY.randrange(10**3, 10**6) for _ in range(10)] for _ in range(2000)]  # 20,000 in 2,000 groups
 
 
-@pytest.mark.parametrize("passes", [1, 4])
+MANY_LIMITS = [(20.0, 40.0, 0.0), (5.0, 40.0, 0.0), (1.0, 40.0, 0.0), (1.041, 4.2, 20.0), (2.0, 2.002, 12.01)]
+
+
 @pytest.mark.parametrize(
-    "limits", [(20.0, 40.0, 0.0), (5.0, 40.0, 0.0), (1.0, 40.0, 0.0), (1.041, 4.2, 20.0), (2.0, 2.002, 12.01)]
+    ("limits", "passes"),
+    [
+        pytest.param(limits, (1, 4)[(number + part) % 2], marks=pytest.mark.full if part else ())
+        for number, limits in enumerate(MANY_LIMITS)
+        for part in (0, 1)
+    ],
 )
 def test_many_groups_are_placed_together(
     limits: tuple[float, float, float], passes: int, counts: dict[str, int]

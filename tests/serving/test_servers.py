@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -17,10 +18,12 @@ from support.models import MODELS
 from support.processes import RankPool, environment
 from support.side_by_side import data, seeded
 from zerostd import CommunicationError, MisuseError, NotSupportedError, Placement, PrepareError
+from zerostd.communication.link import Message, ServerLink
 from zerostd.errors import ZerostdError
 
 GPT = MODELS["gpt"]
 NUM_WORKERS = 2
+LIMIT_S = 8.0  # of a worker that waits for a server which has given up, but whose process is still there
 State = dict[str, torch.Tensor]
 
 
@@ -147,7 +150,7 @@ def test_training_resumes_from_a_checkpoint_with_servers_fewer_servers_and_none(
 
 def killed(rank: int, victim: int) -> str:
     """What this rank says when another one was killed between two steps."""
-    with environment(ZEROSTD_TIMEOUT_S="20"):
+    with environment(ZEROSTD_TIMEOUT_S=str(LIMIT_S)):
         try:
             if rank == victim and rank >= NUM_WORKERS:  # a server: it dies inside prepare
                 signal.setitimer(signal.ITIMER_REAL, 3.0)
@@ -168,7 +171,7 @@ def killed(rank: int, victim: int) -> str:
 @pytest.mark.parametrize("victim", [1, 2], ids=["a worker", "a server"])
 def test_a_killed_rank_is_named(victim, tmp_path):
     with RankPool(NUM_WORKERS + 1) as pool, pytest.raises(AssertionError) as caught:
-        pool.run(noted, victim, str(tmp_path), timeout=110, grace=60)  # three times the limit of the others
+        pool.run(noted, victim, str(tmp_path), timeout=110, grace=60)  # seven times the limit of the others
     assert f"rank {victim}" in str(caught.value)
     said = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert said and all(f"rank {victim} " in text for text in said.values()), said
@@ -176,6 +179,33 @@ def test_a_killed_rank_is_named(victim, tmp_path):
 
 def noted(rank: int, victim: int, folder: str) -> None:
     Path(folder, str(rank)).write_text(killed(rank, victim))
+
+
+def goodbyes(rank: int) -> int:
+    """How often a worker that releases its model tells the server so."""
+    told: list[Message] = []
+    announce = ServerLink.announce
+
+    def noting(self: ServerLink, message: Message, *rest: Any) -> Any:
+        told.append(message)
+        return announce(self, message, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServerLink, "announce", noting)
+        try:
+            model, optimizer = prepared(1)
+        except SystemExit:
+            return 1
+        step(model, optimizer, 0, rank)
+        zerostd.release(model)
+        del model, optimizer
+        gc.collect()
+    return told.count(Message.END)
+
+
+def test_a_worker_says_goodbye_once(ranks):
+    """A server that has ended does not take a second one, and the worker would wait for it."""
+    assert ranks(NUM_WORKERS + 1, goodbyes) == [1] * (NUM_WORKERS + 1)
 
 
 def refusals(rank: int) -> list[str]:

@@ -35,6 +35,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from support.warm import PRELOADED
+
 PROGRESS = "RANK_PROGRESS_FILE"
 GRACE_S = 3.0  # the other ranks get this long after the first failure, so that all causes are heard
 COLLECTIVE_LIMIT_S = 90.0
@@ -172,7 +174,7 @@ class RankPool:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         context = mp.get_context("forkserver")  # one process loads torch, the ranks are copies of it
-        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "zerostd.checkpointing.dcp"])
+        context.set_forkserver_preload(list(PRELOADED))
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         if self.device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""

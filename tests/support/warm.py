@@ -24,7 +24,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
-PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "zerostd.checkpointing.dcp")
+PRELOADED = (  # what tests need sooner or later: what is not here, each process imports for itself
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "scipy.optimize"),
+    *("zerostd.api", "zerostd.checkpointing.dcp", "zerostd.monitoring", "pytest", "hypothesis"),
+)
 MOST_BYTES = 1 << 17  # of a request
 PATHS = [str(Path(__file__).resolve().parents[depth]) for depth in (1, 2)]  # of `support`, and of what examples import
 

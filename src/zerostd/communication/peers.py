@@ -67,7 +67,7 @@ class Peers:
         self.timeout_s = timeout_s
         self.pending = Pending()  # on the device
         self._seen: dict[int, tuple[float, Place]] = {}  # what other ranks said last, and when
-        self._is_open = True
+        self.is_open = True  # until `close`
         self._failure = ""  # what every further call raises
         self._failing = threading.RLock()  # of the first thread that finds a failure; others take what it has found
         self._watcher: threading.Thread | None = None
@@ -290,13 +290,13 @@ class Peers:
 
     def close(self) -> None:
         """Say goodbye to the next rank that is there, and close the socket."""
-        if not self._is_open:
+        if not self.is_open:
             return
         error = getattr(sys, "last_value", None)  # an exception that ends the interpreter
         self.place.end = "it has released the model, or its process has ended"
         if error is not None:
             self.place.end = f"its process has ended, after {type(error).__name__}: {str(error)[:200]}"
-        self._is_open = False
+        self.is_open = False
         size = len(self._addresses)
         any(self._tell((self.place.rank + step) % size) for step in range(1, min(size, 4)))
         with contextlib.suppress(OSError):
@@ -310,7 +310,7 @@ class Peers:
 
     def drop(self) -> None:
         """Close the socket without a word: in a forked child, where the thread does not run."""
-        self._is_open = False
+        self.is_open = False
         OPEN.discard(self)
         self._socket.close()
 
@@ -353,7 +353,7 @@ class Peers:
     def _serve(self) -> None:
         size = len(self._addresses)
         beat = 0.0
-        while self._is_open:
+        while self.is_open:
             if time.monotonic() >= beat:
                 beat = time.monotonic() + HEARTBEAT_S
                 self._tell((self.place.rank + 1) % size)
