@@ -247,7 +247,7 @@ def test_what_does_not_go_with_servers_is_refused(ranks):
     assert "servers=2 of 2 rank(s) leaves none to train" in none_left
     assert "servers=0 must be a whole number" in none and "leave it out" in stage
     assert "'bf16'" in precision and "place only optimizer_states and activations" in parameters
-    assert "Placement(gradients='disk') with servers=1: workers keep them on the device" in gradients
+    assert "Placement(gradients='disk') with servers=1: workers keep it on the device" in gradients
     assert "reduce='average' must be 'mean' or 'sum'" in reduce
 
 
