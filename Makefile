@@ -15,6 +15,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder  # one more than cores: ranks wait for each other
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -29,10 +30,10 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/spill.py --out runs/demo
 
 test: lint
-	$(BIN)/python -m pytest -m "not gpu and not full" -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not full" $(WORKERS) $(PYTEST_ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu" $(WORKERS) $(PYTEST_ARGS)
 
 explore: $(DEVELOPING)
 	$(BIN)/python -m pytest -n 2 --hypothesis-profile default $$(grep -rl '^@given' tests) $(PYTEST_ARGS)

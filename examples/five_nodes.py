@@ -272,7 +272,7 @@ def main() -> None:
                 )
             return
         ways = list(WAYS)[:-1] if args.quick else list(WAYS)
-        torch.multiprocessing.set_forkserver_preload(["torch._dynamo", "zerostd"])  # once, not for every node
+        torch.multiprocessing.set_forkserver_preload(["torch._dynamo", "zerostd.api"])  # once, not for every node
         for number, way in enumerate(ways):  # in processes of its own: what the last one left is not counted
             args.ways = [way]
             given = (args.nodes, f"file://{folder}/meeting{number}", args, data)

@@ -27,6 +27,15 @@ sys.path.insert(0, str(Path(__file__).parent))  # `from support import ...`, her
 from support.processes import RankPool, environment
 
 MOST_RANKS = 4
+TESTS = Path(__file__).parent
+LONGEST = (  # files that take most of a minute come first, so that no worker is left alone with one at the end
+    *("idioms/test_idioms.py", "examples/test_more_examples.py", "adapting/test_adapting.py"),
+    *("examples/test_examples.py", "examples/test_elastic.py", "models/test_any_model.py", "offload/test_memory.py"),
+    *("offload/test_parity.py", "checkpoints/test_save_load.py", "checkpoints/test_kills.py", "faults/test_faults.py"),
+    *("models/test_surface.py", "communication/test_shared_memory.py", "adapting/test_promise.py"),
+    *("planning/test_planner.py", "planning/test_obeying.py", "checkpoints/test_ordinary.py"),
+    *("serving/test_servers.py", "faults/test_checkpoint_exit.py", "parity/test_parity.py"),
+)
 
 # No deadline: how long an example takes is a matter of what else the machine does.
 settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -34,6 +43,8 @@ settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {TESTS / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

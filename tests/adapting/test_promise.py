@@ -108,7 +108,7 @@ def unlimited(steps: int) -> tuple[int, dict[str, Tensor]]:
     return max(peaks), zerostd.full_state_dict(model)
 
 
-@pytest.mark.parametrize("part", [0.35, 0.5, 0.8])
+@pytest.mark.parametrize("part", [0.35, pytest.param(0.5, marks=pytest.mark.full), 0.8])
 def test_no_step_passes_the_budget(part: float) -> None:
     steps = 3 * EVERY
     most, expected = unlimited(steps)
@@ -238,7 +238,9 @@ def test_a_model_whose_first_pass_fails_can_be_used() -> None:
     assert_bitwise(zerostd.full_state_dict(model), expected)
 
 
-@pytest.mark.parametrize("device", [300_000, 700_000, 1_100_000])
+@pytest.mark.parametrize(
+    "device", [300_000, *(pytest.param(size, marks=pytest.mark.full) for size in (700_000, 1_100_000))]
+)
 def test_the_smallest_budget_that_is_named_then_works(device: int) -> None:
     """Below what any form needs."""
     with pytest.raises(PrepareError) as caught:

@@ -158,8 +158,7 @@ class ServerLink:
         return values[0]
 
     def close(self) -> None:
-        """Tell the servers that this worker has ended, if they are still there, and close the way to them. A second
-        time nothing is left to do."""
+        """Tell the servers once that this worker has ended, if they are still there, and close the way to them."""
         if not dist.is_initialized() or not self.peers.is_open:
             return
         with contextlib.suppress(RuntimeError, ValueError):
