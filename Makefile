@@ -15,7 +15,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
-WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder  # one more than cores: ranks wait for each other
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
