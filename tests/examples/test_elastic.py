@@ -31,7 +31,7 @@ def start(port: int, folder: Path, log: Path, *, is_host: bool) -> warm.Script:
     late ones, and the one that is left alone waits for it in vain."""
     launcher = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
-    patience = ["--rdzv-conf", f"join_timeout=120,last_call_timeout=6,is_host={int(is_host)}"]
+    patience = ["--rdzv-conf", f"join_timeout=120,last_call_timeout=12,is_host={int(is_host)}"]
     script = ["examples/elastic.py", "--folder", str(folder), "--steps", "200", "--pause", "0.02"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return warm.Script(LAUNCHER, log, *launcher, *meeting, *patience, *script, env=environment, folder=ROOT)
