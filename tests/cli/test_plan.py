@@ -347,11 +347,11 @@ def test_module_that_fails_shows_its_own_traceback(plan: Plan_, tmp_path: Path, 
         (("--params", "1B", "--batch", 0), "batch=0"),
         (
             ("--params", "1B", "--batch", 8, "--samples", 3),
-            "a batch of 8 cannot be divided into some passes of 3 samples",
+            "a batch of 8 cannot be divided into passes of 3 samples",
         ),
         (
             ("--params", "1B", "--batch", 8, "--accumulate", 3),
-            "a batch of 8 cannot be divided into 3 passes of some samples",
+            "a batch of 8 cannot be divided into 3 passes: ",
         ),
         (("--params", "1B", "--batch", 8, "--scaling", "8"), "with --scaling give the samples of a step"),
         (

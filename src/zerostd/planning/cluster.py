@@ -128,8 +128,8 @@ def _divided(model: ModelProfile, use: TrainingOptions) -> list[tuple[int | None
         return [*divisions(batch)]
     if batch % (samples or passes or 1) or (samples and passes and samples * passes != batch):
         raise PrepareError(
-            f"a batch of {batch} cannot be divided into {passes or 'some'} passes of {samples or 'some'} samples: give "
-            "numbers that divide it, or only the batch"
+            f"a batch of {batch} cannot be divided into {f'{passes} ' if passes else ''}passes"
+            f"{f' of {samples} samples' if samples else ''}: give numbers that divide it, or only the batch"
         )
     return [(samples or batch // (passes or 1), passes or batch // (samples or 1))]
 
