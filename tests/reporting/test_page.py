@@ -225,6 +225,23 @@ def test_browser_page_answers_to_hands(two: dict[str, Any], tmp_path: Path) -> N
     assert (said["data-fewer"], said["data-same"]) == ("true", "true")
 
 
+# Notes the texts of charts that begin before their chart does.
+CUT = """
+const cut = [...document.querySelectorAll("svg[role=img] text")].filter(
+  (text) => text.getBoundingClientRect().left < text.ownerSVGElement.getBoundingClientRect().left - 0.5);
+document.documentElement.dataset.cut = cut.map((text) => text.textContent).join("; ");
+"""
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 390])
+def test_browser_cuts_no_label_of_an_axis(tmp_path: Path, width: int) -> None:
+    steps = [step(at, at * 0.3, at * 0.3 + 0.1 + 0.2 * (at % 2), loss=1e-5 * at, lr=9.5e-4) for at in range(9)]
+    report = report_from(write_run(tmp_path / "run", {0: [*steps, end(3)]}))
+    (root,) = opened(report, tmp_path, width, script=CUT).all("html")
+    assert root.attributes["data-cut"] == ""
+
+
 @needs_browser
 def test_browser_draws_what_is_hardly_there(tmp_path: Path) -> None:
     odd = [

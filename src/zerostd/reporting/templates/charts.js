@@ -74,11 +74,22 @@ function ticks(low, high, count, base = 10) {
   return found;
 }
 
+// The width of the longest text in the reader's own font. What is folded up has none yet: a guess then.
+function widest(svg, texts) {
+  const probe = draw(svg, "text", {});
+  const widths = texts.map((text) => {
+    probe.textContent = text;
+    return probe.getComputedTextLength() || 8 * text.length;
+  });
+  probe.remove();
+  return Math.max(0, ...widths);
+}
+
 // A frame with axes: places of x and y, and the SVG to draw into.
 function frame(parent, options) {
   const texts = options.yTicks.map(options.yText), width = Math.max(240, parent.clientWidth), height = options.height;
-  const left = 10 + 7 * Math.max(...texts.map((text) => text.length)), right = width - 1, top = options.yLabel ? 26 : 10, bottom = height - 42;
   const svg = draw(parent, "svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", tabindex: 0, "aria-label": options.label });
+  const left = 12 + Math.ceil(widest(svg, texts)), right = width - 1, top = options.yLabel ? 26 : 10, bottom = height - 42;
   const [x0, x1] = options.xs, [y0, y1] = options.ys;
   const x = (value) => left + ((value - x0) / (x1 - x0 || 1)) * (right - left);
   const y = (value) => bottom - ((value - y0) / (y1 - y0 || 1)) * (bottom - top);
