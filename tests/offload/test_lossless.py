@@ -129,6 +129,7 @@ def test_a_plan_may_pack_for_inference(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(x)
     plan = zerostd.Plan.from_json('{"homes": {"*": {"parameters": "disk"}}, "codec": {"parameters": "lossless"}}')
+    assert plan.explain().endswith("Coded: parameters (lossless).")
     model = zerostd.dispatch(model, plan=plan, budget={"disk_path": str(tmp_path)}, groups=["*"], device="cpu")
     with torch.inference_mode():
         assert torch.equal(model(x), expected)

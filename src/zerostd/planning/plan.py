@@ -233,7 +233,7 @@ def _sentences(plan: Plan) -> list[str]:
     ranks = f"{plan.world_size} rank" + ("s" if plan.world_size > 1 else "")
     lines = [f"Stage {plan.stage.value} on {ranks}" + (", speculating." if plan.speculate else ".")]
     if plan.codec:
-        coded = ", ".join(f"{what.replace('_', ' ')} as {codec}" for what, codec in plan.codec.items())
+        coded = ", ".join(f"{what.replace('_', ' ')} ({codec})" for what, codec in plan.codec.items())
         is_exact = set(plan.codec.values()) == {LOSSLESS}
         lines.append(f"Coded: {coded}." + ("" if is_exact else " Results differ from those with exact=True."))
     if plan.activations:
