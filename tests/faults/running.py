@@ -167,7 +167,10 @@ def _run_ranks(fault: Fault | None, job: Job, folder: str) -> list[End]:
             if stopped_at is not None and (is_enough or is_alone):
                 os.kill(guilty.pid, signal.SIGCONT if is_enough else signal.SIGKILL)
                 stopped_at = None
-    codes = [None if rank in waiting.values() else process.exitcode for rank, process in enumerate(ranks)]
+    hanging = set(waiting.values())
+    for process in (process for rank, process in enumerate(ranks) if rank not in hanging):
+        process.join(ENDS_S)  # another thread that starts processes may be reading its exit code just now
+    codes = [None if rank in hanging else process.exitcode for rank, process in enumerate(ranks)]
     for process in ranks:
         process.kill()
         process.join(ENDS_S)  # a driver may hold it for a while
