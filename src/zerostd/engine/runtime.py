@@ -142,7 +142,7 @@ class Runtime:
         return self.wires.ledger
 
     def memory(self) -> Memory:
-        """Return what the ledger has, and what is kept as codes."""
+        """Return the bytes of the ledger, with the sizes of coded state."""
         coded: dict[str, tuple[int, int]] = {}
         for flat in (flat for group in self.groups for flat in group.flats):
             for kind, size, held in flat.coded_bytes():

@@ -135,8 +135,8 @@ class TierAllocator:
             self.disk = Disk(budget.disk_path, self.ledger, limit=limit_of(budget.disk), fallback=fallback)
 
     def reserve(self, owner: str, tier: Tier, kind: Kind, num_bytes: int, *, item_bytes: int = 0) -> None:
-        """Allocate the arena that an owner's tensors of one kind will be cut from; the device needs none. On disk it is
-        packed as numbers of `item_bytes`, unless that is 0."""
+        """Allocate the arena that an owner's tensors of one kind will be cut from; the device needs none. With
+        `item_bytes` an arena on disk packs its numbers, which have this size."""
         if num_bytes > 0 and tier is not Tier.DEVICE:
             arena = self.allocate_bytes(tier, kind, num_bytes, owner, item_bytes=item_bytes)
             self._arenas[owner, tier, kind] = arena

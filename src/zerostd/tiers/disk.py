@@ -78,7 +78,7 @@ class Disk:
 
     def allocate(self, num_bytes: int, kind: Kind, owner: str = "", *, item_bytes: int = 0) -> Extent:
         """Return an extent of `num_bytes` zeros whose space is reserved; raise PrepareError if there is none. Errors
-        name its `owner`. What is written is packed as numbers of `item_bytes`, unless that is 0."""
+        name its `owner`. With `item_bytes` it packs the numbers that are written to it, which have this size."""
         self._check_open()
         if num_bytes < 0:
             raise StorageError(f"cannot allocate {num_bytes} bytes on disk; ask for 0 or more")

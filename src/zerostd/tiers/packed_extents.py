@@ -1,8 +1,8 @@
-"""Packed extents: numbers on disk that take fewer bytes there, and over the way from it.
+"""Packed extents: numbers that take fewer bytes on disk, and fewer bytes to read.
 
-Numbers are packed tile by tile. A tile has its place in the file as if it were not packed; it fills the first pages
-there, and the rest is a hole that takes no space. So any part can be read and written again, and pages have their
-checksums as in any extent. For frozen parameters: packing takes longer than unpacking.
+Numbers are packed tile by tile. A tile keeps the place that it would have unpacked: it fills the first pages there, and
+the rest of the place is a hole that takes no space. So any part can be read and written again, and each page has its
+checksum as in any extent. Used for frozen parameters: packing takes longer than unpacking.
 """
 
 from __future__ import annotations

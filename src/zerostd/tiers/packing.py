@@ -44,8 +44,8 @@ class Packer:
 
     def __init__(self) -> None:
         zstandard = coder()
-        # Exponents repeat no strings: a search for them takes time and finds nothing, so the coder has next to no table
-        # for it. What is left is an entropy code of single bytes.
+        # A search for repeated strings takes time and finds none in exponents. With a tiny table the coder finds none
+        # at once, and an entropy code of single bytes remains.
         options = zstandard.ZstdCompressionParameters(
             strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=6, min_match=7, target_length=0
         )
