@@ -17,7 +17,7 @@ ONE = ROWS * WIDTH * 4  # bytes of one activation
 
 
 class Seen(DeviceMeter):
-    """A meter whose allocator has seen so many bytes beside model state."""
+    """A meter whose allocator has seen `seen` bytes beside model state."""
 
     seen = 0
 

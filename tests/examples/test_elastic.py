@@ -27,8 +27,8 @@ runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
 
 
 def start(port: int, folder: Path, log: Path, *, is_host: bool) -> warm.Script:
-    """A launcher. Both have torch loaded and start at once, so neither waits long for the other: the last call is for
-    late ones, and the one that is left alone waits for it in vain."""
+    """Start a launcher. Both have torch loaded and start at once, so they meet early. The last call is for a late one:
+    a launcher that is alone waits until it ends."""
     launcher = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
     patience = ["--rdzv-conf", f"join_timeout=120,last_call_timeout=12,is_host={int(is_host)}"]

@@ -50,8 +50,8 @@ HALF = PLACEMENTS["states on host, half streamed"]
 
 
 def every(step: int, first: int, names: Sequence[Any] = tuple(PLACEMENTS)) -> pytest.MarkDecorator:
-    """Parametrize with names of placements: `make test` takes every so many, from the one with this number on, and
-    `make test-all` the others as well. Tests begin with different ones."""
+    """Parametrize with names of placements. `make test` takes each `step`-th name, from number `first` on; `make
+    test-all` takes all of them. Tests pass different numbers."""
     marks = [() if index % step == first else pytest.mark.full for index, _ in enumerate(names)]
     return pytest.mark.parametrize(
         "name", [pytest.param(name, marks=mark) for name, mark in zip(names, marks, strict=True)]
