@@ -1,31 +1,36 @@
-"""The gate of lossy codecs: a GPT of 122 M parameters on real text, exact and with coded moments, by validation loss.
+"""The gate of lossy codecs: a GPT of 122 M parameters on real text, exact and coded, by validation loss.
 
-    python benchmarks/gate.py --write NAME --limit 380       (a GPU; 5 runs, and 3 more while time is left)
+    python benchmarks/gate.py --write NAME --limit 380       (a GPU; runs begin while time is left)
+    python benchmarks/gate.py --run int8:1 --run "int8 wire:0" --records RUNS --write NAME
     python benchmarks/gate.py --tiny                         (no GPU: shows that it works)
 
 The text is Python source, up to 60 M characters: the standard library of this interpreter, and torch, numpy and
 transformers as far as they are installed. Files are told apart by their contents; one in fifty, by its checksum, is
 kept for validation. A token is one of the most frequent words, runs of spaces and signs, or a byte of a rarer one.
 
-Runs: exact with three seeds, int8 moments with the first seed, int8 without companding, int8 with the other seeds.
-Without companding, m and v are fractions of the largest in 64, rounded after each exact step. `kernels/moments.py` also
-keeps squares above zero from becoming zero, so the last run adds that alone, to tell the two apart. One rank has no
-wire. A run's seed decides first values and the order of the text; int8 and exact runs of a seed have both the same.
+Runs: exact and int8 moments with three seeds each, int8 without companding, codes on the wire. Without companding, m
+and v are fractions of the largest in 64, rounded after each exact step. `kernels/moments.py` also keeps squares above
+zero from becoming zero, so one run adds that alone, to tell the two apart. A wire takes two ranks at stage 3, which
+share the device and halve each batch. A run's seed decides first values and the order of the text, so runs of one seed
+differ by their codes alone. With `--records`, several processes add their runs to one file, and each reports them all.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
+import socket
+import subprocess
 import sys
 import sysconfig
 import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from statistics import mean
@@ -45,7 +50,12 @@ PEAK_RATE, WARM_STEPS = 6e-4, 100
 DIVERGED = 15.0  # nats; more than tokens drawn at random have
 BEGIN = time.perf_counter()
 BARE, FLOORED = "int8 without companding", "int8 without companding, squares kept above zero"
+WIRES = {"int8 wire": {"gather": "int8", "reduce": "int8"}, "int4 wire": {"gather": "int8", "reduce": "int4"}}
 COLOURS = {"exact": "#4477aa", "int8": "#228833", BARE: "#cc3311", FLOORED: "#ee7733"}
+COLOURS |= {"int8 wire": "#aa3377", "int4 wire": "#66ccee"}
+ALL_RUNS = ("exact:0", "int8:0", f"{BARE}:0", "exact:1", "exact:2", "int8:1", "int8:2", f"{FLOORED}:0")
+NUM_RANKS = 2  # of a run with a wire
+RANK = int(os.environ.get("RANK", 0))
 
 
 @dataclass(frozen=True)
@@ -148,7 +158,7 @@ def train(run: Run, sizes: Sizes, text: Tensor, validation: Tensor) -> None:
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95), fused=True)
-    codec = {"optimizer_states": "int8"} if run.kind == "int8" else {}
+    codec = {"optimizer_states": "int8"} if run.kind == "int8" else WIRES.get(run.kind, {})
     model, optimizer = zerostd.prepare(
         model,
         optimizer,
@@ -157,6 +167,7 @@ def train(run: Run, sizes: Sizes, text: Tensor, validation: Tensor) -> None:
         max_grad_norm=1.0,
         placement=zerostd.Placement(codec=codec),
         exact=not codec,
+        stage=3 if run.kind in WIRES else None,
     )
     order = torch.Generator().manual_seed(run.seed)
     length = sizes.shape.length
@@ -167,6 +178,8 @@ def train(run: Run, sizes: Sizes, text: Tensor, validation: Tensor) -> None:
         for group in optimizer.param_groups:
             group["lr"] = rate
         starts = torch.randint(len(text) - length - 1, (sizes.batch,), generator=order)
+        if run.kind in WIRES:
+            starts = starts.chunk(NUM_RANKS)[RANK]
         model(*batch_at(text, starts, length)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -217,7 +230,7 @@ def verdict(runs: list[Run]) -> list[str]:
         each = ", ".join(f"{difference:+.4f}" for difference in apart)
         lines.append(f"int8 less exact, seed by seed: {each}; mean {mean(apart):+.4f} nats.")
     for run in runs:
-        if run.is_emulated and run.seed in exact:
+        if (run.is_emulated or run.kind in WIRES) and run.seed in exact:
             steps = run.curve[-1][0]
             lines.append(f"{run.kind}, less exact: {run.loss - exact[run.seed]:+.4f} nats, after {steps} steps.")
     return lines
@@ -227,7 +240,7 @@ def report(runs: list[Run], sizes: Sizes, text: Tensor, validation: Tensor, coun
     sources = ", ".join(f"{name} {count / 1e6:.1f} M characters" for name, count in counts.items())
     shape = sizes.shape
     lines = [
-        "# Coded moments, by validation loss",
+        "# Codes, by validation loss",
         "",
         f"GPT of width {shape.width}, depth {shape.depth}, {shape.vocabulary} tokens; {sizes.steps} steps of "
         f"{sizes.batch}x{shape.length} tokens, AdamW, clip 1.0, bf16. Text: {sources}; {len(text) / 1e6:.1f} M tokens "
@@ -277,25 +290,50 @@ def picture(runs: list[Run]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def run_ranks() -> int:
+    """Run this command once for each rank of the wire, all on one device."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": str(NUM_RANKS), "LOCAL_WORLD_SIZE": str(NUM_RANKS), "LOCAL_RANK": "0"}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NCCL_SOCKET_IFNAME": "lo"}
+    ranks = []
+    for rank in range(NUM_RANKS):
+        own = {"RANK": str(rank), "NCCL_HOSTID": f"pretended-{rank}"}
+        ranks.append(subprocess.Popen([sys.executable, *sys.argv], env=os.environ | world | own))
+    return max(rank.wait() for rank in ranks)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a few steps of a small model on a part of the text")
     parser.add_argument("--limit", type=float, default=400.0, help="seconds after which no run begins")
+    parser.add_argument("--run", action="append", metavar="KIND:SEED", help=f"kinds: {', '.join(COLOURS)}; all if none")
+    parser.add_argument("--records", type=Path, help="lines of JSON that runs are added to and reported from")
     parser.add_argument("--write", metavar="NAME", help="write results/gate-NAME.md and .svg, and to $OUT if set")
     options = parser.parse_args()
+    planned = [Run(kind, int(seed)) for kind, _, seed in (word.rpartition(":") for word in options.run or ALL_RUNS)]
+    if any(run.kind in WIRES for run in planned) and "RANK" not in os.environ:
+        sys.exit(run_ranks())
     sizes = TINY if options.tiny else WHOLE
     texts, kept, counts = read_text(options.tiny)
     tokens = Tokens(texts, sizes.shape.vocabulary)
     text, validation = tokens.encode(texts), tokens.encode(kept)
     print(f"+{time.perf_counter() - BEGIN:5.0f} s {len(text)} tokens, {len(validation)} to validate", file=sys.stderr)
-    planned = [Run("exact", 0), Run("int8", 0), Run(BARE, 0), Run("exact", 1), Run("exact", 2)]
-    planned += [Run("int8", 1), Run("int8", 2), Run(FLOORED, 0)]
     runs: list[Run] = []
+    lines: list[str] = []
     for run in planned:
         if runs and time.perf_counter() - BEGIN + 1.1 * max(done.seconds for done in runs) > options.limit:
             continue
         train(run, sizes, text, validation)
         runs.append(run)
+        if RANK:
+            continue
+        if options.records:
+            with options.records.open("a") as file:
+                file.write(json.dumps(asdict(run)) + "\n")
+            runs = [Run(**json.loads(line)) for line in options.records.read_text().splitlines()]
+            runs.sort(key=lambda run: (list(COLOURS).index(run.kind), run.seed))
         lines = report(runs, sizes, text, validation, counts)
         name = f"gate-{options.write or 'latest'}"
         folders = [RESULTS] if options.write else []
