@@ -109,12 +109,14 @@ def test_beside_states_and_parameters_on_the_host(way: str) -> None:
 
 
 def test_offloaded_inputs_leave_two_groups(kept: Any) -> None:
-    """With a batch so large that the peak is where backward begins: where it ends, gradients have taken their place."""
+    """With a batch so large that the peak is near where backward begins: later, gradients have taken their place. That
+    of one block may have come before the peak."""
     times = 16
     _, _, recomputed, _ = train("recompute", rows=times * ROWS)
     _, _, offloaded, _ = train("recompute+host", rows=times * ROWS)
     saved = recomputed - offloaded
-    assert saved > (DEPTH - 4) * times * INPUT, (recomputed / INPUT, offloaded / INPUT)
+    gradient = 2 * sum(p.numel() for p in Block().parameters())
+    assert saved > (DEPTH - 4) * times * INPUT - gradient, (recomputed / INPUT, offloaded / INPUT)
 
 
 def test_groups_that_stay_make_room_and_take_no_more(kept: Any) -> None:

@@ -209,7 +209,7 @@ def test_no_step_passes_the_budget_by_the_allocator(part: float) -> None:
 def test_what_a_plan_leaves_for_activations_is_used_once_they_are_known() -> None:
     torch.cuda.set_per_process_memory_fraction(1.45 * GIB / torch.cuda.mem_get_info()[1])
     model, optimizer = prepared()
-    assert held(model, "host") > 200 * MIB, "a good part of the device is kept for activations"
+    assert held(model, "host") > 160 * MIB, "a good part of the device is kept for activations"
     train_until_revised(model, optimizer)
     (revision,) = adapter_of(model).revisions
     assert revision.reason == "after the first steps"

@@ -79,16 +79,20 @@ def train(model: nn.Module, optimizer: Any, rank: int = 0) -> list[float]:
 
 
 def compare_form(form: str, folder: Path, device: str = "cpu") -> None:
-    """Train in a form, and see that losses and values are those of plain torch."""
+    """Train in a form, and see that losses and values are those of plain torch. On an accelerator the CPU's updates
+    take other square roots, and plans leave 128 MiB of a budget to libraries."""
     options = FORMS[form]
     budget = {"disk_path": str(folder), **options.get("budget", {})}
+    near = 0.0 if device == "cpu" else 1e-4
+    if device != "cpu" and "device" in budget:
+        budget["device"] = "256MiB"
     losses, values = train_plain(options.get("max_grad_norm"), device=device)
     model, optimizer = zerostd.prepare(*make(device), **{**options, "budget": budget})
-    assert train(model, optimizer) == pytest.approx(losses, rel=1e-5)
+    assert train(model, optimizer) == pytest.approx(losses, rel=1e-5, abs=near * losses[0])
     state = zerostd.full_state_dict(model)
     assert state["1.weight"].dtype == torch.complex64
     for name, value in values.items():
-        torch.testing.assert_close(state[name], value.cpu(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(state[name], value.cpu(), rtol=1e-4, atol=max(1e-5, near))
     zerostd.release(model)
 
 

@@ -130,10 +130,12 @@ class DeviceMeter:
         return limits
 
     def needs(self, tier: Tier) -> int:
-        """Return the bytes planned for a tier or held there; on an accelerator also those that are not the model's."""
+        """Return the bytes planned for a tier or held there; on an accelerator also those that are not the model's.
+        Gradients have no memory between steps, so what is held then says too little."""
         plan = self._runtime.settings.plan
-        held = self.now() if tier is Tier.DEVICE else self._ledger.held[tier]
-        return max(held, 0 if plan is None else plan.predicted.total(tier))
+        held = self._ledger.held[tier]
+        others = self.now() - held if tier is Tier.DEVICE else 0
+        return others + max(held, 0 if plan is None else plan.predicted.total(tier))
 
     def activation_bytes(self) -> int | None:
         """Return the most that the device held beside model state since `reset`; None where only counts tell."""
