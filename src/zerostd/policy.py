@@ -202,23 +202,22 @@ Ways = str | Mapping[str, float] | Mapping[str, str]
 class Placement:
     """Sets the home of each kind of state: a tier, or shares of tiers that sum to 1.
 
-    Placement(parameters="device", gradients="device", optimizer_states="host")
-    Placement(optimizer_states={"device": 0.3, "host": 0.7})
+    Placement(gradients="host", optimizer_states={"device": 0.3, "host": 0.7})
 
     Shares are taken from the front of the model: the state that forward needs first gets the nearest tier. Optimizer
-    states are divided exactly at the share, parameters and gradients between two parameters. If whole parameters miss a
-    share by more than a tenth, it is refused, and the error names the nearest share that works. Models of fewer than
-    32,768 elements keep whole groups in one tier, with a warning.
+    states are divided exactly at the share, parameters and gradients between two parameters. A share that whole
+    parameters miss by more than a tenth is refused with the nearest one that works. Models of fewer than 32,768
+    elements keep whole groups in one tier, with a warning.
 
-    `cpu_share` is the part of the offloaded states that the CPU updates; the rest is streamed through the device. None:
-    chosen from the number of cores. `speculate` updates inside backward, before the norm for `max_grad_norm` is known,
-    into a second copy of the states, and repeats the update if the step is clipped. Results are the same. It is faster
-    if compute is the bottleneck and not the links, and takes twice the host memory.
+    `cpu_share` is the part of the offloaded states that the CPU updates; None: chosen from the number of cores. Others
+    are streamed through the device. `speculate` updates inside backward, before the norm for `max_grad_norm` is known,
+    into a second copy of the states, and repeats the update if the step is clipped. It is faster if compute is the
+    bottleneck, and takes twice the host memory. `keep_gradients=False` updates each group inside backward and frees
+    its gradient at once, so `p.grad` cannot be read. Results are the same with all of these.
 
     Activations are placed by whole groups, in one of the ways of `Way`: the same for all groups, in shares of the
     groups, or by globs of group names. The first matching glob counts; groups without a match stay on the device:
 
-    Placement(activations="recompute+host")
     Placement(activations={"device": 0.5, "host": 0.5})
     Placement(activations={"blocks.1?": "device", "blocks.*": "recompute"})
 
@@ -238,6 +237,7 @@ class Placement:
     activations: Ways = "device"
     cpu_share: float | None = None
     speculate: bool = False
+    keep_gradients: bool = True
     same_activations: Any = field(default=None, repr=False, compare=False)
     codec: Mapping[str, str] = field(default_factory=dict)
 

@@ -31,6 +31,7 @@ class BackwardUpdates:
     gradients: Gradients
     renew: Callable[[Group], None]  # called with each group whose masters have changed
     is_speculative: bool  # what is updated may have to be done again
+    keeps_gradients: bool = True  # else nothing can be put off to step(), from the first pass on
     num_speculated: int = 0  # steps
     num_committed: int = 0  # of those
     _options: StepOptions | None = None  # of the step that has begun
@@ -43,6 +44,10 @@ class BackwardUpdates:
         """Whether an update has begun inside the backward of this step."""
         return self._options is not None
 
+    def make_room(self, group: Group) -> None:
+        """Free gradients that are not kept, so that the one of `group` may land."""
+        self.updater.passing.make_room(group)
+
     @torch.no_grad()
     def start(self, group: Group) -> None:
         """Update a group whose gradient has landed and whose parameters backward needs no more. Groups whose slices
@@ -53,7 +58,8 @@ class BackwardUpdates:
             if self.is_speculative and not self._is_confident():
                 return
             self._options = self.updater.step_options(None)
-            self.gradients.locked = "the update has begun inside backward, because accumulate= was passed to prepare"
+            why = "accumulate= was passed to prepare" if self.keeps_gradients else "keep_gradients is False"
+            self.gradients.locked = f"the update has begun inside backward, because {why}"
         if group in self._done:
             raise MisuseError(
                 f"a backward pass failed after the update of group {group.name!r} had begun inside it, and another one "

@@ -322,10 +322,10 @@ class Gradients(StepObserver):
                 "gradient must have the shape of its parameter"
             )
         flat, index = self._places[name]
+        handle = self._handles[name]
         assert flat.gradient is not None
         self._wait()
         flat.gradient.resume(index, has_landed=True)
-        handle = self._handles[name]
         self.change(handle, torch.ops.aten.copy_.default, (gradient.detach(),), {})
         parameter.grad = handle
 
@@ -352,10 +352,11 @@ class Gradients(StepObserver):
         """Return the gradient of a flat's region when no update reads it any more, also after step() has returned."""
         for update in self._groups[flat].updates:
             update.synchronize()  # the caller may write to it on the host
-        assert flat.gradient is not None
-        if flat.gradient.is_given_back:
+        gradient = flat.gradient
+        assert gradient is not None
+        if gradient.is_given_back and gradient.is_kept:
             raise MisuseError(DROPPED.format(name))
-        return flat.gradient.wait_landed()
+        return gradient.wait_landed()
 
     def drop(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note that the gradients of these parameters were dropped. If that is all, the next forward has their
@@ -371,8 +372,7 @@ class Gradients(StepObserver):
                 "gradients of a prepared model cannot share memory. Write p.grad = q.grad.clone()"
             )
         self._are_dropped = False
-        assert flat.gradient is not None
-        if flat.gradient.is_given_back:
+        if flat.gradient is not None and flat.gradient.is_given_back:
             raise MisuseError(DROPPED.format(handle.of))
 
     def give_back(self) -> None:

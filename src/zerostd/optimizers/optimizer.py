@@ -150,12 +150,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.updater.keep_counters(options)
         self._schedule.stepped()
 
-    def begin_backward_updates(self, *, knows_last_pass: bool, may_speculate: bool) -> BackwardUpdates | None:
+    def begin_backward_updates(
+        self, *, knows_last_pass: bool, may_speculate: bool, keeps_gradients: bool
+    ) -> BackwardUpdates | None:
         """Let updates begin inside backward from now on, if it is known which is the last pass of a step and nothing
         has to wait for step(). Returns what backward reports groups to; None if all updates wait for step()."""
         is_speculative = self.max_grad_norm is not None
         waits_for_step = (
-            self.updater.offload is None
+            (self.updater.offload is None and keeps_gradients)
             or self.updater.counts_in_groups
             or self.loss_scale is not None
             or (is_speculative and not may_speculate)
@@ -164,7 +166,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.backward_updates = None
         if knows_last_pass and not waits_for_step:
             renew = self._schedule.renew
-            self.backward_updates = BackwardUpdates(self.updater, self._gradients, renew, is_speculative)
+            self.backward_updates = BackwardUpdates(
+                self.updater, self._gradients, renew, is_speculative, keeps_gradients
+            )
         return self.backward_updates
 
     def _refuse_inner(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -34,6 +34,7 @@ class Gradient:
     """One flat gradient, which rests on the device."""
 
     tier = Tier.DEVICE
+    is_kept = True  # until the step
     comes_up = False  # whether an update on the device reads a copy of it: it rests in other memory, or on disk
     layout: Layout
     region: slice  # of the flat buffer, in elements

@@ -75,6 +75,12 @@ class Group:
         return any(not shard.is_resident for flat in self.flats for shard in flat.state_shards)
 
     @property
+    def ends_in_backward(self) -> bool:
+        """Whether something is done when backward needs it no more: it is released, updated, or its gradient freed."""
+        frees = any(flat.gradient is not None and not flat.gradient.is_kept for flat in self.flats)
+        return frees or self.gives_back or self.is_updated_later
+
+    @property
     def is_in_slices(self) -> bool:
         """Whether ranks update different slices of it, so that an update must be gathered again."""
         return any(flat.region.stop - flat.region.start < flat.layout.numel for flat in self.trainable)

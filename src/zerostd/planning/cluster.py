@@ -33,6 +33,7 @@ from zerostd.policy import MOST_RANKS, Budget, Kind, Stage, Tier, shards
 
 NUM_GATHERED = 3  # groups that are whole at once: the one at work, the next, and in backward the one before
 NUM_STAGING = 2  # groups whose gradients are on their way
+NUM_HELD = 4  # groups, beside the root, that have gradients at once where these are not kept
 NO_WIRES = "The machine profile has no wires, so the plan leaves out the time of collectives."
 NOWHERE = MachineProfile("nowhere", "none", {"any": 1.0}, 0.0, {}, Processor(1, {1: 1.0}, 1.0), None)  # counts bytes
 MOST_TRIED = 8  # divisions of a batch into passes
@@ -195,6 +196,7 @@ def _request(
         num_replicas=num_replicas,
         accumulate=passes or 1,
         waits_for_norm=use.clips or use.scales_loss or passes is None,
+        may_free_gradients=not (use.clips or use.scales_loss) and passes == 1,
         num_threads=threads_of(machine, local),
         activations=use.activations,
     )
@@ -228,7 +230,11 @@ def _working(request: PlanRequest, *, gathers: bool) -> int:
     # As the update reads gradients, and joined masters.
     per_element = (4 if model.gradient_bytes < 4 else 0) + (4 if model.shared_bytes else 0)
     in_step = per_element * max((cost.updated for cost in costs), default=0.0)
-    return int(received + max(in_backward, in_step))
+    if request.keeps_gradients:
+        return int(received + max(in_backward, in_step))
+    root, *others = [cost.updated * model.gradient_bytes for cost in costs]
+    held = root + sum(sorted(others, reverse=True)[:NUM_HELD])
+    return int(received + in_backward + in_step + held)
 
 
 def _notes(request: PlanRequest, use: TrainingOptions) -> Iterator[str]:

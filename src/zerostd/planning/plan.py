@@ -25,6 +25,7 @@ FIELDS = (
     "stage",
     "world_size",
     "speculate",
+    "keep_gradients",
     "adaptive",
     "codec",
     "homes",
@@ -104,6 +105,7 @@ class Plan:
     stage: Stage = Stage.PARAMETERS
     world_size: int = 1
     speculate: bool = False
+    keep_gradients: bool = True
     adaptive: bool = True  # may be revised during training, when it proves wrong
     codec: Mapping[str, str] = field(default_factory=dict)  # as in a Placement
     predicted: Prediction = field(default_factory=Prediction)
@@ -142,7 +144,7 @@ class Plan:
     def placement(self, sizes: Mapping[str, float]) -> Placement:
         """Return the plan as a placement, in shares of the whole model, for groups of these sizes."""
         if not sizes:
-            return Placement(speculate=self.speculate, codec=self.codec)
+            return Placement(speculate=self.speculate, keep_gradients=self.keep_gradients, codec=self.codec)
         total = sum(sizes.values()) or 1.0
         parts = {kind: dict.fromkeys(Tier, 0.0) for kind in (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER_STATES)}
         by_cpu = 0.0
@@ -163,6 +165,7 @@ class Plan:
             activations=activations,
             cpu_share=by_cpu / off if off else None,
             speculate=self.speculate,
+            keep_gradients=self.keep_gradients,
             codec=self.codec,
         )
 
@@ -232,6 +235,8 @@ def _sentences(plan: Plan) -> list[str]:
     predicted = plan.predicted
     ranks = f"{plan.world_size} rank" + ("s" if plan.world_size > 1 else "")
     lines = [f"Stage {plan.stage.value} on {ranks}" + (", speculating." if plan.speculate else ".")]
+    if not plan.keep_gradients:
+        lines.append("Gradients are freed as groups are updated inside backward, so p.grad cannot be read.")
     if plan.codec:
         coded = ", ".join(f"{what.replace('_', ' ')} ({codec})" for what, codec in plan.codec.items())
         is_exact = set(plan.codec.values()) == {LOSSLESS}

@@ -52,6 +52,7 @@ def bare_plan(solution: Solution, homes: Mapping[str, Homes], counted: Bytes) ->
         stage=request.stage,
         world_size=request.world_size,
         speculate=speculates,
+        keep_gradients=request.keeps_gradients,
         codec=request.codec,
         predicted=predicted,
         limits=dict(request.limits),

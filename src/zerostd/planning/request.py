@@ -81,6 +81,8 @@ class PlanRequest:
     accumulate: int = 1
     waits_for_norm: bool = False  # clipping, or a loss scale: no update before the last gradient
     speculates: bool = False  # keeps a second copy of states on the host, so that it need not wait
+    keeps_gradients: bool = True  # until the step; else only of a few groups at once
+    may_free_gradients: bool = False  # so that these may be tried: no norm is asked for, and one pass makes a step
     num_threads: int = 1  # for updates on the CPU
     fixed: Mapping[Tier, int] = field(default_factory=dict)  # working memory, and activations that have no choice
     activations: frozenset[str] = frozenset()  # of WAYS, those there is a choice among; empty: as the model does now
@@ -236,9 +238,9 @@ def _group_cost(request: PlanRequest, index: int, group: GroupProfile, forward_s
     updated = group.trained * request.part(Kind.OPTIMIZER_STATES)
     gradients = 0.0
     pinned = 0.0
-    if request.world_size == 1 or shards(request.stage, Kind.GRADIENTS):
+    if request.keeps_gradients and (request.world_size == 1 or shards(request.stage, Kind.GRADIENTS)):
         gradients = updated * gradient_bytes
-    else:
+    elif request.keeps_gradients:
         pinned = reduced + (updated * 4 if sums else 0.0)
     gathered = (group.trained + group.frozen) * model.parameter_bytes
     gather_s = request.wire_s(gathered)

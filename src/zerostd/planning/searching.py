@@ -1,4 +1,5 @@
 """Many requests: stages, divisions of a batch, speculation, and codes of optimizer states, of which the best is taken.
+Where nothing fits with the gradients of all groups, they are freed inside backward.
 
 `search` returns what fits of all requests; `search_coded` may also give up exactness. Both serve machines that are here
 and machines on paper.
@@ -51,9 +52,24 @@ def search_coded(requests: Sequence[PlanRequest], count: CountBytes, *, may_spec
     return exact
 
 
-def search(requests: Iterable[PlanRequest], count: CountBytes, *, may_speculate: bool) -> SearchResult:
-    """Return what fits of all requests, and of each once more with speculation, where that is worth its memory. Raises
-    the last refusal if nothing fits."""
+def search(requests: Sequence[PlanRequest], count: CountBytes, *, may_speculate: bool) -> SearchResult:
+    """Return what fits of all requests, without keeping gradients if nothing else fits and that is possible. Raises the
+    last refusal if nothing fits."""
+    freeing = [
+        replace(request, keeps_gradients=False)
+        for request in requests
+        if request.may_free_gradients and request.is_early
+    ]
+    try:
+        return _search(requests, count, may_speculate=may_speculate)
+    except PrepareError:
+        if not freeing:
+            raise
+    return _search(freeing, count, may_speculate=False)
+
+
+def _search(requests: Iterable[PlanRequest], count: CountBytes, *, may_speculate: bool) -> SearchResult:
+    """Return what fits of all requests, and of each once more with speculation, where that is worth its memory."""
     result = SearchResult([])
     for request in requests:
         try:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from zerostd.communication.coded_wires import FED_BACK, wires_class
 from zerostd.optimizers.offload_updater import OffloadUpdater, PassingStates
+from zerostd.optimizers.passing import PassingGradients
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters.host_gradient import NUM_STAGING, Staging
 from zerostd.policy import Kind, Tier
@@ -32,7 +33,12 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, dic
     comes_up = [(plan.gradient_dtype, plan.gradients in off) for plan in trained]
     split = [sum(_resident(plan) for plan in group if plan.is_split) for group in plans]
     in_step = Updater.buffer_bytes(resident, comes_up, split, is_coded=rules.codes_states)
-    need[Tier.DEVICE, Kind.BUFFERS] += max(in_backward, in_step)  # each is given back before the other is taken
+    if rules.placement.keep_gradients:
+        need[Tier.DEVICE, Kind.BUFFERS] += max(in_backward, in_step)  # each is given back before the other is taken
+    else:
+        need[Tier.DEVICE, Kind.BUFFERS] += in_backward + in_step
+        root, *others = [sum(map(_gradient_bytes, group)) for group in plans]
+        need[Tier.DEVICE, Kind.GRADIENTS] += PassingGradients.most_bytes(root, others)
     counted: dict[Tier, dict[Kind, int]] = {}
     for (tier, kind), size in sorted(need.items()):
         if size:
@@ -43,6 +49,12 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, dic
 def _resident(plan: FlatPlan) -> int:
     """Return the elements whose states are on the device."""
     return sum(portion.numel for portion in plan.portions if portion.tier is Tier.DEVICE)
+
+
+def _gradient_bytes(plan: FlatPlan) -> int:
+    """Return the bytes that a gradient rests in."""
+    numel = plan.layout.numel if plan.rules.keeps_whole_gradients else plan.numel
+    return numel * plan.gradient_dtype.itemsize if plan.is_trained else 0
 
 
 def host_buffers(plans: Sequence[Sequence[FlatPlan]]) -> int:

@@ -281,5 +281,7 @@ def begin_backward_updates(runtime: Runtime, optimizer: ZeroOptimizer) -> None:
     _, placement = runtime.settings.decided
     knows_last_pass = runtime.settings.accumulate is not None
     runtime.backward.group_updates = optimizer.begin_backward_updates(
-        knows_last_pass=knows_last_pass, may_speculate=placement.speculate
+        knows_last_pass=knows_last_pass,
+        may_speculate=placement.speculate,
+        keeps_gradients=placement.keep_gradients,
     )

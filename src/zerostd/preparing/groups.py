@@ -18,6 +18,7 @@ from zerostd.parameters.disk_gradient import DiskGradient
 from zerostd.parameters.flat import Flat
 from zerostd.parameters.gradient import Gradient, HostGradientCopy
 from zerostd.parameters.host_gradient import HostGradient
+from zerostd.parameters.passing_gradient import PassingGradient
 from zerostd.parameters.state_shard import CodedTensor, StateShard
 from zerostd.policy import Kind, Route, Tier
 from zerostd.preparing.homes import Columns, FlatPlan
@@ -127,7 +128,8 @@ def _make_gradient(plan: FlatPlan, resources: Resources) -> Gradient:
     gradient: Gradient
     staging = resources.staging if plan.rules.has_own_memory else None
     if plan.gradients is Tier.DEVICE:
-        gradient = Gradient(*basis, keep_whole=keep_whole, host_copy=_make_host_copy(plan, resources))
+        kind = Gradient if plan.rules.placement.keep_gradients else PassingGradient
+        gradient = kind(*basis, keep_whole=keep_whole, host_copy=_make_host_copy(plan, resources))
     elif plan.gradients is Tier.HOST:
         gradient = HostGradient(*basis, keep_whole=keep_whole, streams=resources.streams, staging=staging)
     else:

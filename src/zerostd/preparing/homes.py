@@ -192,9 +192,12 @@ class FlatPlan:
         dtype = self.gradient_dtype
         itemsize = max(4, dtype.itemsize) if rules.sums_gradients else dtype.itemsize
         keeps_whole = rules.keeps_whole_gradients
-        if not keeps_whole or rules.sums_gradients:
+        is_kept = rules.placement.keep_gradients
+        if is_kept and (not keeps_whole or rules.sums_gradients):
             need[self.gradients, Kind.GRADIENTS] += self.numel * itemsize
-        if keeps_whole:  # for the wire; what this rank updates is a part of it, unless several passes are summed
+        if (
+            is_kept and keeps_whole
+        ):  # for the wire; what this rank updates is a part of it, unless several passes are summed
             need[Tier.DEVICE, Kind.GRADIENTS] += self.layout.numel * dtype.itemsize
         for portion in self.portions:
             self._add_portion(need, portion, itemsize)

@@ -13,7 +13,7 @@ from zerostd.communication.world import thread_budget
 from zerostd.engine.settings import Settings
 from zerostd.errors import NotSupportedError, PrepareError
 from zerostd.measuring.identity import choose_device, device_of, parse_device
-from zerostd.optimizers.elementwise import check_elementwise, find_states
+from zerostd.optimizers.elementwise import check_elementwise, find_states, written_options
 from zerostd.parameters.blueprints import Blueprint, check_model, check_optimizer
 from zerostd.planning import Plan
 from zerostd.planning.request import NUM_BUSY_THREADS
@@ -46,11 +46,14 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
         check_optimizer(model, optimizer)
         check_elementwise(optimizer)
         settings = replace(settings, states=find_states(optimizer))
+        settings = replace(settings, may_free_gradients=not _keeps_gradients(settings, optimizer))
     elif settings.max_grad_norm is not None:
         raise PrepareError(f"max_grad_norm={settings.max_grad_norm} needs the optimizer: pass it to prepare")
     if settings.placement is not None:
         check_placement(settings, settings.placement)
     given = settings.placement or settings.plan
+    if given is not None and not given.keep_gradients:
+        _check_freed_gradients(settings, optimizer)
     if given is not None and "optimizer_states" in given.codec:
         _check_coded_states(settings, model, optimizer)
     elif given is None and not settings.exact:
@@ -121,6 +124,8 @@ def check_placement(settings: Settings, placement: Placement) -> None:
             f"Placement(optimizer_states={placement.optimizer_states!r}) needs the optimizer, to know its states: "
             "pass it to prepare"
         )
+    if not isinstance(placement.keep_gradients, bool):
+        raise PrepareError(f"Placement(keep_gradients={placement.keep_gradients!r}) must be True or False")
     if placement.speculate and (settings.accumulate is None or settings.max_grad_norm is None):
         raise PrepareError(
             "Placement(speculate=True) updates before the norm is known, inside the last backward of a step: it needs "
@@ -131,6 +136,37 @@ def check_placement(settings: Settings, placement: Placement) -> None:
         raise PrepareError("Placement(speculate=True) does not work with precision='fp16', whose steps may be skipped")
     if placement.speculate and set(placement.shares(Kind.PARAMETERS)) != {Tier.DEVICE}:
         raise NotSupportedError("Placement(speculate=True) needs parameters='device'")
+
+
+def _keeps_gradients(settings: Settings, optimizer: torch.optim.Optimizer | None) -> str:
+    """Return why gradients have to be kept until the step; empty if they need not be."""
+    if optimizer is None:
+        return "there is no optimizer yet, which would update groups inside backward: pass it to prepare"
+    if settings.accumulate != 1:
+        return f"accumulate={settings.accumulate}: pass accumulate=1 to prepare, and make one pass in each step"
+    if settings.max_grad_norm is not None:
+        return f"max_grad_norm={settings.max_grad_norm} needs all gradients before the first update: leave it out"
+    if settings.precision.scales_loss:
+        return "precision='fp16' may skip a step once all gradients are there: use 'bf16'"
+    if settings.servers is not None:
+        return f"servers={settings.servers} take gradients once a step: leave it out"
+    if written := written_options(optimizer):
+        return (
+            f"{type(optimizer).__name__} changes {sorted(written)} in param_groups once a step: use another optimizer"
+        )
+    return ""
+
+
+def _check_freed_gradients(settings: Settings, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse to free gradients inside backward where something has to know all of them."""
+    why = _keeps_gradients(settings, optimizer)
+    placement = settings.placement
+    if placement is not None and set(placement.shares(Kind.GRADIENTS)) != {Tier.DEVICE}:
+        why = f"gradients={placement.gradients!r} keeps them: leave it out"
+    if placement is not None and placement.speculate:
+        why = "speculate=True needs them once more if the step is clipped: leave it out"
+    if why:
+        raise PrepareError(f"keep_gradients=False is not possible, because {why}. Or leave keep_gradients out")
 
 
 def _check_codec(settings: Settings, placement: Placement) -> None:
@@ -219,6 +255,11 @@ def check_budget(budget: Budget) -> None:
 def check_world(settings: Settings, world: World) -> None:
     """Refuse homes and codecs that need sharding where there is none."""
     stage, placement = settings.decided
+    if not placement.keep_gradients and world.num_shards > 1 and stage in (Stage.OPTIMIZER_STATES, Stage.GRADIENTS):
+        raise PrepareError(
+            f"keep_gradients=False with stage={stage.value} on {world.num_shards} ranks: all ranks gather new "
+            "parameters in step(), after the last gradient; use stage=3 or stage=0, or leave keep_gradients out"
+        )
     if "gather" in placement.codec and stage < Stage.PARAMETERS:
         raise PrepareError(
             f"Placement(codec={dict(placement.codec)!r}) with stage={stage.value}: only stage=3 gathers parameters to "

@@ -323,6 +323,8 @@ class PlanSearch:
             or settings.precision.scales_loss,
             num_threads=threads_of(machine, self.world.local_size),
             can_place=frozenset(placed),
+            keeps_gradients=settings.plan is None or settings.plan.keep_gradients,
+            may_free_gradients=settings.plan is None and settings.may_free_gradients,
             activations=frozenset() if profile.recomputed else frozenset(WAYS),  # a model that recomputes is left alone
         )
 
@@ -332,7 +334,14 @@ class PlanSearch:
         homes = solution.homes
         given = {group.name: homes.get(group.name, Homes()) for group in self.blueprints}
         codec = self._codec or request.codec
-        plan = Plan(given, request.stage, request.world_size, speculate=request.speculates, codec=codec)
+        plan = Plan(
+            given,
+            request.stage,
+            request.world_size,
+            speculate=request.speculates,
+            keep_gradients=request.keeps_gradients,
+            codec=codec,
+        )
         counted = self.account(plan)
         for tier, kinds in model_state(solution).items():
             if activations := kinds.get(Kind.ACTIVATIONS, 0):

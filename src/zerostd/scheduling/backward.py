@@ -32,8 +32,12 @@ from zerostd.tiers.debug import DEBUG, trace_non_finite
 class GroupUpdates(Protocol):
     """Updates that begin inside the last backward pass of a step, made by the optimizer."""
 
+    keeps_gradients: bool  # until the step
+
     @property
     def has_begun(self) -> bool: ...  # in this step
+
+    def make_room(self, group: Group) -> None: ...  # for its gradient, where gradients are not kept
 
     def start(self, group: Group) -> None: ...
 
@@ -241,14 +245,18 @@ class Backward:
 
     def _report(self, running: BackwardPass, group: Group) -> None:
         """Start the update of a group, if it may begin inside this pass and the group is ready."""
-        is_last = self.passes.is_last and self.passes.is_certain and self._syncs
-        if self.group_updates is not None and is_last and running.report(group):
-            self.group_updates.start(group)
+        updates = self.group_updates
+        if updates is None or not (self.passes.is_last and self._syncs):
+            return
+        if (self.passes.is_certain or not updates.keeps_gradients) and running.report(group):
+            updates.start(group)
 
     def _send(self, running: BackwardPass, *, only_complete: bool) -> None:
         """Reduce in the shared order, as far as groups are complete."""
         while (gradients := running.next_to_send(only_complete=only_complete)) is not None:
             self.gatherer.wait_updates(gradients.group)  # its last update reads what is now overwritten
+            if self.group_updates is not None:
+                self.group_updates.make_room(gradients.group)
             landed = self.reducer.launch(gradients, sync=self._syncs, is_last=self.passes.is_last)
             if only_complete:
                 for group in landed:

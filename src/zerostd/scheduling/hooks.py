@@ -91,7 +91,7 @@ class Hooks:
         """Give hooks to groups, if they have none and something moves now. May be called inside the root's own hook,
         so the root's hooks stay as they are."""
         groups = self.gatherer.groups
-        moves = any(g.gives_back or g.is_in_slices or g.is_updated_later for g in groups)
+        moves = any(group.is_in_slices or group.ends_in_backward for group in groups)
         if self._knows_groups or not (moves or self.activations.is_on):
             return
         self._knows_groups = True
@@ -197,7 +197,7 @@ class Hooks:
                 self._let_go(group)
             self._active.append(group)
             self.gatherer.need(group, phase)
-            if (group.gives_back or group.is_updated_later) and torch.is_grad_enabled():
+            if group.ends_in_backward and torch.is_grad_enabled():
                 inputs = _signs_of_passing(args, kwargs)
                 if inputs:
                     group.await_inputs(_InputsHook(inputs, self, group))
