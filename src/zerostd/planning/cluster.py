@@ -227,8 +227,9 @@ def _working(request: PlanRequest, *, gathers: bool) -> int:
         largest = max((group.trained for group in model.groups), default=0) * model.gradient_bytes
         in_backward += NUM_STAGING * largest if shards(request.stage, Kind.GRADIENTS) else 0
         received = largest / request.world_size
-    # As the update reads gradients, and joined masters.
+    # As the update reads gradients, and joined masters. Coded states have a kernel that needs neither.
     per_element = (4 if model.gradient_bytes < 4 else 0) + (4 if model.shared_bytes else 0)
+    per_element *= not model.is_coded
     in_step = per_element * max((cost.updated for cost in costs), default=0.0)
     if request.keeps_gradients:
         return int(received + max(in_backward, in_step))
