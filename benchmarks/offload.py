@@ -73,6 +73,7 @@ class System:
     speculate: bool = False
     record: bool = False
     whole_masters: bool = False
+    free_gradients: bool = False
     codec: str = ""  # of optimizer states
 
     @property
@@ -85,6 +86,7 @@ class System:
         if self.cpu_share is not None:
             moved.append(f"cpu share {self.cpu_share:g}")
         moved += ["speculating"] * self.speculate + ["empty_init"] * self.empty_init + ["recorded"] * self.record
+        moved += ["gradients freed"] * self.free_gradients
         moved += ["whole fp32 masters"] * self.whole_masters + [f"{self.codec} moments"] * bool(self.codec)
         return f"zerostd, {', '.join(moved) or 'all on device'}"
 
@@ -136,6 +138,7 @@ def with_zerostd(job: Job, build: Build, system: System, disk_path: str) -> Trai
             activations=activations_of(system.activations),
             cpu_share=system.cpu_share,
             speculate=system.speculate,
+            keep_gradients=not system.free_gradients,
             codec={"optimizer_states": system.codec} if system.codec else {},
         ),
         exact=not system.codec,
@@ -220,6 +223,7 @@ def job_options() -> argparse.ArgumentParser:
     parser.add_argument("--speculate", action="store_true", help="zerostd updates before the norm is known")
     parser.add_argument("--whole-masters", action="store_true", help="zerostd keeps fp32 masters in one piece, beside "
                         "the bf16 weights, to compare with masters in two halves")  # fmt: skip
+    parser.add_argument("--free-gradients", action="store_true", help="zerostd frees gradients inside backward")
     parser.add_argument("--codec", default="", help="how zerostd keeps optimizer states: int8; as they are if empty")
     parser.add_argument("--empty-init", action="store_true", help="zerostd builds its model under empty_init(); its "
                         "first values, and so its losses, are then not those of the others")  # fmt: skip
@@ -260,6 +264,7 @@ def tables(options: argparse.Namespace) -> list[tuple[Job, dict[System, int]]]:
                 "speculate",
                 "record",
                 "whole_masters",
+                "free_gradients",
                 "codec",
             )
             homes = {name: getattr(chosen, name) for name in names}
