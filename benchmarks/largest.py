@@ -114,9 +114,9 @@ def run(job: str, options: argparse.Namespace) -> dict[str, Any]:
         losses.append(loss.item())
         times.append(time.perf_counter() - before)
         print(f"step {step}: {times[-1]:.3f} s, loss {losses[-1]:.4f}", file=sys.stderr, flush=True)
-    begin = time.perf_counter()
+    before = time.perf_counter()
     optimizer.synchronize()
-    tail_s = time.perf_counter() - begin
+    tail_s = time.perf_counter() - before
     host.look()
     memory = zerostd.memory(model)
     return {

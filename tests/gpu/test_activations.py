@@ -116,7 +116,7 @@ def test_offloaded_inputs_leave_two_groups(kept: Any) -> None:
     _, _, offloaded, _ = train("recompute+host", rows=times * ROWS)
     saved = recomputed - offloaded
     gradient = 2 * sum(p.numel() for p in Block().parameters())
-    assert saved > (DEPTH - 4) * times * INPUT - gradient, (recomputed / INPUT, offloaded / INPUT)
+    assert saved >= (DEPTH - 4) * times * INPUT - gradient, (recomputed / INPUT, offloaded / INPUT)
 
 
 def test_groups_that_stay_make_room_and_take_no_more(kept: Any) -> None:

@@ -1,4 +1,4 @@
-"""Gradients that are freed inside backward, on a device: the same bits, and less memory by the allocator's own count."""
+"""Gradients freed inside backward, on a device: the same bits, and less memory by the allocator's own count."""
 
 from __future__ import annotations
 

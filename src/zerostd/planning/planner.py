@@ -241,11 +241,15 @@ def _least(request: PlanRequest, tier: Tier, count: CountBytes) -> Counted | Non
             solution = Solution(asked, least_of(asked, tier))
         except Infeasible:
             return None
-        solution = min(solution, _by_cpu(solution), key=lambda each: total(count(each), tier))
-        held = count(solution)
-        if all(total(held, other) <= request.limits.get(other, 0) for other in Tier if other is not tier):
-            return Counted(solution, held)
-        fixed = {**_with_unknown(solution, held), tier: fixed.get(tier, 0)}
+        answers = [Counted(each, count(each)) for each in (solution, _by_cpu(solution))]
+        within = [
+            each
+            for each in answers
+            if all(total(each.held, other) <= request.limits.get(other, 0) for other in Tier if other is not tier)
+        ]
+        if within:
+            return min(within, key=lambda each: total(each.held, tier))
+        fixed = {**_with_unknown(solution, answers[0].held), tier: fixed.get(tier, 0)}
     return None
 
 
@@ -302,11 +306,14 @@ def _by_cpu(solution: Solution) -> Solution:
 
 
 def _with_unknown(solution: Solution, held: Bytes) -> dict[Tier, int]:
-    """Return the bytes of each tier that the program should be given as fixed: more than it was, and all that it did
-    not know of, rounded up."""
+    """Return the bytes of each tier that the program should be given as fixed: more than it was, all that it did not
+    know of, rounded up, and what it is over its limit. It took less for granted than the closed form, then."""
     known = model_state(solution)
     before = solution.request.fixed
+    limits = solution.request.limits
     beside = {tier: total(held, tier) - total(known, tier) + before.get(tier, 0) for tier in Tier}
-    empty = {tier for tier, limit in solution.request.limits.items() if not limit}  # where not even a byte fits
+    over = {tier: total(held, tier) - limits.get(tier, 0) + before.get(tier, 0) for tier in Tier}
+    beside = {tier: max(size, over[tier]) if tier in limits else size for tier, size in beside.items()}
+    empty = {tier for tier, limit in limits.items() if not limit}  # where not even a byte fits
     unknown = {tier: 0 if tier in empty else int(ROUNDING * size) + 1 for tier, size in beside.items()}
     return {tier: max(int(before.get(tier, 0) * ROUNDING), size) for tier, size in unknown.items()}

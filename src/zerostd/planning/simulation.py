@@ -2,8 +2,7 @@
 route, parameters brought as they are needed. The linear program knows how much each resource has to do; this also knows
 in which order it is done, and so finds what is waited for.
 
-At any moment every worker has one job, and their speeds follow from what they share. The next event is the next end of
-a job.
+Every worker has one job at a time, with a speed that follows from what they share. The next event is the end of a job.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ AHEAD = 1  # groups that are brought before they are needed
 TILE = 8 << 20  # parameters that are streamed at a time
 QUEUED = 2.0  # such tiles that are in the stream before parameters that are to be brought
 ALIKE = 0.01  # of their activations' bytes, that groups differ in which are taken for the same
+MOST_HELD = 2  # groups under update when the next gradient lands, where gradients are not kept
 EPSILON = 1e-12
 
 
@@ -70,8 +70,7 @@ class StepSimulation:
         self.present = [not share.parameters_off for share in shares]
         self.wanted: list[int] = []  # groups to bring, in order
         self.traffic = ActivationTraffic(request, shares)
-        # Whether gradients are on the host before their update may begin.
-        self.lands_before = not request.is_early and request.machine.link is not None
+        self.lands_before = not request.is_early and request.machine.link is not None  # gradients, before their update
         self.speeds: dict[Any, dict[str, float]] = {}  # by what is running: it is the same again and again
 
     def land(self, group: int, *, last: bool, adds: bool) -> None:
@@ -199,8 +198,8 @@ class StepSimulation:
 
     def want(self, group: int, place: int) -> None:
         """Bring a group's parameters, unless they are there or on their way; `place` is that in the queue."""
-        is_coming = "bring" in self.running and self.running["bring"].group == group
-        if not self.present[group] and group not in self.wanted and not is_coming:
+        coming = self.running["bring"].group if "bring" in self.running else None
+        if not self.present[group] and group not in self.wanted and group != coming:
             self.wanted.insert(place, group)
 
     def wait_for(self, group: int) -> None:
@@ -294,6 +293,8 @@ class StepSimulation:
             again_s = cost.activations.longer_s if way_of(self.shares[group]) == "recompute" else 0.0
             self.run(cost.backward_s + again_s, "compute", "backward", group)
             self.present[group] = not self.shares[group].parameters_off
+            if not self.request.keeps_gradients:
+                self.wait_until(lambda _: sum(map(bool, self.unfinished)) <= MOST_HELD, group)
             self.land(group, last=last, adds=adds)
 
 
@@ -313,9 +314,9 @@ def simulate(request: PlanRequest, shares: Sequence[GroupShares]) -> Timeline:
         if not request.is_early:
             for group in range(len(shares)):
                 steps.update_when_landed(group)
-    step_s = max(steps.now - begun, compute_s + resident_s)  # but for rounding it never is less
-    for worker, job in steps.running.items():  # it goes on in the next step
+    for worker, job in steps.running.items():  # into the next step
         steps.note(worker, job.group, job.begun, job.name)
+    step_s = max(steps.now - begun, compute_s + resident_s)  # but for rounding it never is less
     spans = tuple((*span[:3], max(0.0, span[3] - begun), span[4] - begun) for span in steps.spans)
     return Timeline(step_s, compute_s + resident_s, steps.busy, spans)
 
@@ -332,9 +333,8 @@ def _rates(request: PlanRequest) -> dict[str, float]:
 
 class ActivationTraffic:
     """Activations that are kept on the host: on their way there, and wanted back. Those of other groups stay, and make
-    room for them: before they are there in forward, and when backward has passed them. The rules are those of
-    scheduling/offloading.py, but that one group's at most are leaving where another sends its own next, as the program
-    has it: there two may be."""
+    room for them: before they are there in forward, and when backward has passed them. As in scheduling/offloading.py,
+    but that one group's at most are leaving, and not two, where another sends its own next, as the program has it."""
 
     def __init__(self, request: PlanRequest, shares: Sequence[GroupShares]) -> None:
         ways = [way_of(share) for share in shares]
