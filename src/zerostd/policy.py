@@ -10,7 +10,7 @@ import enum
 import fnmatch
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -177,15 +177,6 @@ class Precision:
                 "Use 'fp32', 'bf16' or 'fp16', or None to keep each parameter's dtype"
             )
         return known[value]
-
-
-def root_casts(precision: Precision, dtypes: Iterable[torch.dtype]) -> tuple[torch.dtype, torch.dtype] | None:
-    """Return the dtype that a root with parameters of these dtypes takes and returns, and the one it computes in; None
-    if nothing is cast."""
-    outside = {dtype for dtype in dtypes if dtype.is_floating_point}
-    if precision.compute is None or len(outside) != 1 or outside == {precision.compute}:
-        return None
-    return outside.pop(), precision.compute
 
 
 def _check_fields(option: str, given: Mapping[str, Any], known: list[str]) -> None:

@@ -23,12 +23,11 @@ from zerostd.monitoring.events import LoopPhase
 from zerostd.optimizers.gradients import Gradients, LossScale, scale_gradient
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters import Group
-from zerostd.parameters.blueprints import MARK, OWNER, Blueprint
+from zerostd.parameters.blueprints import MARK, OWNER, Blueprint, root_casts
 from zerostd.parameters.disk_gradient import Windows
 from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.observing import StepObserver
 from zerostd.parameters.prepared import GRAD
-from zerostd.policy import root_casts
 from zerostd.scheduling.access import ParameterAccess
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.backward import Backward
