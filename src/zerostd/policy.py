@@ -221,6 +221,10 @@ class Placement:
     `codec={"optimizer_states": "int8"}` keeps the moments of Adam and AdamW as 8-bit codes, in blocks of 64 with one
     scale each: 2.125 bytes per parameter instead of 8, in every tier and over every link. Both are lossy, and need
     `prepare(exact=False)`. `codec={"parameters": "lossless"}` packs frozen parameters on disk: 0.67 of bf16's bytes.
+
+    `secondary_shards=True` is for stage 3 with a mesh of (nodes, ranks per node). All ranks share the model state. From
+    the first gather of a step to the update, a rank keeps 1/(ranks per node) of the parameters on the device, and
+    further gathers stay inside the node.
     """
 
     parameters: Share = "device"
@@ -231,6 +235,7 @@ class Placement:
     speculate: bool = False
     same_activations: Any = field(default=None, repr=False, compare=False)
     codec: Mapping[str, str] = field(default_factory=dict)
+    secondary_shards: bool = False
 
     @classmethod
     def parse(cls, value: Placement | Mapping[str, Any] | None) -> Placement | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostd.communication import Wires, World
+from zerostd.communication import NodeWires, Wires, World
 from zerostd.communication.peers import STEP
 from zerostd.compat import no_torch_function, runs_in_ddp
 from zerostd.engine.agreeing import StepAgreement
@@ -54,6 +54,7 @@ class Resources:
     windows: Windows  # host memory for gradients that rest on disk
     aside: Aside  # where everything goes while the model sleeps
     num_threads: int  # for updates on the CPU
+    node_wires: NodeWires | None = None  # between ranks that keep secondary shards
 
 
 @dataclass(frozen=True)
@@ -294,6 +295,8 @@ class Runtime:
         self.guards.check_frozen()
         if self.world.size > 1:
             self.agreement.check_step(num_gradients)
+        for group in self.groups:
+            group.drop_secondary()
 
 
 def owner_of(module: nn.Module) -> Runtime:

@@ -189,6 +189,7 @@ class Gatherer:
         """Let the next use see an update that was started. A group that rests elsewhere is gathered then. The other
         slices of one that rests here start coming in now."""
         self.check_unpinned([group])
+        group.drop_secondary()
         if group.gathers:
             self.wait_gather(group)
         if group.gives_back:
