@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -94,6 +94,12 @@ def flats_of(model: nn.Module) -> list[Any]:
     return [flat for group in model.__dict__["_zerostd"].groups for flat in group.flats]
 
 
+def held(model: nn.Module) -> int:
+    """Bytes of memory that secondary shards have."""
+    kept = [flat.secondary for flat in flats_of(model) if flat.secondary is not None]
+    return sum(secondary.values.untyped_storage().nbytes() for secondary in kept)
+
+
 # The bits of flat stage 3
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -178,6 +184,7 @@ def read(model: nn.Module, optimizer: Any, folder: Path) -> None:
 
 def slept(model: nn.Module, optimizer: Any, folder: Path) -> None:
     zerostd.sleep(model)
+    assert held(model) == 0
     zerostd.wake(model)
 
 
@@ -326,9 +333,7 @@ def buffers(mesh: DeviceMesh | None, make: Callable[[], nn.Module], rank: int, p
     secondary = {True: 0, False: 0}
     for flat in flats_of(model):
         secondary[flat.gradient is not None] += flat.full.nbytes // RANKS_PER_NODE
-    if mesh is not None:
-        storages = [flat.secondary.values.untyped_storage().nbytes() for flat in flats_of(model)]
-        assert sum(storages) == secondary[False]
+    assert held(model) == (0 if mesh is None else secondary[False])
     peak = zerostd.memory(model).peak["device"]["buffers"]
     zerostd.release(model)
     return {"now": now, "peak": peak, "predicted": predicted["buffers"], **secondary}
@@ -352,6 +357,49 @@ def take_memory(rank: int, precision: str) -> list[str]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_memory_is_taken_from_forward_to_the_step(ranks, precision):
     agree(ranks(4, take_memory, precision))
+
+
+class Watched(torch.optim.AdamW):
+    """Notes what secondary shards hold while groups are updated."""
+
+    models: ClassVar[list[nn.Module]] = []  # prepared ones
+    seen: ClassVar[list[int]] = []
+
+    def step(self, closure: Any = None) -> None:
+        self.seen.extend(map(held, self.models))
+        super().step(closure)
+
+
+def frees_memory(rank: int) -> list[str]:
+    mesh = nodes()
+    failures = []
+    placement = zerostd.Placement(secondary_shards=True)
+    model = seeded(Net)
+    model, optimizer = zerostd.prepare(
+        model, Watched(model.parameters()), mesh=mesh, placement=placement, groups=["layers.*"]
+    )
+    loss(model, 0, rank).backward()
+    Watched.models.append(model)
+    optimizer.step()
+    Watched.models.clear()
+    if not Watched.seen or any(Watched.seen):
+        failures.append(f"rank {rank}: {Watched.seen} bytes while groups are updated")
+    zerostd.release(model)
+    model, optimizer = prepared(mesh, accumulate=1, placement={"optimizer_states": "host"})
+    for step in range(2):
+        value = loss(model, step, rank)
+        everything = held(model)
+        value.backward()
+        if step and not held(model) < everything / 2:
+            failures.append(f"rank {rank}: {held(model)} of {everything} bytes after updates inside backward")
+        optimizer.step()
+        optimizer.zero_grad()
+    zerostd.release(model)
+    return failures
+
+
+def test_updates_find_their_memory_free(ranks):
+    agree(ranks(4, frees_memory))
 
 
 # What is refused

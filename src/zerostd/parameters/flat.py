@@ -137,7 +137,6 @@ class Flat:
         """Write the values of one gathered parameter, before rounding: to the parameter, where it is kept, and to its
         master."""
         view = self._view(index, self.full).copy_(value)
-        self._forget_secondary()
         if self.gives_back:
             piece = self._kept_piece(index)
             if piece is not None:
