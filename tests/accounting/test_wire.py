@@ -256,7 +256,7 @@ def crossing_bytes(by_rank: Sequence[dict[str, Any]]) -> float:
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"), reason="needs Linux")
-def test_a_backward_with_secondary_shards_sends_nothing_between_nodes(ranks):
+def test_a_backward_with_secondary_shards_gathers_nothing_between_nodes(ranks):
     """By the kernel's count: the reduces and one gather cross, as at stage 2. The reduces are 2P; what gloo sends over
     the boundary for a gather is taken from stage 2, and flat stage 3 sends as much again for P - K."""
     answers = list(zip(*ranks(4, between_nodes), strict=True))

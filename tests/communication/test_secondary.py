@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerostd
 from support.agreement import agree
-from support.processes import doing
+from support.processes import doing, environment
 from support.side_by_side import adamw, data, seeded
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats
@@ -175,7 +175,8 @@ def written_through_data(model: nn.Module, optimizer: Any, folder: Path) -> None
 
 def replaced_through_data(model: nn.Module, optimizer: Any, folder: Path) -> None:
     """Some ranks hold nothing of this parameter, and must gather it from the others."""
-    model.layers[1][0].bias.data = torch.full_like(model.layers[1][0].bias, 0.25)
+    bias = model.layers[1][0].bias
+    bias.data = torch.full(bias.shape, 0.25)
 
 
 def read(model: nn.Module, optimizer: Any, folder: Path) -> None:
@@ -450,3 +451,20 @@ def differ(rank: int) -> str:
 def test_ranks_that_differ_are_named(ranks):
     for message in ranks(4, differ):
         assert "rank 0" in message and "rank 3" in message and "the same Placement(secondary_shards=...)" in message
+
+
+def writes_alone(rank: int) -> str:
+    """Writes are collective, but for those inside forward, where parameters show their values."""
+    with environment(ZEROSTD_TIMEOUT_S="3"):
+        model, _ = prepared(nodes(), Scaled)
+    if rank:
+        model.layers[1][0].forward = lambda x: x * model.layers[1][0].weight
+    with pytest.raises(zerostd.CommunicationError) as caught:
+        loss(model, 0, rank).backward()
+    return str(caught.value)
+
+
+def test_a_write_that_one_rank_makes_alone_ends_in_an_error(ranks):
+    messages = ranks(4, writes_alone)
+    assert all("the gather of group" in message for message in messages)
+    assert "the gather of group 'layers.1' inside the node" in messages[0]

@@ -84,6 +84,12 @@ class Group:
         """The groups its modules need: itself, and those whose parameters they read."""
         return (self, *self.borrowed.values())
 
+    @property
+    def gather_name(self) -> str:
+        """What its gather is called in errors: a rank that wrote to parameters alone is not in that of its peers."""
+        is_inside = bool(self.flats) and all(flat.secondary and flat.secondary.is_current for flat in self.flats)
+        return f"the gather of group {self.name!r}{' inside the node' if is_inside else ''}"
+
     # Gather and release
 
     def start_gather(self, *, at_once: bool = False) -> None:
