@@ -454,7 +454,7 @@ def test_ranks_that_differ_are_named(ranks):
 
 
 def writes_alone(rank: int) -> str:
-    """Writes are collective, but for those inside forward, where parameters show their values."""
+    """Writes are collective, but for those inside forward, where parameters show their values: rank 0 makes one."""
     with environment(ZEROSTD_TIMEOUT_S="3"):
         model, _ = prepared(nodes(), Scaled)
     if rank:
@@ -467,4 +467,4 @@ def writes_alone(rank: int) -> str:
 def test_a_write_that_one_rank_makes_alone_ends_in_an_error(ranks):
     messages = ranks(4, writes_alone)
     assert all("the gather of group" in message for message in messages)
-    assert "the gather of group 'layers.1' inside the node" in messages[0]
+    assert "rank 1 gave up waiting in the gather of group 'layers.1' inside the node" in messages[1]
