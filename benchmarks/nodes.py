@@ -1,10 +1,10 @@
-"""Hybrid sharding on two "nodes": network namespaces of one machine, with a slow wire between them.
+"""Hybrid sharding and secondary shards on two "nodes": network namespaces of one machine, with a slow wire between.
 
     sudo python benchmarks/nodes.py --rate 400 --steps 6 --write nodes-cpu
 
 Four gloo ranks, two in each namespace, train the same fp32 GPT on the same data. Systems take turns of a few steps in
-one process each. Bytes between the nodes are counted by the kernel at the wire, and stand beside their closed form: a
-gradient slice is averaged over the nodes, nothing else crosses. Needs Linux, root, `ip` and `tc`.
+one process each. Bytes between the nodes are counted by the kernel at the wire. Those of hybrid sharding stand beside
+their closed form: a gradient slice is averaged over the nodes, nothing else crosses. Needs Linux, root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHAPE = Shape(width=384, depth=6, heads=6, vocabulary=4096, length=128)
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 NUM_NODES = 2
 RANKS_PER_NODE = 2
-SYSTEMS = ("FSDP2", "FSDP2 hybrid", "stage 3", "stage 3 hybrid", "stage 2", "stage 2 hybrid")
+SYSTEMS = ("FSDP2", "FSDP2 hybrid", "stage 3", "stage 3 secondary", "stage 3 hybrid", "stage 2", "stage 2 hybrid")
 
 
 def run(*words: str) -> str:
@@ -73,13 +73,14 @@ def sent_bytes() -> int:
 
 def prepare(system: str, model: nn.Module) -> tuple[nn.Module, Any]:
     """Return the model and optimizer of one system."""
-    is_hybrid = system.endswith("hybrid")
+    keeps_secondary = system.endswith("secondary")
     mesh = init_device_mesh("cpu", (NUM_NODES * RANKS_PER_NODE,))
-    if is_hybrid:
+    if system.endswith("hybrid") or keeps_secondary:
         mesh = init_device_mesh("cpu", (NUM_NODES, RANKS_PER_NODE), mesh_dim_names=("replicate", "shard"))
     if not system.startswith("FSDP2"):
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        return zerostd.prepare(model, optimizer, stage=int(system.split()[1]), mesh=mesh)
+        placement = zerostd.Placement(secondary_shards=keeps_secondary)
+        return zerostd.prepare(model, optimizer, stage=int(system.split()[1]), mesh=mesh, placement=placement)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -106,6 +107,7 @@ def train(system: str, steps: int) -> dict[str, Any]:
     dist.barrier()
     result = {"step_s": median(times[1:]), "node_bytes": (sent_bytes() - sent) / steps, "loss": float(loss.detach())}
     if not system.startswith("FSDP2"):
+        result["held_bytes"] = sum(zerostd.memory(model).peak["device"].values())
         zerostd.release(model)
     return result
 
@@ -129,22 +131,24 @@ def table(rows: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) 
     numel = sum(parameter.numel() for parameter in GPT(SHAPE).parameters())
     crossing = RANKS_PER_NODE * 2 * (4 * numel / RANKS_PER_NODE) * (NUM_NODES - 1) / NUM_NODES
     flat = {"FSDP2 hybrid": "FSDP2", "stage 3 hybrid": "stage 3", "stage 2 hybrid": "stage 2"}
+    flat["stage 3 secondary"] = "stage 3"
     options = f"--rate {arguments.rate} --steps {arguments.steps} --rounds {arguments.rounds}"
     lines = [
-        "# Hybrid sharding on two nodes",
+        "# Hybrid sharding and secondary shards on two nodes",
         "",
         f"GPT of {numel / 1e6:.1f} M parameters, fp32, 2 x {SHAPE.length} tokens a rank, AdamW. Four gloo ranks, two",
         f"in each of two network namespaces; the wire between them carries {arguments.rate} Mbit/s each way.",
         f"{arguments.rounds} round(s) of rotating order, {arguments.steps} steps a turn. Bytes are those that a node",
         "sends over the wire in a step, by the kernel's count, with headers. Closed form for hybrid sharding:",
-        f"{crossing / 1e6:.1f} MB, each rank's slice twice, (N-1)/N of it.",
+        f"{crossing / 1e6:.1f} MB, each rank's slice twice, (N-1)/N of it. Held are the peaks of state and buffers in",
+        "the ledger of a rank, added up.",
         "",
         f"- machine: {machine()}",
         f"- command: `python benchmarks/nodes.py {options}`",
         f"- date: {date.today()}",
         "",
-        "| system | step s | to the same, sharded over all | MB a node sends | over closed form | loss |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| system | step s | to the same, sharded over all | MB a node sends | over closed form | MB held | loss |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for system, results in rows.items():
         step_s = median(result["step_s"] for result in results)
@@ -153,8 +157,10 @@ def table(rows: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) 
         if system in flat:
             pairs = zip(results, rows[flat[system]], strict=True)
             ratio = f"{median(ours['step_s'] / theirs['step_s'] for ours, theirs in pairs):.3f}"
-        over = f"{sent / crossing:.3f}" if system in flat else ""
-        lines.append(f"| {system} | {step_s:.3f} | {ratio} | {sent / 1e6:.1f} | {over} | {results[0]['loss']:.5f} |")
+        over = f"{sent / crossing:.3f}" if system.endswith("hybrid") else ""
+        held = f"{results[0]['held_bytes'] / 1e6:.1f}" if "held_bytes" in results[0] else ""
+        loss = f"{results[0]['loss']:.5f}"
+        lines.append(f"| {system} | {step_s:.3f} | {ratio} | {sent / 1e6:.1f} | {over} | {held} | {loss} |")
     return "\n".join(lines) + "\n"
 
 

@@ -10,7 +10,7 @@ import enum
 import fnmatch
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -179,15 +179,6 @@ class Precision:
         return known[value]
 
 
-def root_casts(precision: Precision, dtypes: Iterable[torch.dtype]) -> tuple[torch.dtype, torch.dtype] | None:
-    """Return the dtype that a root with parameters of these dtypes takes and returns, and the one it computes in; None
-    if nothing is cast."""
-    outside = {dtype for dtype in dtypes if dtype.is_floating_point}
-    if precision.compute is None or len(outside) != 1 or outside == {precision.compute}:
-        return None
-    return outside.pop(), precision.compute
-
-
 def _check_fields(option: str, given: Mapping[str, Any], known: list[str]) -> None:
     unknown = [name for name in given if name not in known]
     if unknown:
@@ -229,6 +220,10 @@ class Placement:
     `codec={"optimizer_states": "int8"}` keeps the moments of Adam and AdamW as 8-bit codes, in blocks of 64 with one
     scale each: 2.125 bytes per parameter instead of 8, in every tier and over every link. Both are lossy, and need
     `prepare(exact=False)`. `codec={"parameters": "lossless"}` packs frozen parameters on disk: 0.67 of bf16's bytes.
+
+    `secondary_shards=True` is for stage 3 with a mesh of (nodes, ranks per node). All ranks share the model state. From
+    the first gather of a step to the update, a rank keeps 1/(ranks per node) of the parameters on the device, and
+    further gathers stay inside the node.
     """
 
     parameters: Share = "device"
@@ -240,6 +235,7 @@ class Placement:
     keep_gradients: bool = True
     same_activations: Any = field(default=None, repr=False, compare=False)
     codec: Mapping[str, str] = field(default_factory=dict)
+    secondary_shards: bool = False
 
     @classmethod
     def parse(cls, value: Placement | Mapping[str, Any] | None) -> Placement | None:

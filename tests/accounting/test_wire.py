@@ -1,6 +1,8 @@
 """Bytes sent per rank and step, by closed form: 2P(N-1)/N elements for stages 0 to 2, (3P - K)(N-1)/N for stage 3.
 
-K are the parameters that backward begins with: the root's and the last layer's stay gathered from forward on.
+K are the parameters that backward begins with: the root's and the last layer's stay gathered from forward on. With
+secondary shards, the first gather of a step and the reduces are those of stage 3, and the other gathers are inside a
+node of S ranks: (P - K)(S-1)/S.
 Counted three times: by the ledger, by watching what goes into torch.distributed, and by the kernel, which counts what
 this process's TCP sockets sent. P is padded as the layout states.
 """
@@ -11,7 +13,8 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import zerostd
@@ -28,6 +32,7 @@ from support.agreement import agree
 from support.processes import doing
 from support.side_by_side import data, seeded
 
+Ends = tuple[tuple[str, int], tuple[str, int]]  # of a connection: this process's address, and the other's
 BYTES_SENT = 200  # offset of tcpi_bytes_sent in Linux's struct tcp_info
 STEPS = 3
 
@@ -59,15 +64,16 @@ def kept_numel(model: nn.Module) -> int:
 
 
 @contextmanager
-def watching(counted: dict[str, int]) -> Iterator[None]:
-    """Count what is handed to torch.distributed: each collective's bytes that must leave this rank, on average."""
-    size = dist.get_world_size()
+def watching(counted: dict[int, int]) -> Iterator[None]:
+    """Count what is handed to torch.distributed, by the number of ranks in the group: each collective's bytes that must
+    leave this rank, on average."""
+    passed: Counter[int] = Counter()
 
     def watch(name: str) -> Any:
         original = getattr(dist, name)
 
         def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            counted[name] = counted.get(name, 0) + tensor.nbytes
+            passed[dist.get_world_size(kwargs.get("group"))] += tensor.nbytes
             return original(tensor, *args, **kwargs)
 
         return mock.patch.object(dist, name, call)
@@ -75,12 +81,11 @@ def watching(counted: dict[str, int]) -> Iterator[None]:
     # a broadcast moves its bytes to size - 1 ranks, and each rank takes its turn as the source
     with watch("broadcast"), watch("all_to_all_single"):
         yield
-    for name in counted:
-        counted[name] = counted[name] * (size - 1) // size
+    counted |= {size: num_bytes * (size - 1) // size for size, num_bytes in passed.items()}
 
 
-def tcp_bytes_sent() -> dict[int, int]:
-    """By the socket's number in the kernel: one that is closed between two looks takes nothing away from the others."""
+def tcp_bytes_sent() -> dict[Ends, int]:
+    """By the two ends of a connection: one that is closed between two looks takes nothing away from the others."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -90,18 +95,23 @@ def tcp_bytes_sent() -> dict[int, int]:
             with socket.socket(fileno=os.dup(int(name))) as copy:
                 if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
                     info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    found[status.st_ino] = struct.unpack_from("Q", info, BYTES_SENT)[0]
+                    ends = (copy.getsockname()[:2], copy.getpeername()[:2])
+                    found[ends] = struct.unpack_from("Q", info, BYTES_SENT)[0]
         except OSError:
             continue
     return found
 
 
-def counts(rank: int, stage: int, precision: str, passes: int, width: int, reentrant: bool | None) -> dict[str, Any]:
+def counts(
+    rank: int, stage: int, precision: str, passes: int, width: int, reentrant: bool | None, **options: Any
+) -> dict[str, Any]:
     """Bytes of one step after the first, in which orders are learnt."""
     doing(f"stage {stage}, {precision}, {passes} passes")
     model = seeded(lambda: Tower(width, reentrant=reentrant))
     optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer = zerostd.prepare(model, optimizer, stage=stage, precision=precision, groups=["layers.*"])
+    model, optimizer = zerostd.prepare(
+        model, optimizer, stage=stage, precision=precision, groups=["layers.*"], **options
+    )
 
     def step(number: int) -> None:
         for micro in range(passes):
@@ -114,20 +124,26 @@ def counts(rank: int, stage: int, precision: str, passes: int, width: int, reent
     with zerostd.gathered(model):  # nothing is on its way
         pass
     dist.barrier()
-    before, sockets, calls = zerostd.memory(model).sent, tcp_bytes_sent(), {}
+    before = zerostd.memory(model).sent
+    sockets = tcp_bytes_sent()
+    calls: dict[int, int] = {}
     with watching(calls):
         for number in range(STEPS):
             step(number)
         if stage in (1, 2):
             model.state_dict()  # the last step's parameters have arrived
     dist.barrier()
-    sent = sum(total - sockets.get(number, 0) for number, total in tcp_bytes_sent().items())
+    sent = {ends: (total - sockets.get(ends, 0)) / STEPS for ends, total in tcp_bytes_sent().items()}
     dist.barrier()  # a rank that is done closes its connections, and with them what the others count
     after = zerostd.memory(model).sent
+    verbs = {verb: (total - before.get(verb, 0)) // STEPS for verb, total in after.items()}
     found = {
-        "ledger": sum(after[verb] - before.get(verb, 0) for verb in ("gather", "reduce") if verb in after) // STEPS,
+        "verbs": verbs,
+        "ledger": verbs.get("gather", 0) + verbs.get("reduce", 0),
         "calls": sum(calls.values()) // STEPS,
-        "tcp": sent / STEPS,
+        "by size": {size: num_bytes // STEPS for size, num_bytes in calls.items()},
+        "tcp": sum(sent.values()),
+        "connections": sent,
         "padded": padded_numel(model),
         "kept": kept_numel(model),
         "form": zerostd.memory(model).gradients,
@@ -192,3 +208,61 @@ def test_the_kernel_counts_the_same_bytes(ranks, size):
         stage, wanted = each[0][0], each[0][2]
         mean = sum(sent for _, sent, _ in each) / size
         assert wanted <= mean <= 1.01 * wanted, f"stage {stage}, {size} ranks: {mean:.0f} bytes each, not {wanted}"
+
+
+NODES = (2, 2)  # of ranks
+
+
+def with_nodes() -> dict[str, Any]:
+    return {"mesh": init_device_mesh("cpu", NODES), "placement": zerostd.Placement(secondary_shards=True)}
+
+
+def with_secondary_shards(rank: int) -> list[str]:
+    failures = []
+    size = NODES[0] * NODES[1]
+    for precision, itemsize in (("fp32", 4), ("bf16", 2)):
+        for passes in (1, 2):
+            for reentrant in (None, False):
+                found = counts(rank, 3, precision, passes, 96, reentrant, **with_nodes())
+                everywhere = found["padded"] * itemsize * (size - 1) // size
+                inside = ((2 * passes - 1) * found["padded"] - passes * found["kept"]) * itemsize
+                inside = inside * (NODES[1] - 1) // NODES[1]
+                wanted = {"gather": everywhere, "reduce": passes * everywhere, "node": inside}
+                calls = {size: (1 + passes) * everywhere, NODES[1]: inside}
+                if {verb: found["verbs"][verb] for verb in wanted} != wanted or found["by size"] != calls:
+                    failures.append(f"rank {rank}, {precision}, {passes}, {reentrant}: {wanted}, {found}")
+    return failures
+
+
+def test_secondary_shards_keep_gathers_inside_the_node(ranks):
+    agree(ranks(4, with_secondary_shards))
+
+
+def between_nodes(rank: int) -> list[dict[str, Any]]:
+    forms: list[tuple[int, dict[str, Any]]] = [(2, {}), (3, with_nodes()), (3, {})]
+    return [counts(rank, stage, "fp32", 1, 512, None, **options) for stage, options in forms]
+
+
+def crossing_bytes(by_rank: Sequence[dict[str, Any]]) -> float:
+    """Bytes that all ranks of one node have sent to ranks of another."""
+    owners = {ours: rank for rank, counted in enumerate(by_rank) for ours, _ in counted["connections"]}
+    nodes = [rank // NODES[1] for rank in range(len(by_rank))]
+    return sum(
+        num_bytes
+        for rank, counted in enumerate(by_rank)
+        for (_, theirs), num_bytes in counted["connections"].items()
+        if theirs in owners and nodes[owners[theirs]] != nodes[rank]
+    )
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"), reason="needs Linux")
+def test_a_backward_with_secondary_shards_gathers_nothing_between_nodes(ranks):
+    """By the kernel's count: the reduces and one gather cross, as at stage 2. The reduces are 2P; what gloo sends over
+    the boundary for a gather is taken from stage 2, and flat stage 3 sends as much again for P - K."""
+    answers = list(zip(*ranks(4, between_nodes), strict=True))
+    stage_2, secondary, flat = map(crossing_bytes, answers)
+    padded = answers[0][0]["padded"]
+    part = (padded - answers[2][0]["kept"]) / padded
+    assert secondary == pytest.approx(stage_2, rel=0.01)
+    assert flat - secondary == pytest.approx((stage_2 - 2 * 4 * padded) * part, rel=0.02)
+    assert flat > 1.2 * secondary

@@ -182,14 +182,17 @@ def _listed(splits: Sequence[Rows]) -> str:
     return " and ".join(str([rank for row in split for rank in row]) for split in splits)
 
 
-def check_layouts(splits: Sequence[Rows], ranks: Sequence[int], control: dist.ProcessGroup) -> None:
-    """Raise on all ranks if some were given another mesh of the same ranks: they would wait for each other."""
+def check_layouts(splits: Sequence[Rows], nodes: Rows | None, control: dist.ProcessGroup) -> None:
+    """Raise on all ranks if some were given another mesh of the same ranks, or other nodes: they would wait for each
+    other."""
+    ranks = dist.get_process_group_ranks(control)
     layouts: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(layouts, splits, group=control)
+    dist.all_gather_object(layouts, f"{splits}" if nodes is None else f"{nodes} as nodes", group=control)
     for rank, layout in zip(ranks, layouts, strict=True):
         if layout != layouts[0]:
             dist.destroy_process_group(control)
+            placement = " and the same Placement(secondary_shards=...)" if "nodes" in f"{layout}{layouts[0]}" else ""
             raise PrepareError(
                 f"rank {ranks[0]} has the ranks {layouts[0]} in its mesh, but rank {rank} has {layout}: pass the same "
-                "mesh= on all ranks"
+                f"mesh={placement} on all ranks"
             )

@@ -18,7 +18,7 @@ one replica, and each slice is then averaged over replicas. Only slices cross fr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -81,6 +81,8 @@ def as_real(flat: torch.Tensor) -> torch.Tensor:
 
 class Wires:
     """The collectives of one prepared model. In a world of one they return at once."""
+
+    gather_entry: ClassVar[str] = "gather"  # of the ledger, for the bytes of parameters
 
     def __init__(self, world: World, ledger: Ledger, entry: str = "reduce", *, sums: bool = False) -> None:
         self.world = world
@@ -164,10 +166,10 @@ class Wires:
         full = as_real(full)
         shard = self._mine(full) if shard is None else as_real(shard)
         if self._gathers is not None:
-            self.ledger.sent["gather"] += shard.nbytes * (self.world.num_shards - 1)
+            self.ledger.sent[self.gather_entry] += shard.nbytes * (self.world.num_shards - 1)
             group = self._gathering
             return self._on_stream(self._gathers, group, lambda: dist.all_gather_into_tensor(full, shard, group=group))
-        return self._spread(full, shard, "gather")
+        return self._spread(full, shard, self.gather_entry)
 
     def gather_weights(self, full: torch.Tensor, shard: torch.Tensor) -> Transfer:
         """Start filling `full` for a forward or a backward, which may take rounded values from coded wires."""
@@ -286,7 +288,7 @@ class Wires:
     def _spread(self, full: torch.Tensor, shard: torch.Tensor, verb: str) -> Transfer:
         """Send everyone's slice to everyone, by gloo; see [Note: gloo]."""
         self.ledger.sent[verb] += shard.nbytes * (self.world.num_shards - 1)
-        group = self._gathering if verb == "gather" else self._channels.reduce
+        group = self._gathering if verb == self.gather_entry else self._channels.reduce
         slices = full.view(self.world.num_shards, -1)
         mine = slices[self.world.shard_rank]
         if mine.data_ptr() != shard.data_ptr():

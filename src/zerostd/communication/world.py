@@ -8,7 +8,8 @@ With parameter servers, ranks have one of two roles, and those of one role are a
 
 A mesh of two dimensions (replicate, shard) is hybrid sharding: the ranks of a row share the model state, every row
 holds a replica of it, and the ranks of a column hold the same shard. Without it there is one row. Where parameters are
-DTensors over another mesh, there are such rows for each of its coordinates: splits (dtensors.py).
+DTensors over another mesh, there are such rows for each of its coordinates: splits (dtensors.py). With secondary shards
+the rows of the mesh are nodes: all their ranks share the model state, and each node has channels of its own beside.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Channels:
     control: dist.ProcessGroup  # of all, gloo, on the CPU: reading its results costs no device synchronisation
     peers: Peers  # who and where the others are, beside these groups
     replicas: dist.ProcessGroup | None = None  # of the ranks that hold the same shard, if there are several
+    node: dist.ProcessGroup | None = None  # of the ranks of this node, where they keep secondary shards
+    node_regather: dist.ProcessGroup | None = None  # likewise, in backward
     checkpoints: dist.ProcessGroup | None = None  # of all, gloo; made when it is first needed
 
 
@@ -122,22 +125,36 @@ class World:
         return self.rank // (self.num_shards * self.num_replicas)
 
     @property
+    def node_size(self) -> int:
+        """The ranks of a node that keep secondary shards; 1 if none are kept."""
+        node = None if self.channels is None else self.channels.node
+        return 1 if node is None else node.size()
+
+    @property
     def is_alone(self) -> bool:
         """Whether no other rank has gradients of the same parameters."""
         return self.num_shards * self.num_replicas == 1
 
     @classmethod
     def discover(
-        cls, device: torch.device, mesh: Mesh = None, beside: DeviceMesh | None = None, num_servers: int = 0
+        cls,
+        device: torch.device,
+        mesh: Mesh = None,
+        beside: DeviceMesh | None = None,
+        num_servers: int = 0,
+        *,
+        has_nodes: bool = False,
     ) -> World:
         """Join the ranks that the launcher started, or those of a mesh; or be a world of one. `beside` is the mesh of
-        parameters that are DTensors. The last `num_servers` ranks are a world of their own."""
+        parameters that are DTensors. The last `num_servers` ranks are a world of their own. With `has_nodes` the rows
+        of the mesh are nodes, and not replicas."""
         timeout_s = _timeout_s()
         limit = timedelta(seconds=timeout_s)
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) != 1:
             with _environment(WATCHDOG):
                 meet(torch.device("cpu") if num_servers else device, limit)  # servers have no accelerator
-        rows = _rows(mesh, device)
+        nodes = _rows(mesh, device)
+        rows = [[rank for row in nodes for rank in row]] if has_nodes else nodes
         splits = find_splits(rows, beside)
         everyone = [rank for split in splits for row in split for rank in row]
         if 0 < len(everyone) <= num_servers:
@@ -161,7 +178,8 @@ class World:
             on_failure.callback(peers.close)
             with peers.at("the making of its process groups"), peers.waiting():
                 if size > 1:
-                    channels = _make_channels(splits, dist.get_default_backend_for_device(device), limit, peers)
+                    backend = dist.get_default_backend_for_device(device)
+                    channels = _make_channels(splits, backend, limit, peers, nodes if has_nodes else None)
                 if num_servers:
                     link = ServerLink(_new_group(everyone, "gloo", limit), peers, here, num_workers, num_servers)
             on_failure.pop_all()
@@ -185,10 +203,11 @@ class World:
             rank = dist.get_process_group_ranks(self.channels.control)[rank]
         return f"rank {rank}"
 
-    def inside(self, group: dist.ProcessGroup) -> World:
-        """Return this process among those of a process group, which stays the user's."""
+    def inside(self, group: dist.ProcessGroup, regather: dist.ProcessGroup | None = None) -> World:
+        """Return this process among those of a process group, which stays its owner's. `regather` is one of the same
+        ranks, for gathers in backward."""
         assert self.channels is not None
-        channels = Channels(group, group, group, group, group, group, peers=self.channels.peers)
+        channels = Channels(group, regather or group, group, group, group, group, peers=self.channels.peers)
         size = group.size()
         return World(group.rank(), size, min(size, self.local_size), self.device, self.timeout_s, channels)
 
@@ -207,7 +226,8 @@ class World:
         assert self._peers is not None
         if self.channels is None:
             return self._peers.waiting()
-        groups = (self.channels.gather, self.channels.reduce, self.channels.replicas)  # with kernels, on a device
+        channels = self.channels
+        groups = (channels.gather, channels.reduce, channels.replicas, channels.node)  # with kernels, on a device
         return self._peers.waiting(*(group for group in groups if group is not None))
 
     @property
@@ -241,7 +261,9 @@ class World:
                     dist.destroy_process_group(group)
 
 
-def _make_channels(splits: Sequence[Rows], backend: str, limit: timedelta, peers: Peers) -> Channels:
+def _make_channels(
+    splits: Sequence[Rows], backend: str, limit: timedelta, peers: Peers, nodes: Rows | None
+) -> Channels:
     """Make the process groups of one prepared model; see [Note: gloo ends the process]."""
     here = dist.get_rank()
     ranks = [rank for split in splits for row in split for rank in row]
@@ -250,7 +272,7 @@ def _make_channels(splits: Sequence[Rows], backend: str, limit: timedelta, peers
     row = rows[replica]
     column = [other[row.index(here)] for other in rows]
     control = _new_group(ranks, "gloo", limit)
-    check_layouts(splits, ranks, control)
+    check_layouts(splits, nodes, control)
     limit += LATER if backend != "gloo" else timedelta()
     gather = _new_group(row, backend, limit)
     reduce = _new_group(row, backend, limit)
@@ -258,11 +280,14 @@ def _make_channels(splits: Sequence[Rows], backend: str, limit: timedelta, peers
     scalars = None
     if len(splits) > 1:
         scalars = _new_group([rank for split in splits for rank in split[replica]], backend, limit)
+    mine = next((node for node in nodes or () if here in node), None)
+    node = None if mine is None else _new_group(mine, backend, limit)
     if backend != "gloo":
-        return Channels(gather, gather, reduce, gather, scalars or reduce, control, peers, replicas)
+        return Channels(gather, gather, reduce, gather, scalars or reduce, control, peers, replicas, node, node)
     regather = _new_group(row, backend, limit)
     broadcast = _new_group(row, backend, limit)
-    return Channels(gather, regather, reduce, broadcast, scalars or regather, control, peers, replicas)
+    again = None if mine is None else _new_group(mine, backend, limit)
+    return Channels(gather, regather, reduce, broadcast, scalars or regather, control, peers, replicas, node, again)
 
 
 @contextlib.contextmanager
@@ -275,6 +300,11 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
     finally:
         for name in names:
             del os.environ[name]
+
+
+def shape_of(mesh: Mesh) -> tuple[int, ...]:
+    """Return the shape of a DeviceMesh; of none and of process groups it is empty."""
+    return tuple(mesh.shape) if isinstance(mesh, DeviceMesh) else ()
 
 
 def _rows(mesh: Mesh, device: torch.device) -> Rows:

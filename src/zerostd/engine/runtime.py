@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostd.communication import Wires, World
+from zerostd.communication import NodeWires, Wires, World
 from zerostd.communication.peers import STEP
 from zerostd.compat import no_torch_function, runs_in_ddp
 from zerostd.engine.agreeing import StepAgreement
@@ -23,12 +23,11 @@ from zerostd.monitoring.events import LoopPhase
 from zerostd.optimizers.gradients import Gradients, LossScale, scale_gradient
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters import Group
-from zerostd.parameters.blueprints import MARK, OWNER, Blueprint
+from zerostd.parameters.blueprints import MARK, OWNER, Blueprint, root_casts
 from zerostd.parameters.disk_gradient import Windows
 from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.observing import StepObserver
 from zerostd.parameters.prepared import GRAD
-from zerostd.policy import root_casts
 from zerostd.scheduling.access import ParameterAccess
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.backward import Backward
@@ -55,6 +54,7 @@ class Resources:
     windows: Windows  # host memory for gradients that rest on disk
     aside: Aside  # where everything goes while the model sleeps
     num_threads: int  # for updates on the CPU
+    node_wires: NodeWires | None = None  # between ranks that keep secondary shards
 
 
 @dataclass(frozen=True)
@@ -295,6 +295,8 @@ class Runtime:
         self.guards.check_frozen()
         if self.world.size > 1:
             self.agreement.check_step(num_gradients)
+        for group in self.groups:
+            group.drop_secondary()
 
 
 def owner_of(module: nn.Module) -> Runtime:

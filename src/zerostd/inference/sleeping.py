@@ -96,6 +96,8 @@ def _kept(runtime: Runtime) -> Iterator[tuple[Kind, torch.Tensor]]:
         for flat in group.flats:
             if not flat.gives_back:
                 yield Kind.PARAMETERS, flat.full
+            if flat.secondary is not None:
+                yield Kind.BUFFERS, flat.secondary.values
             if flat.gradient is not None:
                 for tensor in flat.gradient.memories:
                     yield Kind.GRADIENTS, tensor

@@ -23,9 +23,17 @@ from zerostd.measuring.rates import finish
 from zerostd.measuring.trial import ForwardCost, call, copy_of, everything_kept, map_tensors, try_forward
 from zerostd.monitoring.events import Timestamp
 from zerostd.optimizers.elementwise import check_elementwise, find_states
-from zerostd.parameters.blueprints import ROOT, Blueprint, Member, check_model, check_optimizer, find_blueprints
+from zerostd.parameters.blueprints import (
+    ROOT,
+    Blueprint,
+    Member,
+    check_model,
+    check_optimizer,
+    find_blueprints,
+    root_casts,
+)
 from zerostd.planning.profiles import GroupProfile, ModelProfile
-from zerostd.policy import Precision, root_casts, splits_masters
+from zerostd.policy import Precision, splits_masters
 
 ASSUMED_STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}  # AdamW's, while there is no optimizer
 NUM_TIMED = 2  # passes after the first, which finds its kernels; the faster one counts

@@ -28,8 +28,8 @@ from torch.utils.flop_counter import flop_registry
 
 from zerostd.compat import fake_mode, written_by
 from zerostd.measuring.identity import device_of
-from zerostd.parameters.blueprints import Blueprint
-from zerostd.policy import Precision, root_casts
+from zerostd.parameters.blueprints import Blueprint, root_casts
+from zerostd.policy import Precision
 
 log = logging.getLogger(__name__)
 Make = Callable[[torch.Tensor], torch.Tensor]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -240,3 +240,12 @@ def describe(
         yield f"{name} {tuple(buffer.shape)} buffer"
     for blueprint in blueprints:
         yield f"groups: {blueprint.name} with {len(blueprint.members)} parameters"
+
+
+def root_casts(precision: Precision, dtypes: Iterable[torch.dtype]) -> tuple[torch.dtype, torch.dtype] | None:
+    """Return the dtype that a root with parameters of these dtypes takes and returns, and the one it computes in; None
+    if nothing is cast."""
+    outside = {dtype for dtype in dtypes if dtype.is_floating_point}
+    if precision.compute is None or len(outside) != 1 or outside == {precision.compute}:
+        return None
+    return outside.pop(), precision.compute

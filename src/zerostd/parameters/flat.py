@@ -23,6 +23,7 @@ from zerostd.compat import no_torch_function, set_local, version_of, versions_of
 from zerostd.parameters.gradient import Gradient
 from zerostd.parameters.lending import DATA, set_data
 from zerostd.parameters.prepared import classes_for
+from zerostd.parameters.secondary import SecondaryShard
 from zerostd.parameters.state_shard import HIGH, LOW, MASTER, CodedTensor, Edits, StateShard, clear_low
 from zerostd.policy import Kind, Tier
 from zerostd.sharding import Layout, Piece
@@ -44,6 +45,7 @@ class Flat:
     specs: Sequence[Spec | None] = ()  # of parameters that are DTensors: their local tensors are here; empty: none is
     is_sharded: bool = field(init=False, default=False)  # parameters rest as this rank's slice only
     gradient: Gradient | None = field(init=False, default=None)  # None if frozen
+    secondary: SecondaryShard | None = field(init=False, default=None)  # None: every gather is one from all ranks
     readers: list[Transfer] = field(init=False, default_factory=list)  # of values and states; writes wait for them
 
     def __post_init__(self) -> None:
@@ -58,7 +60,6 @@ class Flat:
             (self._view(index, self.full), blank.expand(i.shape), classes_for(type(parameter)))
             for index, (parameter, i) in enumerate(zip(self.parameters, self.layout.intervals, strict=True))
         ]
-        self._is_edited = False  # the user has written to parameters, and masters do not know
         self._edits = Edits(self.allocator.ledger, self._read_versions())
 
     @property
@@ -117,12 +118,11 @@ class Flat:
         """Take a parameter's values, before rounding, if they are known, and let the parameter's own memory go."""
         if value is not None:
             self.write_values(index, value)
-        view = self._faces[index][0]
         parameter = self.parameters[index]
         if parameter.device.type == "meta":  # torch lets no tensor change between meta and a real device in place
             real = torch.empty(0, dtype=self.full.dtype, device=self.full.device)  # own version: [Note: storage]
             torch.utils.swap_tensors(parameter, nn.Parameter(real, requires_grad=parameter.requires_grad))
-        self.set_values(index, view)
+        self.set_values(index, self._faces[index][0])
 
     def set_values(self, index: int, values: torch.Tensor) -> None:
         """Let a parameter have these values, in this memory."""
@@ -234,6 +234,7 @@ class Flat:
 
     def round_masters(self, *, only_resident: bool = False) -> None:
         """Round the masters into the compute dtype, to where parameters rest."""
+        self._forget_secondary()
         for shard in self.state_shards:
             if shard.holds_parameters or (only_resident and not shard.is_resident):
                 continue
@@ -271,7 +272,13 @@ class Flat:
                 clear_low(self.state_shards, piece.offset, values.reshape(-1)[part], view.reshape(-1)[part])
             self._view(index, self.full).copy_(values)
             self._renew_copies()
-        self._is_edited = True
+        self._edits.awaits_commit = True
+        self._forget_secondary()
+
+    def _forget_secondary(self) -> None:
+        """Note that parameters change where they rest: this and other ranks gather them anew."""
+        if self.secondary is not None:
+            self.secondary.forget()
 
     def _write_rest(self, place: slice, values: torch.Tensor) -> None:
         """Write parameters to where they rest off the device, or in slices."""
@@ -301,7 +308,7 @@ class Flat:
             clear_low(self.state_shards, piece.offset, self.full[self.region][piece.place], copy)
             self._edits.renew(self.full[self.region], piece)
             self._edits.versions[index] = version
-            self._is_edited = True
+            self._edits.awaits_commit = True
         if forget:
             self._edits.forget(piece)
 
@@ -313,7 +320,7 @@ class Flat:
     @property
     def awaits_commit(self) -> bool:
         """Whether the user wrote to parameters and masters do not know yet."""
-        return self._is_edited or self.has_edits
+        return self._edits.awaits_commit or self.has_edits
 
     def _read_versions(self) -> list[int]:
         if not any(self.specs):
@@ -346,16 +353,17 @@ class Flat:
                         self._edits.take(piece, full[self.region], is_brief=False)
         self._renew_copies()
         self._edits.versions = versions
-        self._is_edited = True
+        self._edits.awaits_commit = True
+        self._forget_secondary()
 
     def commit_edits(self) -> None:
         """Let masters follow what the user wrote. They change only where the rounded value did, so what was not
         touched loses no bits. Those whose upper half is the parameter have followed when it was kept."""
         if self.has_edits and self.full.untyped_storage().nbytes():
             self.keep_all(self.full)
-        if not self._is_edited:
+        if not self._edits.awaits_commit:
             return
-        self._is_edited = False
+        self._edits.awaits_commit = False
         self.wait_readers()
         for shard in self.state_shards:
             if not shard.holds_parameters:
@@ -363,8 +371,7 @@ class Flat:
                 mine = self.parameters_of(shard)
                 mine = (self.rest.read(shard.region) if mine is None else mine).to(master.device)
                 edited = mine != master.to(mine.dtype)
-                values = torch.where(edited, mine.to(master.dtype), master)
-                shard.master.write(slice(0, shard.numel), values)
+                shard.master.write(slice(0, shard.numel), torch.where(edited, mine.to(master.dtype), master))
 
     def _renew_copies(self) -> None:
         if self._edits.copies:  # else the gathered buffer may have no memory

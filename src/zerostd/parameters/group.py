@@ -90,6 +90,12 @@ class Group:
         """The groups its modules need: itself, and those whose parameters they read."""
         return (self, *self.borrowed.values())
 
+    @property
+    def gather_name(self) -> str:
+        """What its gather is called in errors: a rank that wrote to parameters alone is not in that of its peers."""
+        is_inside = bool(self.flats) and all(flat.secondary and flat.secondary.is_current for flat in self.flats)
+        return f"the gather of group {self.name!r}{' inside the node' if is_inside else ''}"
+
     # Gather and release
 
     def start_gather(self, *, at_once: bool = False) -> None:
@@ -105,6 +111,8 @@ class Group:
         try:
             for flat in self.flats:
                 flat.allocate()
+                if flat.secondary is not None:
+                    flat.secondary.await_values()
         except torch.OutOfMemoryError:
             for flat in self.flats:
                 flat.free()
@@ -117,7 +125,9 @@ class Group:
 
     def _gather(self, flat: Flat, full: torch.Tensor, *, to_compute: bool, at_once: bool = False) -> Transfer:
         """Bring this rank's part of a flat to the device, and from there to all ranks. What is only computed with may
-        be rounded on the way."""
+        be rounded on the way, and may come from secondary shards."""
+        if to_compute and flat.secondary is not None and flat.secondary.is_current:
+            return flat.secondary.gather(full)
         world = self._wires.world
         if world.is_worker:  # the servers have what trains
             return Done() if flat.gradient is None else self._wires.gather(full)
@@ -169,6 +179,9 @@ class Group:
         self.gathers = []
         self._wires.ledger.events.end(self._span, self._wires.world.device)
         self._span = None
+        for flat in self.flats:
+            if flat.secondary is not None:
+                flat.secondary.keep(flat.full)
         self.show_values()
         self.state = GroupState.GATHERED
 
@@ -197,6 +210,14 @@ class Group:
     def is_releasable(self) -> bool:
         """Whether there is memory to give back."""
         return self.gives_back and self.state is not GroupState.RELEASED
+
+    def drop_secondary(self) -> None:
+        """Give back the secondary shards of parameters that train: an update begins. Those of frozen ones stay."""
+        for gather in self.gathers:  # it may read them
+            gather.wait()
+        for flat in self.trainable:
+            if flat.secondary is not None:
+                flat.secondary.give_back()
 
     def expire(self) -> None:
         """Let parameters show NaN until the values that an update is writing are here. For groups that stay on the

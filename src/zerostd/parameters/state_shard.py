@@ -215,6 +215,7 @@ class Edits:
     versions: list[int]  # of the parameters, when edits were kept last
     copies: dict[Piece, torch.Tensor] = field(default_factory=dict)
     brief: set[Piece] = field(default_factory=set)  # those that the next update forgets
+    awaits_commit: bool = False  # users have written to parameters, and masters do not know
 
     def take(self, piece: Piece, region: torch.Tensor, *, is_brief: bool) -> None:
         with torch.inference_mode(False):

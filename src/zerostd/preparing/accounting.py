@@ -33,6 +33,9 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, dic
     comes_up = [(plan.gradient_dtype, plan.gradients in off) for plan in trained]
     split = [sum(_resident(plan) for plan in group if plan.is_split) for group in plans]
     in_step = Updater.buffer_bytes(resident, comes_up, split, is_coded=rules.codes_states)
+    in_backward += _secondary(trained)
+    frozen = [plan for group in plans for plan in group if not plan.is_trained]
+    need[Tier.DEVICE, Kind.BUFFERS] += _secondary(frozen)
     if rules.placement.keep_gradients:
         need[Tier.DEVICE, Kind.BUFFERS] += max(in_backward, in_step)  # each is given back before the other is taken
     else:
@@ -105,6 +108,11 @@ def _gathered(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
         others += others[: min(len(others), width) - 1]
     windows = [sum(others[start : start + width]) for start in range(len(others))]
     return root + max(windows, default=0)
+
+
+def _secondary(plans: Sequence[FlatPlan]) -> int:
+    """Return the bytes of the secondary shards of flats."""
+    return sum(plan.secondary_numel * plan.dtype.itemsize for plan in plans)
 
 
 def _wires(trained: Sequence[FlatPlan], rules: Rules) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostd.communication import Control, Wires, World
+from zerostd.communication import Control, NodeWires, Wires, World
 from zerostd.communication.coded_wires import make_wires
 from zerostd.communication.dtensors import local_values, mesh_of
 from zerostd.communication.servers import WorkerWires
@@ -76,7 +76,7 @@ def build(
     for name, parameter in named.items() if has_values else ():
         if parameter.device.type == "meta" and not is_deferred(parameter):
             make_real(name, parameter, seed=0, device=device)  # raises: nobody knows its values
-    world = World.discover(device, settings.mesh, mesh_of(named.values()), settings.servers or 0)
+    world = _join(settings, device, named)
     control = Control(world)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(world.close)
@@ -103,9 +103,9 @@ def build(
         on_failure.callback(allocator.close)
         _reserve(allocator, plans, need, settings.budget, world)
         on_failure.pop_all()
-    resources = _make_resources(allocator, world, largest_on_disk(plans))
     sums = settings.reduce == "sum"
     wires = WorkerWires(world, ledger) if world.is_worker else make_wires(settings.decided[1], world, ledger, sums=sums)
+    resources = _make_resources(allocator, wires, largest_on_disk(plans))
     original_dtypes = {parameter: parameter.dtype for parameter in named.values()}
     seed = (control if world.link is None else world.link).collect(torch.initial_seed())[0]
     separate_counters(list(named.values()))
@@ -129,6 +129,12 @@ def build(
     return runtime
 
 
+def _join(settings: Settings, device: torch.device, named: Mapping[str, nn.Parameter]) -> World:
+    """Return the world of the ranks that train these parameters."""
+    has_nodes = settings.placement is not None and settings.placement.secondary_shards
+    return World.discover(device, settings.mesh, mesh_of(named.values()), settings.servers or 0, has_nodes=has_nodes)
+
+
 def _demand(plans: list[list[FlatPlan]]) -> Demand:
     """Return the bytes of model state, and of the host memory that what is on disk passes through."""
     need = demand(plans)
@@ -136,12 +142,14 @@ def _demand(plans: list[list[FlatPlan]]) -> Demand:
     return need
 
 
-def _make_resources(allocator: TierAllocator, world: World, largest: int) -> Resources:
+def _make_resources(allocator: TierAllocator, wires: Wires, largest: int) -> Resources:
     """Return what groups share. `largest` is the bytes of parameters on disk that come up at once."""
+    world = wires.world
+    node_wires = NodeWires(wires) if world.node_size > 1 else None
     streams = Streams(world.device)
     uploader = Uploader(allocator, streams, largest_on_disk=largest)
     aside = Aside(allocator, streams)
-    return Resources(allocator, streams, uploader, Staging(), Windows(allocator), aside, num_threads(world))
+    return Resources(allocator, streams, uploader, Staging(), Windows(allocator), aside, num_threads(world), node_wires)
 
 
 def _make_allocator(need: Demand, budget: Budget, world: World, ledger: Ledger, *, needs_disk: bool) -> TierAllocator:

@@ -19,6 +19,7 @@ from zerostd.parameters.flat import Flat
 from zerostd.parameters.gradient import Gradient, HostGradientCopy
 from zerostd.parameters.host_gradient import HostGradient
 from zerostd.parameters.passing_gradient import PassingGradient
+from zerostd.parameters.secondary import SecondaryShard
 from zerostd.parameters.state_shard import CodedTensor, StateShard
 from zerostd.policy import Kind, Route, Tier
 from zerostd.preparing.homes import Columns, FlatPlan
@@ -46,6 +47,8 @@ def make_flat(plan: FlatPlan, resources: Resources, value_of: ValueOf) -> Flat:
     if plan.gives_back:
         rest = allocator.allocate(plan.owner, plan.parameters, Kind.PARAMETERS, plan.rest_numel, plan.dtype)
     flat.keep(rest, is_sharded=plan.rules.shards(Kind.PARAMETERS), has_values=has_values)
+    if resources.node_wires is not None:
+        flat.secondary = SecondaryShard(plan.secondary_numel, plan.dtype, resources.node_wires)
     if plan.is_trained:
         flat.gradient = _make_gradient(plan, resources)
     return flat

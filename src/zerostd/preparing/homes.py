@@ -54,6 +54,7 @@ class Rules:
     num_replicas: int = 1  # of the model state
     has_optimizer: bool = True  # whose states are placed too
     num_servers: int = 0  # that update the model state: this rank is a worker, and updates nothing
+    node_size: int = 1  # ranks of a node that keep secondary shards; 1: none are kept
 
     @property
     def codes_states(self) -> bool:
@@ -128,6 +129,12 @@ class FlatPlan:
     def gives_back(self) -> bool:
         """Whether releasing the group gives memory back."""
         return self.rules.shards(Kind.PARAMETERS) or self.parameters is not Tier.DEVICE
+
+    @property
+    def secondary_numel(self) -> int:
+        """Elements of the secondary shard that this rank keeps."""
+        keeps = self.rules.node_size > 1 and self.rules.shards(Kind.PARAMETERS)
+        return self.layout.numel // self.rules.node_size if keeps else 0
 
     @property
     def packed_bytes(self) -> int:

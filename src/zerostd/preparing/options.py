@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zerostd.communication import World, coded_wires
-from zerostd.communication.world import thread_budget
+from zerostd.communication.world import shape_of, thread_budget
 from zerostd.engine.settings import Settings
 from zerostd.errors import NotSupportedError, PrepareError
 from zerostd.measuring.identity import choose_device, device_of, parse_device
@@ -132,6 +132,7 @@ def check_placement(settings: Settings, placement: Placement) -> None:
             f"max_grad_norm= (now {settings.max_grad_norm}) and accumulate= (now {settings.accumulate}) in prepare"
         )
     _check_codec(settings, placement)
+    _check_secondary(settings, placement)
     if placement.speculate and settings.precision.scales_loss:
         raise PrepareError("Placement(speculate=True) does not work with precision='fp16', whose steps may be skipped")
     if placement.speculate and set(placement.shares(Kind.PARAMETERS)) != {Tier.DEVICE}:
@@ -167,6 +168,29 @@ def _check_freed_gradients(settings: Settings, optimizer: torch.optim.Optimizer 
         why = "speculate=True needs them once more if the step is clipped: leave it out"
     if why:
         raise PrepareError(f"keep_gradients=False is not possible, because {why}. Or leave keep_gradients out")
+
+
+def _check_secondary(settings: Settings, placement: Placement) -> None:
+    """Refuse secondary shards where no gather could stay inside a node because of them."""
+    given = f"Placement(secondary_shards={placement.secondary_shards!r})"
+    if not isinstance(placement.secondary_shards, bool):
+        raise PrepareError(f"{given} must be True, to keep a secondary shard of gathered parameters, or False")
+    if not placement.secondary_shards:
+        return
+    if settings.servers is not None:
+        raise NotSupportedError(f"{given} does not work with servers={settings.servers}: servers hold the parameters")
+    if not settings.has_optimizer:
+        raise PrepareError(
+            f"{given} needs the optimizer: it is for the backward passes before an update. Pass the optimizer to "
+            "prepare; without one, a mesh of two dimensions alone keeps all gathers inside a node"
+        )
+    shape = shape_of(settings.mesh)
+    if len(shape) != 2 or min(shape) < 2:
+        of_shape = f"a mesh of shape {shape}" if shape else "no DeviceMesh"
+        raise PrepareError(
+            f"{given} with {of_shape}: it needs two nodes or more of two ranks or more. Pass mesh=init_device_mesh("
+            "device, (num_nodes, ranks_per_node)), or leave secondary_shards out"
+        )
 
 
 def _check_codec(settings: Settings, placement: Placement) -> None:
@@ -265,6 +289,16 @@ def check_world(settings: Settings, world: World) -> None:
             f"Placement(codec={dict(placement.codec)!r}) with stage={stage.value}: only stage=3 gathers parameters to "
             "compute with them; use stage=3, or leave 'gather' out"
         )
+    if placement.secondary_shards and stage < Stage.PARAMETERS:
+        raise PrepareError(
+            f"Placement(secondary_shards=True) with stage={stage.value}: only stage=3 gathers parameters for backward; "
+            "use stage=3, or leave secondary_shards out"
+        )
+    if placement.secondary_shards and world.num_splits > 1:
+        raise NotSupportedError(
+            "Placement(secondary_shards=True) does not work with parameters that are DTensors: leave secondary_shards "
+            "out, or train without tensor parallelism"
+        )
     for kind, least in ((Kind.PARAMETERS, Stage.PARAMETERS), (Kind.GRADIENTS, Stage.GRADIENTS)):
         if world.num_shards > 1 and stage < least and set(placement.shares(kind)) != {Tier.DEVICE}:
             share = getattr(placement, kind.value)
@@ -309,6 +343,7 @@ def rules_for(settings: Settings, world: World, blueprints: Sequence[Blueprint])
         num_replicas=world.num_replicas,
         has_optimizer=settings.has_optimizer,
         num_servers=world.link.num_servers if world.link is not None and world.is_worker else 0,
+        node_size=world.node_size,
     )
 
 

@@ -101,7 +101,7 @@ class Gatherer:
             return
         self.wait_updates(group)
         self.sequence.append(group.name)
-        with self.wires.world.at(f"the gather of group {group.name!r}"):
+        with self.wires.world.at(group.gather_name):
             try:
                 group.start_gather(at_once=self._is_streaming)
             except torch.OutOfMemoryError:
@@ -137,7 +137,7 @@ class Gatherer:
             return
         self.wait_updates(group)
         phase = self.timer.mark(LoopPhase.WAITING, "parameters")
-        with self.wires.world.at(f"the gather of group {group.name!r}"):
+        with self.wires.world.at(group.gather_name):
             group.wait_gather()
         self.timer.mark(phase)
 
@@ -189,6 +189,7 @@ class Gatherer:
         """Let the next use see an update that was started. A group that rests elsewhere is gathered then. The other
         slices of one that rests here start coming in now."""
         self.check_unpinned([group])
+        group.drop_secondary()
         if group.gathers:
             self.wait_gather(group)
         if group.gives_back:
