@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -32,7 +32,7 @@ from zerostd.replanning.meter import DeviceMeter
 from zerostd.replanning.moving import HomeMove, can_move
 from zerostd.replanning.ranking import Ranking
 from zerostd.replanning.room import PassRoom
-from zerostd.replanning.trials import Trials, is_same
+from zerostd.replanning.trials import Revision, Trials, is_same
 from zerostd.replanning.watching import EVERY, ClipCounter, Pace, RankReport, StepWatch, worst_of
 
 NUM_FIRST = 2  # steps that are not looked at: the first ones are slower
@@ -40,16 +40,6 @@ MORE_ROOM = 0.1  # of the device, for activations, when it ran out of memory
 MOVED_RATE = 1e9  # bytes that may move before a step, for each second of it: at 5 GB/s they take a fifth
 
 log = logging.getLogger("zerostd")
-
-
-@dataclass(frozen=True)
-class Revision:
-    """A change of plan."""
-
-    step: int  # after which it was made
-    reason: str
-    moved: tuple[str, ...]  # groups
-    plan: Plan
 
 
 def adapt(runtime: Runtime) -> None:
@@ -77,6 +67,9 @@ class Adapter(StepObserver):
         self._trials: Trials | None = None  # under way
         self._moving: HomeMove | None = None  # under way
         self._clips = ClipCounter(runtime)
+        self._num_short = (
+            0  # times that this step ran out of memory; free memory in holes makes it look as if it fitted
+        )
         self.meter.reset()
         self.meter.cap(is_on=self.plan.is_untried)
         if runtime.settings.budget.device is not None or self._is_off:
@@ -104,6 +97,7 @@ class Adapter(StepObserver):
 
     def _begin_step(self, step: int) -> None:
         """Do what is due before a step."""
+        self._num_short = 0
         self._pace.begin(step)
         self._clips.note()
         self.runtime.backward.activations.counter.is_on = self.plan.is_untried
@@ -151,9 +145,9 @@ class Adapter(StepObserver):
     def _place(self) -> None:
         """Place everything by what the first pass took. What was remembered of an earlier run comes first, then keeping
         all where it is, then the best plan that fits. Where nothing could be counted, groups go on recomputing."""
-        control = self.runtime.gatherer.control
         self.runtime.backward.activations.counter.is_on = False
         self.meter.cap(is_on=False)
+        control = self.runtime.gatherer.control
         names = [group.name for group in self.runtime.blueprints]
         ways = dict.fromkeys(names, self.plan.activations["*"])
         least = replace(self.plan, activations=ways, notes=self.plan.notes[:-1])
@@ -367,8 +361,10 @@ class Adapter(StepObserver):
             self._moving.advance()
             self._end_move()
         seen = report.seen
-        if report.why_short and Tier.DEVICE in report.room:  # a device that ran out needs more room
-            more = int((self.meter.activation_bytes() or 0) + self.meter.missing(MORE_ROOM * report.room[Tier.DEVICE]))
+        if report.why_short and Tier.DEVICE in report.room:  # it needs more room, and still more if that was too little
+            self._num_short += 1
+            missing = self.meter.missing(self._num_short * MORE_ROOM * report.room[Tier.DEVICE])
+            more = int((self.meter.activation_bytes() or 0) + missing)
             report = replace(report, seen=replace(seen, activation_bytes=more))
         present, candidates = self._candidates(reason, report)
         self._trials = None
@@ -378,13 +374,15 @@ class Adapter(StepObserver):
             return False
         if all(present.predicted.total(tier) <= limit for tier, limit in self.meter.limits(report.room).items()):
             return True
-        step = self._pace.step
-        plan = replace(candidates[0], notes=(*candidates[0].notes, f"Revised after step {step}: {reason}."))
-        log.info("the plan no longer fits and is revised after step %d (%s)\n%s", step, reason, plan.explain())
+        plan = candidates[0]
+        plan = replace(plan, notes=(*plan.notes, f"Revised after step {self._pace.step}: {reason}."))
+        log.info(
+            "the plan no longer fits and is revised after step %d (%s)\n%s", self._pace.step, reason, plan.explain()
+        )
         self.meter.give_cache_back()  # so that what moves does not lie in the blocks of activations
         move = HomeMove(self.runtime, plan)
         move.advance()
-        self.revisions.append(Revision(step, reason, tuple(move.names), plan))
+        self.revisions.append(Revision(self._pace.step, reason, tuple(move.names), plan))
         self._end_move()
         return True
 

@@ -4,7 +4,7 @@ lost by trying; the fastest stays, and measured seconds count for more than pred
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from zerostd.planning import Plan, Trial
 from zerostd.policy import Route, Tier
@@ -12,6 +12,16 @@ from zerostd.policy import Route, Tier
 MOST_TRIED = 3  # candidates beside the present plan
 MOST_LONGER = 1.3  # times the shortest predicted step: what is longer is not tried
 WORTH_KEEPING = 0.02  # of a step, that a candidate must save: seconds of one plan differ by as much
+
+
+@dataclass(frozen=True)
+class Revision:
+    """A change of plan."""
+
+    step: int  # after which it was made
+    reason: str
+    moved: tuple[str, ...]  # groups
+    plan: Plan
 
 
 class Trials:
