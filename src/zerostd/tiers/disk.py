@@ -58,7 +58,6 @@ class Disk:
         self._fallback = fallback
         self._extents: set[Extent] = set()
         self._files: list[ScratchFile] = []
-        self._lock = threading.Lock()
         self._process = os.getpid()
         self._blocks: queue.SimpleQueue[Block | None] = queue.SimpleQueue()
         self._num_threads = max(1, num_threads)
@@ -83,7 +82,7 @@ class Disk:
         if num_bytes < 0:
             raise StorageError(f"cannot allocate {num_bytes} bytes on disk; ask for 0 or more")
         size = max(PAGE, padded(num_bytes))
-        used = sum(padded(extent.held_bytes) for extent in self._extents)
+        used = sum(padded(extent.held_bytes) for extent in self._extents if extent.ledger is self._ledger)
         check_disk(size, self.path, None if self._limit is None else max(0, self._limit - used))
         file = self._file()
         try:
@@ -101,6 +100,18 @@ class Disk:
             extent = Extent(file, start, num_bytes, kind, owner, self._ledger, self._fallback)
         self._extents.add(extent)
         return extent
+
+    def join(self, extent: Extent) -> None:
+        """Hold an extent that another Disk of the same directory allocated, or this one for another owner, until
+        `free`."""
+        self._check_open()
+        extent.holders.join(self._ledger)
+        self._extents.add(extent)
+        if extent.scratch_file not in self._files:
+            extent.scratch_file.open_again()
+            self._files.append(extent.scratch_file)
+        if isinstance(extent, PackedExtent):
+            self._take_packers()
 
     @staticmethod
     def packer_bytes(num_threads: int = NUM_THREADS) -> int:
@@ -126,6 +137,8 @@ class Disk:
 
     def write(self, extent: Extent, offset: int, source: torch.Tensor) -> Transfer:
         """Start writing `source` to `offset` of `extent`."""
+        if extent.fallback is not None:
+            extent.fallback = self._fallback  # another Disk may have allocated it
         return self._start(extent, offset, source, is_write=True)
 
     def free(self, extent: Extent) -> None:
@@ -134,10 +147,11 @@ class Disk:
         for transfer in extent.transfers:
             with contextlib.suppress(StorageError):  # raised to whoever waits for it
                 transfer.wait()
-        self._extents.discard(extent)
-        extent.free()
+        extent.free(self._ledger)
+        if not extent.holders.has(self._ledger):
+            self._extents.discard(extent)
         file = extent.scratch_file
-        if file.num_taken == 0:
+        if not any(other.scratch_file is file for other in self._extents):
             self._files.remove(file)
             file.close()
 
@@ -145,7 +159,8 @@ class Disk:
         """Wait for what is under way, give all space back and end the threads. Closing twice is free."""
         if self._finalizer.alive:
             for extent in list(self._extents):
-                self.free(extent)
+                while extent in self._extents:
+                    self.free(extent)
             self._ledger.leave(Kind.BUFFERS, self._packers_held, Tier.HOST)
             self._finalizer()
 
@@ -161,8 +176,7 @@ class Disk:
         pages = memory.detach().view(-1).view(torch.uint8)  # keeps the memory alive
         starts = range(0, len(pages), BLOCK_BYTES)
         work = Work(len(starts))
-        with self._lock:
-            extent.transfers = [*(transfer for transfer in extent.transfers if not transfer.is_done()), work]
+        extent.add_transfer(work)
         for start in starts:
             self._blocks.put((extent, offset + start, pages[start : start + BLOCK_BYTES], is_write, work))
         return work
