@@ -29,6 +29,7 @@ from zerostd.sharding import Layout, Piece
 from zerostd.tiers import TierAllocator, TierTensor, Transfer
 from zerostd.tiers.debug import poison
 from zerostd.tiers.packed_extents import PackedExtent
+from zerostd.tiers.shared_tensors import SharedTensor
 
 
 @dataclass(eq=False, repr=False)
@@ -375,6 +376,11 @@ class Flat:
         torch.autograd.graph.increment_version(self.parameters)
         self._edits.versions = self._read_versions()
         self._edits.forget(*self._edits.brief)
+
+    def share(self, other: Flat) -> None:
+        """Rest in the memory of another flat, which has the same bytes, until one of them is written to."""
+        other.rest = SharedTensor.of(other.rest, other.allocator, other.layout.intervals[0].name)
+        self.rest = other.rest.shared_with(self.rest, self.allocator, self.layout.intervals[0].name)
 
     def coded_bytes(self) -> Iterator[tuple[Kind, int, int]]:
         """Yield what is kept as codes: its kind, the bytes of its numbers, and those of the codes."""
