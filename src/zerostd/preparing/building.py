@@ -152,7 +152,7 @@ def _make_allocator(need: Demand, budget: Budget, world: World, ledger: Ledger, 
         what = f"the host share of {world.local_size} rank(s) on this machine ({_parts(need, Tier.HOST)} each)"
         check_host(on_host, what, limit_of(budget.host))
     host = Host(world.device, ledger, num_threads(world))
-    allocator = TierAllocator(world.device, host, None, ledger)
+    allocator = TierAllocator(world.device, host, None, ledger, budget.background)
     if needs_disk or _total(need, Tier.DISK):
         allocator.open_disk(budget, world.local_size)
     return allocator

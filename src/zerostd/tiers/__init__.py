@@ -1,6 +1,7 @@
 """Where bytes are kept and how they move: device, host and disk. Knows bytes, offsets and alignment, not their meaning.
 
 transfer.py     work in flight, how to wait for it, and the streams of the device
+pacing.py       priorities, and the share of background work
 worker.py       a thread that does jobs, the most needed first
 limits.py       what is free, and the refusal of what does not fit
 holders.py      who keeps the same memory

@@ -22,6 +22,7 @@ from zerostd.tiers.disk import Disk
 from zerostd.tiers.extents import Extent, Fallback
 from zerostd.tiers.holders import Holders
 from zerostd.tiers.host import PAGE, Host, aligned, padded
+from zerostd.tiers.pacing import LinkPace
 from zerostd.tiers.transfer import Done, Streams, Transfer, record_event
 from zerostd.tiers.worker import Work, Worker
 
@@ -121,11 +122,14 @@ class TierAllocator:
     it; so what it has can be given back when it moves.
     """
 
-    def __init__(self, device: torch.device, host: Host, disk: Disk | None, ledger: Ledger) -> None:
+    def __init__(
+        self, device: torch.device, host: Host, disk: Disk | None, ledger: Ledger, share: float | None = None
+    ) -> None:
         self.device = device
         self.host = host
         self.disk = disk
         self.ledger = ledger
+        self.pace = LinkPace(share)  # of background work on the disk
         self._arenas: dict[Arena, torch.Tensor | Extent] = {}
         self._used: Counter[Arena] = Counter()  # bytes of each
         self._on_device: dict[tuple[str, Kind], list[torch.Tensor]] = {}  # by owner
@@ -137,7 +141,9 @@ class TierAllocator:
         if self.disk is None:
             limit = limit_of(budget.host)
             fallback = Fallback(self.host, self.ledger, None if limit is None else limit // local_size)
-            self.disk = Disk(budget.disk_path, self.ledger, limit=limit_of(budget.disk), fallback=fallback)
+            self.disk = Disk(
+                budget.disk_path, self.ledger, limit=limit_of(budget.disk), fallback=fallback, pace=self.pace
+            )
 
     def reserve(self, owner: str, tier: Tier, kind: Kind, num_bytes: int, *, item_bytes: int = 0) -> None:
         """Allocate the arena that an owner's tensors of one kind will be cut from; the device needs none. With
