@@ -306,19 +306,36 @@ def test_models_from_files_share_after_they_are_loaded(tmp_path: Path) -> None:
     zerostd.release(models[1])
 
 
-def test_equal_groups_inside_a_model_share(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_equal_groups_inside_a_model_share(tier: str, tmp_path: Path) -> None:
     model = nn.Sequential(*(build()[0] for _ in range(4)))
-    model = frozen(model, "host", tmp_path)
-    alone = held(model, "host")
+    model = frozen(model, tier, tmp_path)
+    alone = held(model, tier)
     assert zerostd.deduplicate(model) == 3 * alone // 4
-    assert held(model, "host") == alone // 4
+    assert held(model, tier) == alone // 4
     assert zerostd.memory(model).shared["parameters"] == (alone, alone // 4)
     with torch.no_grad():
         model[2].base.weight.zero_()
     state = values(model)
     assert not state["2.base.weight"].any() and torch.equal(state["1.base.weight"], state["3.base.weight"])
-    assert state["1.base.weight"].any() and held(model, "host") == alone // 2
+    assert state["1.base.weight"].any() and held(model, tier) == alone // 2
     zerostd.release(model)
+    assert torch.equal(model[0].base.weight, model[3].base.weight)
+
+
+def test_a_background_save_keeps_the_values_of_its_moment(tmp_path: Path) -> None:
+    """It reads memory that two models share; one is written to, and the other is released, before it is done."""
+    models = [frozen(build(), "disk", tmp_path) for _ in range(2)]
+    zerostd.deduplicate(*models)
+    pending = zerostd.save(tmp_path / "checkpoint", models[1], wait=False)
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.zero_()
+    zerostd.release(models[0])
+    pending.wait()
+    zerostd.load(tmp_path / "checkpoint", models[1])
+    assert same(models[1], build())
+    zerostd.release(models[1])
 
 
 def test_what_differs_or_trains_is_not_shared(tmp_path: Path) -> None:
