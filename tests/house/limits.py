@@ -13,8 +13,8 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 37_477  # 24,782 before meshes, averages, checksums, blame, joins, halves, codes, URLs, packing, sharing
-MOST_LINES_IN_CORE = 17_146  # 9,990 before those
+MOST_LINES = 37_482  # 24,782 before meshes, averages, checksums, blame, joins, halves, codes, URLs, packing, sharing
+MOST_LINES_IN_CORE = 17_151  # 9,990 before those
 MOST_CLASSES = 298  # 225 before those
 
 # Habits that give way.
